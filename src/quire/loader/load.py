@@ -57,10 +57,11 @@ _BEFORE = {
 }
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
-    r"|^(model\.)?(vision_tower|vision_model|visual|audio_tower|vpm|resampler|merger|connector|mlp1)\."
-    r"|^(model\.)?(multi_modal_projector|mm_projector|vit_large_projector|projector|mlp_AR)\."
-    r"|^(model\.)?(vision_encoder|vision_projection)\."
-    r"|^(model\.)?image_newline$"
+    r"|^(thinker\.)?(model\.)?(vision_tower|vision_model|visual|audio_tower|vpm|resampler|merger|connector|mlp1)\."
+    r"|^(thinker\.)?(model\.)?(multi_modal_projector|mm_projector|vit_large_projector|projector|mlp_AR)\."
+    r"|^(talker|token2wav|code2wav)\.|\.audio_bos_eos_token\."
+    r"|^(thinker\.)?(model\.)?(vision_encoder|vision_projection)\."
+    r"|^(thinker\.)?(model\.)?image_newline$"
     r"|\.(q_scale|prob_scale|input_scale(_ub)?|activation_scale|input_zero_point|weight_format|g_idx)$"
     r"|\.weight_shape$"
 )
@@ -257,6 +258,7 @@ def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     body, _, rest = name.partition(".")
     inner = [f"{body}.{part}.{rest}" for part in ("language_model", "text_model")]
     known = [name, rest, *inner, f"language_model.{name}", f"language_model.{body}.{name}", f"llm.{name}"]
+    known += [f"thinker.{name}", f"thinker.{rest}"]
     for today, before in _BEFORE.items():
         known += [each.removesuffix(today) + before for each in known if each.endswith(today)]
     return next((each for each in known if each in stored), name)

@@ -12,6 +12,7 @@ import quire.config.media.kimi as kimi
 import quire.config.media.llama4 as llama4
 import quire.config.media.llava as llava
 import quire.config.media.minicpm as minicpm
+import quire.config.media.omni as omni
 import quire.config.media.paddle as paddle
 import quire.config.media.paligemma as paligemma
 import quire.config.media.pixtral as pixtral
@@ -31,6 +32,9 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts | None]]] = {
     "Glm4vMoeForConditionalGeneration": qwen.glm4v,
     "GlmOcrForConditionalGeneration": qwen.glm_ocr,
     "Qwen2AudioForConditionalGeneration": qwen_audio.qwen2_audio,
+    "Qwen2_5OmniForConditionalGeneration": omni.qwen2_5_omni,
+    "Qwen2_5OmniModel": omni.qwen2_5_omni,
+    "Qwen2_5OmniThinkerForConditionalGeneration": omni.qwen2_5_omni,
     "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": qwen.qwen3_vl("Qwen3ForCausalLM"),

@@ -56,6 +56,7 @@ TOWERS = LazyTable(
         "lighton_ocr": "quire.models.towers.pixtral:Pixtral",
         "llava": "quire.models.towers.llava:Llava",
         "glm4v": "quire.models.towers.glm4v:Glm4v",
+        "qwen2_5_omni": "quire.models.towers.omni:Omni",
         "qwen2_5_vl": "quire.models.towers.qwen2_5_vl:Qwen2_5VL",
         "qwen2_vl": "quire.models.towers.qwen2_vl:Qwen2VL",
         "audio_flamingo3": "quire.models.towers.qwen_audio:QwenAudio",

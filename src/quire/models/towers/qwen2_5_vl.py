@@ -55,11 +55,13 @@ class Windows(NamedTuple):
 class Qwen2_5VL(GridTower):
     """The tower."""
 
+    Layer = Layer
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope, patch_bias=False)
         tower, scope = self.facts, self.scope
         self.side = tower.window // tower.merge // tower.patch
-        self.layers = nn.ModuleList(Layer(tower, scope / "blocks" / i) for i in range(tower.depth))
+        self.layers = nn.ModuleList(self.Layer(tower, scope / "blocks" / i) for i in range(tower.depth))
         merger = scope / "merger"
         self.merger = Merger(tower, RMSNorm(tower.hidden, tower.norm_eps, merger / "ln_q"), merger)
 

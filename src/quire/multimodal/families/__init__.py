@@ -128,6 +128,7 @@ PROCESSORS: LazyTable = LazyTable(
     "processor",
     {
         "glm4v": "quire.multimodal.families.qwen:GridProcessor",
+        "qwen2_5_omni": "quire.multimodal.families.omni:OmniProcessor",
         "qwen2_5_vl": "quire.multimodal.families.qwen:GridProcessor",
         "qwen2_vl": "quire.multimodal.families.qwen:GridProcessor",
         "audio_flamingo3": "quire.multimodal.families.qwen_audio:AudioFlamingoProcessor",

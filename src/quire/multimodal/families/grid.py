@@ -136,10 +136,15 @@ _PICKS = {"": _evenly, "before": _spaced, "behind": _by_second, "seconds": _by_l
 
 
 def positions_of(
-    num_tokens: int, items: Sequence[Item], facts: Sequence[Mapping[str, Any]], merge: int
+    num_tokens: int,
+    items: Sequence[Item],
+    facts: Sequence[Mapping[str, Any]],
+    merge: int,
+    *,
+    has_time: bool = False,
 ) -> NDArray[np.int32]:
     """[3, num_tokens]: text goes on by one in all three; the tokens of a grid by time, height and width, and
-    what follows by the longer side of the grid."""
+    what follows by the longer side of the grid, or by its time, if that counts and is longer."""
     out = np.empty((3, num_tokens), np.int32)
     done = at = 0
     for item, known in zip(items, facts, strict=True):
@@ -154,7 +159,7 @@ def positions_of(
             out[:, done:first] = at + np.arange(first - done)
             at += first - done
             out[:, first : first + count] = at + cells
-            at += max(rows, columns)
+            at += max(rows, columns, int(time[-1]) + 1 if has_time else 0)
             done = first + count
     out[:, done:] = at + np.arange(num_tokens - done)
     return out

@@ -1,0 +1,81 @@
+"""Qwen2.5-Omni, as far as it thinks: the tower of Qwen2.5-VL beside one that hears."""
+
+from dataclasses import dataclass
+
+from quire.config.facts import MediaFacts
+from quire.config.keys import Keys
+from quire.config.media.parts import part
+from quire.config.media.qwen import GridFacts, qwen2_5_vl
+from quire.config.media.whisper import WhisperFacts, encoder_of
+
+
+@dataclass(frozen=True, slots=True)
+class HearingFacts:
+    """Whisper's layers, which see pieces of a sound; two states become a vector."""
+
+    encoder: WhisperFacts
+    window: int
+    """Moments of a piece."""
+    size_out: int
+    audio_id: int
+    """The token in whose places a sound's vectors stand,"""
+    start_id: int
+    """what stands before them,"""
+    end_id: int
+    """and behind."""
+
+    @property
+    def num_weights(self) -> int:
+        """About: places are computed."""
+        own = self.encoder
+        return own.num_weights + own.hidden * (self.size_out - own.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class OmniFacts:
+    """Two towers."""
+
+    grid: GridFacts
+    sound: HearingFacts
+
+    @property
+    def num_weights(self) -> int:
+        return self.grid.num_weights + self.sound.num_weights
+
+
+_MODALITIES = ("image", "video", "audio")
+
+
+def qwen2_5_omni(keys: Keys) -> tuple[Keys, MediaFacts]:
+    keys = thinker(keys)
+    pace = keys.number("position_id_per_seconds", 25.0)
+    vision = part(keys, "vision_config").but(tokens_per_second=pace).values
+    text, media = qwen2_5_vl(keys.but(vision_config=vision))
+    audio = part(keys, "audio_config")
+    sound = HearingFacts(
+        encoder=encoder_of(audio),
+        window=2 * audio.size("n_window", 100),
+        size_out=audio.size("output_dim", 3584),
+        **marks(keys, 151646, 151647, 151648),
+    )
+    return text, MediaFacts("qwen2_5_omni", _MODALITIES, OmniFacts(media.tower, sound))
+
+
+def thinker(keys: Keys) -> Keys:
+    """The part that reads, sees and hears, as if it were alone, by the names that others have for tokens."""
+    own = keys.get("thinker_config")
+    keys = Keys(keys.source, {**keys.values, **own}) if isinstance(own, dict) else keys
+    if keys.get("tie_word_embeddings") is not None:  # of the whole, whatever the decoder's part says
+        text = part(keys, "text_config").but(tie_word_embeddings=keys.flag("tie_word_embeddings"))
+        keys = keys.but(text_config=text.values)
+    for kind in ("image", "video", "audio"):
+        if keys.get(f"{kind}_token_id") is None and keys.get(f"{kind}_token_index") is not None:
+            keys = keys.but(**{f"{kind}_token_id": keys.get(f"{kind}_token_index")})
+    return keys
+
+
+def marks(keys: Keys, audio: int, start: int, end: int) -> dict[str, int]:
+    """Of a sound; these are the published ones."""
+    names = {"audio_id": ("audio_token_id", audio), "start_id": ("audio_start_token_id", start)}
+    names["end_id"] = ("audio_end_token_id", end)
+    return {name: (keys.token_ids(key) or (usual,))[0] for name, (key, usual) in names.items()}

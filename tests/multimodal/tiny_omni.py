@@ -1,0 +1,190 @@
+"""Tiny models that see and hear, and what transformers makes of the same prompts."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from finished import finished, patches
+from hearing import sound
+from numpy.typing import NDArray
+from PIL import Image
+from tiny_seeing import STRONG, make_tokenizer, save_tiny
+
+from quire.config.model import read_checkpoint
+from quire.multimodal.families import PROCESSORS, Video
+from quire.multimodal.kitchen import Prepared
+from quire.multimodal.spans import place
+from quire.text.tokenizer import load_tokenizer
+
+NAMES = ["<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>", "<|vis|>", "<|/vis|>", "<|aud|>", "<|/aud|>"]
+SEES, WATCHES, HEARS = "<|vis|><|IMAGE|><|/vis|>", "<|vis|><|VIDEO|><|/vis|>", "<|aud|><|AUDIO|><|/aud|>"
+SECONDS = 2
+FPS = 4.0
+GRID = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
+FILM = {"min_pixels": 256, "max_pixels": 2048}
+"""What is asked of videos."""
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_HEARING = {
+    "num_mel_bins": 20,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 40,
+    "d_model": 32,
+    "output_dim": 32,
+    "n_window": 15,
+    "max_source_positions": 100,
+}
+_VISION = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2_5Omni": {
+        "text_config": STRONG | {"num_attention_heads": 2, "rope_parameters": _ROPE},
+        "vision_config": _VISION | {"window_size": 16, "fullatt_block_indexes": [1]},
+        "audio_config": _HEARING,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.3,
+    },
+}
+
+
+class Content(NamedTuple):
+    """A prompt, and what it has beside text."""
+
+    text: str
+    images: list[Image.Image] = []
+    videos: list[NDArray[np.uint8]] = []
+    sounds: list[int] = []
+    """Samples of each."""
+
+    @property
+    def asked(self) -> Any:
+        data: dict[str, Any] = {"image": self.images, "audio": [sound(count) for count in self.sounds]}
+        data["video"] = [(video, {"fps": FPS}) for video in self.videos]
+        data = {name: items for name, items in data.items() if items}
+        if not data:
+            return self.text
+        return {
+            "prompt": self.text,
+            "multi_modal_data": data,
+            "mm_processor_kwargs": FILM if self.videos else {},
+        }
+
+
+class Omni:
+    """A checkpoint, transformers' model and processor of it, and ours."""
+
+    def __init__(self, path: Path, family: str) -> None:
+        import transformers as hf
+
+        self.path = path
+        tokenizer = make_tokenizer(NAMES)
+        ids = dict(zip(NAMES, tokenizer.convert_tokens_to_ids(NAMES), strict=True))
+        tokenizer._set_model_specific_special_tokens(
+            {
+                "image_token": NAMES[0],
+                "video_token": NAMES[1],
+                "audio_token": NAMES[2],
+                "vision_bos_token": NAMES[3],
+                "vision_eos_token": NAMES[4],
+                "audio_bos_token": NAMES[5],
+                "audio_eos_token": NAMES[6],
+            }
+        )
+        images = hf.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil(
+            **GRID, size={"shortest_edge": 256, "longest_edge": 4096}
+        )
+        features = hf.WhisperFeatureExtractor(feature_size=20, chunk_length=SECONDS)
+        own = {
+            "image_token_id": ids[NAMES[0]],
+            "video_token_id": ids[NAMES[1]],
+            "audio_token_id": ids[NAMES[2]],
+            "vision_start_token_id": ids[NAMES[3]],
+            "vision_end_token_id": ids[NAMES[4]],
+            "audio_start_token_id": ids[NAMES[5]],
+            "audio_end_token_id": ids[NAMES[6]],
+        }
+        kind = getattr(hf, f"{family}ThinkerForConditionalGeneration")
+        config = kind.config_class(**FAMILIES[family], **own)
+        self.model = save_tiny(path, kind.__name__, config, images)
+        self.model.generation_config.eos_token_id = None
+        features.save_pretrained(path / "hearing")
+        (path / "hearing" / "preprocessor_config.json").rename(path / "hearing.json")
+        self._both(path)
+        tokenizer.save_pretrained(path)
+
+        class Processor(getattr(hf, f"{family}Processor")):  # type: ignore[misc]
+            def check_argument_for_proper_class(self, *_: Any) -> None:
+                """That of videos needs torchvision."""
+
+        films = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+        self.processor = Processor(images, films, features, tokenizer)
+        self.media = read_checkpoint(path).facts.media
+        assert self.media is not None
+        self.tokenizer = load_tokenizer(path, "hf")
+        self.ours = PROCESSORS[self.media.family](path, self.media, self.tokenizer)
+
+    def _both(self, path: Path) -> None:
+        """What is said of images and of sounds in one file, as their makers have it."""
+        import json
+
+        files = [path / "preprocessor_config.json", path / "hearing.json"]
+        both = [json.loads(file.read_text()) for file in files]
+        files[0].write_text(json.dumps(both[1] | both[0]))
+
+    def inputs(self, content: Content) -> dict[str, Any]:
+        """What transformers' model takes; images and sounds are its processor's, videos ours."""
+        made = [self.ours.process("image", image, {}) for image in content.images]
+        films = [self.ours.process("video", Video(video, fps=FPS), FILM) for video in content.videos]
+        sounds = [self.ours.process("audio", sound(count), {}) for count in content.sounds]
+        kinds = ["image"] * len(made) + ["video"] * len(films) + ["audio"] * len(sounds)
+        ready = [
+            Prepared(kind, b"%d" % at, each)
+            for at, (kind, each) in enumerate(zip(kinds, [*made, *films, *sounds], strict=True))
+        ]
+        ids = self.tokenizer.encode(content.text)
+        tokens, _ = place(ids, ready, self.ours) if ready else (ids, None)
+        found: dict[str, Any] = {"input_ids": torch.tensor([tokens])}
+        found["attention_mask"] = torch.ones_like(found["input_ids"])
+        if made:
+            theirs = self.processor.image_processor(images=content.images, return_tensors="pt")
+            found |= {name: theirs[name] for name in ("pixel_values", "image_grid_thw")}
+        if films:
+            found["pixel_values_videos"] = torch.cat([patches(each.arrays).flatten(0, 2) for each in films])
+            found["video_grid_thw"] = torch.tensor([each.facts["grid"] for each in films])
+            found["video_second_per_grid"] = torch.tensor([2 / FPS] * len(films))
+        if sounds:
+            heard = self.heard(content)
+            found["input_features"], found["feature_attention_mask"] = heard
+        return found
+
+    def heard(self, content: Content) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.processor.feature_extractor(
+            [sound(count).samples for count in content.sounds],
+            sampling_rate=16000,
+            padding="max_length",
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        return features["input_features"], features["attention_mask"]
+
+    @torch.inference_mode()
+    def says(self, content: Content, count: int) -> tuple[list[int], list[float]]:
+        """Tokens, and how likely each was."""
+        inputs = self.inputs(content)
+        out = self.model.generate(
+            **inputs, max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        said: list[int] = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        likely = torch.cat(out.logits).log_softmax(-1)
+        return said, [float(likely[at, token]) for at, token in enumerate(said)]
+
+    def mel(self, count: int) -> torch.Tensor:
+        return finished(self.ours.process("audio", sound(count), {}).arrays)["mel"]
