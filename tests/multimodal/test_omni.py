@@ -30,9 +30,9 @@ PIXELS = torch.randn(1, 4, 6, 96, generator=torch.Generator().manual_seed(0))
 CONTENTS = [
     Content(f"what is {SEES} this", [picture(60, 40)]),
     Content("nothing to see here, only words"),
-    Content(f"{HEARS}and {SEES}, {HEARS}?", [picture(17, 19)], [], [9601, 20000]),
+    Content(f"{HEARS}and {SEES}, {HEARS}?", [picture(17, 19)], [], [17001, 20000]),
     Content(f"a film: {WATCHES} and {SEES} {HEARS}", [picture(20, 60)], [FRAMES], [31990]),
-    Content(f"{HEARS} again", [], [], [9601]),
+    Content(f"{HEARS} again", [], [], [17001]),
 ]
 
 
@@ -54,10 +54,12 @@ def test_moments_and_spans_are_those_of_transformers(omni: Omni) -> None:
         sounds = [sound(count).samples for count in content.sounds] or None
         theirs = omni.processor(text=content.text, images=content.images or None, audio=sounds)
         assert omni.inputs(content)["input_ids"][0].tolist() == list(theirs["input_ids"][0])
-    with pytest.raises(RequestError, match="too short: it has 320 samples"):
-        omni.ours.process("audio", sound(320), {})
+    with pytest.raises(RequestError, match="too short: it has 200 samples"):
+        omni.ours.process("audio", sound(200), {})
     with pytest.raises(RequestError, match="'max_pixel'; known.* did you mean 'max_pixels'"):
         omni.ours.process("audio", sound(1000), {"max_pixel": 3})
+    if omni.is_long:
+        return
     with pytest.raises(RequestError, match="2.2 seconds long, and 2.0 are the most"):
         omni.ours.process("audio", sound(36000), {"truncation": False, "max_pixels": 512})
 
@@ -82,17 +84,21 @@ def tower_of(path: Path) -> Any:
 def test_vectors_are_those_of_transformers(omni: Omni) -> None:
     """Pieces that see each other, a state too many, items mixed up in a batch."""
     checkpoint, tower = read_checkpoint(omni.path), tower_of(omni.path)
-    features, mask = omni.heard(Content("", sounds=LENGTHS))
-    theirs = omni.model.model.get_audio_features(features, feature_attention_mask=mask).last_hidden_state
+    theirs = []
+    for count in LENGTHS:
+        features, mask = omni.heard(Content("", sounds=[count]))
+        found = omni.model.model.get_audio_features(features, feature_attention_mask=mask)
+        theirs.append(found.last_hidden_state)
     ours = tower.encode("audio", [{"mel": omni.mel(count)} for count in LENGTHS])
-    torch.testing.assert_close(torch.cat(ours)[:, :32], theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(ours)[:, :32], torch.cat(theirs), atol=1e-4, rtol=1e-4)
+    assert not torch.cat(ours)[:, 32:].any()
     assert [len(each) for each in ours] == [
         len(omni.ours.process("audio", sound(count), {}).token_ids) for count in LENGTHS
     ]
     numbers = sum(each.numel() for each in tower.parameters())
     assert weights.count(checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     for modality in ("audio", "image"):
-        most = omni.ours.most_vectors(modality)
+        most = min(omni.ours.most_vectors(modality), 500)
         (blank,) = tower.encode(modality, [tower.blank(modality, most)])
         assert len(blank) == pytest.approx(most, rel=0.1)
     assert tower.cost("audio", {"mel": (300, 20)}) > tower.cost("audio", {"mel": (100, 20)}) > 0

@@ -11,6 +11,7 @@ from hearing import sound
 from numpy.typing import NDArray
 from PIL import Image
 from tiny_seeing import STRONG, make_tokenizer, save_tiny
+from torch.nn import functional as F
 
 from quire.config.model import read_checkpoint
 from quire.multimodal.families import PROCESSORS, Video
@@ -21,7 +22,7 @@ from quire.text.tokenizer import load_tokenizer
 NAMES = ["<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>", "<|vis|>", "<|/vis|>", "<|aud|>", "<|/aud|>"]
 SEES, WATCHES, HEARS = "<|vis|><|IMAGE|><|/vis|>", "<|vis|><|VIDEO|><|/vis|>", "<|aud|><|AUDIO|><|/aud|>"
 SECONDS = 2
-FPS = 4.0
+FPS = 2.0
 GRID = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
 FILM = {"min_pixels": 256, "max_pixels": 2048}
 """What is asked of videos."""
@@ -44,7 +45,17 @@ _VISION = {
     "patch_size": 4,
     "out_hidden_size": 32,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3OmniMoe": {
+        "text_config": STRONG
+        | _EXPERTS
+        | {"num_attention_heads": 2, "num_hidden_layers": 3}
+        | {"rope_parameters": _ROPE | {"mrope_interleaved": True}},
+        "vision_config": _VISION | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
+        "audio_config": _HEARING | {"n_window": 50, "n_window_infer": 100, "downsample_hidden_size": 12},
+        "initializer_range": 0.3,
+    },
     "Qwen2_5Omni": {
         "text_config": STRONG | {"num_attention_heads": 2, "rope_parameters": _ROPE},
         "vision_config": _VISION | {"window_size": 16, "fullatt_block_indexes": [1]},
@@ -85,6 +96,8 @@ class Omni:
         import transformers as hf
 
         self.path = path
+        self.is_long = family == "Qwen3OmniMoe"
+        """Whether long sounds are not cut."""
         tokenizer = make_tokenizer(NAMES)
         ids = dict(zip(NAMES, tokenizer.convert_tokens_to_ids(NAMES), strict=True))
         tokenizer._set_model_specific_special_tokens(
@@ -166,14 +179,24 @@ class Omni:
         return found
 
     def heard(self, content: Content) -> tuple[torch.Tensor, torch.Tensor]:
-        features = self.processor.feature_extractor(
-            [sound(count).samples for count in content.sounds],
-            sampling_rate=16000,
-            padding="max_length",
-            return_attention_mask=True,
-            return_tensors="pt",
+        """Each as if it were alone."""
+        options = {"padding": True, "truncation": False} if self.is_long else {"padding": "max_length"}
+        each = [
+            self.processor.feature_extractor(
+                sound(count).samples,
+                sampling_rate=16000,
+                return_attention_mask=True,
+                return_tensors="pt",
+                **options,
+            )
+            for count in content.sounds
+        ]
+        longest = max(one["input_features"].shape[2] for one in each)
+        features, masks = (
+            torch.cat([F.pad(one[name], (0, longest - one[name].shape[-1])) for one in each])
+            for name in ("input_features", "attention_mask")
         )
-        return features["input_features"], features["attention_mask"]
+        return features, masks
 
     @torch.inference_mode()
     def says(self, content: Content, count: int) -> tuple[list[int], list[float]]:

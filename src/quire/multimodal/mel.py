@@ -104,11 +104,19 @@ def mel_filters(count: int, fft: int, rate: int) -> NDArray[np.float64]:
 
 
 def log_mel(
-    samples: Samples, frames: int, *, mels: int, rate: int, fft: int = 400, hop: int = 160
+    samples: Samples,
+    frames: int,
+    *,
+    mels: int,
+    rate: int,
+    fft: int = 400,
+    hop: int = 160,
+    is_cut: bool = False,
 ) -> Samples:
-    """[frames, mels] of samples with silence behind them, `frames * hop` in all: logarithms of the power,
-    from the loudest of all down to 80 dB less."""
-    heard = np.zeros(min(len(samples) + 2 * fft, frames * hop), np.float64)
+    """[frames, mels] of samples with silence behind them, `frames * hop` in all, or with nothing (`is_cut`):
+    logarithms of the power, from the loudest of all down to 80 dB less."""
+    length = len(samples) if is_cut else min(len(samples) + 2 * fft, frames * hop)
+    heard = np.zeros(length, np.float64)
     heard[: len(samples)] = samples[: len(heard)]
     around = np.lib.stride_tricks.sliding_window_view(np.pad(heard, fft // 2, mode="reflect"), fft)[::hop]
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(fft) / fft)

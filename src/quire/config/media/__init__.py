@@ -37,6 +37,8 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts | None]]] = {
     "Qwen2_5OmniThinkerForConditionalGeneration": omni.qwen2_5_omni,
     "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_5_vl,
+    "Qwen3OmniMoeForConditionalGeneration": omni.qwen3_omni,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": omni.qwen3_omni,
     "Qwen3VLForConditionalGeneration": qwen.qwen3_vl("Qwen3ForCausalLM"),
     "Qwen3VLMoeForConditionalGeneration": qwen.qwen3_vl("Qwen3MoeForCausalLM"),
     "Qwen3_5ForConditionalGeneration": qwen.qwen3_vl("Qwen3_5ForCausalLM", sections=(11, 11, 10), deep=False),

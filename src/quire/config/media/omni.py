@@ -1,17 +1,18 @@
-"""Qwen2.5-Omni, as far as it thinks: the tower of Qwen2.5-VL beside one that hears."""
+"""Qwen2.5-Omni and Qwen3-Omni, as far as they think: a tower that sees, beside one that hears."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.parts import part
-from quire.config.media.qwen import GridFacts, qwen2_5_vl
+from quire.config.media.qwen import GridFacts, qwen2_5_vl, qwen3_vl
 from quire.config.media.whisper import WhisperFacts, encoder_of
 
 
 @dataclass(frozen=True, slots=True)
 class HearingFacts:
-    """Whisper's layers, which see pieces of a sound; two states become a vector."""
+    """Whisper's layers, over pieces of a sound. Each two states become a vector, or each one, of eight
+    moments (`channels`)."""
 
     encoder: WhisperFacts
     window: int
@@ -23,12 +24,21 @@ class HearingFacts:
     """what stands before them,"""
     end_id: int
     """and behind."""
+    seen: int = 0
+    """Pieces whose states see each other; 0: only those of one do."""
+    channels: int = 0
+    """Of convolutions over moments and pitches; 0: they are over moments alone."""
 
     @property
     def num_weights(self) -> int:
         """About: places are computed."""
         own = self.encoder
-        return own.num_weights + own.hidden * (self.size_out - own.positions)
+        layers = own.num_weights - own.hidden * (own.positions + 3 * own.mels + 3 * own.hidden)
+        if not self.channels:
+            return own.num_weights + own.hidden * (self.size_out - own.positions)
+        convolutions = 9 * self.channels * (1 + 2 * self.channels)
+        pitches = -(-own.mels // 8) * self.channels
+        return layers + convolutions + own.hidden * (pitches + own.hidden + self.size_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,23 @@ def qwen2_5_omni(keys: Keys) -> tuple[Keys, MediaFacts]:
         **marks(keys, 151646, 151647, 151648),
     )
     return text, MediaFacts("qwen2_5_omni", _MODALITIES, OmniFacts(media.tower, sound))
+
+
+def qwen3_omni(keys: Keys) -> tuple[Keys, MediaFacts]:
+    keys = thinker(keys)
+    text, media = qwen3_vl("Qwen3MoeForCausalLM")(keys)
+    grid = replace(media.tower, times="", pace=keys.number("position_id_per_seconds", 25.0))
+    audio = part(keys, "audio_config")
+    window = 2 * audio.size("n_window", 50)
+    sound = HearingFacts(
+        encoder=encoder_of(audio),
+        window=window,
+        size_out=audio.size("output_dim", 3584),
+        **marks(keys, 151675, 151669, 151670),
+        seen=max(1, audio.size("n_window_infer", 800) // window),
+        channels=audio.size("downsample_hidden_size", 480),
+    )
+    return text, replace(media, family="qwen3_omni", modalities=_MODALITIES, tower=OmniFacts(grid, sound))
 
 
 def thinker(keys: Keys) -> Keys:

@@ -61,6 +61,7 @@ TOWERS = LazyTable(
         "qwen2_vl": "quire.models.towers.qwen2_vl:Qwen2VL",
         "audio_flamingo3": "quire.models.towers.qwen_audio:QwenAudio",
         "qwen2_audio": "quire.models.towers.qwen_audio:QwenAudio",
+        "qwen3_omni": "quire.models.towers.qwen3_omni:Qwen3Omni",
         "qwen3_vl": "quire.models.towers.qwen3_vl:Qwen3VL",
         "llava_next": "quire.models.towers.anyres:Anyres",
         "llava_onevision": "quire.models.towers.anyres:Anyres",

@@ -26,12 +26,15 @@ class Layer(qwen2_vl.Layer):
 class Merger(nn.Module):
     """Squares of patches become vectors of the decoder's size; the norm is of patches, or of `squares`."""
 
+    norm_name, inner, names = "norm", "", _MLP
+
     def __init__(self, facts: GridFacts, scope: Scope, *, squares: bool = False) -> None:
         super().__init__()
         self.size = facts.hidden * facts.merge**2
         self.normed = self.size if squares else facts.hidden
-        self.norm = LayerNorm(self.normed, facts.norm_eps, scope / "norm")
-        self.mlp = VisionMLP(self.size, self.size, scope, size_out=facts.size_out, names=_MLP)
+        self.norm = LayerNorm(self.normed, facts.norm_eps, scope / self.norm_name)
+        mlp = scope / self.inner if self.inner else scope
+        self.mlp = VisionMLP(self.size, self.size, mlp, size_out=facts.size_out, names=self.names)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(self.norm.alone(x.view(-1, self.normed)).view(-1, self.size))
@@ -41,16 +44,16 @@ class Merger(nn.Module):
 class Qwen3VL(GridTower):
     """The tower."""
 
+    Merger, deep_name = Merger, "deepstack_merger_list"
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope, patch_bias=True)
         tower, scope = self.facts, self.scope
         self.learned = Learned(scope / "pos_embed" / "weight", tower.positions**2, tower.hidden)
         self.layers = nn.ModuleList(Layer(tower, scope / "blocks" / i) for i in range(tower.depth))
-        self.merger = Merger(tower, scope / "merger")
+        self.merger = self.Merger(tower, scope / "merger")
         taps = range(len(tower.taps))
-        self.deep = nn.ModuleList(
-            Merger(tower, scope / "deepstack_merger_list" / i, squares=True) for i in taps
-        )
+        self.deep = nn.ModuleList(self.Merger(tower, scope / self.deep_name / i, squares=True) for i in taps)
 
     def layout(self, grids: Sequence[Grid]) -> Placed:
         places = self.places(grids)

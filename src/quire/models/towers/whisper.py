@@ -22,10 +22,14 @@ _WIDTH = 3
 class Layer(nn.Module):
     """Attention, then feed-forward, each behind a norm."""
 
+    key_bias = False
+
     def __init__(self, facts: WhisperFacts, scope: Scope) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(facts.hidden, _EPS, scope / "self_attn_layer_norm")
-        self.attention = VisionAttention(facts.hidden, facts.heads, scope / "self_attn", key_bias=False)
+        self.attention = VisionAttention(
+            facts.hidden, facts.heads, scope / "self_attn", key_bias=self.key_bias
+        )
         self.mlp_norm = LayerNorm(facts.hidden, _EPS, scope / "final_layer_norm")
         self.mlp = VisionMLP(facts.hidden, facts.intermediate, scope, activation=facts.activation)
 

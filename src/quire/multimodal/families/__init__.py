@@ -133,6 +133,7 @@ PROCESSORS: LazyTable = LazyTable(
         "qwen2_vl": "quire.multimodal.families.qwen:GridProcessor",
         "audio_flamingo3": "quire.multimodal.families.qwen_audio:AudioFlamingoProcessor",
         "qwen2_audio": "quire.multimodal.families.qwen_audio:QwenAudioProcessor",
+        "qwen3_omni": "quire.multimodal.families.omni:Qwen3OmniProcessor",
         "qwen3_vl": "quire.multimodal.families.qwen:GridProcessor",
         "aya_vision": "quire.multimodal.families.aya:AyaProcessor",
         "cohere2_vision": "quire.multimodal.families.aya:Cohere2VisionProcessor",

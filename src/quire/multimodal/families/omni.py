@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's: images and videos as Qwen2.5-VL has them, and sounds of some minutes."""
+"""Qwen-Omni's: images and videos in patches of a grid, and sounds of some minutes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from quire.multimodal.families import Content, Processed, Sound
 from quire.multimodal.families.grid import positions_of
 from quire.multimodal.families.qwen import GridProcessor
 from quire.multimodal.families.sounds import Ear
-from quire.multimodal.mel import Samples, log_mel
+from quire.multimodal.mel import Samples
 from quire.text.tokenizer import Tokenizer
 
 _FILM = (128, 768)
@@ -23,6 +23,8 @@ _FILM = (128, 768)
 _HEARS = ("truncation",)
 _BEHIND = 4
 """Moments behind the last that see something of it."""
+_MOST_SECONDS = 2400
+"""Of a sound of Qwen3-Omni's."""
 _LEAST = 3
 """Moments of a sound of one vector."""
 
@@ -55,25 +57,29 @@ class OmniProcessor(GridProcessor):
         self.settings["image"].told({name: each for name, each in arguments.items() if name not in _HEARS})
         said = {name: value for name, value in arguments.items() if name in _HEARS}
         samples = self.ear.samples(content, said, *self.largest("audio"))
-        if len(samples) <= (_LEAST - 1) * self.ear.hop:
+        if len(samples) < self.fewest:
             raise RequestError(
                 f"the sound is too short: it has {len(samples)} samples at {self.ear.rate} Hz, and "
-                f"{(_LEAST - 1) * self.ear.hop + 1} are the fewest"
+                f"{self.fewest} are the fewest"
             )
-        mel = self._heard(samples)
+        mel = self.heard(samples)
         span = [self.sound.audio_id] * self.num_heard(len(mel))
         return Processed(span, arrays={"mel": Array.of(mel)})
+
+    @property
+    def fewest(self) -> int:
+        """Samples of a sound of one vector."""
+        return (_LEAST - 1) * self.ear.hop + 1
 
     def num_heard(self, moments: int) -> int:
         """Vectors of a sound."""
         return (moments + 1) // 2 // 2
 
-    def _heard(self, samples: Samples) -> Samples:
+    def heard(self, samples: Samples) -> Samples:
         """[moments, mels], with silence behind the last."""
-        (longest,), ear = self.largest("audio"), self.ear
-        moments = -(-len(samples) // ear.hop)
-        sizes = {"mels": self.sound.encoder.mels, "rate": ear.rate, "fft": ear.fft, "hop": ear.hop}
-        return log_mel(samples, min(moments + _BEHIND, longest // ear.hop), **sizes)[:moments]
+        (longest,), hop = self.largest("audio"), self.ear.hop
+        moments = -(-len(samples) // hop)
+        return self.ear.mel(samples, min(moments + _BEHIND, longest // hop))[:moments]
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> Processed:
         if modality != "audio":
@@ -104,5 +110,25 @@ class OmniProcessor(GridProcessor):
         seen = [(item, known) for item, known in zip(items, facts, strict=True) if "grid" in known]
         if not seen:
             return None
-        merge = self.tower.merge
-        return Array.of(positions_of(len(token_ids), *zip(*seen, strict=True), merge, has_time=True))
+        those, known = [item for item, _ in seen], [known for _, known in seen]
+        return Array.of(positions_of(len(token_ids), those, known, self.tower.merge, has_time=True))
+
+
+class Qwen3OmniProcessor(OmniProcessor):
+    """Qwen3-Omni hears longer, and nothing behind the last sample."""
+
+    @property
+    def fewest(self) -> int:
+        return self.ear.fft // 2 + 1
+
+    def num_heard(self, moments: int) -> int:
+        whole, rest = divmod(moments, self.sound.window)
+        return whole * -(-self.sound.window // 8) - (-rest // 8)
+
+    def heard(self, samples: Samples) -> Samples:
+        return self.ear.mel(samples, len(samples) // self.ear.hop, is_cut=True)
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        if modality != "audio":
+            return super().largest(modality)
+        return (_MOST_SECONDS * self.ear.rate,)

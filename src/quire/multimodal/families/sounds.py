@@ -47,7 +47,11 @@ class Ear:
     def heard(self, samples: Samples, pieces: int = 1) -> Samples:
         """[pieces * (moments + 1), mels] of at most so many times the samples that are heard at once, with
         silence behind them. The convolutions look at the moment behind a piece's last, where nothing is."""
-        sizes = {"rate": self.rate, "fft": self.fft, "hop": self.hop}
-        mel = log_mel(samples, pieces * self.facts.moments, mels=self.facts.mels, **sizes)
+        mel = self.mel(samples, pieces * self.facts.moments)
         divided = np.pad(mel.reshape(pieces, -1, self.facts.mels), ((0, 0), (0, 1), (0, 0)))
         return divided.reshape(-1, self.facts.mels)
+
+    def mel(self, samples: Samples, moments: int, *, is_cut: bool = False) -> Samples:
+        """See `log_mel`."""
+        mels, rate = self.facts.mels, self.rate
+        return log_mel(samples, moments, mels=mels, rate=rate, fft=self.fft, hop=self.hop, is_cut=is_cut)
