@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 from zoo import SHARED, UNTAPED, ZOO
 
-from quire.config.families import FAMILIES, GGUF_FAMILIES
+from quire.config.families import ALIASES, FAMILIES, GGUF_FAMILIES
 from quire.config.keys import Keys
 from quire.config.layout import cache_specs
 from quire.config.media import MEDIA_FAMILIES
@@ -22,6 +22,7 @@ GROUPS = {
     "dense": "Dense decoders",
     "older": "Dense decoders of the first years",
     "alibi": "Decoders with slopes (ALiBi)",
+    "renamed": "Decoders under names of their own",
     "windows": "Decoders with windows",
     "moe": "Mixtures of experts",
     "latent": "Latent attention",
@@ -53,7 +54,12 @@ With `--runner pooling` (or `--convert embed`, `--convert classify`) a decoder e
 
 
 def page() -> str:
-    return "\n".join([HEAD, *_tables(), *_seeing()])
+    return "\n".join([HEAD, _aliases(), *_tables(), *_seeing()])
+
+
+def _aliases() -> str:
+    same = ", ".join(f"`{name}` ({meant})" for name, meant in sorted(ALIASES.items()))
+    return f"Other names of the same: {same}.\n"
 
 
 def _seeing() -> Iterator[str]:

@@ -76,6 +76,15 @@ def test_optional_keys_have_the_families_defaults(tmp_path: Path) -> None:
         assert read(tmp_path, EXPERTS | {"architectures": [name]}).facts.head_dim == 16
 
 
+def test_other_names_of_a_family(tmp_path: Path) -> None:
+    """A checkpoint from before transformers knew the model: its name, and what its files call things."""
+    assert read(tmp_path, {"architectures": ["XverseForCausalLM"]}).facts.architecture == "LlamaForCausalLM"
+    older = {"architectures": ["StableLMEpochForCausalLM"], "rope_pct": 0.5, "norm_eps": 1e-4}
+    facts = read(tmp_path, older).facts
+    assert (facts.architecture, facts.norm_eps) == ("StableLmForCausalLM", 1e-4)
+    assert facts.layers[0].rope is not None and facts.layers[0].rope.dim == 8
+
+
 def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
     """A line of the table whose model_type no checkpoint has; the twins of others' names aside."""
     import transformers

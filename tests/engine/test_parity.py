@@ -12,7 +12,7 @@ from quire.config.layout import cache_specs, has_states
 from quire.logs import warn_once
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    architecture: (architecture, {}) for architecture in ZOO
+    architecture: (architecture, {}) for architecture, specimen in ZOO.items() if not specimen.alike
 } | {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama3-rope": ("llama", LLAMA3),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import twins
 from step_twin import step35
 
 from quire.config.families import FAMILIES
@@ -19,6 +20,8 @@ class Specimen(NamedTuple):
     """Name -> what is different; each is a model of its own."""
     twin: Callable[[Settings], Any] | None = None
     """Makes the model to compare with, where transformers has none of this name."""
+    alike: bool = False
+    """Whether it is another one under other names: what whole engines make of that is not said twice."""
 
 
 SHARED: Settings = {
@@ -49,6 +52,7 @@ LLAMA3 = rope(
 _YARN: Settings = {"factor": 4.0, "original_max_position_embeddings": 64}
 TIED: Settings = {"tie_word_embeddings": True}
 UNTIED: Settings = {"tie_word_embeddings": False}
+MHA: Settings = {"num_key_value_heads": 4}
 BIASES: Settings = {"attention_bias": True, "mlp_bias": True}
 TURNS = ["sliding_attention", "full_attention"]
 
@@ -311,6 +315,82 @@ ZOO: dict[str, Specimen] = {
             "normed-biased": {"qk_layernorm": True, "use_qkv_bias": True},
         }
     ),
+    "JAISLMHeadModel": Specimen(
+        TIED
+        | {
+            "num_key_value_heads": 4,
+            "n_embd": 64,
+            "n_head": 4,
+            "n_layer": 2,
+            "n_inner": 96,
+            "position_embedding_type": "alibi",
+            "activation_function": "swiglu",
+            "mup_scale_qk_dot_by_d": True,
+            "mup_embeddings_scale": 3.0,
+            "mup_width_scale": 0.5,
+        },
+        twin=twins.jais,
+        alike=True,
+    ),
+    "Jais2ForCausalLM": Specimen(variants={"unbiased": {"attention_bias": False, "mlp_bias": False}}),
+    "CwmForCausalLM": Specimen({"sliding_window": 7, "layer_types": TURNS}),
+    "HyperCLOVAXForCausalLM": Specimen(_GRANITE),
+    "BaichuanForCausalLM": Specimen(MHA, {"unit-head": {"vocab_size": 125696}}, twins.baichuan, alike=True),
+    "BaiChuanForCausalLM": Specimen(MHA, twin=twins.baichuan_7b, alike=True),
+    "ChatGLMModel": Specimen(
+        {
+            "num_layers": 2,
+            "multi_query_attention": True,
+            "multi_query_group_num": 2,
+            "ffn_hidden_size": 96,
+            "kv_channels": 16,
+            "layernorm_epsilon": 1e-5,
+            "add_qkv_bias": True,
+            "rope_ratio": 50,
+        },
+        twin=twins.chatglm,
+        alike=True,
+    ),
+    "ExaoneForCausalLM": Specimen(
+        {"num_layers": 2, "layer_norm_epsilon": 1e-5} | LLAMA3, twin=twins.exaone, alike=True
+    ),
+    "InternLM2ForCausalLM": Specimen(twin=twins.internlm2, alike=True),
+    "InternLMForCausalLM": Specimen({"bias": True}, twin=twins.internlm, alike=True),
+    "MiMoForCausalLM": Specimen({"attention_bias": True}, twin=twins.mimo, alike=True),
+    "MiniCPMForCausalLM": Specimen(
+        TIED | {"scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 32}, twin=twins.minicpm, alike=True
+    ),
+    "OrionForCausalLM": Specimen({"rms_norm_eps": 1e-5}, twin=twins.orion, alike=True),
+    "QWenLMHeadModel": Specimen(
+        {"kv_channels": 16, "layer_norm_epsilon": 1e-6, "seq_length": 256, "no_bias": True},
+        twin=twins.qwen,
+        alike=True,
+    ),
+    "DeepseekForCausalLM": Specimen(_SHARING | {"n_shared_experts": 2}, twin=twins.deepseek, alike=True),
+    "BailingMoeForCausalLM": Specimen(
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_shared_experts": 2,
+            "norm_head": True,
+        },
+        twin=twins.bailing,
+        alike=True,
+    ),
+    "BailingMoeV2ForCausalLM": Specimen(
+        _SHARING
+        | {
+            "num_experts": 8,
+            "num_shared_experts": 1,
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
+            "score_function": "sigmoid",
+            "rms_norm_eps": 1e-6,
+        },
+        twin=twins.bailing_v2,
+        alike=True,
+    ),
     "Gemma2ForCausalLM": Specimen(
         {
             "sliding_window": 7,
@@ -440,6 +520,21 @@ ZOO: dict[str, Specimen] = {
             "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
         },
     ),
+    "AfmoeForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_shared_experts": 2,
+            "route_scale": 1.7,
+            "sliding_window": 7,
+            "global_attn_every_n_layers": 3,
+            "mup_enabled": True,
+        }
+    ),
+    "HYV3ForCausalLM": Specimen({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "SolarOpenForCausalLM": Specimen(_SHARING),
     "Step3p5ForCausalLM": Specimen(
         _STEP,
         {

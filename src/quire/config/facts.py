@@ -279,6 +279,8 @@ class ArchFacts:
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    unit_head: bool = False
+    """Whether the rows of the output head are made of one length."""
     qk_norm: str = ""
     """Norms of queries and keys: none, of each `head`, of `each` by weights of its own, or of `all` heads as
     one."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.config.borrowed import is_installed, read_borrowed, source_of
 from quire.config.facts import ArchFacts, MediaFacts
-from quire.config.families import FAMILIES, GGUF_FAMILIES, Family
+from quire.config.families import ALIASES, FAMILIES, GGUF_FAMILIES, Family
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
 from quire.config.media import MEDIA_FAMILIES
@@ -205,6 +205,8 @@ def _unknown(keys: Keys, name: str, model_impl: str) -> str:
 def _family(name: str) -> str:
     """A classifier's body, or one that was saved without its head or with another, is its family's; so is the
     text part of a model that also sees, by itself."""
+    if name in ALIASES:
+        return ALIASES[name]
     bases = [name.removesuffix(end) for end in _OTHER_ENDINGS if name.endswith(end)]
     bases += [base.removesuffix("Text") for base in bases if base.endswith("Text")]
     others = [base + ending for base in bases for ending in ("ForCausalLM", "Model", "LMHeadModel")]

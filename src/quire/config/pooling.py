@@ -21,7 +21,7 @@ _STORED_TYPES = {
 """What 1_Pooling/config.json calls them: a switch each or, of late, one word."""
 _GGUF_TYPES = {1: "MEAN", 2: "CLS", 3: "LAST"}
 _CLASSES = "ForSequenceClassification"
-GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ChatGLMModel")
 """How the architectures end that generate unless told otherwise."""
 _BY_PROBLEM = {
     "regression": "identity",

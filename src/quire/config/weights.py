@@ -15,6 +15,7 @@ _PLAIN = {
     "GPTBigCodeForCausalLM",
     "GPTJForCausalLM",
     "GPTNeoXForCausalLM",
+    "Jais2ForCausalLM",
     "MptForCausalLM",
     "NemotronForCausalLM",
     "NemotronHForCausalLM",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from quire.errors import ConfigError
 from quire.layers.lora import HeadPoint, Place, Point, TablePoint
@@ -25,9 +26,12 @@ class _Table(nn.Module):
     rows: Callable[[Tensor], Tensor]
     """[T] ids -> [T, hidden]; there after `finish`, unless no format of embeddings."""
 
-    def __init__(self, vocab: int, hidden: int, scope: Scope, *, bias: bool = False) -> None:
+    def __init__(
+        self, vocab: int, hidden: int, scope: Scope, *, bias: bool = False, unit: bool = False
+    ) -> None:
         super().__init__()
         self.name = scope.name
+        self.unit = unit
         self.group = scope.group
         self.own = padded(scope.group, vocab)
         shape = LinearShape(
@@ -51,6 +55,10 @@ class _Table(nn.Module):
         self.weight.begin()
 
     def finish(self) -> None:
+        if self.unit:
+            (part,) = self.weight.parts()
+            rows = part["weight"].tensor
+            rows.copy_(functional.normalize(rows.float()))
         self.weight.finish()
         self.equip()
 
@@ -139,14 +147,22 @@ class Positions(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits of the whole vocabulary; `tied` is the embedding whose weight it shares."""
+    """Logits of the whole vocabulary; `tied` is the embedding whose weight it shares, `unit` says that its
+    rows are made of one length."""
 
     def __init__(
-        self, vocab: int, hidden: int, scope: Scope, *, tied: Embedding | None = None, bias: bool = False
+        self,
+        vocab: int,
+        hidden: int,
+        scope: Scope,
+        *,
+        tied: Embedding | None = None,
+        bias: bool = False,
+        unit: bool = False,
     ) -> None:
         super().__init__()
         self.tied = tied is not None
-        self.table: _Table = tied or _Table(vocab, hidden, scope, bias=bias)
+        self.table: _Table = tied or _Table(vocab, hidden, scope, bias=bias, unit=unit)
         self.point: Point | None = None
         if scope.adapters is not None and scope.adapters.takes(scope.name, _HEAD):
             own = self.table.own

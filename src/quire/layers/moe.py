@@ -97,6 +97,14 @@ NAMES = {
     "jamba": Names("feed_forward", "router"),
     "lfm2": Names("feed_forward", experts=("experts", "w1", "w3", "w2"), choice_bias="expert_bias"),
     "gpt_oss": Names("mlp", "router", "in_turns", ("experts", "gate_up_proj", "down_proj")),
+    "afmoe": Names(router="router.gate", choice_bias="expert_bias", shared="mlp.shared_experts"),
+    "hy3": Names(
+        router="router.gate",
+        choice_bias="expert_bias",
+        shared="mlp.shared_mlp",
+        shared_alias="mlp.shared_experts",
+    ),
+    "bailing": Names(choice_bias="gate.expert_bias", shared="mlp.shared_experts"),
     "dbrx": Names("ffn", "router.layer", "below", ("experts.mlp", "w1", "v1", "w2")),
     "llama4": Names(
         "feed_forward",

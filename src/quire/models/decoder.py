@@ -76,6 +76,7 @@ class Decoder(nn.Module):
                 scope / self.head_name,
                 tied=self.embed if facts.tied else None,
                 bias=facts.head_bias,
+                unit=facts.unit_head,
             )
 
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ What differs is in their facts, and in what their checkpoints call things.
 from torch import nn
 
 from quire.config.facts import ArchFacts, LayerFacts
-from quire.layers.mlp import PlainMLP
+from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.scope import Scope
 from quire.models import llama
 from quire.models.decoder import Decoder, MakesLayer
@@ -57,7 +57,7 @@ class GPT2Layer(Starcoder2Layer):
 class GPT2(Decoder):
     """The model."""
 
-    Layer = GPT2Layer
+    Layer: MakesLayer = GPT2Layer
     body, embedding, stack, last = "transformer", "wte", "h", "ln_f"
     places = "wpe"
 
@@ -78,6 +78,19 @@ class BigCode(GPT2):
     """StarCoder, the first."""
 
     Layer = BigCodeLayer
+
+
+class JaisLayer(GPT2Layer):
+    """GPT-2's with a gate."""
+
+    def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
+        return MLP(facts, scope / "mlp", names=("c_fc2", "c_fc", "c_proj"))
+
+
+class Jais(GPT2):
+    """The first one."""
+
+    Layer = JaisLayer
 
 
 class OPTAttention(llama.Attention):

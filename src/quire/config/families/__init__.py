@@ -10,6 +10,7 @@ import quire.config.families.gguf as gguf
 import quire.config.families.latent as latent
 import quire.config.families.moe as moe
 import quire.config.families.older as older
+import quire.config.families.renamed as renamed
 import quire.config.families.state as state
 import quire.config.families.step as step
 import quire.config.families.windows as windows
@@ -116,11 +117,40 @@ FAMILIES = {
     "Qwen3NextForCausalLM": Family("qwen3_next", state.qwen3_next),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", state.qwen3_5),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", state.qwen3_next),
+    "BaichuanForCausalLM": Family("baichuan", renamed.baichuan),
+    "BaiChuanForCausalLM": Family("baichuan", renamed.baichuan_7b),
+    "BailingMoeForCausalLM": Family("bailing_moe", renamed.bailing),
+    "BailingMoeV2ForCausalLM": Family("bailing_moe_v2", renamed.bailing_v2),
+    "ChatGLMModel": Family("chatglm", renamed.chatglm),
+    "DeepseekForCausalLM": Family("deepseek", renamed.deepseek),
+    "ExaoneForCausalLM": Family("exaone", renamed.exaone),
+    "InternLM2ForCausalLM": Family("internlm2", renamed.internlm2),
+    "InternLMForCausalLM": Family("internlm", renamed.internlm),
+    "MiMoForCausalLM": Family("mimo", renamed.mimo),
+    "MiniCPMForCausalLM": Family("minicpm", renamed.minicpm),
+    "OrionForCausalLM": Family("orion", renamed.orion),
+    "QWenLMHeadModel": Family("qwen", renamed.qwen),
+    "JAISLMHeadModel": Family("jais", alibi.jais),
+    "Jais2ForCausalLM": Family("jais2", dense.jais2),
+    "CwmForCausalLM": Family("cwm", dense.cwm),
+    "HyperCLOVAXForCausalLM": Family("hyperclovax", dense.hyperclovax),
+    "AfmoeForCausalLM": Family("afmoe", moe.afmoe),
+    "HYV3ForCausalLM": Family("hy_v3", moe.hy3),
+    "SolarOpenForCausalLM": Family("solar_open", moe.solar_open),
     "BertModel": Family("bert", encoder.bert),
     "RobertaModel": Family("roberta", encoder.roberta),
     "XLMRobertaModel": Family("xlm-roberta", encoder.roberta),
     "ModernBertModel": Family("modernbert", encoder.modernbert),
 }
+ALIASES = {
+    "AquilaForCausalLM": "LlamaForCausalLM",
+    "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "MPTForCausalLM": "MptForCausalLM",
+    "StableLMEpochForCausalLM": "StableLmForCausalLM",
+    "XverseForCausalLM": "LlamaForCausalLM",
+}
+"""Other names of the same, mostly from before transformers had them."""
 GGUF_FAMILIES = {
     "cohere2": GGUFFamily("Cohere2ForCausalLM", gguf.cohere2),
     "command-r": GGUFFamily("CohereForCausalLM", gguf.cohere),

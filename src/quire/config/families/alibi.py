@@ -1,10 +1,11 @@
-"""Decoders whose heads lose sight of what is far behind (ALiBi): Bloom, MPT."""
+"""Decoders whose heads lose sight of what is far behind (ALiBi): Bloom, MPT, Jais."""
 
+from dataclasses import replace
 from typing import Any
 
 from quire.config.facts import ArchFacts
 from quire.config.families.decoder import decoder
-from quire.config.families.dense import only, with_defaults
+from quire.config.families.dense import gpt2, only, with_defaults
 from quire.config.keys import Keys
 
 
@@ -49,6 +50,24 @@ def mpt(keys: Keys) -> ArchFacts:
         intermediate=keys.size("expansion_ratio", 4) * facts.size("hidden_size"),
         qkv_clip=attention.optional_number("clip_qkv"),
         attention_scale=attention.optional_number("softmax_scale"),
+    )
+
+
+def jais(keys: Keys) -> ArchFacts:
+    """GPT-2 with a gate, and factors on embeddings, scores and logits."""
+    for key, value in {"position_embedding_type": "alibi", "activation_function": "swiglu"}.items():
+        only(keys.but(**{key: keys.get(key) or "none"}), key, value)
+    only(keys, "alibi_scaling", None)
+    embed, logits = keys.optional_number("mup_embeddings_scale"), keys.optional_number("mup_output_alpha")
+    facts = gpt2(keys.but(activation_function="silu"), learned_positions=False)
+    head_dim = facts.head_dim
+    return replace(
+        facts,
+        slopes=slopes_of(facts.heads),
+        attention_scale=1 / head_dim if keys.flag("mup_scale_qk_dot_by_d") else None,
+        embed_scale=embed or keys.number("embeddings_scale", 1.0),
+        logit_scale=(logits or 1.0) * keys.number("mup_width_scale", 1.0),
+        unused=r"\.attn\.(masked_)?bias$|relative_pe",
     )
 
 

@@ -296,6 +296,36 @@ def arcee(keys: Keys) -> ArchFacts:
     return llama(with_defaults(keys, rms_norm_eps=1e-5, hidden_act="relu2"))
 
 
+def jais2(keys: Keys) -> ArchFacts:
+    keys = with_defaults(keys, layer_norm_eps=1e-5, hidden_act="relu2", attention_bias=True, mlp_bias=True)
+    biased = keys.flag("attention_bias")
+    return decoder(
+        keys,
+        norm="layer",
+        norm_bias=True,
+        eps_key="layer_norm_eps",
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=keys.flag("mlp_bias"),
+    )
+
+
+def cwm(keys: Keys) -> ArchFacts:
+    """Three window layers to a full one."""
+    pattern = [SLIDING if layer % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
+    windows = windows_by_kind(keys, sliding_window(keys, 8192), default=pattern)
+    keys = with_defaults(keys, rope_theta=1e6, rms_norm_eps=1e-5)
+    return decoder(keys, head_dim=128, windows=windows, mlp_bias=keys.flag("mlp_bias"))
+
+
+def hyperclovax(keys: Keys) -> ArchFacts:
+    """Granite with norms behind each half; logits are multiplied."""
+    only(keys, "use_post_norm", True)
+    facts = granite(keys.but(logits_scaling=None))
+    scale = keys.optional_number("attention_multiplier")
+    return replace(facts, attention_scale=scale, logit_scale=keys.number("logits_scaling", 1.0))
+
+
 def apertus(keys: Keys) -> ArchFacts:
     """Its activation has weights, so it is the model's own."""
     only(keys, "hidden_act", "xielu")
@@ -333,13 +363,12 @@ def gpt2(keys: Keys, **facts: Any) -> ArchFacts:
             layer_norm_epsilon=keys.number("layer_norm_epsilon", 1e-5),
         ),
         turning=[False] * num_layers,
-        learned_positions=True,
         intermediate=keys.size("n_inner", 4 * hidden),
         activation_key="activation_function",
         eps_key="layer_norm_epsilon",
         fused_qkv=True,
         attention_scale=None if keys.flag("scale_attn_weights", True) else 1.0,
-        **({"across": True} | _all_biased(keys) | facts),
+        **({"across": True, "learned_positions": True} | _all_biased(keys) | facts),
     )
 
 

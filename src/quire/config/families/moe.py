@@ -142,6 +142,66 @@ def glm4_moe(keys: Keys) -> ArchFacts:
     return replace(facts, unused=drafting(keys))
 
 
+def solar_open(keys: Keys) -> ArchFacts:
+    """Llama's attention, DeepSeek's experts in every layer."""
+    facts = decoder(
+        with_defaults(keys, rope_theta=1e6),
+        head_dim=128,
+        qkv_bias=keys.flag("attention_bias"),
+        intermediate=keys.size("intermediate_size", keys.size("moe_intermediate_size")),
+    )
+    moe = deepseek_experts(with_defaults(keys, n_shared_experts=1), "sigmoid")
+    return replace(mixed(facts, moe), unused=drafting(keys))
+
+
+def hy3(keys: Keys) -> ArchFacts:
+    """Qwen 3's attention, sigmoids of a router in float32."""
+    keys = with_defaults(keys, rope_theta=11158840.0, rms_norm_eps=1e-5)
+    inner = keys.size("moe_intermediate_size")
+    scale = keys.number("router_scaling_factor", 2.826)
+    moe = MoeFacts(
+        experts=num_experts(keys),
+        intermediate=inner,
+        routing=Routing(keys.size("num_experts_per_tok", 8), "sigmoid", True, scale),
+        choice_bias=True,
+        wide_router=True,
+        shared_intermediate=inner * keys.size("num_shared_experts", 1),
+        names="hy3",
+    )
+    facts = replace(qwen3(keys), mlp_bias=keys.flag("mlp_bias"))
+    return replace(mixed(facts, moe, first_dense(keys, 1)), unused=drafting(keys))
+
+
+def afmoe(keys: Keys) -> ArchFacts:
+    """Heads turn in window layers alone."""
+    count, every = keys.size("num_hidden_layers"), keys.size("global_attn_every_n_layers", 4)
+    pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(count)]
+    windows = windows_by_kind(keys, sliding_window(keys, 1024), default=pattern)
+    facts = decoder(
+        with_defaults(keys, rms_norm_eps=1e-5),
+        head_dim=128,
+        windows=windows,
+        turning=[window is not None for window in windows],
+        qk_norm="head",
+        qkv_bias=keys.flag("attention_bias"),
+        out_bias=keys.flag("attention_bias"),
+        output_gate=True,
+        embed_scale=keys.size("hidden_size") ** 0.5 if keys.flag("mup_enabled") else 1.0,
+    )
+    inner = keys.size("moe_intermediate_size")
+    moe = MoeFacts(
+        experts=num_experts(keys),
+        intermediate=inner,
+        routing=Routing(
+            keys.size("num_experts_per_tok", 6), "sigmoid", True, keys.number("route_scale", 1.0)
+        ),
+        choice_bias=True,
+        shared_intermediate=inner * _count(keys, "num_shared_experts"),
+        names="afmoe",
+    )
+    return mixed(facts, moe, first_dense(keys.but(first_k_dense_replace=keys.get("num_dense_layers")), 1))
+
+
 def drafting(keys: Keys) -> str:
     """Finds the layers behind the last, which draft tokens and are not used."""
     last = keys.size("num_hidden_layers")

@@ -10,9 +10,10 @@ from quire.config.keys import Keys
 
 
 def stablelm(keys: Keys) -> ArchFacts:
-    """Norms of queries and keys are of each head by weights of its own."""
+    """Norms of queries and keys are of each head by weights of its own. Older files have other names."""
+    turning, eps = keys.optional_number("rope_pct"), keys.optional_number("norm_eps")
     return decoder(
-        with_defaults(keys, partial_rotary_factor=0.25, layer_norm_eps=1e-5),
+        with_defaults(keys, partial_rotary_factor=turning or 0.25, layer_norm_eps=eps or 1e-5),
         eps_key="layer_norm_eps",
         norm="layer",
         norm_bias=True,

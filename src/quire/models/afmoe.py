@@ -1,0 +1,64 @@
+"""Trinity (AfMoE): what heads say is weighed by gates, each half of a layer stands between two norms."""
+
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.layers.linear import ColumnLinear
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.models import llama
+from quire.models.decoder import Decoder, MakesLayer
+
+
+class Attention(llama.Attention):
+    """Llama's, with a gate for each number."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        self.ops = scope.ops
+        self.gate = ColumnLinear(facts.hidden, facts.heads * facts.head_dim, scope / "gate_proj")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        gate: Tensor = self.gate(x)
+        out: Tensor = self.out(self.ops.weigh(self.mix(x, self.qkv, batch), gate))
+        return out
+
+
+class Layer(llama.Layer):
+    """Attention, then feed-forward, each between two norms and beside a residual."""
+
+    Mixer: MakesLayer = Attention
+    norm_names = ("input_layernorm", "pre_mlp_layernorm")
+    after_names = ("post_attention_layernorm", "post_mlp_layernorm")
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        self.attended_norm, self.fed_norm = (norm_of(facts, scope / name) for name in self.after_names)
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x = self._scaled(self.attended_norm.alone(self.attention(x, batch)))
+        x, residual = self.mlp_norm(x, residual)
+        return self._scaled(self.fed_norm.alone(self.mlp(x))), residual
+
+
+class Afmoe(Decoder):
+    """The model."""
+
+    Layer = Layer
+
+
+class HyperCLOVAXLayer(Layer):
+    """The same without gates, under other names."""
+
+    Mixer: MakesLayer = llama.Attention
+    norm_names = llama.Layer.norm_names
+    after_names = ("post_norm1", "post_norm2")
+
+
+class HyperCLOVAX(Decoder):
+    """The model, where it has norms behind each half."""
+
+    Layer = HyperCLOVAXLayer
