@@ -106,6 +106,17 @@ def test_the_same_bits_alone_in_a_batch_and_with_other_threads(kind: str, interl
             assert torch.equal(product(x[:1]), together[:1])
 
 
+@needs_interleaving
+@pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
+def test_every_number_of_few_rows_gives_the_bits_of_single_ones(kind: str) -> None:
+    """A kernel for so many rows that adds up in another order, skips a row or writes behind the last."""
+    product = Product([pack(stored(kind, 21, 768, 13), kind, interleaved=True)], random(21, seed=14))
+    x = random(19, 768, seed=15)
+    alone = torch.cat([product(row[None]) for row in x])
+    for num_rows in range(2, 20):
+        assert torch.equal(product(x[:num_rows]), alone[:num_rows]), num_rows
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_float_packed_and_unpacked_weights_give_the_same_bits(kind: str) -> None:
     file = stored(kind, 45, 1280, 1)
