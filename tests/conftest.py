@@ -1,19 +1,25 @@
-"""Settings that every test shares. Two pytest workers on two cores: one thread each. Without a GPU the Triton
+"""Settings that every test shares. Two pytest workers on two cores: one thread each. Processes of tests read
+what the first of them has compiled, and clients share what is known of certificates. Without a GPU the Triton
 kernels run in Triton's interpreter, which must be asked for before its import."""
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from httpx._transports import default as transport  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+transport.create_ssl_context = cache(transport.create_ssl_context)
 settings.register_profile(
     "quire", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
