@@ -30,10 +30,17 @@ def replies_of(
     if stream:
         events = {"example": 'data: {"choices": []}\n\ndata: [DONE]\n\n'}
         described[200]["content"] = {"text/event-stream": events}
-    described |= {code: {"model": error} for code in codes}
+    for code in codes:
+        first = code == codes[0]  # it brings the model, to which the others refer
+        described[code] = {"model": error} if first else {"content": _referring(error)}
     return {"responses": described, "response_model": None} | (
         {"response_class": Response} if model is None else {}
     )
+
+
+def _referring(model: type) -> dict[str, Any]:
+    """What FastAPI makes of a model, without a validator for every route and code that nobody would ask."""
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
 
 
 def document(app: FastAPI) -> dict[str, Any]:
