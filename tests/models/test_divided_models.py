@@ -97,6 +97,7 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "lfm2_moe": ("Lfm2MoeForCausalLM", 2, {}),
     "falcon_h1": ("FalconH1ForCausalLM", 2, {}),
     "falcon_h1, a norm of several": ("FalconH1ForCausalLM", 2, {"mamba_rms_norm": True, "mamba_n_groups": 1}),
+    "zamba2": ("Zamba2ForCausalLM", 2, {}),
     "qwen3_next": ("Qwen3NextForCausalLM", 2, {}),
     "qwen3_next, groups of several": ("Qwen3NextForCausalLM", 4, {}),
     "qwen3_5": ("Qwen3_5ForCausalLM", 4, {"attention_bias": True}),

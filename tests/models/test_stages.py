@@ -18,8 +18,11 @@ from quire.models.decoder import Decoder
 
 PROMPTS = [[5, 9, 30, 31, 32, 2, 8], [7, 8, 11]]
 STEPS = [[4, 0], [2, 3], [1, 0]]
-TWO_STAGES = [name for name in ZOO if name in MODELS and issubclass(MODELS[name], Decoder)]
-TWO_STAGES.remove("Gemma3nForCausalLM")
+SHARING = "Gemma3nForCausalLM", "Zamba2ForCausalLM"
+"""Layers of all stages would share keys and values, or weights."""
+TWO_STAGES = [
+    name for name in ZOO if name in MODELS and issubclass(MODELS[name], Decoder) and name not in SHARING
+]
 
 
 class Chained(nn.Module):
@@ -38,6 +41,12 @@ class Chained(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.stages[-1].logits(hidden)
         return out
+
+
+def test_layers_that_share_weights_are_one_stage(tmp_path: Path) -> None:
+    path, _ = make_tiny(SHARING, tmp_path)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size has to be 1"):
+        load_tiny(path, stage=Stage(0, 2))
 
 
 @pytest.mark.parametrize("architecture", TWO_STAGES)

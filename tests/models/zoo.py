@@ -682,15 +682,36 @@ ZOO: dict[str, Specimen] = {
     "Qwen3NextForCausalLM": Specimen(_DELTA | _DELTA_EXPERTS | {"mlp_only_layers": [0]}),
     "Qwen3_5ForCausalLM": Specimen(_DELTA | {"attention_bias": True}),
     "Qwen3_5MoeForCausalLM": Specimen(_DELTA | _DELTA_EXPERTS),
+    "Zamba2ForCausalLM": Specimen(
+        TIED
+        | {
+            "num_hidden_layers": 5,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid", "linear_attention"],
+            "num_mem_blocks": 2,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "adapter_rank": 8,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "n_mamba_heads": 8,
+            "mamba_d_state": 16,
+            "mamba_ngroups": 2,
+            "chunk_size": 32,
+            "time_step_min": 1e-9,
+            "initializer_range": 0.1,
+        },
+        {"one-block": {"num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False}},
+    ),
 }
 UNTAPED = {
     "ApertusForCausalLM": "aten.clamp.default",
     "DbrxForCausalLM": "aten.clamp_.default",
     "Gemma3nForCausalLM": "aten.lt.Scalar",
     "PersimmonForCausalLM": "aten.layer_norm.default",
+    "Zamba2ForCausalLM": "aten.clone.default",
 }
-"""Whose decodes on a CPU are no tape, and the operation that refuses: an activation of torch's, a bound, or a
-norm."""
+"""Whose decodes on a CPU are no tape, and the operation that refuses: an activation of torch's, a bound, a
+norm or a copy."""
 
 
 def architecture_of(name: str) -> str:

@@ -65,6 +65,8 @@ class Batch:
     """What the attention backend's `plan(batch)` made of all this, once per step."""
     state: Any = None
     """The same for layers that keep a state."""
+    first: Tensor | None = None
+    """[T, hidden], what the embedding made of the tokens, for models whose layers read it again."""
     crossed: "Batch | None" = None
     """The same tokens as they see what none of them stands for: each as a sequence of its own. Made by models
     that have such layers."""

@@ -62,6 +62,10 @@ class LayerFacts:
     """The layer whose keys and values it sees, and keeps none itself; None: its own."""
     sparsity: float = 0.0
     """About what part of the gates of its feed-forward half is 0."""
+    block: int = -1
+    """The number of the layer whose attention and feed-forward it uses, where layers share these; else -1."""
+    use: int = 0
+    """How many have used one of them before it."""
 
 
 class Routing(NamedTuple):
@@ -157,6 +161,17 @@ class StateFacts:
     """Mamba-2: factors on gate, input, B, C and time steps; empty: none."""
     chunk: int = 256
     time_limits: tuple[float, float] = (0.0, float("inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFacts:
+    """Blocks of attention and feed-forward that layers use in turn. They read the embedding, too; each use
+    has products of a small rank of its own beside those that are shared."""
+
+    blocks: int
+    rank: int
+    adapts_attention: bool
+    """Whether queries, keys and values have such products; the feed-forward half always has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +340,7 @@ class ArchFacts:
     mla: MlaFacts | None = None
     state: StateFacts | None = None
     altup: AltUpFacts | None = None
+    shared: SharedFacts | None = None
     encoder: EncoderFacts | None = None
     unused: str = ""
     """An expression that finds the tensors of the checkpoint which are passed over on purpose."""

@@ -94,6 +94,8 @@ def _crosses(facts: ArchFacts) -> bool:
 
 
 def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
+    if facts.shared is not None:
+        return _sharing(facts, layer)
     mixer = _MIXERS[layer.mixer](facts) + 2 * facts.hidden
     if layer.keys_of is not None:
         mixer -= 2 * facts.hidden * facts.kv_heads * facts.head_dim
@@ -107,6 +109,21 @@ def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
     if is_one_thing and layer.mixer != "none":
         return LayerWeights(mixer, 0)
     return LayerWeights(mixer, _matrices(facts) * facts.hidden * facts.intermediate)
+
+
+def _sharing(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
+    """Mamba, and behind what several layers share a product; the first of them has what is shared."""
+    shared, hidden = facts.shared, facts.hidden
+    assert shared is not None
+    mixer, dense = _mamba(facts) + hidden, 0
+    if layer.block >= 0:
+        queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+        own = 3 * (2 * hidden + queries) if shared.adapts_attention else 0
+        mixer += hidden * hidden + shared.rank * (own + hidden + 2 * facts.intermediate)
+        if layer.use < shared.blocks:
+            mixer += hidden * (3 * queries + 4 * keys + 3)
+            dense = 3 * hidden * facts.intermediate
+    return LayerWeights(mixer, dense)
 
 
 def _matrices(facts: ArchFacts) -> int:

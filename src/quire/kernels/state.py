@@ -246,8 +246,10 @@ class StateReference:
         return (y if gate_first else y * factor).flatten(1).to(x.dtype)
 
     def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
-        factors = {"sigmoid": torch.sigmoid, "silu": F.silu, "itself": lambda gate: gate}
-        return x * factors[by](gate)
+        assert by in GATES
+        if by != "itself":
+            gate = torch.sigmoid(gate) if by == "sigmoid" else F.silu(gate)
+        return x * gate
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:

@@ -135,14 +135,12 @@ class Mamba(ForgettingMixer):
         self.into = Linear(hidden, {into.name: (inner, inner)}, into, bias=facts.proj_bias)
         self.give = RowLinear(inner.all, sum(self.given), scope / "x_proj")
         self.norm_parts, self.eps = scope.ops.norm_parts, facts.norm_eps or eps
-        norms = zip(("dt", "b", "c"), self.given, strict=True)
-        self.norms = nn.ModuleList(
-            RMSNorm(size, self.eps, scope / f"{name}_layernorm")
-            for name, size in norms
-            if facts.norm == "weighed"
-        )
-        bare = [scope.empty(size).fill_(1) for size in self.given if facts.norm == "bare"]
-        self.weights = tuple(bare or (norm.weight for norm in self.norms))
+        named = zip(("dt", "b", "c"), self.given, strict=True)
+        norms = [RMSNorm(size, self.eps, scope / f"{name}_layernorm") for name, size in named]
+        self.norms = nn.ModuleList(norms if facts.norm == "weighed" else [])
+        self.weights = tuple[Tensor, ...](norm.weight for norm in norms if facts.norm == "weighed")
+        if facts.norm == "bare":
+            self.weights = tuple(scope.empty(size).fill_(1) for size in self.given)
         self.steps = ColumnLinear(facts.rank, inner.all, scope / "dt_proj")
         self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
 

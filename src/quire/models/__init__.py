@@ -104,6 +104,7 @@ MODELS = LazyTable(
         "AfmoeForCausalLM": "quire.models.afmoe:Afmoe",
         "HYV3ForCausalLM": "quire.models.llama:Llama",
         "SolarOpenForCausalLM": "quire.models.llama:Llama",
+        "Zamba2ForCausalLM": "quire.models.zamba2:Zamba2",
         "BertModel": "quire.models.bert:Bert",
         "RobertaModel": "quire.models.bert:Bert",
         "XLMRobertaModel": "quire.models.bert:Bert",

@@ -137,6 +137,7 @@ FAMILIES = {
     "AfmoeForCausalLM": Family("afmoe", moe.afmoe),
     "HYV3ForCausalLM": Family("hy_v3", moe.hy3),
     "SolarOpenForCausalLM": Family("solar_open", moe.solar_open),
+    "Zamba2ForCausalLM": Family("zamba2", state.zamba2),
     "BertModel": Family("bert", encoder.bert),
     "RobertaModel": Family("roberta", encoder.roberta),
     "XLMRobertaModel": Family("xlm-roberta", encoder.roberta),

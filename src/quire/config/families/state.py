@@ -4,7 +4,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing, StateFacts
+from quire.config.facts import (
+    ArchFacts,
+    LayerFacts,
+    MoeFacts,
+    RopeFacts,
+    Routing,
+    SharedFacts,
+    StateFacts,
+)
 from quire.config.families.decoder import decoder
 from quire.config.families.dense import granite, llama, only, with_defaults
 from quire.config.families.moe import deepseek_experts
@@ -222,6 +230,47 @@ def _factors(keys: Keys, key: str, count: int) -> tuple[float, ...]:
     if not isinstance(found, list) or len(found) != count:
         raise keys.wrong(key, f"{count} numbers")
     return tuple(map(float, found))
+
+
+def zamba2(keys: Keys) -> ArchFacts:
+    """Mamba-2, and in front of some layers a block of attention and feed-forward that they share."""
+    only(keys, "tie_word_embeddings", True)
+    only(keys, "use_long_context", False)
+    hidden, heads = keys.size("hidden_size"), keys.size("n_mamba_heads", 8)
+    head_dim = keys.size("attention_head_dim", 2 * hidden // keys.size("num_attention_heads"))
+    rope = read_rope(keys.but(head_dim=head_dim), head_dim) if keys.flag("use_mem_rope") else None
+    key = "layers_block_type" if keys.get("layers_block_type") is not None else "layer_types"
+    kinds, num_blocks = keys.get(key), keys.size("num_mem_blocks", 1)
+    if not isinstance(kinds, list) or any(kind not in ("hybrid", *_KINDS) for kind in kinds):
+        raise keys.wrong(key, "for each layer mamba, linear_attention or hybrid")
+    uses = [number for number, kind in enumerate(kinds) if kind == "hybrid"]
+    using = {
+        number: LayerFacts(rope, mixer="attention+mamba", block=uses[use % num_blocks], use=use)
+        for use, number in enumerate(uses)
+    }
+    groups = keys.size("mamba_ngroups", 1)
+    return decoder(
+        with_defaults(keys, intermediate_size=4 * hidden, hidden_act="gelu", rms_norm_eps=1e-5).but(
+            head_dim=head_dim, tie_word_embeddings=True
+        ),
+        layers=tuple(using.get(number, _SCANS) for number in range(len(kinds))),
+        attention_scale=(head_dim / 2) ** -0.5,
+        fused_gate_up=True,
+        mlp_bias=keys.flag("add_bias_linear"),
+        shared=SharedFacts(
+            num_blocks, keys.size("adapter_rank", 128), keys.flag("use_shared_attention_adapter")
+        ),
+        state=StateFacts(
+            heads=heads,
+            head_dim=keys.size("mamba_expand", 2) * hidden // heads,
+            state=keys.size("mamba_d_state", 64),
+            groups=groups,
+            conv=keys.size("mamba_d_conv", 4),
+            proj_bias=keys.flag("add_bias_linear"),
+            norm_groups=groups,
+            norm_eps=1e-5,
+        ),
+    )
 
 
 def granite_hybrid(keys: Keys) -> ArchFacts:

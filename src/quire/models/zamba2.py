@@ -1,0 +1,146 @@
+"""Zamba2: layers of Mamba-2; in front of some of them stands a block of attention and feed-forward that they
+share, which reads the embedding beside what came of it."""
+
+from functools import cache, partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.backend import AttentionSpec
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.errors import ConfigError
+from quire.kernels.ops import Entry
+from quire.layers.attention import PagedAttention
+from quire.layers.linear import Linear, QKVLinear, RowLinear, WholeLinear
+from quire.layers.mlp import MLP
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.layers.state import Mamba2
+from quire.models.decoder import Decoder
+from quire.quant.shares import Runs, divided, of_heads
+
+
+class Block(nn.Module):
+    """What layers share: norms, the products of attention, and feed-forward."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        heads, attention = (facts.heads, facts.kv_heads, facts.head_dim), scope / "self_attn"
+        self.scope = scope
+        self.norm = norm_of(facts, scope / "input_layernorm", 2 * facts.hidden)
+        self.qkv = QKVLinear(2 * facts.hidden, *heads, attention / "qkv_proj")
+        self.out = RowLinear(facts.heads * facts.head_dim, facts.hidden, attention / "o_proj")
+        self.mlp_norm = norm_of(facts, scope / "pre_ff_layernorm")
+        self.mlp = MLP(facts, scope / "feed_forward")
+
+
+class Addition(nn.Module):
+    """What one use adds to a shared product: for each part down to a small rank, and up again."""
+
+    def __init__(self, size_in: int, rank: int, parts: dict[str, Runs], scope: Scope) -> None:
+        super().__init__()
+        self.ops, self.rank = scope.ops, rank
+        self.down = Linear(size_in, {f"{name}.0": rank for name in parts}, scope)
+        self.ups = [Linear(rank, {f"{name}.1": runs}, scope) for name, runs in parts.items()]
+        self.up = nn.ModuleList(self.ups)
+        self.sizes = [sum(run.size for run in runs) for runs in parts.values()]
+
+    def forward(self, out: Tensor, x: Tensor) -> Tensor:
+        ranks = self.down.multiply(x).split(self.rank, 1)
+        for part, up, own in zip(out.split(self.sizes, 1), self.ups, ranks, strict=True):
+            self.ops.add(part, up.multiply(own))
+        return out
+
+
+class Use(nn.Module):
+    """A layer's use of a block, and the product behind it. The scope is the layer's."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, block: Block, scope: Scope) -> None:
+        super().__init__()
+        assert facts.shared is not None
+        self.ops, self.block = scope.ops, block
+        group, rank, own = scope.group, facts.shared.rank, block.scope / "self_attn"
+        spec = AttentionSpec(
+            block.qkv.heads, block.qkv.kv_heads, facts.head_dim, scope.dtype, scale=facts.attention_scale
+        )
+        self.mix = PagedAttention(spec, rope, scope / "shared_transformer" / "self_attn")
+        self.more_qkv: Addition | None = None
+        if facts.shared.adapts_attention:
+            q = divided(group, facts.heads * facts.head_dim)
+            kv = of_heads(group, facts.kv_heads, facts.head_dim)
+            names = [f"{own.name}.linear_{part}_adapter_list.{layer.use}" for part in "qkv"]
+            runs: list[Runs] = [(q,), (kv,), (kv,)]
+            parts = dict(zip(names, runs, strict=True))
+            self.more_qkv = Addition(2 * facts.hidden, rank, parts, own)
+        own, inner = block.scope / "feed_forward", divided(group, facts.intermediate)
+        parts = {f"{own.name}.gate_up_proj_adapter_list.{layer.use}": (inner, inner)}
+        self.more_gate_up = Addition(facts.hidden, rank, parts, own)
+        self.linear = WholeLinear(facts.hidden, facts.hidden, scope / "linear")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        assert batch.first is not None
+        block, mlp = self.block, self.block.mlp
+        seen = self.mix(block.norm.alone(torch.cat((x, batch.first), 1)), self._qkv, batch)
+        x = block.mlp_norm.alone(block.out(seen))
+        gate_up = self.more_gate_up(mlp.gate_up.multiply(x), x)
+        out: Tensor = self.linear(mlp.down(self.ops.gated(gate_up, mlp.gate_up.activation)))
+        return out
+
+    def _qkv(self, x: Tensor, entry: Entry) -> Tensor:
+        qkv = self.block.qkv.multiply(x)
+        return self.ops.rotate_and_write(qkv if self.more_qkv is None else self.more_qkv(qkv, x), entry)
+
+
+class MakesBlock(Protocol):
+    """Blocks by the number of the first layer that uses them."""
+
+    def __call__(self, number: int, /) -> Block: ...
+
+
+class Layer(nn.Module):
+    """Mamba-2 behind a norm and beside a residual. What a block says is for Mamba alone."""
+
+    def __init__(
+        self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope, *, blocks: MakesBlock
+    ) -> None:
+        super().__init__()
+        assert facts.state is not None
+        self.ops, own = scope.ops, scope
+        self.use: Use | None = None
+        if layer.block >= 0:
+            self.use, own = Use(facts, layer, rope, blocks(layer.block), scope), scope / "mamba_decoder"
+        self.norm = norm_of(facts, own / "input_layernorm")
+        self.mamba = Mamba2(facts.hidden, facts.state, facts.norm_eps, own / "mamba")
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        if self.use is None:
+            x, residual = self.norm(x, residual)
+            return self.mamba(x, batch), residual
+        residual = x if residual is None else self.ops.add(residual, x)
+        x = self.norm.alone(self.ops.add(self.use(residual, batch), residual))
+        return self.mamba(x, batch), residual
+
+
+class Zamba2(Decoder):
+    """The model."""
+
+    last = "final_layernorm"
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        if scope.stage.count > 1:
+            raise ConfigError(
+                "pipeline_parallel_size has to be 1 for Zamba2: layers of all stages would share weights and "
+                "read the embedding; use tensor_parallel_size"
+            )
+        stack = scope / self.body / self.stack
+        blocks = cache(lambda number: Block(facts, stack / number / "shared_transformer"))
+        self.Layer = partial(Layer, blocks=blocks)
+        super().__init__(facts, scope)
+
+    def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        x, residual = super().embedded(batch)
+        batch.first = x.clone()  # layers add to x in place
+        return x, residual
