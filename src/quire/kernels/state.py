@@ -220,11 +220,10 @@ class StateReference:
         return y.flatten(1).to(xbc.dtype)
 
     def select(self, x: Tensor, gate: Tensor, given: Given, state: Tensor, seqs: Seqs) -> Tensor:
-        dt = F.softplus(given.dt.float() + given.rates.bias)
-        kept = (dt[..., None] * given.rates.rate).exp()
-        taken = (dt * x.float())[..., None] * given.b.float()[:, None]
-        inputs = kept, taken, given.c.float()
-        y = _walk(_select_step, _select_chunk, inputs, state, seqs).add_(x.float() * given.skip)
+        dt, rate = F.softplus(given.dt.float() + given.rates.bias), given.rates.rate
+        inputs = dt, dt * x.float(), given.b.float(), given.c.float()
+        steps = (functools.partial(step, rate=rate) for step in (_select_step, _select_chunk))
+        y = _walk(*steps, inputs, state, seqs).add_(x.float() * given.skip)
         return (y * F.silu(gate.float())).to(x.dtype)
 
     def delta(self, qkv: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, seqs: Seqs) -> Tensor:
@@ -302,17 +301,17 @@ def _scan_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
     return h, y
 
 
-def _select_step(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    kept, taken, c = inputs
-    h = h * kept + taken
+def _select_step(h: Tensor, *inputs: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+    dt, x, b, c = inputs
+    h = h * (dt[..., None] * rate).exp() + x[..., None] * b[..., None, :]
     return h, (h * c[..., None, :]).sum(-1)
 
 
-def _select_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+def _select_chunk(h: Tensor, *inputs: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens of one sequence, one after the other."""
     pieces = []
     for token in zip(*inputs, strict=True):
-        h, y = _select_step(h, *token)
+        h, y = _select_step(h, *token, rate=rate)
         pieces.append(y)
     return h, torch.stack(pieces)
 

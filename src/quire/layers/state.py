@@ -120,6 +120,18 @@ class ForgettingMixer(StateMixer):
         self.rate.copy_(-self.rate.exp())
 
 
+class _Giving(RowLinear):
+    """Of what it makes, each number decides over a whole state: it stays as it is stored."""
+
+    narrows = False
+
+
+class _Stepping(ColumnLinear):
+    """The same of time steps."""
+
+    narrows = False
+
+
 class Mamba(ForgettingMixer):
     """Mamba: a convolution; out of it time steps, B and C, maybe each under a norm; a selective scan and a
     gate."""
@@ -133,7 +145,7 @@ class Mamba(ForgettingMixer):
         self.given = (facts.rank, facts.state, facts.state)
         into = scope / "in_proj"
         self.into = Linear(hidden, {into.name: (inner, inner)}, into, bias=facts.proj_bias)
-        self.give = RowLinear(inner.all, sum(self.given), scope / "x_proj")
+        self.give = _Giving(inner.all, sum(self.given), scope / "x_proj")
         self.norm_parts, self.eps = scope.ops.norm_parts, facts.norm_eps or eps
         named = zip(("dt", "b", "c"), self.given, strict=True)
         norms = [RMSNorm(size, self.eps, scope / f"{name}_layernorm") for name, size in named]
@@ -141,7 +153,7 @@ class Mamba(ForgettingMixer):
         self.weights = tuple[Tensor, ...](norm.weight for norm in norms if facts.norm == "weighed")
         if facts.norm == "bare":
             self.weights = tuple(scope.empty(size).fill_(1) for size in self.given)
-        self.steps = ColumnLinear(facts.rank, inner.all, scope / "dt_proj")
+        self.steps = _Stepping(facts.rank, inner.all, scope / "dt_proj")
         self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
 
     def targets(self) -> Iterator[Target]:

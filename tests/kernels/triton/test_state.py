@@ -52,8 +52,8 @@ def test_scan(lens: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(128, 16), (70, 5)], ids=["even", "odd"])
-@pytest.mark.parametrize("lens", LENS)
+@pytest.mark.parametrize("shape", [(64, 16), (70, 5)], ids=["even", "odd"])
+@pytest.mark.parametrize("lens", ["decodes", "mixed", "short"])
 def test_select(lens: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     case = select_case(LENS[lens], dtype, DEVICE, shape)
     twin = case.state.clone()

@@ -167,7 +167,8 @@ def _convolved(keys: Keys, sparse: list[bool], **facts: Any) -> ArchFacts:
     keys = with_defaults(keys, norm_eps=1e-5, rope_theta=1e6)
     tied = "tie_embedding" if keys.get("tie_embedding") is not None else "tie_word_embeddings"
     if keys.get("layer_types") is None:
-        kinds = ["conv" if attending and i not in attending else "full_attention" for i in range(len(sparse))]
+        attending = range(len(sparse)) if attending is None else attending
+        kinds = ["full_attention" if i in attending else "conv" for i in range(len(sparse))]
         keys = keys.but(layer_types=kinds)
     rope = read_rope(keys, keys.size("head_dim", hidden // keys.size("num_attention_heads")))
     return decoder(
