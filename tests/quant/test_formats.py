@@ -10,8 +10,10 @@ from quire.config.quant.facts import QuantFacts, Rule, all_but
 from quire.config.quant.schemes import Fp8, Grouped
 from quire.errors import ConfigError
 from quire.quant import formats
+from quire.quant.experts import ExpertShape
 from quire.quant.formats import SchemeFormat
 from quire.quant.plain import Plain, PlainFormat
+from quire.quant.several import Several
 from quire.quant.weight import LinearShape, lend, lent
 
 SHAPE = LinearShape(32, (16,), False, torch.float32, torch.device("cpu"))
@@ -58,13 +60,29 @@ def test_nothing_is_narrowed_that_may_not_be() -> None:
     assert kept(format, "a") and not kept(format, "a", shape=replace(SHAPE, narrows=False))
 
 
-def test_parts_that_disagree_are_refused() -> None:
-    facts = QuantFacts("x", (Rule("q_proj", INT4), Rule("k_proj", Fp8())))
+def test_parts_that_disagree_are_computed_side_by_side() -> None:
+    """Biases and orders of another part; experts cannot."""
+    facts = QuantFacts("x", (Rule("[qk]_proj", INT4), Rule("z_proj", Fp8())))
     format = SchemeFormat(facts, PlainFormat(), None)
-    with pytest.raises(
-        ConfigError, match=r"not stored alike: q_proj \(Grouped.*k_proj \(Fp8.*v_proj \(plain"
+    weight = format.linear(("q_proj", "k_proj", "v_proj"), replace(SHAPE, sizes_out=(16, 8, 4), bias=True))
+    assert isinstance(weight, Several)
+    whole, biases = torch.randn(28, 32).bfloat16().float(), torch.randn(28)
+    for part, own, bias in zip(
+        weight.parts(), whole.split([16, 8, 4]), biases.split([16, 8, 4]), strict=True
     ):
-        format.linear(("q_proj", "k_proj", "v_proj"), SHAPE)
+        part["weight"].tensor.copy_(own)
+        part["bias"].tensor.copy_(bias)
+    orders = [torch.randperm(size) for size in (16, 8, 4)]
+    rows = torch.cat([order + start for order, start in zip(orders, (0, 16, 24), strict=True)])
+    weight.reorder(orders)
+    weight.finish()
+    x = torch.randn(3, 32)
+    assert torch.allclose(weight.product(x), x @ whole[rows].t() + biases[rows], atol=1e-4)
+    shape = ExpertShape(2, 32, 16, "silu", False, torch.float32, torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"not stored alike: q_proj \(Grouped.*z_proj \(Fp8.*v_proj \(plain"
+    ):
+        format.experts(("q_proj", "z_proj", "v_proj"), shape)
 
 
 def test_the_flag_agrees_with_the_checkpoint() -> None:

@@ -49,6 +49,38 @@ def test_a_scale_of_a_tensor_under_the_name_of_blocks(tmp_path: Path) -> None:
     assert error_of(loaded(path), twin) < 1e-3
 
 
+ALIGNED: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128}
+LATENT = {"kv_lora_rank": 128, "q_lora_rank": 128, "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 16}
+DELTA = {
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "head_dim": 128,
+    "shared_expert_intermediate_size": 128,
+}
+MIXED = {
+    # As DeepSeek has them: also the product that latent attention uses both ways round.
+    "deepseek_v3": (r"self_attn\.\w+_proj(_with_mqa)?\.weight$", LATENT | {"qk_rope_head_dim": 16}),
+    # As Qwen has them: b and a are plain, and what comes together with them is in another order.
+    "qwen3_next": (r"(in_proj_qkvz|self_attn\.\w+_proj)\.weight$", DELTA),
+}
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_checkpoints_in_blocks_as_their_makers_published_them(family: str, tmp_path: Path) -> None:
+    layers, sizes = MIXED[family]
+    path, twin = requantize(family, tmp_path, STORED["fp8 block"].config, _blocks, layers, **ALIGNED, **sizes)
+    assert error_of(loaded(path), twin) < 1e-3
+
+
+def _blocks(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The last block of each side may be a part of one."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % 128, 0, -rows % 128))
+    stored, wide = STORED["fp8 block"].pack(name, padded)
+    return stored | {"weight": stored["weight"][:rows, :columns].contiguous()}, wide[:rows, :columns].clone()
+
+
 def test_the_wide_weight_is_there_only_while_it_is_filled() -> None:
     weight = Fp8Weight(Fp8(stored=False), LinearShape(64, (32, 16), False, torch.bfloat16, CPU))
     assert weight.stored.weight.untyped_storage().nbytes() == 2
@@ -107,6 +139,22 @@ def test_outputs_change_places(scheme: Fp8) -> None:
     assert apart(weight(x), x @ expected.t()) < (3e-2 if scheme.weights == "block" else 5e-3)
 
 
+def test_blocks_that_move_as_wholes_keep_their_scales() -> None:
+    """Rows within a block, and blocks, change places: nothing is rounded again."""
+    weight, (wide, _) = filled(SCHEMES[2])
+    orders = [torch.cat((128 + torch.randperm(128), torch.randperm(128))), torch.randperm(128)]
+    orders.append(torch.randperm(40))
+    weight.reorder(orders)
+    weight.finish()
+    x = torch.randn(3, 256)
+    parts = zip(wide.split([256, 128, 40]), orders, strict=True)
+    expected = x @ torch.cat([part[order] for part, order in parts]).t()
+    for ours, theirs in zip(
+        weight(x).split([256, 128, 40], 1), expected.split([256, 128, 40], 1), strict=True
+    ):
+        assert apart(ours, theirs) < 5e-3
+
+
 def test_experts_with_one_scale_of_gate_and_up() -> None:
     shape = ExpertShape(3, 32, 16, "silu", False, torch.float32, CPU)
     experts = Fp8Experts(Fp8("tensor"), shape)
@@ -153,7 +201,7 @@ def test_what_is_wrong_in_them_is_said(said: dict[str, Any], message: str) -> No
 
 def test_blocks_that_do_not_divide_are_refused_before_anything_is_read() -> None:
     format = Fp8Format(Fp8("block", "group"), PlainFormat())
-    with pytest.raises(ConfigError, match="q, k: blocks of 128 outputs do not divide parts of 192 outputs"):
-        format.linear(("q", "k"), LinearShape(64, (192, 64), False, torch.float32, CPU))
+    with pytest.raises(ConfigError, match="gate, up, down: blocks of 128 outputs do not divide the 192"):
+        format.experts(("gate", "up", "down"), ExpertShape(2, 64, 192, "silu", False, torch.float32, CPU))
     with pytest.raises(ConfigError, match=r"a scale for each 64 x 64 are not supported; 128 x 128 are"):
         Fp8Format(Fp8("block", "group", block=(64, 64)), PlainFormat())

@@ -13,8 +13,10 @@ from quire.layers.lora import LatentPoint, Place
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scales import KVScales
-from quire.layers.scope import Scope, Target
+from quire.layers.scope import Scope, Target, target_of
+from quire.quant.plain import Plain
 from quire.quant.shares import Run, divided
+from quire.quant.weight import LinearShape, Weight
 
 
 class LatentAttention(nn.Module):
@@ -29,14 +31,24 @@ class LatentAttention(nn.Module):
         self.norm = norm
         self.backend = scope.backend
         self.latent = choose(scope.device, scope.dtype)
+        size = spec.heads * (spec.nope_dim + spec.v_dim)
+        self.own = divided(scope.group, size * scope.group.size)
+        self.packed = self._packed(size, scope)
         # Used by heads and both ways round, so in no packed format.
-        weight = scope.empty(spec.heads * (spec.nope_dim + spec.v_dim), spec.rank)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.own = divided(scope.group, len(weight) * scope.group.size)
+        self.weight = nn.Parameter(scope.empty(size, spec.rank), requires_grad=False)
         self.point = self._point(scope)
         self.scales = KVScales(scope.beside("")[:-1], scope)
         self.cache: Tensor | None = None
         self.group = 0
+
+    def _packed(self, size: int, scope: Scope) -> tuple[Weight, ...]:
+        """What the checkpoint has it in, until it is loaded; none: it is plain."""
+        rank, runs = self.spec.rank, ((self.own,),)
+        shape = LinearShape(
+            rank, (size,), False, scope.dtype, scope.device, narrows=False, outputs=runs, inputs=Run(rank)
+        )
+        made = scope.linear((scope.name,), shape)
+        return () if isinstance(made, Plain) else (made,)
 
     def _point(self, scope: Scope) -> LatentPoint | None:
         slots, spec = scope.adapters, self.spec
@@ -80,7 +92,22 @@ class LatentAttention(nn.Module):
         return self.latent.attend(queries, weight, cache, batch, spec, self.adapted).flatten(1)
 
     def targets(self) -> Iterator[Target]:
-        yield Target(f"{self.name}.weight", self.weight, 0, (self.own,))
+        if not self.packed:
+            yield Target(f"{self.name}.weight", self.weight, 0, (self.own,))
+        for packed in self.packed:
+            (part,) = packed.parts()
+            yield from (
+                target_of(f"{self.name}.{suffix}", each, (self.own,)) for suffix, each in part.items()
+            )
+
+    def begin(self) -> None:
+        for packed in self.packed:
+            packed.begin()
 
     def finish(self) -> None:
-        """The weight is used as it was loaded."""
+        """A packed weight tells its numbers by what it makes of ones."""
+        for packed in self.packed:
+            packed.finish()
+            ones = torch.eye(self.spec.rank, dtype=self.weight.dtype, device=self.weight.device)
+            self.weight.copy_(packed.product(ones).t())
+        self.packed = ()

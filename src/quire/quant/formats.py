@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby, islice
 
 from quire.config.quant.facts import QuantFacts
 from quire.config.quant.schemes import Fp8, Scheme
 from quire.errors import ConfigError
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
+from quire.quant.several import Several, shapes_of
 from quire.quant.weight import LinearShape, Weight
 from quire.registry import LazyTable
 
@@ -35,24 +37,32 @@ class SchemeFormat:
         self._made: dict[Scheme, Format] = {}
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        return self._format(parts, narrows=shape.narrows).linear(parts, shape)
+        schemes = [self._scheme(part, narrows=shape.narrows) for part in parts]
+        alike = [(scheme, len(list(run))) for scheme, run in groupby(schemes)]
+        if len(alike) == 1:
+            return self._format(schemes[0]).linear(parts, shape)
+        weights, named = [], iter(parts)
+        for (scheme, count), own in zip(alike, shapes_of(shape, [count for _, count in alike]), strict=True):
+            weights.append(self._format(scheme).linear(tuple(islice(named, count)), own))
+        return Several(shape, weights)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        return self._format(parts, narrows=True).experts(parts, shape)
-
-    def _format(self, parts: tuple[str, ...], *, narrows: bool) -> Format:
-        schemes = {part: self._scheme(part, narrows=narrows) for part in parts}
+        schemes = {part: self._scheme(part, narrows=True) for part in parts}
         first, *others = set(schemes.values())
         if others:
             raise ConfigError(
-                "these weights are computed as one, but are not stored alike: "
+                "these experts are computed as one, but are not stored alike: "
                 + ", ".join(f"{part} ({scheme or 'plain'})" for part, scheme in schemes.items())
+                + "; use a checkpoint whose experts are"
             )
-        if first is None:
+        return self._format(first).experts(parts, shape)
+
+    def _format(self, scheme: Scheme | None) -> Format:
+        if scheme is None:
             return self.plain
-        if first not in self._made:
-            self._made[first] = SCHEMES[type(first).__name__](first, self.plain)
-        return self._made[first]
+        if scheme not in self._made:
+            self._made[scheme] = SCHEMES[type(scheme).__name__](scheme, self.plain)
+        return self._made[scheme]
 
     def _scheme(self, part: str, *, narrows: bool) -> Scheme | None:
         """A layer's as the facts say, if the checkpoint has such tensors of it."""

@@ -18,6 +18,7 @@ from quire.kernels.fp8 import BLOCK, E4M3, Scaled, linear, narrowed, widened
 from quire.kernels.linear import Matrix, Product
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
+from quire.quant.several import Several, shapes_of
 from quire.quant.shares import check_units
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of, lend, lent, unfilled
 
@@ -38,23 +39,21 @@ class Fp8Format:
             for part, runs in zip(parts, shape.outputs, strict=False):
                 check_units(part, runs, BLOCK, "blocks")
             check_units(", ".join(parts), (shape.inputs,) if shape.inputs else (), BLOCK, "blocks")
-        self._check(parts, shape.sizes_out[:-1])
+            if any(size % BLOCK for size in shape.sizes_out[:-1]):  # no block has outputs of two parts
+                return Several(
+                    shape, [Fp8Weight(self.scheme, one) for one in shapes_of(shape, [1] * len(parts))]
+                )
         return Fp8Weight(self.scheme, shape)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         if self.scheme.weights == "block" and shape.inner is not None:
             check_units(", ".join(parts), (shape.inner,), BLOCK, "blocks")
-        self._check(parts, (shape.intermediate,))
-        return Fp8Experts(self.scheme, shape)
-
-    def _check(self, parts: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-        """Of parts that are followed by another one."""
-        if self.scheme.weights == "block" and any(size % BLOCK for size in sizes):
+        if self.scheme.weights == "block" and shape.intermediate % BLOCK:
             raise ConfigError(
-                f"{', '.join(parts)}: blocks of {BLOCK} outputs do not divide parts of"
-                f" {', '.join(map(str, sizes))} outputs that are computed as one; use a checkpoint with a"
-                " scale for each output"
+                f"{', '.join(parts)}: blocks of {BLOCK} outputs do not divide the {shape.intermediate} of"
+                " gate and up, which are computed as one; use a checkpoint with a scale for each output"
             )
+        return Fp8Experts(self.scheme, shape)
 
 
 class Fp8Weight(Weight):
@@ -76,8 +75,16 @@ class Fp8Weight(Weight):
         self.stored.begin()
 
     def reorder(self, orders: list[Tensor]) -> None:
-        self.stored.part_blocks()
-        super().reorder(orders)
+        blocks = [_order_of_blocks(order) for order in orders]
+        if self.stored.per != "block" or any(order is None for order in blocks):
+            self.stored.part_blocks()
+            return super().reorder(orders)
+        for part, order, of_blocks in zip(self.parts(), orders, blocks, strict=True):
+            for suffix, (tensor, axis, *_) in part.items():
+                if axis is not None:
+                    own = of_blocks if suffix == self.stored.scheme.scale_name else order
+                    assert own is not None
+                    tensor.copy_(tensor.index_select(axis, own.to(tensor.device)))
 
     def repack(self) -> None:
         self.stored.settle()
@@ -238,6 +245,14 @@ class Fp8Matrices(nn.Module):
             scales = self.scale.data.where(~self.scale.data.isnan(), first)
             sizes = torch.tensor(self.sizes_out, device=scales.device)
             self.scale.data = scales.repeat_interleave(sizes, -1)
+
+
+def _order_of_blocks(order: Tensor) -> Tensor | None:
+    """Which block each block of outputs comes from, where none has outputs of two."""
+    sources = order.div(BLOCK, rounding_mode="floor").split(BLOCK)
+    firsts = torch.stack([source[0] for source in sources])
+    is_whole = all(bool((source == first).all()) for source, first in zip(sources, firsts, strict=True))
+    return firsts if is_whole else None
 
 
 def _in_c(weight: Scaled) -> Matrix:
