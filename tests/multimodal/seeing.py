@@ -44,6 +44,8 @@ class Twin:
         self.ours = PROCESSORS[media.family](self.path, media, self.tokenizer)
         own: int | None = getattr(self.ours, "image_id", None)
         self.image_id = media.tower.image_id if own is None else own
+        self.image_ids = {self.image_id, *getattr(media.tower, "mark_ids", ())}
+        """The tokens that have vectors."""
         self.least = 20 if media.family == "lighton_ocr" else 5
         """Pixels of a side; of fewer, when a long one was made shorter, nothing may be left."""
         if isinstance(self.processor, Stand):
@@ -81,7 +83,7 @@ class Twin:
             text = self.ours.spelled(text)
         tokens, media = place(self.tokenizer.encode(text), ready, self.ours)
         places = [at for item in media.items for first, n in item.places() for at in range(first, first + n)]
-        assert places == [at for at, token in enumerate(tokens) if token == self.image_id]
+        assert places == [at for at, token in enumerate(tokens) if token in self.image_ids]
         return tokens
 
 

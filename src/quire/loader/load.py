@@ -59,7 +59,7 @@ _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
     r"|^(thinker\.)?(model\.)?(vision_tower|vision_model|visual|audio_tower|vpm|resampler|merger|connector|mlp1)\."
     r"|^(thinker\.)?(model\.)?(multi_modal_projector|mm_projector|vit_large_projector|projector|mlp_AR)\."
-    r"|^(talker|token2wav|code2wav)\.|\.audio_bos_eos_token\."
+    r"|^(talker|token2wav|code2wav)\.|visual_embeddings_table\.|\.audio_bos_eos_token\."
     r"|^(thinker\.)?(model\.)?(vision_encoder|vision_projection)\."
     r"|^(thinker\.)?(model\.)?image_newline$"
     r"|\.(q_scale|prob_scale|input_scale(_ub)?|activation_scale|input_zero_point|weight_format|g_idx)$"

@@ -13,6 +13,7 @@ import quire.config.media.llama4 as llama4
 import quire.config.media.llava as llava
 import quire.config.media.minicpm as minicpm
 import quire.config.media.omni as omni
+import quire.config.media.ovis as ovis
 import quire.config.media.paddle as paddle
 import quire.config.media.paligemma as paligemma
 import quire.config.media.pixtral as pixtral
@@ -62,6 +63,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts | None]]] = {
     "MiniCPMV": minicpm.minicpm_v,
     "MiniCPMV4_6ForConditionalGeneration": minicpm.minicpm_v46,
     "Mistral3ForConditionalGeneration": pixtral.mistral3,
+    "Ovis2ForConditionalGeneration": ovis.ovis2,
     "PaddleOCRVLForConditionalGeneration": paddle.paddleocr_vl,
     "PaliGemmaForConditionalGeneration": paligemma.paligemma,
     "SmolVLMForConditionalGeneration": idefics.idefics3,

@@ -67,6 +67,7 @@ TOWERS = LazyTable(
         "llava_onevision": "quire.models.towers.anyres:Anyres",
         "minicpm_v": "quire.models.towers.minicpm:MiniCPMV",
         "paddleocr_vl": "quire.models.towers.paddle:PaddleOCRVL",
+        "ovis2": "quire.models.towers.ovis:Ovis2",
         "paligemma": "quire.models.towers.paligemma:PaliGemma",
         "pixtral": "quire.models.towers.pixtral:Pixtral",
         "step_vl": "quire.models.towers.step:StepVL",

@@ -149,6 +149,7 @@ PROCESSORS: LazyTable = LazyTable(
         "llava_onevision": "quire.multimodal.families.anyres:AnyresProcessor",
         "minicpm_v": "quire.multimodal.families.minicpm:MiniCPMVProcessor",
         "paddleocr_vl": "quire.multimodal.families.qwen:GridProcessor",
+        "ovis2": "quire.multimodal.families.ovis:Ovis2Processor",
         "paligemma": "quire.multimodal.families.paligemma:PaliGemmaProcessor",
         "pixtral": "quire.multimodal.families.pixtral:PixtralProcessor",
         "step_vl": "quire.multimodal.families.step:StepVLProcessor",
