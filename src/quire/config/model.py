@@ -13,7 +13,7 @@ from quire.config.families import ALIASES, FAMILIES, GGUF_FAMILIES, Family
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
 from quire.config.media import MEDIA_FAMILIES
-from quire.config.pooling import GENERATIVE, StoredPooling, read_gguf_pooling, read_pooling
+from quire.config.pooling import GENERATIVE, RETRIEVAL, StoredPooling, read_gguf_pooling, read_pooling
 from quire.config.quant import read_quant
 from quire.config.quant.facts import QuantFacts
 from quire.errors import ConfigError, nearest
@@ -22,7 +22,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 _OTHER_ENDINGS = ("ForSequenceClassification", "ForMaskedLM", "Model")
 _HEADED = re.compile(r"(\w+?)For[A-Z]\w*")
 """The name of a model with a head."""
-_CLASS_KEYS = ("id2label", "num_labels", "problem_type")
+_CLASS_KEYS = ("id2label", "num_labels", "problem_type", "embedding_dim")
 _GENERATION_KEYS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 _HEARING_KEYS = ("max_initial_timestamp_index", "alignment_heads")
 """Of models that write down what they hear."""
@@ -139,6 +139,7 @@ def _parted(keys: Keys) -> tuple[Keys, MediaFacts | None]:
 def _classified(whole: Keys, decoder: Keys, named: str) -> tuple[Keys, str]:
     """What is said of pooling, and the architecture: a classifier that also sees names its classes itself,
     whatever its decoder's part says."""
+    named = next((name for name in _architectures(whole) if name.endswith(RETRIEVAL)), named)
     architecture = next((name for name in _architectures(whole) if _media_family(name) != name), named)
     said = {key: whole.get(key) for key in _CLASS_KEYS if whole.get(key) is not None}
     return decoder.but(**said), architecture

@@ -21,6 +21,8 @@ _STORED_TYPES = {
 """What 1_Pooling/config.json calls them: a switch each or, of late, one word."""
 _GGUF_TYPES = {1: "MEAN", 2: "CLS", 3: "LAST"}
 _CLASSES = "ForSequenceClassification"
+RETRIEVAL = "ForRetrieval"
+"""How those end that have a product behind every state."""
 GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ChatGLMModel")
 """How the architectures end that generate unless told otherwise."""
 _BY_PROBLEM = {
@@ -63,6 +65,8 @@ class StoredPooling:
     """A decoder that was trained to look ahead, too."""
     instructions: tuple[tuple[str, str], ...] = ()
     """Texts to put in front of inputs, by what these are for."""
+    projection: int = 0
+    """Numbers of the product behind every state; 0: there is none."""
 
     @property
     def is_classifier(self) -> bool:
@@ -92,6 +96,7 @@ class PoolingFacts:
     instructions: tuple[tuple[str, str], ...] = ()
     token_types: int = 0
     """Of how many texts in one prompt the model knows which token is whose; 0: it does not ask."""
+    projection: int = 0
 
     @property
     def needs_all_states(self) -> bool:
@@ -125,6 +130,7 @@ def read_pooling(path: Path, keys: Keys, architecture: str) -> StoredPooling:
         two_way=two_way,
         both_ways=keys.get("is_causal") is False or keys.get("use_bidirectional_attention") in (True, "all"),
         instructions=_instructions(path, keys),
+        projection=keys.size("embedding_dim", 128) if architecture.endswith(RETRIEVAL) else 0,
         **stored,
     )
 
@@ -235,7 +241,7 @@ def settle(
         )
     task = convert if converts else "classify" if stored.is_classifier or stored.label_tokens else "embed"
     asked = _asked(pooler or {})
-    size = hidden if task == "embed" else len(stored.labels)
+    size = stored.projection or hidden if task == "embed" else len(stored.labels)
     activation = stored.activation or "softmax"
     facts = PoolingFacts(
         task=task,
@@ -247,6 +253,7 @@ def settle(
         dimensions=asked.get("dimensions"),
         labels=stored.labels if task == "classify" else (),
         token_types=token_types,
+        projection=stored.projection if task == "embed" else 0,
         **{
             name: getattr(stored, name)
             for name in ("is_matryoshka", "matryoshka_dimensions", "label_tokens", "two_way", "instructions")

@@ -171,7 +171,7 @@ class InputProcessor:
             ready = prepared or self.media.prepare_now(given, told)
             return self._placed(self._from_mapping(prompt, add_special_tokens, ready), ready)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return self._checked(Prompt(list(prompt)))
+            return self._placed(self._checked(Prompt(list(prompt))), ())
         raise RequestError(
             f"a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'; "
             f"got {type(prompt).__name__}",
@@ -190,6 +190,8 @@ class InputProcessor:
     def _placed(self, prompt: Prompt, prepared: Sequence[Prepared]) -> Prompt:
         """The same with the spans of its media."""
         if not prepared:
+            if self.media.prefix and self.pooling is not None:  # texts were trained so, too
+                prompt.media = self.media.joined(prompt.token_ids, Media([]))
             return prompt
         if prompt.embeds is not None:
             raise RequestError("prompt_embeds cannot have media beside them", param="multi_modal_data")

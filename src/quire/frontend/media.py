@@ -143,14 +143,16 @@ class MediaReader:
                     f"One {item.modality} stands for {item.length} tokens, which are computed in one step, "
                     f"and a step holds {self._max_span}: take a smaller one, or raise max_num_batched_tokens"
                 )
-        if self.prefix:
-            media = media.joined(placed)
-        if self._max_span is not None and media.whole > self._max_span:
+        return placed, self.joined(placed, media) if self.prefix else media
+
+    def joined(self, token_ids: Sequence[int], media: Media) -> Media:
+        """Of a prompt whose tokens see each other."""
+        if self._max_span is not None and len(token_ids) > self._max_span:
             raise RequestError(
-                f"The prompt has {media.whole} tokens, which see each other and are computed in one step, "
+                f"The prompt has {len(token_ids)} tokens, which see each other and are computed in one step, "
                 f"and a step holds {self._max_span}: shorten it, or raise max_num_batched_tokens"
             )
-        return placed, media
+        return media.joined(token_ids)
 
     async def bring(self, media: Media, prepared: Sequence[Prepared]) -> None:
         """Give the items of a prompt the arrays again that were elsewhere."""

@@ -258,7 +258,7 @@ def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     body, _, rest = name.partition(".")
     inner = [f"{body}.{part}.{rest}" for part in ("language_model", "text_model")]
     known = [name, rest, *inner, f"language_model.{name}", f"language_model.{body}.{name}", f"llm.{name}"]
-    known += [f"thinker.{name}", f"thinker.{rest}"]
+    known += [f"{part}.{each}" for part in ("thinker", "vlm", "vlm.language_model") for each in (name, rest)]
     for today, before in _BEFORE.items():
         known += [each.removesuffix(today) + before for each in known if each.endswith(today)]
     return next((each for each in known if each in stored), name)

@@ -26,6 +26,18 @@ class Score(nn.Module):
         return out
 
 
+class Projection(nn.Module):
+    """What makes small vectors of states: one product."""
+
+    def __init__(self, facts: ArchFacts, size: int, scope: Scope) -> None:
+        super().__init__()
+        self.product = WholeLinear(facts.hidden, size, scope / "embedding_proj_layer", bias=True)
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = self.product(states)
+        return out
+
+
 class TokenScore(nn.Module):
     """A classifier out of the output head: the logits of some tokens, or of two how much the second is
     above the first."""
@@ -49,7 +61,7 @@ class TokenScore(nn.Module):
 
 
 class PoolingModel(nn.Module):
-    """A body without its output head, and a classifier where one is asked for."""
+    """A body without its output head, and a classifier or another product where one is asked for."""
 
     def __init__(
         self, facts: ArchFacts, scope: Scope, *, pooling: PoolingFacts, label_ids: list[int]
@@ -66,6 +78,8 @@ class PoolingModel(nn.Module):
             known = facts.architecture in CLASSIFIERS
             make = CLASSIFIERS[facts.architecture] if known else Score
             self.classifier = make(facts, pooling.size, scope)
+        elif pooling.projection:
+            self.classifier = Projection(facts, pooling.size, scope)
 
     def settle(self) -> None:
         """Called once after loading."""

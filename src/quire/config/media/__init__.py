@@ -19,6 +19,7 @@ import quire.config.media.paligemma as paligemma
 import quire.config.media.pixtral as pixtral
 import quire.config.media.qwen as qwen
 import quire.config.media.qwen_audio as qwen_audio
+import quire.config.media.retrieval as retrieval
 import quire.config.media.step as step
 import quire.config.media.whisper as whisper
 from quire.config.facts import MediaFacts
@@ -27,6 +28,8 @@ from quire.config.keys import Keys
 MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts | None]]] = {
     "AudioFlamingo3ForConditionalGeneration": qwen_audio.audio_flamingo3,
     "AyaVisionForConditionalGeneration": aya.aya_vision,
+    "ColPaliForRetrieval": retrieval.col_pali,
+    "ColQwen2ForRetrieval": retrieval.col_qwen2,
     "Cohere2VisionForConditionalGeneration": aya.cohere2_vision,
     "Glm46VForConditionalGeneration": qwen.glm46v,
     "Glm4vForConditionalGeneration": qwen.glm4v,
