@@ -6,6 +6,7 @@ import quire.config.media.anyres as anyres
 import quire.config.media.aya as aya
 import quire.config.media.dots as dots
 import quire.config.media.gemma as gemma
+import quire.config.media.gemma3n as gemma3n
 import quire.config.media.idefics as idefics
 import quire.config.media.intern as intern
 import quire.config.media.kimi as kimi
@@ -51,7 +52,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts | None]]] = {
     ),
     "DotsOCRForCausalLM": dots.dots_ocr,
     "Gemma3ForConditionalGeneration": gemma.gemma3,
-    "Gemma3nForConditionalGeneration": gemma.gemma3n,
+    "Gemma3nForConditionalGeneration": gemma3n.gemma3n,
     "Idefics3ForConditionalGeneration": idefics.idefics3,
     "InternVLChatModel": intern.internvl_chat,
     "InternVLForConditionalGeneration": intern.internvl,

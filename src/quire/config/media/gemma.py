@@ -1,4 +1,4 @@
-"""Gemma 3: an image is 256 soft tokens, which see each other in both directions. Gemma 3n: its decoder."""
+"""Gemma 3: an image is 256 soft tokens, which see each other in both directions."""
 
 from dataclasses import dataclass
 
@@ -47,8 +47,3 @@ def gemma3(keys: Keys) -> tuple[Keys, MediaFacts]:
         end_id=token_id(keys, "eoi_token_index", "eoi_token_id", default=256000),
     )
     return text, MediaFacts("gemma3", ("image",), tower, is_whole=True)
-
-
-def gemma3n(keys: Keys) -> tuple[Keys, None]:
-    """Gemma 3n, which reads: its towers are not supported yet."""
-    return text_part(keys, default="gemma3n_text"), None

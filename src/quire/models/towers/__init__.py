@@ -49,6 +49,7 @@ TOWERS = LazyTable(
         "cohere2_vision": "quire.models.towers.aya:Aya",
         "dots_ocr": "quire.models.towers.dots:DotsOCR",
         "gemma3": "quire.models.towers.gemma:Gemma3",
+        "gemma3n": "quire.models.towers.gemma3n:Gemma3n",
         "idefics3": "quire.models.towers.idefics:Idefics3",
         "internvl": "quire.models.towers.intern:InternVL",
         "kimi_vl": "quire.models.towers.kimi:KimiVL",

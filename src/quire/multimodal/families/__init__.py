@@ -139,6 +139,7 @@ PROCESSORS: LazyTable = LazyTable(
         "cohere2_vision": "quire.multimodal.families.aya:Cohere2VisionProcessor",
         "dots_ocr": "quire.multimodal.families.dots:DotsProcessor",
         "gemma3": "quire.multimodal.families.gemma:Gemma3Processor",
+        "gemma3n": "quire.multimodal.families.gemma3n:Gemma3nProcessor",
         "idefics3": "quire.multimodal.families.idefics:Idefics3Processor",
         "internvl": "quire.multimodal.families.intern:InternVLProcessor",
         "kimi_vl": "quire.multimodal.families.kimi:KimiVLProcessor",

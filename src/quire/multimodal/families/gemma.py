@@ -40,14 +40,8 @@ _KNOWN = (
 _MOST_NEWLINES = 64
 
 
-class Gemma3Processor(Pictures):
-    """The mark is the token that begins an image; its span has newlines around it, which melt into others."""
-
-    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
-        self.facts: GemmaFacts = facts.tower
-        super().__init__(self.facts.begin_id, self.facts.image_id, self.facts.size_out, tokenizer)
-        side = self.facts.vit.image
-        self.settings = stored_settings(path, size={"height": side, "width": side})
+class Newlines(Pictures):
+    """Spans with newlines around them, which become one token with those of the text."""
 
     @cached_property
     def _newlines(self) -> dict[int, int]:
@@ -63,6 +57,16 @@ class Gemma3Processor(Pictures):
         if before not in self._counts or after not in self._counts:
             return None
         return self._newlines.get(self._counts[before] + self._counts[after])
+
+
+class Gemma3Processor(Newlines):
+    """The mark is the token that begins an image; its span has newlines around it, which melt into others."""
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        self.facts: GemmaFacts = facts.tower
+        super().__init__(self.facts.begin_id, self.facts.image_id, self.facts.size_out, tokenizer)
+        side = self.facts.vit.image
+        self.settings = stored_settings(path, size={"height": side, "width": side})
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> Processed:
         assert isinstance(content, Image.Image)

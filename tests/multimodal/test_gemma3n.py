@@ -1,0 +1,210 @@
+"""Gemma 3n hears: against the parts of transformers' model, which as a whole needs timm."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from finished import finished
+from hearing import sound
+from safetensors.torch import save_file
+from tiny import generate_preempted
+from tiny_seeing import STRONG, make_tokenizer
+
+from quire import LLM, SamplingParams
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.config import weights
+from quire.config.model import read_checkpoint
+from quire.errors import RequestError
+from quire.loader import load_model
+from quire.models.towers import TOWERS
+from quire.multimodal.families import PROCESSORS
+from quire.multimodal.kitchen import Prepared
+from quire.multimodal.spans import place
+from quire.text.tokenizer import load_tokenizer
+
+COUNT = 5
+LENGTHS = [513, 1000, 1600, 5000, 16001, 24000]
+MARKS = ["<boa>", "<eoa>", "<audio>"]
+CONTENTS = [
+    ("what is <audio> this", [5000]),
+    ("nothing to hear here, only words", []),
+    ("<audio>one\n<audio>\nand then", [16001, 1000]),
+    ("user\n\n<audio>again", [5000]),
+]
+
+
+class Twin:
+    """A checkpoint, and the parts of transformers' model of it."""
+
+    def __init__(self, path: Path) -> None:
+        import transformers as hf
+        from transformers.models.gemma3n import modeling_gemma3n as modeling
+
+        torch.manual_seed(0)
+        self.path, self.hf = path, make_tokenizer(MARKS)
+        begin, end, audio = self.hf.convert_tokens_to_ids(MARKS)
+        own = {"hidden_size": 32, "input_feat_size": 16, "conf_num_hidden_layers": 2, "vocab_size": 8}
+        own |= {"conf_num_attention_heads": 2, "sscp_conv_channel_size": [6, 4], "vocab_offset": end}
+        own |= {"conf_attention_context_left": 5, "conf_attention_context_right": 2}
+        own |= {"conf_attention_chunk_size": 4, "initializer_range": 0.2}
+        hearing = hf.Gemma3nAudioConfig(**own)
+        text = hf.Gemma3nTextConfig(
+            **STRONG | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 16},
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            num_kv_shared_layers=2,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=100,
+            laurel_rank=4,
+            activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        )
+        self.model = hf.Gemma3nForCausalLM(text).float().eval()
+        self.tower = modeling.Gemma3nAudioEncoder(hearing).float().eval()
+        self.embed = modeling.Gemma3nMultimodalEmbedder(hearing, text).float().eval()
+        self.features = hf.Gemma3nAudioFeatureExtractor(feature_size=16)
+        tensors: dict[str, torch.Tensor] = {}
+        parts = {"audio_tower.": self.tower, "embed_audio.": self.embed, "language_model.": self.model.model}
+        for name, part in parts.items():
+            for inner, tensor in part.state_dict().items():
+                if tensor.ndim < 2 or not tensor.any():
+                    tensor.add_(torch.randn_like(tensor) * 0.2)
+                tensors[f"model.{name}{inner}"] = tensor.clone()
+        save_file(tensors, path / "model.safetensors")
+        told = {
+            "architectures": ["Gemma3nForConditionalGeneration"],
+            "text_config": text.to_dict(),
+            "audio_config": hearing.to_dict(),
+            "vision_config": {},
+            "audio_soft_tokens_per_image": 12,
+            "boa_token_id": begin,
+            "eoa_token_id": end,
+            "audio_token_id": audio,
+        }
+        (path / "config.json").write_text(json.dumps(told))
+        self.hf.save_pretrained(path)
+        self.features.save_pretrained(path)
+        self.audio, self.end = audio, end
+        self.checkpoint = read_checkpoint(path)
+        media = self.checkpoint.facts.media
+        assert media is not None
+        self.tokenizer = load_tokenizer(path, "hf")
+        self.ours = PROCESSORS[media.family](path, media, self.tokenizer)
+
+    def tower_of(self) -> Any:
+        return load_model(
+            self.checkpoint,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            backend=TorchSDPA(),
+            max_model_len=64,
+            show_progress=False,
+            build=TOWERS["gemma3n"],
+            partly=True,
+        )
+
+    def mel(self, count: int) -> torch.Tensor:
+        return finished(self.ours.process("audio", sound(count), {}).arrays)["mel"]
+
+    def vectors(self, count: int) -> torch.Tensor:
+        """Of a sound, filled up, and that of the end."""
+        heard = self.features(sound(count).samples, return_tensors="pt")
+        states = self.tower(heard["input_features"], ~heard["input_features_mask"]).last_hidden_state
+        found = self.embed(inputs_embeds=states)[0]
+        silence, end = (self.embed(input_ids=torch.tensor([[i]]))[0] for i in (self.end + 7, self.end))
+        return torch.cat((found, silence.expand(12 - len(found), -1), end))
+
+    def token_ids(self, text: str, counts: list[int]) -> list[int]:
+        span = "\n\n<boa>" + "<audio>" * 12 + "<eoa>\n\n"
+        spelled = text.replace("<audio>", span) if counts else text
+        ids: list[int] = self.hf(spelled)["input_ids"]
+        return ids
+
+    @torch.inference_mode()
+    def says(self, text: str, counts: list[int]) -> tuple[list[int], list[float]]:
+        ids, said, likely = self.token_ids(text, counts), list[int](), list[float]()
+        for _ in range(COUNT):
+            given = torch.tensor([[*ids, *said]])
+            embeds = self.model.model.embed_tokens(given)
+            if counts:
+                places = (given[0] == self.audio) | (given[0] == self.end)
+                places[len(ids) :] = False
+                embeds[0, places] = torch.cat([self.vectors(count) for count in counts])
+            own = self.model.model.get_per_layer_inputs(given)
+            states = self.model.model(inputs_embeds=embeds, per_layer_inputs=own).last_hidden_state
+            logits = self.model.lm_head(states[0, -1])
+            cap = self.model.config.final_logit_softcapping
+            logits = (torch.tanh(logits / cap) * cap).log_softmax(-1)
+            said.append(int(logits.argmax()))
+            likely.append(float(logits.max()))
+        return said, likely
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    return Twin(tmp_path_factory.mktemp("gemma3n"))
+
+
+def test_moments_and_spans_are_those_of_transformers(twin: Twin) -> None:
+    """Another window, another filter, a moment too many; newlines that do not melt."""
+    for count in LENGTHS:
+        theirs = twin.features(sound(count).samples, return_tensors="np")["input_features"][0]
+        np.testing.assert_allclose(twin.mel(count).numpy(), theirs, atol=1e-5)
+    for text, counts in CONTENTS:
+        made = [twin.ours.process("audio", sound(count), {}) for count in counts]
+        ready = [Prepared("audio", b"%d" % at, each) for at, each in enumerate(made)]
+        ids = twin.tokenizer.encode(text)
+        assert (place(ids, ready, twin.ours)[0] if ready else ids) == twin.token_ids(text, counts)
+    with pytest.raises(RequestError, match="too short: it has 512 samples at 16000 Hz, and 513"):
+        twin.ours.process("audio", sound(512), {})
+    with pytest.raises(RequestError, match="30.1 seconds long, and 30.0 are the most"):
+        twin.ours.process("audio", sound(481000), {"truncation": False})
+
+
+@torch.inference_mode()
+def test_vectors_are_those_of_transformers(twin: Twin) -> None:
+    """States that see too far, a norm of all that is heard, silence that is heard."""
+    tower = twin.tower_of()
+    ours = tower.encode("audio", [{"mel": twin.mel(count)} for count in LENGTHS])
+    for found, count in zip(ours, LENGTHS, strict=True):
+        torch.testing.assert_close(found, twin.vectors(count), atol=1e-4, rtol=1e-4)
+    numbers = sum(each.numel() for each in tower.parameters())
+    assert weights.count(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
+    (blank,) = tower.encode("audio", [tower.blank("audio", 13)])
+    assert len(blank) == twin.ours.most_vectors("audio") == 13
+
+
+def test_what_is_said_of_sounds_is_what_transformers_says(twin: Twin) -> None:
+    """One, several, none; all at once, in chunks that end within sounds; again, when their beginnings are
+    kept; then with preemptions."""
+    expected = [twin.says(*content) for content in CONTENTS]
+    asked: list[Any] = [
+        {"prompt": text, "multi_modal_data": {"audio": [sound(count) for count in counts]}}
+        if counts
+        else text
+        for text, counts in CONTENTS
+    ]
+    llm = LLM(
+        str(twin.path),
+        dtype="float32",
+        block_size=4,
+        max_num_seqs=8,
+        max_model_len=256,
+        max_num_batched_tokens=16,
+        max_logprobs=-1,
+        num_gpu_blocks_override=400,
+        use_tqdm_on_load=False,
+    )
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
+    for output, (said, likely) in zip(llm.generate(asked, params, use_tqdm=False), expected, strict=True):
+        answer = output.outputs[0]
+        assert answer.token_ids == said
+        found = [each[token].logprob for each, token in zip(answer.logprobs, said, strict=True)]
+        assert found == pytest.approx(likely, abs=1e-3)
+    again = llm.generate(asked, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in again] == [said for said, _ in expected]
+    assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
+    llm.reset_prefix_cache()
+    outputs = generate_preempted(llm, asked, COUNT, at=(1, 3, 6))
+    assert [output.outputs[0].token_ids for output in outputs] == [said for said, _ in expected]
