@@ -43,8 +43,9 @@ class Chained(nn.Module):
         return out
 
 
-def test_layers_that_share_weights_are_one_stage(tmp_path: Path) -> None:
-    path, _ = make_tiny(SHARING, tmp_path)
+@pytest.mark.parametrize("architecture", SHARING)
+def test_layers_that_share_are_one_stage(architecture: str, tmp_path: Path) -> None:
+    path, _ = make_tiny(architecture, tmp_path)
     with pytest.raises(ConfigError, match="pipeline_parallel_size has to be 1"):
         load_tiny(path, stage=Stage(0, 2))
 

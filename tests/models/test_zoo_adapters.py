@@ -48,6 +48,7 @@ NOT_BY_PEFT = {
     "MambaForCausalLM": {"out_proj", "dt_proj"},
     "NemotronHForCausalLM": {"out_proj"},
     "Zamba2ForCausalLM": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj", "0", "1"},
+    "PhimoeForCausalLM": {"router"},
 }
 """Linear layers that PEFT refuses or cannot run, of which transformers takes the weight alone, or that are
 shared: PEFT would have one for each use of these, which is refused."""

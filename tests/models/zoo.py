@@ -520,6 +520,10 @@ ZOO: dict[str, Specimen] = {
             "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
         },
     ),
+    "PhimoeForCausalLM": Specimen(
+        {"num_local_experts": 6, "router_jitter_noise": 0.4, "rope_theta": 10000.0},
+        {"biased": {"attention_bias": True, "lm_head_bias": True, "sliding_window": 7}},
+    ),
     "AfmoeForCausalLM": Specimen(
         {
             "num_hidden_layers": 3,
@@ -553,6 +557,10 @@ ZOO: dict[str, Specimen] = {
             "straight-queries": {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True},
             "yarn": rope("yarn", mscale=0.7, mscale_all_dim=0.9, **_YARN),
         },
+    ),
+    "MiniCPM3ForCausalLM": Specimen(
+        _DEEPSEEK | TIED | {"scale_emb": 3.0, "scale_depth": 1.2, "dim_model_base": 32},
+        {"straight-queries": {"q_lora_rank": None}},
     ),
     "DeepseekV3ForCausalLM": Specimen(
         _DEEPSEEK | {"num_hidden_layers": 3},
@@ -708,10 +716,11 @@ UNTAPED = {
     "DbrxForCausalLM": "aten.clamp_.default",
     "Gemma3nForCausalLM": "aten.lt.Scalar",
     "PersimmonForCausalLM": "aten.layer_norm.default",
+    "PhimoeForCausalLM": "aten.max.dim",
     "Zamba2ForCausalLM": "aten.clone.default",
 }
 """Whose decodes on a CPU are no tape, and the operation that refuses: an activation of torch's, a bound, a
-norm or a copy."""
+norm, a router or a copy."""
 
 
 def architecture_of(name: str) -> str:

@@ -94,6 +94,9 @@ class MoeFacts:
     intermediate: int
     """The width of one expert."""
     routing: Routing
+    spread: float = 0.0
+    """Of two experts that are chosen one after the other: how far, relative to itself, logits may be from the
+    best to count in its weight."""
     choice_bias: bool = False
     """Whether a bias counts in the choice of the experts, and not in their weights."""
     router_bias: bool = False

@@ -23,7 +23,7 @@ _GGUF_TYPES = {1: "MEAN", 2: "CLS", 3: "LAST"}
 _CLASSES = "ForSequenceClassification"
 RETRIEVAL = "ForRetrieval"
 """How those end that have a product behind every state."""
-GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ChatGLMModel")
+GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ChatGLMModel", "GritLM")
 """How the architectures end that generate unless told otherwise."""
 _BY_PROBLEM = {
     "regression": "identity",

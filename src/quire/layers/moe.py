@@ -402,6 +402,7 @@ class MoE(nn.Module):
     """The feed-forward half of a layer, by the experts that the router chooses for each token. The scope is
     the layer's."""
 
+    Chooser: type[Router] = Router
     ones: Tensor | None
     """Weights of the experts, where the router's are factors of what they are given."""
 
@@ -418,7 +419,7 @@ class MoE(nn.Module):
         self.choice = None
         if moe.choice_bias:
             self.choice = ChoiceBias(moe.experts, scope / names.choice_bias, in_row=names.choice_in_row)
-        self.router = Router(facts.hidden, moe, scope / names.router)
+        self.router = self.Chooser(facts.hidden, moe, scope / names.router)
         self.into = self.back = None
         if moe.latent:
             self.into = WholeLinear(facts.hidden, moe.latent, scope / "fc1_latent_proj", bias=facts.mlp_bias)

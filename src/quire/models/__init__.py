@@ -105,6 +105,8 @@ MODELS = LazyTable(
         "HYV3ForCausalLM": "quire.models.llama:Llama",
         "SolarOpenForCausalLM": "quire.models.llama:Llama",
         "Zamba2ForCausalLM": "quire.models.zamba2:Zamba2",
+        "MiniCPM3ForCausalLM": "quire.models.deepseek:Deepseek",
+        "PhimoeForCausalLM": "quire.models.phimoe:PhiMoE",
         "BertModel": "quire.models.bert:Bert",
         "RobertaModel": "quire.models.bert:Bert",
         "XLMRobertaModel": "quire.models.bert:Bert",

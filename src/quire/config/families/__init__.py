@@ -138,6 +138,8 @@ FAMILIES = {
     "HYV3ForCausalLM": Family("hy_v3", moe.hy3),
     "SolarOpenForCausalLM": Family("solar_open", moe.solar_open),
     "Zamba2ForCausalLM": Family("zamba2", state.zamba2),
+    "MiniCPM3ForCausalLM": Family("minicpm3", latent.minicpm3),
+    "PhimoeForCausalLM": Family("phimoe", moe.phimoe),
     "BertModel": Family("bert", encoder.bert),
     "RobertaModel": Family("roberta", encoder.roberta),
     "XLMRobertaModel": Family("xlm-roberta", encoder.roberta),
@@ -146,8 +148,10 @@ FAMILIES = {
 ALIASES = {
     "AquilaForCausalLM": "LlamaForCausalLM",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    "GritLM": "MistralForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "MPTForCausalLM": "MptForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
     "StableLMEpochForCausalLM": "StableLmForCausalLM",
     "XverseForCausalLM": "LlamaForCausalLM",
 }

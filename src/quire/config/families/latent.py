@@ -1,9 +1,11 @@
 """Latent attention: DeepSeek-V2 and V3, who has their configuration, such as Kimi-K2, and GLM."""
 
+import math
 from dataclasses import replace
 
 from quire.config.facts import ArchFacts, LayerFacts, MlaFacts
 from quire.config.families.decoder import decoder
+from quire.config.families.dense import with_defaults
 from quire.config.families.moe import deepseek_experts, drafting, first_dense, mixed
 from quire.config.keys import Keys
 from quire.config.rope import read_rope
@@ -18,6 +20,22 @@ def deepseek_v2(keys: Keys) -> ArchFacts:
 
 def deepseek_v3(keys: Keys) -> ArchFacts:
     return _balanced(keys, pairs=keys.flag("rope_interleave", True), first=0)
+
+
+def minicpm3(keys: Keys) -> ArchFacts:
+    """Experts there are none; factors as MiniCPM's."""
+    layers, hidden = keys.size("num_hidden_layers"), keys.size("hidden_size")
+    sizes = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+    v_dim = hidden // keys.size("num_attention_heads")
+    keys = keys.but(q_lora_rank=keys.values.get("q_lora_rank", 768))  # null: there is none
+    keys = with_defaults(keys, rms_norm_eps=1e-5, v_head_dim=v_dim, **sizes)
+    return replace(
+        _latent(keys, pairs=False),
+        embed_scale=keys.number("scale_emb", 12.0),
+        residual_scale=keys.number("scale_depth", 1.4) / math.sqrt(layers),
+        logit_scale=keys.number("dim_model_base", 256.0) / hidden,
+        tied=keys.flag("tie_word_embeddings", True),
+    )
 
 
 def glm4_moe_lite(keys: Keys) -> ArchFacts:

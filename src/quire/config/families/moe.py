@@ -28,6 +28,29 @@ def mixtral(keys: Keys) -> ArchFacts:
     return mixed(facts, _experts(keys, "intermediate_size", True, names="mixtral"))
 
 
+def phimoe(keys: Keys) -> ArchFacts:
+    """Where its rotation is stretched, files say themselves how much scores grow."""
+    only(keys, "num_experts_per_tok", 2)
+    biased = keys.flag("attention_bias")
+    for name in ("rope_parameters", "rope_scaling"):
+        block = keys.get(name)
+        if isinstance(block, dict) and block.get("long_mscale") is not None:
+            if block["long_mscale"] != block.get("short_mscale"):
+                raise keys.wrong(name, "the same short_mscale and long_mscale (nothing else is supported)")
+            keys = keys.but(**{name: block | {"attention_factor": block["long_mscale"]}})
+    facts = decoder(
+        with_defaults(keys, rope_theta=1e6, rms_norm_eps=1e-5),
+        windows=everywhere(sliding_window(keys, None), keys),
+        norm="layer",
+        norm_bias=True,
+        qkv_bias=biased,
+        out_bias=biased,
+        head_bias=keys.flag("lm_head_bias"),
+    )
+    spread = 2 * keys.number("router_jitter_noise", 0.01)
+    return mixed(facts, _experts(keys, "intermediate_size", False, names="mixtral", spread=spread))
+
+
 def qwen2_moe(keys: Keys) -> ArchFacts:
     shared = keys.size("shared_expert_intermediate_size")
     moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
