@@ -56,7 +56,7 @@ def test_every_architecture_of_the_format_has_a_file_to_be_compared_with() -> No
     assert set(GGUF_FAMILIES) == {made.architecture or name for name, made in CONVERSIONS.items()}
 
 
-@pytest.mark.parametrize("family", ["glm4", "phi3"])
+@pytest.mark.parametrize("family", ["bloom", "glm4", "phi3"])
 def test_packed_weights_of_fused_and_reordered_layers(family: str, tmp_path: Path) -> None:
     path, hf_model = make_tiny_gguf(family, tmp_path, "Q8_0")
     ids = random_prompts(12)[0]

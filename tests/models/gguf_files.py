@@ -10,6 +10,7 @@ from gguf import GGUFWriter
 from numpy.typing import NDArray
 from oracle import make_tiny
 from torch import Tensor
+from twins import Twin
 from zoo import SHARED, TIED, Settings, longrope
 
 
@@ -70,6 +71,16 @@ def each_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
     }
 
 
+def _granite_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Under the names that the converter knows."""
+    pieces = _expert_pieces(name.replace("block_sparse_moe.router", "mlp.gate"), tensor)
+    return {name.replace("block_sparse_moe", "mlp"): piece for name, piece in pieces.items()}
+
+
+def _layer_norms(config: Any) -> dict[str, Any]:
+    return {"attention.layer_norm_epsilon": config.rms_norm_eps}
+
+
 def _gpt_oss_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Gate and up in turns, inputs before outputs."""
     where, _, part = name.rpartition(".")
@@ -86,6 +97,28 @@ def _gpt_oss_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 def _one_row_as_a_vector(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
     return values[0] if "shared_expert_gate" in name else values
+
+
+def _apart(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
+    """All queries, then all keys, then all values, which are side by side for each head."""
+    if ".query_key_value." not in name:
+        return values
+    return values.reshape(config.n_head, 3, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+
+
+def _four_times(config: Any) -> dict[str, Any]:
+    """Sizes that the configuration does not name, as Bloom and MPT have them."""
+    return {
+        "feed_forward_length": 4 * config.hidden_size,
+        "attention.head_count_kv": config.num_attention_heads,
+    }
+
+
+def _mpt_keys(config: Any) -> dict[str, Any]:
+    return _four_times(config) | {
+        "attention.clamp_kqv": config.attn_config.clip_qkv,
+        "attention.max_alibi_bias": float(config.attn_config.alibi_bias_max),
+    }
 
 
 def _expert_keys(config: Any) -> dict[str, Any]:
@@ -175,6 +208,24 @@ EPSILONS = {
 }
 """What configurations call it -> what headers do."""
 CONVERSIONS = {
+    "arcee": Conversion(change=_interleaved),
+    "bloom": Conversion(
+        keys=_four_times,
+        change=_apart,
+        pieces=lambda name, tensor: {name.removeprefix("transformer."): tensor},
+    ),
+    "ernie4_5": Conversion(),
+    "exaone": Conversion(settings={"rope_parameters": None}),
+    "granitemoe": Conversion(
+        keys=lambda config: _granite_keys(config) | _expert_keys(config),
+        change=_interleaved,
+        pieces=_granite_pieces,
+    ),
+    "internlm2": Conversion(change=_interleaved),
+    "minicpm": Conversion(keys=_granite_keys, change=_interleaved),
+    "mpt": Conversion(keys=_mpt_keys, settings={"attn_config": {"clip_qkv": 0.5}}),
+    "olmoe": Conversion(keys=_expert_keys, pieces=_expert_pieces),
+    "orion": Conversion(keys=_layer_norms),
     "cohere": Conversion("command-r", lambda config: {"logit_scale": config.logit_scale}, settings=TIED),
     "cohere2": Conversion(
         keys=lambda config: {
@@ -212,7 +263,7 @@ CONVERSIONS = {
 def make_tiny_gguf(family: str, tmp_path: Path, kind: str = "F32", **overrides: Any) -> tuple[Path, Any]:
     """The zoo's model as a file, and transformers' twin of it."""
     _, hf_model = make_tiny(family, tmp_path, **(CONVERSIONS[family].settings | overrides))
-    return write_gguf(tmp_path / "m.gguf", hf_model, kind), hf_model
+    return write_gguf(tmp_path / "m.gguf", hf_model, kind, family), hf_model
 
 
 def _shared_keys(config: Any) -> dict[str, Any]:
@@ -234,15 +285,18 @@ def _shared_keys(config: Any) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def write_gguf(path: Path, hf_model: Any, kind: str = "F32") -> Path:
-    """The tiny model as a GGUF file, its matrices packed as `kind`; `hf_model` gets the same rounding."""
+def write_gguf(path: Path, hf_model: Any, kind: str = "F32", family: str = "") -> Path:
+    """The tiny model as a GGUF file, its matrices packed as `kind`; `hf_model` gets the same rounding. It is
+    of the family that its configuration says, unless another is given."""
     from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
     from gguf.quants import dequantize, quantize
     from gguf.tensor_mapping import get_tensor_name_map
 
+    hf_model = hf_model.model if isinstance(hf_model, Twin) else hf_model
     config = hf_model.config
-    conversion = CONVERSIONS[config.model_type]
-    arch = conversion.architecture or config.model_type
+    family = family or config.model_type
+    conversion = CONVERSIONS[family]
+    arch = conversion.architecture or family
     writer = GGUFWriter(path, arch)
     for key, value in (_shared_keys(config) | conversion.keys(config)).items():
         ADD[type(value)](writer, f"{arch}.{key}", value)

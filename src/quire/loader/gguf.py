@@ -61,6 +61,41 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
         "ffn_up": "mlp.c_fc",
         "ffn_down": "mlp.c_proj",
     },
+    "BloomForCausalLM": {
+        "blk": "transformer.h",
+        "token_embd": "transformer.word_embeddings",
+        "token_embd_norm": "transformer.word_embeddings_layernorm",
+        "output_norm": "transformer.ln_f",
+        "attn_qkv": "self_attention.query_key_value",
+        "attn_output": "self_attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    "ExaoneForCausalLM": {
+        "blk": "transformer.h",
+        "token_embd": "transformer.wte",
+        "output_norm": "transformer.ln_f",
+        "attn_norm": "ln_1",
+        "attn_q": "attn.attention.q_proj",
+        "attn_k": "attn.attention.k_proj",
+        "attn_v": "attn.attention.v_proj",
+        "attn_output": "attn.attention.out_proj",
+        "ffn_norm": "ln_2",
+        "ffn_gate": "mlp.c_fc_0",
+        "ffn_up": "mlp.c_fc_1",
+        "ffn_down": "mlp.c_proj",
+    },
+    "MptForCausalLM": {
+        "blk": "transformer.blocks",
+        "token_embd": "transformer.wte",
+        "output_norm": "transformer.norm_f",
+        "attn_norm": "norm_1",
+        "attn_qkv": "attn.Wqkv",
+        "attn_output": "attn.out_proj",
+        "ffn_norm": "norm_2",
+        "ffn_up": "ffn.up_proj",
+        "ffn_down": "ffn.down_proj",
+    },
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Glm4ForCausalLM": {
@@ -84,7 +119,14 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 """One expert by itself, as the first files had them."""
-_INTERLEAVED = ("LlamaForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM")
+_INTERLEAVED = (
+    "ArceeForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "LlamaForCausalLM",
+    "MiniCPMForCausalLM",
+    "SmolLM3ForCausalLM",
+)
 """Whose files have the two halves of each query and key head in turns, for a rotation of neighbours."""
 
 # Unpacked at a time, so that a large embedding does not exist in float32 as a whole.
@@ -238,7 +280,10 @@ def gguf_name(name: str, architecture: str) -> str | None:
 
 
 def row_order(name: str, num_rows: int, facts: ArchFacts) -> NDArray[np.intp] | None:
-    """The stored rows in the order that the model wants them; None: as they are."""
+    """The stored rows in the order that the model wants them; None: as they are. Files have the queries of
+    all heads of Bloom before all keys, and these before all values."""
+    if facts.architecture == "BloomForCausalLM" and ".query_key_value." in name:
+        return np.arange(num_rows).reshape(3, facts.heads, -1).swapaxes(0, 1).reshape(-1)
     if facts.architecture not in _INTERLEAVED or not re.search(r"self_attn\.[qk]_proj\.", name):
         return None
     heads = facts.heads if ".q_proj." in name else facts.kv_heads

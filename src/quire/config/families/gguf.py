@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, Routing
+from quire.config.families.alibi import slopes_of
 from quire.config.families.decoder import Windows, check_heads, longest_of
 from quire.config.families.moe import mixed
 from quire.config.gguf import GGUFFile
@@ -145,6 +146,34 @@ def nemotron(file: GGUFFile, arch: Keys) -> ArchFacts:
     return starcoder2(file, arch, activation="relu2")
 
 
+def orion(file: GGUFFile, arch: Keys) -> ArchFacts:
+    return starcoder2(file, arch, activation="silu")
+
+
+def arcee(file: GGUFFile, arch: Keys) -> ArchFacts:
+    return gguf_decoder(file, arch, activation="relu2")
+
+
+def ernie(file: GGUFFile, arch: Keys) -> ArchFacts:
+    return gguf_decoder(file, arch, pairs=True)
+
+
+def bloom(file: GGUFFile, arch: Keys, **facts: Any) -> ArchFacts:
+    same: dict[str, Any] = {
+        "fused_qkv": True,
+        "qkv_bias": "blk.0.attn_qkv.bias" in file.tensors,
+        "norm_bias": "blk.0.attn_norm.bias" in file.tensors,
+        "turning": [False] * arch.size("block_count"),
+        "slopes": slopes_of(arch.size("attention.head_count"), arch.number("attention.max_alibi_bias", 8.0)),
+    }
+    return starcoder2(file, arch, **(same | facts))
+
+
+def mpt(file: GGUFFile, arch: Keys) -> ArchFacts:
+    clip = arch.optional_number("attention.clamp_kqv")
+    return bloom(file, arch, activation="gelu", qkv_clip=clip)
+
+
 def gpt2(file: GGUFFile, arch: Keys) -> ArchFacts:
     return starcoder2(
         file,
@@ -171,6 +200,19 @@ def qwen3moe(file: GGUFFile, arch: Keys) -> ArchFacts:
     inner = _expert_width(arch)
     facts = gguf_decoder(file, arch, qk_norm="head", intermediate=inner)
     return mixed(facts, _experts(arch, inner, renormalized=True))
+
+
+def olmoe(file: GGUFFile, arch: Keys) -> ArchFacts:
+    facts = gguf_decoder(file, arch, qk_norm="all")
+    return mixed(facts, _experts(arch, facts.intermediate, renormalized=False))
+
+
+def granitemoe(file: GGUFFile, arch: Keys) -> ArchFacts:
+    """Also with a shared expert."""
+    facts = granite(file, arch)
+    shared = arch.get("expert_shared_feed_forward_length") or 0
+    moe = _experts(arch, facts.intermediate, renormalized=True, shared_intermediate=shared)
+    return mixed(facts, moe)
 
 
 def _expert_width(arch: Keys) -> int:
