@@ -222,8 +222,8 @@ class StateReference:
     def select(self, x: Tensor, gate: Tensor, given: Given, state: Tensor, seqs: Seqs) -> Tensor:
         dt, rate = F.softplus(given.dt.float() + given.rates.bias), given.rates.rate
         inputs = dt, dt * x.float(), given.b.float(), given.c.float()
-        steps = (functools.partial(step, rate=rate) for step in (_select_step, _select_chunk))
-        y = _walk(*steps, inputs, state, seqs).add_(x.float() * given.skip)
+        step, chunk = functools.partial(_select_step, rate=rate), functools.partial(_select_chunk, rate=rate)
+        y = _walk(step, chunk, inputs, state, seqs).add_(x.float() * given.skip)
         return (y * F.silu(gate.float())).to(x.dtype)
 
     def delta(self, qkv: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, seqs: Seqs) -> Tensor:

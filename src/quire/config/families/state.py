@@ -113,9 +113,8 @@ def _selective(keys: Keys, inner: int, names: tuple[str, ...] = _SELECTIVE) -> S
 
 def jamba(keys: Keys) -> ArchFacts:
     """Mamba with norms, every so many layers attention that does not turn; experts in some layers of both."""
-    every, first = keys.size("attn_layer_period", 8), keys.get("attn_layer_offset")
-    sparse_every, sparse_first = keys.size("expert_layer_period", 2), keys.get("expert_layer_offset")
-    first, sparse_first = 4 if first is None else first, 1 if sparse_first is None else sparse_first
+    every, first = keys.size("attn_layer_period", 8), _number(keys, "attn_layer_offset", 4)
+    sparse_every, sparse_first = keys.size("expert_layer_period", 2), _number(keys, "expert_layer_offset", 1)
     numbers, moe = range(keys.size("num_hidden_layers")), None
     inner = keys.size("mamba_expand", 2) * keys.size("hidden_size")
     if keys.size("num_experts", 16) > 1:
@@ -146,7 +145,7 @@ def lfm2(keys: Keys) -> ArchFacts:
 
 def lfm2_moe(keys: Keys) -> ArchFacts:
     """The same with experts in all but the first layers."""
-    count, dense = keys.size("num_hidden_layers"), keys.get("num_dense_layers")
+    count, dense = keys.size("num_hidden_layers"), _number(keys, "num_dense_layers", 2)
     moe = MoeFacts(
         experts=keys.size("num_experts", 32),
         intermediate=keys.size("moe_intermediate_size"),
@@ -159,7 +158,7 @@ def lfm2_moe(keys: Keys) -> ArchFacts:
         choice_bias=keys.flag("use_expert_bias", True),
         names="lfm2",
     )
-    return _convolved(keys, [i >= (2 if dense is None else dense) for i in range(count)], moe=moe)
+    return _convolved(keys, [i >= dense for i in range(count)], moe=moe)
 
 
 def _convolved(keys: Keys, sparse: list[bool], **facts: Any) -> ArchFacts:
@@ -167,7 +166,7 @@ def _convolved(keys: Keys, sparse: list[bool], **facts: Any) -> ArchFacts:
     keys = with_defaults(keys, norm_eps=1e-5, rope_theta=1e6)
     tied = "tie_embedding" if keys.get("tie_embedding") is not None else "tie_word_embeddings"
     if keys.get("layer_types") is None:
-        attending = range(len(sparse)) if attending is None else attending
+        attending = range(len(sparse)) if attending is None else _numbers(keys, "full_attn_idxs")
         kinds = ["full_attention" if i in attending else "conv" for i in range(len(sparse))]
         keys = keys.but(layer_types=kinds)
     rope = read_rope(keys, keys.size("head_dim", hidden // keys.size("num_attention_heads")))
@@ -223,12 +222,29 @@ def falcon_h1(keys: Keys) -> ArchFacts:
     )
 
 
+def _number(keys: Keys, key: str, default: int) -> int:
+    """That of a layer."""
+    found = keys.get(key)
+    if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 0):
+        raise keys.wrong(key, "the number of a layer")
+    return default if found is None else found
+
+
+def _numbers(keys: Keys, key: str) -> list[int]:
+    """Those of layers; none where nothing is said."""
+    found = keys.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(i, int) for i in found):
+        raise keys.wrong(key, "a list of numbers of layers")
+    return found
+
+
 def _factors(keys: Keys, key: str, count: int) -> tuple[float, ...]:
     """So many numbers; 1 where nothing is said."""
     found = keys.get(key)
     if found is None:
         return (1.0,) * count
-    if not isinstance(found, list) or len(found) != count:
+    known = isinstance(found, list) and all(isinstance(factor, int | float) for factor in found)
+    if not known or len(found) != count:
         raise keys.wrong(key, f"{count} numbers")
     return tuple(map(float, found))
 
@@ -298,9 +314,7 @@ def granite_hybrid(keys: Keys) -> ArchFacts:
 
 def bamba(keys: Keys) -> ArchFacts:
     """Mamba-2, and attention where `attn_layer_indices` says, of which half turns."""
-    attending, count = keys.get("attn_layer_indices") or [], keys.size("num_hidden_layers")
-    if not isinstance(attending, list) or not all(isinstance(i, int) for i in attending):
-        raise keys.wrong("attn_layer_indices", "a list of numbers of layers")
+    attending, count = _numbers(keys, "attn_layer_indices"), keys.size("num_hidden_layers")
     keys = with_defaults(keys, rms_norm_eps=1e-5).but(partial_rotary_factor=0.5)
     facts = llama(keys)
     scans = [i not in attending for i in range(count)]
