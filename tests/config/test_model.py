@@ -272,6 +272,17 @@ def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
         ({"architectures": ["LamaForCausalLM"]}, "known: .*did you mean 'LlamaForCausalLM'"),
         ({"architectures": "LlamaForCausalLM"}, "expected a list of names"),
         ({"architectures": "absent", "model_type": "gpt9"}, "'gpt9' is not supported"),
+        ({"architectures": "absent", "model_type": "absent"}, "architectures is None, expected the name"),
+        (
+            {"architectures": ["BartForCausalLM"], "num_attention_heads": "absent"},
+            "'BartForCausalLM' is not supported.* num_attention_heads",
+        ),
+        ({"architectures": ["BloomForCausalLM"], "layer_types": 5}, "'BloomForCausalLM' .* layer_types is 5"),
+        ({"architectures": ["BloomForCausalLM"], "rope_scaling": [1]}, "rope_scaling is \\[1\\]"),
+        ({"architectures": ["Lfm2ForCausalLM"], "full_attn_idxs": 5}, "full_attn_idxs is 5"),
+        ({"architectures": ["JambaForCausalLM"], "attn_layer_offset": "x"}, "attn_layer_offset is 'x'"),
+        ({"architectures": ["FalconH1ForCausalLM"], "mlp_multipliers": ["x", 1]}, "expected 2 numbers"),
+        ({"architectures": ["Mamba2ForCausalLM"], "head_dim": 7}, "head_dim is 7, expected 128 / num_heads"),
         ({"rope_scaling": {"type": "su"}}, "rope type 'su' .*known: default, linear"),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},

@@ -108,6 +108,8 @@ def _windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
     kinds: Any = keys.get("layer_types")
     if kinds is None:
         return (None,) * num_layers
+    if not isinstance(kinds, list):
+        raise keys.wrong("layer_types", "a list")
     others = sorted({str(kind) for kind in kinds if kind not in _ATTENTION_KINDS})
     if others:
         raise ConfigError(
@@ -123,7 +125,12 @@ def _windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
 def _max_len(keys: Keys) -> int:
     """The longest sequence, with the scaling that holds for any batch counted in."""
     length = max_len_of(keys)
-    block = (keys.get("rope_parameters") or {}) | (keys.get("rope_scaling") or {})
+    block: dict[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        said = keys.get(key) or {}
+        if not isinstance(said, dict):
+            raise keys.wrong(key, "an object")
+        block |= said
     parts = [part for part in (block, *block.values()) if isinstance(part, dict)]
     longest = [_stretched(Keys(f"{keys.source}, rope", part), keys, length) for part in parts]
     return max(longest, default=length)

@@ -156,7 +156,9 @@ def _facts(keys: Keys, path: Path, model_impl: str, trusted: bool) -> tuple[str,
         raise ConfigError(
             "model_impl='transformers' needs the transformers package: install it, or use 'auto'"
         )
-    name = named[0] if named else str(keys.get("model_type"))
+    name = named[0] if named else str(keys.get("model_type") or "")
+    if not name:
+        raise keys.wrong("architectures", "the name of a model's class")
     if keys.get("is_encoder_decoder") is True:
         raise keys.wrong(
             "is_encoder_decoder",
