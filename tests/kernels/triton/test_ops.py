@@ -147,6 +147,8 @@ def test_norm_parts(dtype: torch.dtype) -> None:
     twin = x.clone()
     assert ops.norm_parts(x, (q_weight, k_weight), 1e-5) is x
     same(x, reference.norm_parts(twin, (q_weight, k_weight), 1e-5), dtype)
+    twin, more = x.clone(), (q_weight, k_weight, k_weight[:20])
+    same(ops.norm_parts(x, more, 1e-5), reference.norm_parts(twin, more, 1e-5), dtype)
 
 
 def test_a_wide_weight_is_applied_before_rounding() -> None:

@@ -84,7 +84,7 @@ def _norm_part(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (rows, 2)."""
+    """Grid (rows, parts): both, or the first alone."""
     second = tl.program_id(1)
     size, at = tl.where(second == 0, q_size, k_size), tl.arange(0, BLOCK)
     scale = tl.load(q_weight + at, mask=at < tl.where(second == 0, q_size, 0), other=0.0).to(tl.float32)
@@ -266,13 +266,16 @@ class TritonOps:
         return _normed(x, residual, weight, eps, add=True)
 
     def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
-        q_weight, k_weight = weights
         block, ahead = triton.next_power_of_2(max(map(len, weights))), overlap(len(x), x.shape[1])
-        if len(x):
-            launch(_norm_part, len(x), 2)(
-                x, q_weight, k_weight, len(q_weight), len(k_weight), x.stride(0), eps, BLOCK=block,
-                OVERLAP=ahead, launch_pdl=ahead, num_warps=min(max(block // 256, 1), 16),
+        part = x
+        for at in range(0, len(weights) if len(x) else 0, 2):
+            pair = weights[at : at + 2]
+            first, last = pair[0], pair[-1]
+            launch(_norm_part, len(x), len(pair))(
+                part, first, last, len(first), len(last), x.stride(0), eps, BLOCK=block, OVERLAP=ahead,
+                launch_pdl=ahead, num_warps=min(max(block // 256, 1), 16),
             )  # fmt: skip
+            part = part[:, sum(map(len, pair)) :]
         return x
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
