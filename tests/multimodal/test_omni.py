@@ -1,6 +1,7 @@
 """Qwen's models that see and hear, against transformers: what towers are given, vectors, answers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from hearing import sound
 from oracle import load_tiny, random_prompts, run_paged
 from safetensors.torch import load_file, save_file
+from threads import run_threads, tp_worlds
 from tiny import generate_preempted
 from tiny_omni import FAMILIES, HEARS, SEES, WATCHES, Content, Omni
 from tiny_seeing import picture
 
 from quire import LLM, SamplingParams
 from quire.attention.torch_sdpa import TorchSDPA
+from quire.comm.world import World
 from quire.config import weights
 from quire.config.model import read_checkpoint
 from quire.errors import RequestError
@@ -64,7 +67,7 @@ def test_moments_and_spans_are_those_of_transformers(omni: Omni) -> None:
         omni.ours.process("audio", sound(36000), {"truncation": False, "max_pixels": 512})
 
 
-def tower_of(path: Path) -> Any:
+def tower_of(path: Path, **options: Any) -> Any:
     checkpoint = read_checkpoint(path)
     media = checkpoint.facts.media
     assert media is not None
@@ -77,6 +80,7 @@ def tower_of(path: Path) -> Any:
         show_progress=False,
         build=TOWERS[media.family],
         partly=True,
+        **options,
     )
 
 
@@ -164,3 +168,24 @@ def test_the_whole_is_read_as_its_makers_publish_it(omni: Omni, tmp_path: Path) 
         *(run_paged(load_tiny(path), prompts, [[7, 12]]) for path in (tmp_path, omni.path)), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+def test_two_devices_that_share_the_towers_see_and_hear_the_same(omni: Omni) -> None:
+    """And a decoder is loaded without them."""
+    given = {"audio": [{"mel": omni.mel(count)} for count in LENGTHS[-2:]], "image": [{"pixels": PIXELS}]}
+    worlds = tp_worlds(2)
+    towers = [tower_of(omni.path, world=world) for world in worlds]
+    whole = tower_of(omni.path)
+
+    @torch.inference_mode()
+    def run(world: World) -> Any:
+        return [torch.cat(towers[world.tp.rank].encode(*each)) for each in given.items()]
+
+    with torch.inference_mode():
+        expected = [torch.cat(whole.encode(*each)) for each in given.items()]
+    for found in run_threads(2, run, worlds=lambda _: worlds):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    checkpoint = read_checkpoint(omni.path)
+    alone = replace(checkpoint, facts=replace(checkpoint.facts, media=None))
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "backend": TorchSDPA()}
+    assert not hasattr(load_model(alone, max_model_len=64, show_progress=False, **options), "tower")

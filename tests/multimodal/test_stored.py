@@ -13,6 +13,7 @@ from finished import finished
 from oracle import load_tiny, make_tiny, random_prompts, run_paged
 from safetensors.torch import load_file, save_file
 from seeing import Twin, picture
+from seeing_latest import LATEST
 from seeing_more import MORE
 from threads import run_threads, tp_worlds
 
@@ -290,7 +291,7 @@ def test_no_request_takes_gigabytes(
 _TWINS: dict[str, Twin] = {}
 
 
-@pytest.mark.parametrize("family", MORE)
+@pytest.mark.parametrize("family", [*MORE, *LATEST])
 def test_two_devices_that_share_a_tower_see_the_same(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -314,7 +315,7 @@ def test_two_devices_that_share_a_tower_see_the_same(
     assert divides(twin.media, 2) and not divides(twin.media, 4)
 
 
-@pytest.mark.parametrize("family", MORE)
+@pytest.mark.parametrize("family", [*MORE, *LATEST])
 def test_a_decoder_is_loaded_without_its_tower(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """language_model_only: the weights that are left over are those of towers, by all names."""
     if family not in _TWINS:
