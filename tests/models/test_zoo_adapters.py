@@ -42,6 +42,7 @@ QUICK = [
 NOT_BY_PEFT = {
     "FalconH1ForCausalLM": {"out_proj"},
     "FalconMambaForCausalLM": {"out_proj", "dt_proj"},
+    "Gemma3nForCausalLM": {"modality_router", "prediction_coefs", "correction_coefs", "0", "1", "2"},
     "JambaForCausalLM": {"dt_proj"},
     "Llama4ForCausalLM": {"router"},
     "Mamba2ForCausalLM": {"out_proj"},
@@ -50,8 +51,9 @@ NOT_BY_PEFT = {
     "Zamba2ForCausalLM": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj", "0", "1"},
     "PhimoeForCausalLM": {"router"},
 }
-"""Linear layers that PEFT refuses or cannot run, of which transformers takes the weight alone, or that are
-shared: PEFT would have one for each use of these, which is refused."""
+"""Linear layers that PEFT refuses or cannot run, of which transformers takes the weight alone, that take none
+here, being of a few numbers, or that are shared: PEFT would have one for each use of these, which is
+refused."""
 
 
 def chosen(architecture: str, hf: Any) -> dict[str, Any]:
