@@ -31,4 +31,8 @@ def test_every_route_is_described(route: APIRoute) -> None:
         assert answers[200].get("model") is not None
     if route.body_field is not None:
         assert 400 in answers
-    assert all(reply.get("model") is not None for code, reply in answers.items() if code >= 400)
+    errors = [reply for code, reply in answers.items() if code >= 400]
+    models = {reply["model"].__name__ for reply in errors if "model" in reply}
+    schemas = [reply["content"]["application/json"]["schema"] for reply in errors if "model" not in reply]
+    assert len(models) == bool(errors), "one says how errors look"
+    assert all(schema == {"$ref": f"#/components/schemas/{name}"} for schema in schemas for name in models)
