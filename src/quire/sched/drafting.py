@@ -167,8 +167,11 @@ class Drafting:
     def _wait(self, running: Running, rows: RowIds) -> None:
         """Drafts are made of known tokens. A row for which none seemed to pay lately goes on without, and is
         looked at now and then."""
-        since = [self._num_plans - self._drafted_in.get(row, -_LATELY) for row in rows.tolist()]
-        running.waits[rows] = (np.array(since) < _LATELY) | (self._num_plans % _NOW_AND_THEN == 0)
+        if self._num_plans % _NOW_AND_THEN == 0:
+            running.waits[rows] = True
+        else:
+            since = (self._num_plans - self._drafted_in.get(row, -_LATELY) for row in rows.tolist())
+            running.waits[rows] = [plans < _LATELY for plans in since]
 
     def _propose(self, running: Running, row: int, most: int) -> Ints:
         assert self._proposer is not None
@@ -180,6 +183,8 @@ class Drafting:
         self._known[row] = admission, length
         found = self._proposer.propose(row, most)
         (self._sure.add if self._proposer.is_sure else self._sure.discard)(row)
+        if not len(found):
+            return found
         if self._vocab is not None and len(wrong := np.flatnonzero((found < 0) | (found >= self._vocab))):
             return found[: wrong[0]]
         return found
@@ -192,8 +197,7 @@ class Drafting:
 
     def learn(self, landed: Landed, stats: StepStats) -> dict[str, int]:
         """A step is over. By request that had drafts: how many."""
-        planned = np.flatnonzero(landed.num_drafts)
-        if not len(planned):
+        if not len(landed.num_drafts) or not len(planned := np.flatnonzero(landed.num_drafts)):
             return {}
         rows, num_drafts = landed.sampled[planned], landed.num_drafts[planned]
         num_held = landed.result.counts[planned] - 1

@@ -242,7 +242,7 @@ class _Costs:
         return self._num_plain < NUM_FIRST or self._since_plain >= REFRESH
 
     def at(self, ratio: float) -> float:
-        return float(np.interp(max(ratio, _RATIOS[1]) if ratio > 1 else 1.0, _RATIOS, self._filled))
+        return float(np.interp(max(ratio, _RATIOS[1]), _RATIOS, self._filled)) if ratio > 1 else 1.0
 
     def curve(self, ratios: Floats) -> Floats:
         # The first draft may cost more than the next: it is another kind of step.
