@@ -86,53 +86,55 @@ INLINE void times_group(int form, int count, const uint8_t *weight, const uint8_
         times_halves(form, count, first, halves, weight, x, apart, blocks, out);
 }
 
-/* Rows at once, at most: all that there is room for in the forms of the most files, fewer in others, since each number of rows
- * takes its time to compile. */
-INLINE long most_rows(int form) { return form == FOUR_LOW_H || form == FOUR_LOW_F ? ROWS : PAIRS; }
+/* A function for each form and number of rows: in one for all of them, registers would be dealt out a quarter worse. All numbers
+ * of rows in the forms of the most files, fewer in others, since each takes its time to compile. */
+typedef void Times(const uint8_t *weight, const uint8_t *x, long apart, long blocks, float out[][GROUP]);
+#define TIMES(form, count)                                                                                                       \
+    static __attribute__((noinline)) void times_##form##_##count(const uint8_t *weight, const uint8_t *x, long apart,            \
+                                                                 long blocks, float out[][GROUP])                                \
+    {                                                                                                                            \
+        times_group(form, count, weight, x, apart, blocks, out);                                                                 \
+    }
+#define UP_TO_FOUR(form)                                                                                                         \
+    TIMES(form, 1)                                                                                                               \
+    TIMES(form, 2)                                                                                                               \
+    TIMES(form, 3)                                                                                                               \
+    TIMES(form, 4)
+#define UP_TO_EIGHT(form)                                                                                                        \
+    UP_TO_FOUR(form)                                                                                                             \
+    TIMES(form, 5)                                                                                                               \
+    TIMES(form, 6)                                                                                                               \
+    TIMES(form, 7)                                                                                                               \
+    TIMES(form, 8)
+UP_TO_EIGHT(FOUR_LOW_H)
+UP_TO_EIGHT(FOUR_LOW_F)
+UP_TO_FOUR(FOUR_H)
+UP_TO_FOUR(EIGHT_H)
+UP_TO_FOUR(EIGHT_LOW_F)
+UP_TO_FOUR(E2M1)
 
-INLINE void times_some(int form, long count, const uint8_t *weight, const uint8_t *x, long apart, long blocks, float out[][GROUP])
-{
-    if (count <= PAIRS)
-        switch (count) {
-        case 1: times_group(form, 1, weight, x, apart, blocks, out); break;
-        case 2: times_group(form, 2, weight, x, apart, blocks, out); break;
-        case 3: times_group(form, 3, weight, x, apart, blocks, out); break;
-        default: times_group(form, 4, weight, x, apart, blocks, out);
-        }
-    else if (most_rows(form) > PAIRS)
-        switch (count) {
-        case 5: times_group(form, 5, weight, x, apart, blocks, out); break;
-        case 6: times_group(form, 6, weight, x, apart, blocks, out); break;
-        case 7: times_group(form, 7, weight, x, apart, blocks, out); break;
-        default: times_group(form, 8, weight, x, apart, blocks, out);
-        }
-}
-
-INLINE void run_few(int form, const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end,
-                    long group, long group_end)
-{
-    long blocks = part->columns / BLOCK, bytes = blocks * GROUP * block_bytes(form), apart = blocks * ROUNDED_BYTES;
-    float sums[ROWS][GROUP];
-    for (; group < group_end; group++)
-        for (long first = row, count; first < row_end; first += count) {
-            count = at_most(row_end - first, most_rows(form));
-            times_some(form, count, (const uint8_t *)part->data + group * bytes, x + first * apart, apart, blocks, sums);
-            for (long r = 0; r < count; r++)
-                finish(job, part, sums[r], at, first + r, group * GROUP, GROUP);
-        }
-}
+#define FOUR_OF(form) times_##form##_1, times_##form##_2, times_##form##_3, times_##form##_4
+#define EIGHT_OF(form) FOUR_OF(form), times_##form##_5, times_##form##_6, times_##form##_7, times_##form##_8
+static Times *const KERNELS[][ROWS] = {
+    [FOUR_LOW_H] = {EIGHT_OF(FOUR_LOW_H)}, [FOUR_LOW_F] = {EIGHT_OF(FOUR_LOW_F)},   [FOUR_H] = {FOUR_OF(FOUR_H)},
+    [EIGHT_H] = {FOUR_OF(EIGHT_H)},        [EIGHT_LOW_F] = {FOUR_OF(EIGHT_LOW_F)}, [E2M1] = {FOUR_OF(E2M1)},
+};
 
 void quire_dot_few(const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end, long group,
                    long group_end)
 {
-    switch (part->form) {
-    case FOUR_H: run_few(FOUR_H, job, part, x, at, row, row_end, group, group_end); break;
-    case FOUR_LOW_H: run_few(FOUR_LOW_H, job, part, x, at, row, row_end, group, group_end); break;
-    case EIGHT_H: run_few(EIGHT_H, job, part, x, at, row, row_end, group, group_end); break;
-    case FOUR_LOW_F: run_few(FOUR_LOW_F, job, part, x, at, row, row_end, group, group_end); break;
-    case EIGHT_LOW_F: run_few(EIGHT_LOW_F, job, part, x, at, row, row_end, group, group_end); break;
-    default: run_few(E2M1, job, part, x, at, row, row_end, group, group_end);
-    }
+    int form = (int)part->form;
+    Times *const *kernels = KERNELS[form];
+    long blocks = part->columns / BLOCK, bytes = blocks * GROUP * block_bytes(form), apart = blocks * ROUNDED_BYTES;
+    long most = kernels[ROWS - 1] ? ROWS : PAIRS;
+    float sums[ROWS][GROUP];
+    for (; group < group_end; group++)
+        for (long first = row, count; first < row_end; first += count) {
+            count = at_most(row_end - first, most);
+            kernels[count - 1]((const uint8_t *)part->data + group * bytes, x + first * apart, apart, blocks, sums);
+            for (long r = 0; r < count; r++)
+                finish(job, part, sums[r], at, first + r, group * GROUP, GROUP);
+        }
 }
 
 #endif
