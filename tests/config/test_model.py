@@ -40,6 +40,12 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+def compressed(**changes: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "block"} | changes
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+
+
 def read(
     tmp_path: Path, changes: dict[str, Any], generation: dict[str, Any] | None = None, **options: Any
 ) -> Checkpoint:
@@ -442,6 +448,9 @@ def test_the_length_of_gemma3_counts_its_stretched_rotation_in(tmp_path: Path) -
         ("llama", {"rope.scaling.type": "longrope"}, "none, linear or yarn"),
         ("llama", {"rope_freqs.weight": np.ones(5, np.float32)}, r"rope_freqs\.weight is F32 \(5,\)"),
         ("llama", {"attention.value_length": 8}, r"attention\.value_length is 8"),
+        ("llama", {"expert_count": [2, 4]}, "expert_count is .*, expected a positive integer"),
+        ("phi3", {"attention.sliding_window": "near"}, "sliding_window is 'near', expected a positive"),
+        ("llama", {"rope.scaling.type": [1, 2]}, "none, linear or yarn"),
     ],
 )
 def test_a_gguf_header_that_does_not_fit_is_named(
@@ -479,6 +488,28 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
     assert read(tmp_path, gemma).facts.architecture == "Gemma3ForCausalLM"
     assert not read(tmp_path, gemma | {"use_bidirectional_attention": "vision"}).pooling.both_ways
     assert read(tmp_path, gemma | {"use_bidirectional_attention": "all"}).pooling.both_ways
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": ["silu"]}, "hidden_act is .*, expected one of"),
+        ({"problem_type": ["x"]}, "problem_type is .*, expected one of"),
+        ({"quantization_config": {"quant_method": ["awq"]}}, "which is not supported; known"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "dynamic": {"a": 1}}}, "an object each"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "llm_int8_skip_modules": [1]}},
+            "a list of names",
+        ),
+        ({"quantization_config": compressed(group_size="x")}, "group_size is 'x', expected a whole number"),
+        ({"quantization_config": compressed(num_bits=[8])}, r"num_bits is \[8\], expected a whole number"),
+        ({"quantization_config": compressed(block_structure="x")}, "which is not supported"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """A TypeError from inside."""
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, changes)
 
 
 def test_overrides_cannot_change_a_gguf_file(tmp_path: Path) -> None:

@@ -117,7 +117,9 @@ def read_pooling(path: Path, keys: Keys, architecture: str) -> StoredPooling:
         raise keys.wrong("classifier_from_token", "the tokens for no and yes, such as ['no', 'yes']")
     stored: dict[str, Any] = {}
     if architecture.endswith(_CLASSES) and keys.get("classifier_pooling") is not None:
-        stored["type"] = _STORED_TYPES.get(keys.get("classifier_pooling"))
+        stored["type"] = _STORED_TYPES.get(str(keys.get("classifier_pooling")))
+        if stored["type"] is None:
+            raise keys.wrong("classifier_pooling", "cls or mean")
     if (path / "modules.json").is_file():
         stored |= _read_modules(path)
     return StoredPooling(
@@ -146,7 +148,8 @@ def _instructions(path: Path, keys: Keys) -> tuple[tuple[str, str], ...]:
 
 def read_gguf_pooling(arch: Keys) -> StoredPooling:
     kind = arch.get("pooling_type")
-    return StoredPooling(is_embedder=kind in _GGUF_TYPES, type=_GGUF_TYPES.get(kind))
+    named = _GGUF_TYPES.get(kind) if isinstance(kind, int) else None
+    return StoredPooling(is_embedder=named is not None, type=named)
 
 
 def _is_list_of(value: Any, kind: type) -> bool:
@@ -165,9 +168,9 @@ def _labels(keys: Keys) -> tuple[str, ...]:
 def _activation(keys: Keys) -> str | None:
     """The function that config.json names for a classifier or a cross-encoder."""
     if (problem := keys.get("problem_type")) is not None:
-        if problem not in _BY_PROBLEM:
+        if str(problem) not in _BY_PROBLEM:
             raise keys.wrong("problem_type", f"one of {', '.join(_BY_PROBLEM)}")
-        return _BY_PROBLEM[problem]
+        return _BY_PROBLEM[str(problem)]
     named = keys.get("sbert_ce_default_activation_function")
     if isinstance(inner := keys.get("sentence_transformers"), dict):
         named = inner.get("activation_fn", named)

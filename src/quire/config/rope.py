@@ -83,7 +83,7 @@ def read_rope(keys: Keys, head_dim: int, *, pairs: bool = False) -> RopeFacts:
 
 
 def read_gguf_rope(file: GGUFFile, arch: Keys, head_dim: int, *, pairs: bool = False) -> RopeFacts:
-    kind = arch.get("rope.scaling.type") or "none"
+    kind = str("none" if arch.get("rope.scaling.type") is None else arch.get("rope.scaling.type"))
     if kind == "longrope" and "rope_factors_long.weight" in file.tensors:
         kind = "none"  # the tensors say all
     if kind not in ("none", "linear", "yarn"):

@@ -77,9 +77,9 @@ def decoder(
 
 def activation_of(keys: Keys, key: str = "hidden_act", default: str = "silu") -> str:
     name = keys.get(key) or default
-    if name not in _ACTIVATIONS:
+    if str(name) not in _ACTIVATIONS:
         raise keys.wrong(key, f"one of {', '.join(_ACTIVATIONS)} (no other activation is supported)")
-    return _ACTIVATIONS[name]
+    return _ACTIVATIONS[str(name)]
 
 
 def longest_of(layers: tuple[LayerFacts, ...]) -> int:

@@ -103,5 +103,7 @@ def _rope_keys(keys: Keys, kind: str, older: str, theta: float) -> Keys:
     """What concerns one kind of layer: a part of `rope_parameters`, or what came before it."""
     parameters = keys.get("rope_parameters") or {}
     own = parameters.get(kind) if isinstance(parameters, dict) else None
+    if own is not None and not isinstance(own, dict):
+        raise keys.wrong("rope_parameters", f"an object of objects, among them {kind}")
     given = {"rope_theta": keys.get(f"{older}_rope_theta") or theta, **(own or {})}
     return Keys(keys.source, {**keys.values, "rope_theta": None, "rope_parameters": given})

@@ -65,7 +65,7 @@ def gguf_decoder(
 def llama(file: GGUFFile, arch: Keys) -> ArchFacts:
     """Also Mixtral, of whose files the first ones have each expert by itself."""
     facts = gguf_decoder(file, arch)
-    if not arch.get("expert_count"):
+    if _some(arch, "expert_count") is None:
         return facts
     names = "apart" if "blk.0.ffn_gate_exps.weight" in file.tensors else "mlp"
     return mixed(facts, _experts(arch, facts.intermediate, renormalized=True, names=names))
@@ -96,8 +96,7 @@ def granite(file: GGUFFile, arch: Keys) -> ArchFacts:
 
 
 def phi3(file: GGUFFile, arch: Keys) -> ArchFacts:
-    window = arch.get("attention.sliding_window") or None  # 0: there is none
-    windows = (window,) * arch.size("block_count")
+    windows = (_some(arch, "attention.sliding_window"),) * arch.size("block_count")
     return gguf_decoder(file, arch, fused_qkv=True, fused_gate_up=True, windows=windows)
 
 
@@ -106,7 +105,7 @@ def glm4(file: GGUFFile, arch: Keys) -> ArchFacts:
 
 
 def olmo2(file: GGUFFile, arch: Keys) -> ArchFacts:
-    if arch.get("attention.sliding_window"):
+    if _some(arch, "attention.sliding_window") is not None:
         raise arch.wrong("attention.sliding_window", "none: OLMo 3 is not supported in this format")
     return gguf_decoder(file, arch, qk_norm="all")
 
@@ -245,8 +244,7 @@ def gemma3(file: GGUFFile, arch: Keys) -> ArchFacts:
     head_dim = arch.size("attention.key_length")
     rope = read_gguf_rope(file, arch, head_dim)
     near = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
-    window = arch.get("attention.sliding_window") or None
-    windows = _windows(arch, every=6, window=window)
+    windows = _windows(arch, every=6, window=_some(arch, "attention.sliding_window"))
     return gguf_decoder(
         file,
         arch,
@@ -295,11 +293,17 @@ def gpt_oss(file: GGUFFile, arch: Keys) -> ArchFacts:
     return mixed(facts, moe)
 
 
+def _some(arch: Keys, key: str) -> int | None:
+    """A size, or none where the file says nothing, or 0."""
+    value = arch.get(key)
+    return None if value is None or (isinstance(value, int) and value == 0) else arch.size(key)
+
+
 def _windows(arch: Keys, *, every: int, window: int | None) -> Windows:
     """The window in all layers but the last of every so many, or as the file says: another number, or yes
     and no by layer."""
     count, pattern = arch.size("block_count"), arch.get("attention.sliding_window_pattern")
-    if pattern is None or isinstance(pattern, int):
+    if pattern is None or not hasattr(pattern, "__len__"):
         every = arch.size("attention.sliding_window_pattern", every)
         pattern = [(layer + 1) % every for layer in range(count)]
     if len(pattern) != count:

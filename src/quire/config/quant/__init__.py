@@ -54,12 +54,12 @@ def read_quant(keys: Keys, path: Path | None = None) -> QuantFacts | None:
 def _read(said: Keys, unsaid: str | None) -> QuantFacts:
     """`unsaid` is the method where none is named."""
     method = said.get("quant_method") or unsaid
-    if method not in METHODS:
+    if str(method) not in METHODS:
         raise ConfigError(
             f"{said.source} says quant_method {method!r}, which is not supported; known: "
             f"{', '.join(sorted(METHODS))}; use another checkpoint of this model, or the unquantized one"
         )
-    return METHODS[method](said)
+    return METHODS[str(method)](said)
 
 
 def choose_quant(asked: str | None, stored: QuantFacts | None) -> QuantFacts | None:

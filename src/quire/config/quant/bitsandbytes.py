@@ -15,7 +15,7 @@ def read_bitsandbytes(said: Keys) -> QuantFacts:
     """Every linear layer but those that are skipped. From how large a number on an input was computed apart
     (`llm_int8_threshold`) does not matter where inputs are not rounded."""
     skipped: Any = said.get("llm_int8_skip_modules") or []
-    if not isinstance(skipped, list):
+    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
         raise said.wrong("llm_int8_skip_modules", "a list of names")
     return QuantFacts(METHOD, all_but(skipped, _scheme(said)))
 
@@ -27,7 +27,7 @@ def _scheme(said: Keys) -> BitsAndBytes:
         raise ConfigError(
             f"{said.source} says neither load_in_4bit nor load_in_8bit; one of them must be true"
         )
-    kind = said.get("bnb_4bit_quant_type") or "fp4"
+    kind = str(said.get("bnb_4bit_quant_type") or "fp4")
     if kind not in _KINDS:
         raise said.wrong("bnb_4bit_quant_type", "nf4 or fp4")
     storage = said.get("bnb_4bit_quant_storage")

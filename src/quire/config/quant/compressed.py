@@ -94,6 +94,10 @@ def _scheme(group: Keys, format: Any, name: str) -> Scheme:
     for key, held in (("weights", weights), ("input_activations", inputs)):
         if held is not None and not isinstance(held, dict):
             raise group.wrong(key, "an object")
+        inner = Keys(f"{group.source}: {key}", held or {})
+        for name, kind in _KINDS.items():
+            if inner.get(name) is not None and type(inner.get(name)) is not kind:
+                raise inner.wrong(name, "a whole number" if kind is int else "a word")
     scheme = None
     if weights and format in _FORMATS and not group.get("output_activations"):
         reader = {("float", 8): _fp8, ("int", 8): _int8, ("int", 4): _grouped}.get(
@@ -137,9 +141,8 @@ def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: s
     narrowed = acts.get(inputs and (_by(inputs), bool(inputs.get("dynamic"))))
     if by not in kinds or narrowed is None or format == _PACKED or (inputs and not _like(weights, inputs)):
         return None
-    block = weights.get("block_structure") or (128, 128)
-    rows, columns = map(int, block.split("x") if isinstance(block, str) else block)
-    return Fp8(kinds[by], narrowed, (rows, columns))
+    block = re.fullmatch(r"\D*(\d+)\D+(\d+)\D*", str(weights.get("block_structure") or (128, 128)))
+    return None if block is None else Fp8(kinds[by], narrowed, (int(block[1]), int(block[2])))
 
 
 def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
@@ -174,4 +177,5 @@ def _like(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
     return all(inputs.get(key, default) == weights.get(key, default) for key, default in _TYPE.items())
 
 
+_KINDS = {"num_bits": int, "group_size": int, "type": str, "strategy": str}
 _TYPE = {"num_bits": 8, "type": "int"}

@@ -50,6 +50,8 @@ def _dynamic(keys: Keys, scheme: Grouped) -> tuple[Rule, ...]:
 
 
 def _changed(keys: Keys, scheme: Grouped, changes: dict[str, object]) -> Grouped:
+    if not isinstance(changes, dict):
+        raise keys.wrong("dynamic", "an object of patterns with an object each")
     own = Keys(f"{keys.source}: dynamic", changes)
     return replace(
         scheme,
