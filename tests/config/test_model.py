@@ -501,6 +501,8 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
             {"quantization_config": {"quant_method": "bitsandbytes", "llm_int8_skip_modules": [1]}},
             "a list of names",
         ),
+        ({"architectures": ["Llama4ForCausalLM"], "no_rope_layers": [1]}, "3 numbers, 0 for a layer"),
+        ({"architectures": ["Llama4ForCausalLM"], "moe_layers": -1}, "-1, expected a list of integers"),
         ({"quantization_config": compressed(group_size="x")}, "group_size is 'x', expected a whole number"),
         ({"quantization_config": compressed(num_bits=[8])}, r"num_bits is \[8\], expected a whole number"),
         ({"quantization_config": compressed(block_structure="x")}, "which is not supported"),

@@ -79,6 +79,14 @@ class Keys:
             raise self.wrong(key, "true or false")
         return value
 
+    def integers(self, key: str) -> list[int]:
+        """A list, which is empty where there is none."""
+        value = self.values.get(key)
+        numbers = [] if value is None else value
+        if not isinstance(numbers, list) or not all(isinstance(each, int) for each in numbers):
+            raise self.wrong(key, "a list of integers")
+        return numbers
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One id or a list of them."""
         value = self.values.get(key)

@@ -337,10 +337,11 @@ def llama4(keys: Keys) -> ArchFacts:
     rotation sees all of it, and gets its sense of length from a factor on the queries."""
     count, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim", 128)
     every, step = keys.size("no_rope_layer_interval", 4), keys.size("interleave_moe_layer_step", 1)
-    turned = keys.get("no_rope_layers") or [int(bool((layer + 1) % every)) for layer in range(count)]
-    sparse = keys.get("moe_layers")
-    if sparse is None:
-        sparse = range(step - 1, count, step)
+    turned = keys.integers("no_rope_layers") or [int(bool((layer + 1) % every)) for layer in range(count)]
+    if len(turned) != count:
+        raise keys.wrong("no_rope_layers", f"{count} numbers, 0 for a layer that does not turn")
+    named = keys.get("moe_layers") is not None
+    sparse = keys.integers("moe_layers") if named else range(step - 1, count, step)
     rope = read_rope(keys, head_dim, pairs=True)
     growth = keys.number("floor_scale", 8192), keys.number("attn_scale", 0.1)
     facts = decoder(
@@ -382,7 +383,7 @@ def num_experts(keys: Keys) -> int:
 def _sparse(keys: Keys) -> set[int]:
     """Qwen's: every `decoder_sparse_step`th layer has experts, but for `mlp_only_layers`."""
     step, count = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
-    without = keys.get("mlp_only_layers") or []
+    without = keys.integers("mlp_only_layers")
     return {layer for layer in range(count) if (layer + 1) % step == 0 and layer not in without}
 
 

@@ -326,9 +326,8 @@ def bamba(keys: Keys) -> ArchFacts:
 
 
 def _mamba(keys: Keys, inner: int) -> StateFacts:
-    heads, head_dim = keys.size("mamba_n_heads", 128), keys.get("mamba_d_head")
-    if head_dim in (None, "auto"):
-        head_dim = inner // heads
+    heads, named = keys.size("mamba_n_heads", 128), keys.get("mamba_d_head") not in (None, "auto")
+    head_dim = keys.size("mamba_d_head") if named else inner // heads
     if heads * head_dim != inner:
         raise keys.wrong("mamba_d_head", f"{inner} / mamba_n_heads")
     _unlimited(keys)
@@ -402,7 +401,7 @@ def _blocks(keys: Keys) -> tuple[LayerFacts, ...]:
 def qwen3_next(keys: Keys) -> ArchFacts:
     """Gated delta, and every fourth layer gated attention; experts in most layers."""
     num_layers, step = keys.size("num_hidden_layers"), keys.size("decoder_sparse_step", 1)
-    dense, experts = keys.get("mlp_only_layers") or [], keys.get("num_experts") or 0
+    dense, experts = keys.integers("mlp_only_layers"), keys.get("num_experts") or 0
     moe = None
     if experts:
         moe = MoeFacts(
