@@ -46,13 +46,11 @@ class Addition(nn.Module):
         self.down = Linear(size_in, {f"{name}.0": rank for name in parts}, scope)
         self.ups = [Linear(rank, {f"{name}.1": runs}, scope) for name, runs in parts.items()]
         self.up = nn.ModuleList(self.ups)
-        self.sizes = [sum(run.size for run in runs) for runs in parts.values()]
 
     def forward(self, out: Tensor, x: Tensor) -> Tensor:
         ranks = self.down.multiply(x).split(self.rank, 1)
-        for part, up, own in zip(out.split(self.sizes, 1), self.ups, ranks, strict=True):
-            self.ops.add(part, up.multiply(own))
-        return out
+        parts = [up.multiply(own) for up, own in zip(self.ups, ranks, strict=True)]
+        return self.ops.add(out, parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
 
 class Use(nn.Module):
