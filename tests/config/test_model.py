@@ -283,8 +283,11 @@ def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
             {"architectures": ["BartForCausalLM"], "num_attention_heads": "absent"},
             "'BartForCausalLM' is not supported.* num_attention_heads",
         ),
-        ({"architectures": ["BloomForCausalLM"], "layer_types": 5}, "'BloomForCausalLM' .* layer_types is 5"),
-        ({"architectures": ["BloomForCausalLM"], "rope_scaling": [1]}, "rope_scaling is \\[1\\]"),
+        (
+            {"architectures": ["HeliumForCausalLM"], "layer_types": 5},
+            "'HeliumForCausalLM' .* layer_types is 5",
+        ),
+        ({"architectures": ["HeliumForCausalLM"], "rope_scaling": [1]}, "rope_scaling is \\[1\\]"),
         ({"architectures": ["Lfm2ForCausalLM"], "full_attn_idxs": 5}, "full_attn_idxs is 5"),
         ({"architectures": ["JambaForCausalLM"], "attn_layer_offset": "x"}, "attn_layer_offset is 'x'"),
         ({"architectures": ["FalconH1ForCausalLM"], "mlp_multipliers": ["x", 1]}, "expected 2 numbers"),
@@ -467,7 +470,7 @@ def test_a_gguf_header_that_does_not_fit_is_named(
         ({"architectures": ["LlamaForTokenClassification"]}, "a head that is not .*'LlamaModel'.* embeds"),
         ({"architectures": ["GPT2ForQuestionAnswering"]}, "a head that is not .*'GPT2Model'.* embeds"),
         ({"architectures": ["HeliumForTokenClassification"]}, "'HeliumForTokenClassification' is not"),
-        ({"architectures": ["MambaForCausalLM"], "num_attention_heads": None}, "all of whose layers attend"),
+        ({"architectures": ["RwkvForCausalLM"], "num_attention_heads": None}, "all of whose layers attend"),
         ({"architectures": ["HeliumForCausalLM"], "intermediate_size": [8, 16]}, "differs between layers"),
         (
             {"architectures": ["HeliumForCausalLM"], "layer_types": ["conv", "full_attention", "conv"]},

@@ -40,7 +40,7 @@ def test_a_prompt_travels_once_however_many_continue_it() -> None:
 def test_a_pooling_request_and_its_vectors_come_through() -> None:
     inputs = InputProcessor(
         tokenizer=None, vocab=100, max_model_len=8, eos_ids=(2,), max_logprobs=20, seed=0,
-        pooling=PoolingFacts(task="embed", type="LAST", size=4),
+        pooling=PoolingFacts(task="embed", type="LAST", size=4, token_types=2),
     )  # fmt: skip
     prompt = inputs.parse({"prompt_token_ids": [7] * 8, "token_type_ids": [0] * 5 + [1] * 3})
     message = decode_to_core(encode(Add([inputs.pooling_request("a", prompt, PoolingParams())])))
