@@ -53,7 +53,7 @@ _LONG_STEP = 4096
 """Tokens of the longest prompt that is run to have kernels compiled."""
 _HALVINGS = 6
 """What adapters add to prompts is computed in other ways for shorter ones."""
-_MIXED = [(1, 24), (8, 6), (32, 12), (64, 256)]
+_MIXED = [(1, 24), (8, 6), (32, 12), (1, 79), (1, 159), (1, 191), (64, 256)]
 """Decodes beside a prompt of so many tokens, likewise: few and many of them, short tiles and long ones."""
 
 

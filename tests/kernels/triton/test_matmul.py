@@ -57,7 +57,7 @@ def test_gate_and_up_in_one(plan: Rows | Tiles) -> None:
     close(multiply(x, weight, None, plan, gated=True), expected)
 
 
-@pytest.mark.parametrize("num", [1, 5, 16, 40, 130])
+@pytest.mark.parametrize("num", [1, 5, 16, 40, 90, 130, 192, 260])
 def test_what_is_chosen_multiplies(num: int) -> None:
     x, weight, bias = random(num, 256), random(64, 256), random(64)
     close(linear(x, weight), product(x, weight))
@@ -76,7 +76,7 @@ SHAPES = [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 4096), 
 
 
 @gpu
-@pytest.mark.parametrize("num", [1, 2, 4, 7, 8, 16, 31, 64, 100, 128])
+@pytest.mark.parametrize("num", [1, 2, 4, 7, 8, 16, 31, 48, 64, 100, 128, 160, 256])
 @pytest.mark.parametrize(("size_out", "size_in"), SHAPES)
 def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
     x, weight = random(num, size_in), random(size_out, size_in)
@@ -88,7 +88,7 @@ def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("num", [1, 4, 8, 16, 32, 50, 128])
+@pytest.mark.parametrize("num", [1, 4, 8, 16, 32, 50, 128, 144, 192, 256])
 @pytest.mark.parametrize(("size_out", "size_in"), [(6144, 1024), (28672, 4096)])
 def test_real_gates(size_out: int, size_in: int, num: int) -> None:
     x, weight = random(num, size_in) / size_in**0.5, random(size_out, size_in)
@@ -100,7 +100,7 @@ def test_a_slice_that_the_copy_engine_cannot_read_is_multiplied_too() -> None:
     close(linear(x, weight), product(x, weight))
 
 
-@pytest.mark.parametrize("num", range(1, 129))
+@pytest.mark.parametrize("num", range(1, 257))
 def test_every_shape_has_a_plan_that_fits(num: int) -> None:
     for size_out, size_in in [*SHAPES, (100, 96), (6144, 1024), (28672, 4096), (512, 20000)]:
         for parts in (1, 2):

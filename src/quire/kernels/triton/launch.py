@@ -14,8 +14,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_ROWS, _MOST = 128, 2**18
-"""Up to so many rows, and so many numbers of a model's width in all of them, the kernels of a step are ours;
-beside the library's products an early launch only costs."""
+"""Up to so many rows, twice as many of a narrow model, and so many numbers of a model's width in all of them,
+the kernels of a step are ours; beside the library's products an early launch only costs."""
 _COMPILERS = 16
 
 
@@ -91,7 +91,7 @@ def overlap(num_rows: int, width: int = _MOST // 16) -> bool:
     Such a kernel calls `follow` before it reads what others wrote or writes what others read; what no kernel
     ever writes, such as weights, it may read before.
     """
-    return num_rows <= MOST_ROWS and num_rows * width <= _MOST and _can_overlap()
+    return num_rows <= 2 * MOST_ROWS and num_rows * width <= _MOST and _can_overlap()
 
 
 @functools.cache

@@ -34,6 +34,8 @@ from quire.kernels.triton.lora_few import NOTHING, Added, added, plus_added
 
 _FEWEST = 5
 """Rows that are multiplied in tiles, whatever the weight."""
+_SMALL = 2**23
+"""Numbers of a weight that is multiplied with many rows here."""
 
 
 class Rows(NamedTuple):
@@ -194,7 +196,7 @@ def _adapted(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: Adapted | None = None) -> Tensor:
     """x W^T + b for x [M, K] and W [N, K], and what adapters add."""
-    plan = _plan(x, weight, 1, adapted) if len(x) <= MOST_ROWS else None
+    plan = _plan(x, weight, 1, adapted)
     if adapted is None or takes_along(plan, adapted):
         return F.linear(x, weight, bias) if plan is None else multiply(x, weight, bias, plan, adapted=adapted)
     return add(linear(x, weight, bias), x, adapted)
@@ -202,8 +204,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: Adapt
 
 def gated(x: Tensor, weight: Tensor, adapted: Adapted | None = None) -> Tensor:
     """silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K], each with what adapters add."""
-    most = 2 * MOST_ROWS if adapted is None else MOST_ROWS
-    plan = _plan(x, weight, 2, adapted) if len(x) <= most else None
+    plan = _plan(x, weight, 2, adapted)
     if plan is not None and (adapted is None or takes_along(plan, adapted)):
         return multiply(x, weight, None, plan, gated=True, adapted=adapted)
     return gated_of(linear(x, weight, None, adapted), "silu")
@@ -266,7 +267,8 @@ def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
 
 
 def _plan(x: Tensor, weight: Tensor, parts: int, adapted: Adapted | None) -> Plan:
-    if weight.dtype not in (torch.bfloat16, torch.float16) or not len(x):
+    most = 2 * MOST_ROWS if adapted is None else MOST_ROWS
+    if weight.dtype not in (torch.bfloat16, torch.float16) or not 0 < len(x) <= most:
         return None
     # Rows of the weight take along the adapter of one row.
     num = len(x) if adapted is None or len(x) == 1 else max(len(x), _FEWEST)
@@ -300,11 +302,13 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     if num <= 4 and length <= 4096 and size_out <= 1024:
         return Rows(max(8192 // length, 1), 4)
     large = size_out * size_in >= 3 * 2**23
+    if num > 32 and size_out * size_in <= _SMALL:
+        return _choose_small(num, size_out, size_in, parts)
     if parts == 2 and large and num > 64 and (num <= 128 or num == 256):
         return Tiles(128, 128, 64, 1, 8, 4)
     if num > 128 or num > 16 and size_out >= 2**16:
         return None
-    if parts == 1 and num > 32 and (num % 64 or large and num > 64 and size_out > size_in):
+    if parts == 1 and num > 64 and (num % 64 or large and size_out > size_in):
         return None  # a tile of 64 rows of which some are missing is slow to load
     height = 16 if num <= 16 else 32 if num <= 32 else 64
     rows = 32 if 32 < num <= 64 and size_out <= 4096 else 64
@@ -312,3 +316,17 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     if parts == 1 and num <= 32:
         splits = 8 if num <= 16 and size_out <= 1024 else 2 if size_in > 8192 else 1
     return Tiles(height, rows, 128, splits, 4, 4 if parts == 2 else 6)
+
+
+def _choose_small(num: int, size_out: int, size_in: int, parts: int) -> Plan:
+    """More than 32 rows, and a weight of which each stripe of them can have a copy of its own out of the cache:
+    what counts are enough programs for all multiprocessors."""
+    if parts == 2:
+        if num <= 128:
+            return Tiles(64, 32 if num <= 64 else 64, 128, 1, 4, 4)
+        return Tiles(32 if num % 64 else 64, 64, 64, 1, 4, 4)
+    if size_out <= 2048:
+        return Tiles(32, 64, 128, 2 if num <= 64 or num <= 128 and size_in > 2048 else 1, 4, 6)
+    if num <= 128:
+        return Tiles(64, 32 if num <= 64 else 64, 128, 1, 4, 6)
+    return None if num % 64 else Tiles(64, 128, 128, 1, 4, 4)
