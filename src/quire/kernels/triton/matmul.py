@@ -319,8 +319,8 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
 
 
 def _choose_small(num: int, size_out: int, size_in: int, parts: int) -> Plan:
-    """More than 32 rows, and a weight of which each stripe of them can have a copy of its own out of the cache:
-    what counts are enough programs for all multiprocessors."""
+    """More than 32 rows, and a weight that each stripe of them can read again out of the cache: what counts
+    are enough programs for all multiprocessors."""
     if parts == 2:
         if num <= 128:
             return Tiles(64, 32 if num <= 64 else 64, 128, 1, 4, 4)

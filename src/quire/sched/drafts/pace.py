@@ -12,7 +12,6 @@ rare as a purse allows that fills as slowly.
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +40,11 @@ _FORGET_ALL = 0.98
 _PRIOR_WEIGHT = 2.0
 _LEVELS, _CUTS = 12, 48
 """Of a chance; and of how likely a draft must be."""
-_RATIOS = np.array([1, 1.015625, 1.0625, 1.125, 1.25, 1.5, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 19, 23, 27])
+_FEW_ROWS = 64
+"""For which it is quicker to look each up than to count them first."""
+_STEPS = [1, 1.015625, 1.0625, 1.125, 1.25, 1.5, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 19, 23, 27]
 """Tokens a row at which costs are kept: a CPU's are stairs, of four tokens each."""
+_RATIOS = np.array(_STEPS)
 _PRIOR_SLOPE = 0.25
 """What a token more for each row costs, in plain steps, until it was measured."""
 
@@ -55,8 +57,7 @@ class Pace:
         of their own, row * sorts + s."""
         self._most = most
         self._sorts = sorts
-        self._first, self._later = _Chances(max_rows, sorts), _Chances(max_rows, sorts)
-        """Of the first draft of a row, and of any other if those before it were right."""
+        self._chances = _Chances(max_rows, sorts)
         self._levels: NDArray[np.intp] = np.zeros(max_rows * sorts, np.intp)
         """Of both chances of a row."""
         self._tested: NDArray[np.int64] = np.zeros(max_rows * sorts, np.int64)
@@ -69,18 +70,15 @@ class Pace:
         chances = (np.arange(_LEVELS) + 0.5) / _LEVELS
         likely = (chances[:, None, None] * chances[:, None] ** np.arange(most)).reshape(-1, most)
         taken = likely >= np.geomspace(1.0, 0.005, _CUTS)[:, None, None]
-        none = np.zeros((_CUTS, _LEVELS**2, 1))
-        self._num = np.concatenate([none, taken.cumsum(2)], 2).astype(np.float32)
-        """[cut, level, most]: the drafts of a row with such chances that are as likely as the cut or more."""
-        self._gain = np.concatenate([none, (taken * likely).cumsum(2)], 2).astype(np.float32)
-        """How many of them are right."""
-        self._num_uncapped, self._gain_uncapped = self._num[:, :, -1].copy(), self._gain[:, :, -1].copy()
+        sums = np.stack([taken, taken * likely]).cumsum(3).reshape(2 * _CUTS, -1, most)
+        self._table = np.pad(sums, ((0, 0), (0, 0), (1, 0))).reshape(2 * _CUTS, -1).astype(np.float32)
+        """[2 * cut, level * available]: how many of the drafts that a row with such chances has are as likely
+        as the cut or more; and, behind those, how many of them are right."""
 
     def admit(self, row: int) -> None:
         """A request takes a row, and nothing is known of it."""
         rows = np.arange(row * self._sorts, (row + 1) * self._sorts)
-        self._first.clear(rows)
-        self._later.clear(rows)
+        self._chances.clear(rows)
         self._tested[rows] = 0
         self._note(rows)
 
@@ -95,8 +93,9 @@ class Pace:
         costs = self._costs_of(num_rows)
         if costs.is_due() or self._account < 0:
             return none
-        if available is not None:
-            available = np.minimum(available, self._most)
+        if available is None:
+            available = np.full(num_rows, self._most, np.int32)
+        available = np.minimum(available, self._most)
         lengths = self._best(costs, self._levels.take(rows), available, budget)
         lengths = self._with_trials(costs, rows, lengths, available)
         if budget is not None and int(lengths.sum()) > budget:
@@ -111,8 +110,7 @@ class Pace:
             rows, num_drafts, num_accepted = rows[has], num_drafts[has], num_accepted[has]
         if len(rows):
             rows = rows.astype(np.intp)
-            self._first.learn(rows, (num_accepted > 0).astype(np.float64), np.ones(len(rows)))
-            self._later.learn(rows, np.maximum(num_accepted - 1, 0), np.minimum(num_accepted, num_drafts - 1))
+            self._chances.learn(rows, num_drafts, num_accepted)
             self._note(rows)
 
     def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
@@ -134,7 +132,8 @@ class Pace:
         self._purse = min(self._purse + INCOME * took, SAVINGS * plain)
 
     def _note(self, rows: RowIds) -> None:
-        self._levels[rows] = self._first.levels(rows) * _LEVELS + self._later.levels(rows)
+        first, later = self._chances.levels(rows)
+        self._levels[rows] = first * _LEVELS + later
 
     def _costs_of(self, num_rows: int) -> "_Costs":
         at = int(8 * math.log2(num_rows))
@@ -143,33 +142,29 @@ class Pace:
             self._costs[at] = _Costs(None if near is None else self._costs[near])
         return self._costs[at]
 
-    def _best(
-        self, costs: "_Costs", levels: NDArray[np.intp], available: Ints | None, budget: int | None
-    ) -> Ints:
+    def _best(self, costs: "_Costs", levels: NDArray[np.intp], available: Ints, budget: int | None) -> Ints:
         """The drafts of each row that make tokens per second most."""
-        num_rows, width = len(levels), self._most + 1
-        if available is None:
-            counts = np.bincount(levels, minlength=_LEVELS**2).astype(np.float32)
-            num, gained = self._num_uncapped @ counts, self._gain_uncapped @ counts
+        num_rows = len(levels)
+        kinds = levels * (self._most + 1) + available
+        if num_rows <= _FEW_ROWS:
+            both = self._table[:, kinds].sum(1)
         else:
-            counts = np.bincount(levels * width + available, minlength=_LEVELS**2 * width).astype(np.float32)
-            num, gained = self._num.reshape(_CUTS, -1) @ counts, self._gain.reshape(_CUTS, -1) @ counts
-        if budget is not None:
+            both = self._table @ np.bincount(kinds, minlength=self._table.shape[1]).astype(np.float32)
+        num, gained = both[:_CUTS], both[_CUTS:]
+        if budget is not None and num[-1] > budget:
             over = np.maximum(num / budget, 1.0)
             num, gained = num / over, gained / over
         score = (num_rows + gained) / costs.curve(1 + num / num_rows)
         best = int(score.argmax())
         if score[best] < WORTH * num_rows:
             return np.zeros(num_rows, np.int32)
-        lengths: Ints = self._num_uncapped[best, levels].astype(np.int32)
-        return lengths if available is None else np.minimum(lengths, available)
+        lengths: Ints = self._table[best, kinds].astype(np.int32)
+        return lengths
 
-    def _with_trials(
-        self, costs: "_Costs", rows: Ints | RowIds, lengths: Ints, available: Ints | None
-    ) -> Ints:
+    def _with_trials(self, costs: "_Costs", rows: Ints | RowIds, lengths: Ints, available: Ints) -> Ints:
         """With drafts for rows that have none, those first that had none for longest: as many as the purse
         can pay for."""
-        is_idle = lengths == 0 if available is None else (lengths == 0) & (available > 0)
+        is_idle = (lengths == 0) & (available > 0)
         if not is_idle.any():
             return lengths
         idle = np.flatnonzero(is_idle)
@@ -186,39 +181,40 @@ class Pace:
             count //= 2
         self._purse, self._reserved = self._purse - price, price
         tried = idle[np.argsort(self._tested[rows[idle]], kind="stable")[:count]]
-        lengths[tried] = (
-            min(TRIAL_LEN, self._most) if available is None else available[tried].clip(0, TRIAL_LEN)
-        )
+        lengths[tried] = available[tried].clip(0, TRIAL_LEN)
         return lengths
 
 
 class _Chances:
-    """How often drafts were right lately: by row, and over all rows of a sort for those of which little is
-    known."""
+    """How often the first draft of a row was right lately, and any other if those before it were: by row, and
+    over all rows of a sort for those of which little is known."""
 
     def __init__(self, max_rows: int, sorts: int) -> None:
-        self._right, self._seen = np.zeros(max_rows * sorts), np.zeros(max_rows * sorts)
-        self._sorts = sorts
-        self._all_right, self._all_seen = np.full(sorts, 0.5), np.ones(sorts)
+        self._right, self._seen = np.zeros((2, max_rows * sorts)), np.zeros((2, max_rows * sorts))
+        self._sorts = np.arange(sorts)
+        self._all_right, self._all_seen = np.full((2, sorts), 0.5), np.ones((2, sorts))
 
     def clear(self, rows: RowIds) -> None:
-        self._right[rows] = self._seen[rows] = 0.0
+        self._right[:, rows] = self._seen[:, rows] = 0.0
 
     def levels(self, rows: RowIds) -> NDArray[np.intp]:
-        """Of _LEVELS, the one that the chance of each row is at."""
-        common = (self._all_right / self._all_seen)[rows % self._sorts]
-        right = self._right.take(rows) + _PRIOR_WEIGHT * common
-        level = (right * _LEVELS / (self._seen.take(rows) + _PRIOR_WEIGHT)).astype(np.intp)
+        """[2, rows]: of _LEVELS, the one that each chance is at."""
+        common = (self._all_right / self._all_seen)[:, rows % len(self._sorts)]
+        right = self._right[:, rows] + _PRIOR_WEIGHT * common
+        level = (right * _LEVELS / (self._seen[:, rows] + _PRIOR_WEIGHT)).astype(np.intp)
         return np.minimum(level, _LEVELS - 1)
 
-    def learn(self, rows: RowIds, right: NDArray[Any], seen: NDArray[Any]) -> None:
-        self._right[rows] = self._right.take(rows) * _FORGET + right
-        self._seen[rows] = self._seen.take(rows) * _FORGET + seen
-        sorts, count = rows % self._sorts, self._sorts
-        of_sort = np.bincount(sorts, minlength=count)
-        forget, each = _FORGET_ALL ** np.minimum(of_sort, 64), np.maximum(of_sort, 1)
-        self._all_right = self._all_right * forget + np.bincount(sorts, right, count) / each
-        self._all_seen = self._all_seen * forget + np.bincount(sorts, seen, count) / each
+    def learn(self, rows: RowIds, num_drafts: Ints, num_accepted: Ints) -> None:
+        first = np.minimum(num_accepted, 1)
+        right = np.array([first, num_accepted - first], np.float64)
+        seen = np.array([np.ones_like(first), np.minimum(num_accepted, num_drafts - 1)], np.float64)
+        self._right[:, rows] = self._right[:, rows] * _FORGET + right
+        self._seen[:, rows] = self._seen[:, rows] * _FORGET + seen
+        is_of = (rows % len(self._sorts))[:, None] == self._sorts
+        num_of = is_of.sum(0)
+        forget, each = _FORGET_ALL ** np.minimum(num_of, 64), np.maximum(num_of, 1)
+        self._all_right = self._all_right * forget + right @ is_of / each
+        self._all_seen = self._all_seen * forget + seen @ is_of / each
 
 
 class _Costs:
@@ -269,15 +265,13 @@ class _Costs:
         computed in other ways) is, between two that were, between the lower of them and the line to the
         higher; and behind all in the line from a plain step. None is above one of more tokens."""
         known = [0, *(at for at, num in enumerate(self._num_extra) if num >= NUM_FIRST)]
-        extra = self._extra
-        filled = np.array(extra)
+        extra, last = self._extra, known[-1]
+        slope = extra[last] / (_STEPS[last] - 1) if last else _PRIOR_SLOPE
+        filled = [*extra[: last + 1], *(slope * (ratio - 1) for ratio in _STEPS[last + 1 :])]
         for low, high in pairwise(known):
-            between = _RATIOS[low + 1 : high]
-            line = (extra[high] - extra[low]) * (between - _RATIOS[low]) / (_RATIOS[high] - _RATIOS[low])
-            filled[low + 1 : high] = extra[low] + line / 2
-        last = known[-1]
-        slope = extra[last] / (_RATIOS[last] - 1) if last else _PRIOR_SLOPE
-        filled[last + 1 :] = slope * (_RATIOS[last + 1 :] - 1)
+            line = (extra[high] - extra[low]) / (_STEPS[high] - _STEPS[low])
+            for at in range(low + 1, high):
+                filled[at] = extra[low] + line * (_STEPS[at] - _STEPS[low]) / 2
         self._filled = 1 + np.minimum.accumulate(filled[::-1])[::-1]
 
 
