@@ -88,7 +88,8 @@ def traced(llm: LLM, steps: Steps, name: str) -> None:
             gaps[f"{before[:36]} -> {kernel[:36]}"] += start - end
         end, before = max(end, stop), kernel if stop > end else before
     idle = sum(gaps.values())
-    print(f"{name:6} batch {TRACED}: idle {100 * idle / (end - began):.1f} % of {RECORDED} steps")
+    busy = (end - began - idle) / RECORDED
+    print(f"{name:6} batch {TRACED}: idle {100 * idle / (end - began):.1f} %, busy {busy:.0f} us a step")
     for kind, counted in (("busy", spent), ("idle", gaps)):
         for what, took in counted.most_common(9):
             print(f"    {took / RECORDED:8.1f} us a step {kind}  {what}")

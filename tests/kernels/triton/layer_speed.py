@@ -108,7 +108,7 @@ def steps() -> None:
     for name, sizes in MODELS.items():
         model = Model(sizes)
         runs = {}
-        for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        for batch in (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256):
             ids, positions = torch.randint(0, 4000, (2, batch), device="cuda")
             slots = torch.randperm(1024, device="cuda")[:batch]
             runs[batch] = functools.partial(model.step, ids, positions, slots)
