@@ -133,14 +133,14 @@ def test_a_larder_in_shared_memory_is_bounded() -> None:
         if turn % 500 == 499:
             here, borrower = [], Borrower()  # a dead one says nothing
             larder.lose_far()
-        for wanted, asked, media in here:
+        for wanted, _asked, media in here:
             (each,) = media.items
             arrays = each.arrays if each.stored is None else unpack(window.read(each.stored))
             assert arrays is not None and (arrays["numbers"].numbers() == wanted % 256).all()
         assert arena.num_bytes <= size and larder.num_bytes <= size
     assert num_found > 500 and num_large
     here.clear()
-    del item, processed, found, got, asked, media, each, arrays
+    del item, processed, found, got, _asked, media, each, arrays
     borrower.settle()
     assert not arena.num_busy
     larder.clear()

@@ -130,9 +130,9 @@ def thread_advice(device: str, *, num_threads: int, num_api: int, num_workers: i
     if device == "cpu" or num_threads >= wanted:
         return None
     return (
-        f"there are {num_threads} hardware threads, but {num_api} API server(s), the engine and {num_workers} GPU"
-        f" worker(s) want {wanted} (2 each): expect the GPU to wait for the CPU, later first tokens and fewer"
-        " tokens a second"
+        f"there are {num_threads} hardware threads, but {num_api} API server(s), the engine and "
+        f"{num_workers} GPU worker(s) want {wanted} (2 each): expect the GPU to wait for the CPU, later "
+        "first tokens and fewer tokens a second"
     )
 
 

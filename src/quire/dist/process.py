@@ -1,8 +1,8 @@
 """Processes and threads: what a child process does first, and how threads wait."""
 
 import ctypes
-import multiprocessing
 import gc
+import multiprocessing
 import os
 import signal
 import sys

@@ -110,7 +110,9 @@ class Roll:
             log.error("%s ends: %s", message.node, message.problem)
             return Noted()
         if message.size != self.size:
-            return Noted(f"data_parallel_size is {self.size} at the head, and {message.size} at {message.node}")
+            return Noted(
+                f"data_parallel_size is {self.size} at the head, and {message.size} at {message.node}"
+            )
         if strange := sorted(message.addresses.keys() - self.awaited):
             return Noted(f"data-parallel rank {strange[0]} runs at the head itself, or is out of range")
         now = time.monotonic()
