@@ -104,6 +104,26 @@ def test_who_never_comes_is_named(config: EngineConfig) -> None:
         agent._connect()
 
 
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), OSError("got end of file during message")])
+def test_a_first_machine_that_falls_silent_may_come_again(config: EngineConfig, error: OSError) -> None:
+    """Without power it says no goodbye: the system gives the connection up, or it ends within a message."""
+
+    class Head:
+        is_closed = False
+
+        def send_bytes(self, data: bytes) -> None: ...
+
+        def recv_bytes(self, longest: int) -> bytes:
+            raise error
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    head = Head()
+    assert NodeAgent(changed(config, node_rank=1))._serve(head) is None  # type: ignore[arg-type]
+    assert head.is_closed
+
+
 def test_a_port_in_use_and_strangers(config: EngineConfig) -> None:
     where = "127.0.0.2", config.parallel.master_port
     with socket.create_server(where):

@@ -209,7 +209,8 @@ class NodeAgent:
                         self._ranks.send(data, self.timeout_s)
                     case End() as end:
                         return end
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError) as error:  # a machine without power is silent until the system gives it up
+            log.debug("The connection to the first machine ends: %r", error)
             return None
         finally:
             self._end_ranks()
