@@ -23,6 +23,7 @@ class AdapterReading:
         self._worker = worker
         self._last: dict[str, Future[Any]] = {}
         """By name, what was told last and is not over."""
+        self._telling = threading.Lock()
         self._room = threading.Semaphore(_AT_ONCE)
 
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
@@ -33,11 +34,15 @@ class AdapterReading:
 
     def close(self) -> None:
         """What is being read comes to its end, if it can."""
-        wait(list(self._last.values()), _LAST_S)
+        with self._telling:
+            left = list(self._last.values())
+        wait(left, _LAST_S)
 
     def _behind(self, name: str, work: Callable[[], T]) -> Future[T]:
-        future, before = Future[T](), self._last.get(name)
-        self._last[name] = future
+        future = Future[T]()
+        with self._telling:
+            before = self._last.get(name)
+            self._last[name] = future
         given = name, work, future, before
         threading.Thread(target=self._do, args=given, name="quire-adapters", daemon=True).start()
         return future
@@ -51,8 +56,9 @@ class AdapterReading:
                 future.set_result(work())
             except Exception as error:
                 future.set_exception(error)
-        if self._last.get(name) is future:
-            del self._last[name]
+        with self._telling:
+            if self._last.get(name) is future:
+                del self._last[name]
 
     def _enter_device(self) -> None:
         if self._worker.device.type == "cuda":
