@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.data.lora import AdapterFacts, LoRARequest
-from quire.errors import EngineError, RequestError
+from quire.errors import EngineDead, EngineError, RequestError
 from quire.executor.multiprocess import RankedExecutor
 from quire.executor.orders import Order, Returned, decode_order, decode_word, encode
 from quire.executor.rank import _read_adapters
@@ -141,3 +141,55 @@ def test_a_disk_that_does_not_answer_holds_up_its_own_adapter_alone() -> None:
     answers.set()
     assert again.result(PATIENCE_S) and worker.kept == ["one", "slow"]
     reading.close()
+
+
+def test_what_is_told_while_the_one_before_ends_is_waited_for_too() -> None:
+    """Between a reader's look at who was told last and its saying that nobody is, somebody may be told."""
+    looked, told, forgotten, answers = (threading.Event() for _ in range(4))
+
+    class Watched(dict[str, Any]):
+        """Lets the test in between."""
+
+        def get(self, name: str, default: Any = None) -> Any:
+            found = super().get(name, default)
+            if threading.current_thread() is not threading.main_thread() and not looked.is_set():
+                looked.set()
+                told.wait(0.3)
+            return found
+
+        def __delitem__(self, name: str) -> None:
+            super().__delitem__(name)
+            forgotten.set()
+
+    class Slow(Worker):
+        device = SimpleNamespace(type="cpu")
+
+        def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
+            assert lora.lora_path != "/slow" or answers.wait(PATIENCE_S)
+            return super().fetch_adapter(lora)
+
+    reading = AdapterReading(Slow())
+    reading._last = Watched()
+    reading.fetch(ONE)
+    assert looked.wait(PATIENCE_S)
+    second = reading.fetch(LoRARequest("one", 1, "/slow"))
+    told.set()
+    assert forgotten.wait(PATIENCE_S)
+    third = reading.fetch(ONE)
+    with pytest.raises(TimeoutError):
+        third.result(0.2)
+    answers.set()
+    assert second.result(PATIENCE_S) and third.result(PATIENCE_S)
+
+
+def test_a_call_that_the_ranks_do_not_take_is_the_end() -> None:
+    executor, crew = executor_of(Worker(), Worker())
+
+    def send(data: bytes, timeout_s: float) -> None:
+        raise TimeoutError("not taken")
+
+    crew.send = send  # type: ignore[attr-defined]
+    with pytest.raises(EngineDead, match="the ranks take no more plans: not taken"):
+        executor.call("check_health")
+    with pytest.raises(EngineDead):
+        executor.watch()

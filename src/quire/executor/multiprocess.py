@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -76,6 +77,8 @@ class RankedExecutor:
         self._numbers = itertools.count()
         self._fetching: dict[int, Future[AdapterFacts]] = {}
         """By number: of those that not all ranks have read."""
+        self._hearing = threading.Lock()
+        """Calls are waited for in another thread than steps are, and either hears what the ranks say."""
         self._dead: str | None = None
         self._end: Callable[[], object] = lambda: None
 
@@ -215,18 +218,15 @@ class RankedExecutor:
             raise RequestError(
                 "a function cannot be sent to workers in other processes: name a method of theirs", "method"
             )
-        self.watch()
-        number, until = (
-            next(self._numbers),
-            time.monotonic() + (_FOREVER_S if timeout_s is None else timeout_s),
-        )
+        number = next(self._numbers)
+        until = time.monotonic() + (_FOREVER_S if timeout_s is None else timeout_s)
         try:
             data = encode_call(Call(number, method, list(args), dict(kwargs or {})))
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(f"{method}: its arguments cannot be sent: {error}", param="args") from None
         found = self._returned[number] = {}
         try:
-            self.crew.send(data, self._step_s)
+            self._send(data)
             while len(found) < len(self.crew.names):
                 if time.monotonic() > until:
                     raise RequestError(
@@ -258,9 +258,7 @@ class RankedExecutor:
 
     def _read(self, number: int) -> None:
         """All ranks have answered."""
-        if (future := self._fetching.pop(number, None)) is None:  # heard by another thread
-            return
-        found = self._returned.pop(number)
+        future, found = self._fetching.pop(number), self._returned.pop(number)
         try:
             values = [self._value(index, found[index]) for index in sorted(found)]
             future.set_result(united([msgspec.convert(each, AdapterFacts) for each in values]))
@@ -275,22 +273,26 @@ class RankedExecutor:
         """Raise EngineDead if a rank is gone, or has failed alone."""
         if self._dead is not None:
             raise EngineDead(self._dead)
-        with contextlib.suppress(Empty):
-            while True:
-                self._hear(*self.crew.heard.get_nowait())
-        if self._failed and time.monotonic() - self._failed_at > ALIKE_S:
-            for step, failed in self._failed.items():
-                if not self._is_alike(step):
-                    error = next(iter(failed.values())).error
-                    self._die(f"step {step} failed on {self._names(failed)} only: {error}")
-            self._failed.clear()  # of steps that nobody waits for any more
+        with self._hearing:
+            with contextlib.suppress(Empty):
+                while True:
+                    self._hear(*self.crew.heard.get_nowait())
+            if self._failed and time.monotonic() - self._failed_at > ALIKE_S:
+                self._check_failed()
+
+    def _check_failed(self) -> None:
+        """Steps that nobody waits for any more."""
+        for step, failed in self._failed.items():
+            if not self._is_alike(step):
+                error = next(iter(failed.values())).error
+                self._die(f"step {step} failed on {self._names(failed)} only: {error}")
+        self._failed.clear()
 
     def _hear(self, index: int, word: Word) -> None:
         name = self.crew.names[index]
         if isinstance(word, Gone):
             self._die(f"{name} is gone: {word.why}")
-        if isinstance(word, Returned) and word.number in self._returned:
-            found = self._returned[word.number]
+        if isinstance(word, Returned) and (found := self._returned.get(word.number)) is not None:
             found[index] = word
             if word.number in self._fetching and len(found) == len(self.crew.names):
                 self._read(word.number)
