@@ -1,7 +1,11 @@
 """A worker with adapters: read beside the steps, put into slots, used by rows."""
 
+import gc
 import shutil
+import threading
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ from quire.data.plan import Admission, Slotted, StepPlan
 from quire.errors import ConfigError, RequestError
 from quire.kernels import native
 from quire.prepare import configure
+from quire.worker import adapters
 from quire.worker.adapters import check_slots
 from quire.worker.device import Model
 from quire.worker.host import Host
@@ -219,6 +224,41 @@ def test_slots_are_full_again_after_sleep(tiny: Tiny) -> None:
     worker.wake_up(["weights", "kv_cache"])
     worker.warm_up()
     assert generate(worker, {0: 0, 1: 0}, []) == {row: tiny.expected[row, 0] for row in (0, 1)}
+
+
+def test_a_closed_worker_holds_neither_weights_nor_slots(tiny: Tiny) -> None:
+    worker, dropped = tiny.start(), []
+    assert worker.adapters is not None
+    generate(worker, {0: 0}, [Slotted(0, tiny.adapters[0])])
+    memory = worker.adapters.slots._memory
+    assert memory is not None
+    held = [weakref.ref(each) for each in (worker.model, memory)]
+    worker._stowed = SimpleNamespace(drop=lambda: dropped.append(True))  # type: ignore[assignment]
+    worker.balancer = SimpleNamespace(layers=[worker.model])  # type: ignore[assignment]
+    del memory
+    worker.close()
+    gc.collect()
+    assert dropped == [True] and [each() for each in held] == [None, None]
+
+
+def test_memory_is_pinned_for_adapters_to_come_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that outlived its worker would hold the slots of the device."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(adapters, "_QUIET_S", 0.01)
+    kept, done = list[tuple[int, int]](), threading.Event()
+
+    class Slots:
+        device, dtype, slot_size = torch.device("cuda", 0), torch.float16, 7
+
+        def keep_spares(self, count: int, size: int) -> None:
+            kept.append((count, size))
+            done.set()
+
+    spares = adapters._Spares(Slots(), max_kept=3)  # type: ignore[arg-type]
+    assert done.wait(60)
+    spares.end()
+    spares.join(60)
+    assert not spares.is_alive() and kept == [(3, 7)]
 
 
 def test_nothing_is_built_unless_adapters_are_enabled(tiny: Tiny) -> None:

@@ -34,6 +34,7 @@ class _Spares(threading.Thread):
         super().__init__(name="quire-pinning", daemon=True)
         self.slots = slots
         self._max_kept, self._size = max_kept, slots.slot_size
+        self._is_over = False
         self._asked = threading.Event()
         self._asked.set()
         self.start()
@@ -43,12 +44,19 @@ class _Spares(threading.Thread):
         self._size = size
         self._asked.set()
 
+    def end(self) -> None:
+        """It holds the slots no longer than it has to."""
+        self._is_over = True
+        self._asked.set()
+
     def run(self) -> None:
         torch.cuda.set_device(self.slots.device.index or 0)
-        while self._asked.wait():
+        while self._asked.wait() and not self._is_over:
             self._asked.clear()
-            while self._asked.wait(_QUIET_S):
+            while self._asked.wait(_QUIET_S) and not self._is_over:
                 self._asked.clear()
+            if self._is_over:
+                return
             most = max(_SPARE_BYTES // max(self._size * self.slots.dtype.itemsize, 1), 1)
             self.slots.keep_spares(min(most, _MOST_SPARES, self._max_kept), self._size)
 
@@ -96,6 +104,12 @@ class Adapters:
             self._spares.slots = slots
         for slot, lora in self._in_slots.items():
             self.put(slot, lora)
+
+    def close(self) -> None:
+        """Nothing is asked for any more."""
+        if self._spares is not None:
+            self._spares.end()
+        self.slots.release()
 
     def _find(self, lora: LoRARequest) -> Adapter | None:
         with self._lock:

@@ -156,7 +156,8 @@ class Worker:
 
     def load(self, tell: Callable[[float], None] | None = None) -> None:
         """The model with its weights, without a cache; the share of them that is there is told."""
-        config, started, slots = self.config, time.monotonic(), self._new_slots()
+        config, started = self.config, time.monotonic()
+        slots = slots_of(config.lora, self.dtype, self.device, no_own=why_no_own(config))
         self.model = load_model(
             config.checkpoint,
             dtype=self.dtype,
@@ -282,8 +283,18 @@ class Worker:
                 self._runner.draw(masks)
 
     def close(self) -> None:
-        """Let go of model and cache."""
-        self.model = self.draft = self.drafter = self.encoder = self._runner = None
+        """Let go of all that takes memory, of the device and of the host."""
+        self._drop_models()
+        if self.adapters is not None:
+            self.adapters.close()
+        self.adapters = self._rows = None
+
+    def _drop_models(self) -> None:
+        """Weights, wherever they are, and whoever holds some."""
+        if self._stowed is not None:
+            self._stowed.drop()
+        self.model = self.draft = self.drafter = self.encoder = None
+        self._runner = self.balancer = self._stowed = None
 
     # ---- adapters
 
@@ -297,15 +308,6 @@ class Worker:
         """Forget one that no request uses any more."""
         if self.adapters is not None:
             self.adapters.drop(name)
-
-    def _new_slots(self) -> AdapterSlots | None:
-        no_own = why_no_own(self.config)
-        return slots_of(self.config.lora, self.dtype, self.device, no_own=no_own)
-
-    @property
-    def _num_own(self) -> int:
-        """Tokens that an adapter may bring."""
-        return 0 if self.adapters is None else self.adapters.slots.num_own
 
     def _open_slots(self, slots: AdapterSlots) -> None:
         lora, facts = self.config.lora, self.config.own_facts
@@ -328,10 +330,7 @@ class Worker:
         self._asleep = set(MEMORY)  # even if it fails: who wakes up finds what is here still
         self._drop_cache()
         if level > 1:
-            if self._stowed is not None:
-                self._stowed.drop()
-            self.model = self.draft = self.drafter = self.encoder = None
-            self._runner = self.balancer = self._stowed = None
+            self._drop_models()
             self._release_slots()
         elif self.model is not None and self._stowed is None and self.device.type == "cuda":
             self._stowed = Stowed(self._models)
@@ -445,7 +444,8 @@ class Worker:
             return device, None
         counts = None
         if self.device.type == "cuda":
-            counts = Counts(config.scheduler.max_num_seqs, facts.vocab + self._num_own, self.device)
+            num_own = 0 if slots is None else slots.num_own
+            counts = Counts(config.scheduler.max_num_seqs, facts.vocab + num_own, self.device)
         sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
         parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode, slots)]
         if isinstance(self.encoder, CrossEncoder):
