@@ -153,6 +153,17 @@ def test_requests_come_in_and_tokens_go_out_to_whom_they_belong(make_bench: Call
     assert not bench.server.clients.owner
 
 
+def test_what_is_no_message_is_left_out_and_the_next_one_is_heard(make_bench: Callable[..., Bench]) -> None:
+    """A port on a network is found by others, and by API processes of another version."""
+    bench = make_bench()
+    client = bench.join()
+    for strange in ([b"GET / HTTP/1.1"], [b""], [b"", b"two parts"], [b"\x81\xa4type\xa5other"]):
+        client.socket.send_multipart(strange)
+    client.send(Add([make_request("a", prompt(1), 6)]))
+    bench.turn_until(lambda: bool(client.reasons), client)
+    assert client.tokens == {"a": continuation(prompt(1), 6)}
+
+
 def test_a_request_without_what_the_core_lacks_is_not_added(make_bench: Callable[..., Bench]) -> None:
     """It is told of, and comes again; a reset is told to all."""
     bench = make_bench()

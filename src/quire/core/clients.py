@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
 import zmq
 
 from quire.data.plan import Finish, StepOutput
@@ -85,12 +86,17 @@ class Clients:
             log.debug("Waiting was interrupted: %s", error)
 
     def receive(self) -> tuple[bytes, ToCore] | None:
-        """The next message that has arrived, and whose it is."""
-        try:
-            client, data = self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        return client, decode_to_core(data)
+        """The next message that has arrived, and whose it is. Whoever reaches the address may send anything:
+        what is no message is passed over."""
+        while True:
+            try:
+                client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            try:
+                return client, decode_to_core(b"".join(parts))
+            except msgspec.MsgspecError as error:
+                log.error("Something that is no message of this version has come, and is left out: %s", error)
 
     def send(self, client: bytes, message: FromCore) -> None:
         """Behind all that was sent before; at once if the client keeps up."""

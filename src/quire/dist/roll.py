@@ -88,11 +88,11 @@ class Roll:
         """Hear who has come. Whoever cannot come ends the start."""
         while True:
             try:
-                who, data = self._socket.recv_multipart(zmq.NOBLOCK)
+                who, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             try:
-                message = msgspec.msgpack.decode(data, type=Enlist)
+                message = msgspec.msgpack.decode(b"".join(parts), type=Enlist)
             except msgspec.DecodeError:
                 log.warning("Something at %s speaks another language", self._place)
                 continue
