@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from quire.core.gate import Gate
 from quire.core.lockstep import Lockstep
 from quire.core.pipeline import Pipeline
-from quire.data.plan import Finish, StepOutput, StepPlan
+from quire.data.plan import Finish, StepOutput
 from quire.data.request import Request
 from quire.data.stats import StepStats
 from quire.executor import Executor
@@ -51,16 +51,12 @@ class EngineCore:
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
         """The output of the oldest step, once those behind it are on their way; None if there is none, and
         none can be planned, or if it is not done in time."""
-        constraints = self.scheduler.constraints
-        if refused := self.scheduler.settle():
-            return StepOutput([], [], finished=refused, at=time.monotonic())
-        while self.pipeline.has_room(constraints.has_begun) and (plan := self._plan()) is not None:
-            self.draw()
-            self.pipeline.submit(plan)
-            constraints.begin(self.scheduler.running)
-        self.draw()
-        if not len(self.pipeline) and self._wait_outside(timeout_s):
-            return self.step(timeout_s)
+        while True:
+            if refused := self.scheduler.settle():
+                return StepOutput([], [], finished=refused, at=time.monotonic())
+            self._launch()
+            if len(self.pipeline) or not self._wait_outside(timeout_s):
+                break
         if not len(self.pipeline) or (timeout_s is not None and not self.pipeline.ready(timeout_s)):
             return None
         plan, result = self.pipeline.next()
@@ -69,23 +65,33 @@ class EngineCore:
             return StepOutput([], [], finished=finished, at=time.monotonic())
         return self.scheduler.update(plan, result)
 
+    def _launch(self) -> None:
+        """As many steps as there is room and work for."""
+        constraints = self.scheduler.constraints
+        while self.pipeline.has_room(constraints.has_begun):
+            plan = self.pipeline.agreed(None if self.gate.is_shut else self.scheduler.plan())
+            if plan is None:
+                break
+            self.draw()
+            self.pipeline.submit(plan)
+            constraints.begin(self.scheduler.running)
+        self.draw()
+
     def _wait_outside(self, timeout_s: float | None) -> bool:
-        """Where nobody can run: whether something has come that somebody waits for."""
-        gates, until = self.scheduler.gates, None if timeout_s is None else time.monotonic() + GATES_S
-        while gates.is_awaiting and (until is None or time.monotonic() < until):
+        """Where nobody can run: whether to look again, since something has come that somebody waits for, or
+        may have come to nothing."""
+        gates, until = self.scheduler.gates, time.monotonic() + GATES_S
+        while gates.is_awaiting and time.monotonic() < until:
             if gates.wait(LOOK_S):
                 return True
             self.executor.watch()
-        return False
+        return timeout_s is None and gates.is_awaiting
 
     def draw(self) -> None:
         """Let the newest step sample, once it is known what its rows may."""
         constraints = self.scheduler.constraints
         if self.pipeline.undrawn and constraints.has_begun:
             self.pipeline.draw(constraints.masks())
-
-    def _plan(self) -> StepPlan | None:
-        return self.pipeline.agreed(None if self.gate.is_shut else self.scheduler.plan())
 
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()

@@ -1,0 +1,30 @@
+"""Steps of a core: what it does where nobody can run."""
+
+import threading
+from itertools import count
+
+from library import Library, lora
+from symbolic import Engine
+
+from quire.data.params import SamplingParams
+from quire.data.plan import StepOutput
+from quire.data.request import Request
+from quire.sched.adapters import READ_S, AdapterGate
+
+PATIENCE_S = 20.0
+
+
+def test_a_disk_that_never_answers_ends_its_request_though_nothing_else_happens() -> None:
+    """A caller without a time limit of its own would wait for ever."""
+    moments = count(0.0, READ_S / 4)
+    gate = AdapterGate(Library(at_once=False), max_slots=1, max_read=1, clock=lambda: next(moments))
+    core = Engine(adapters=gate).core
+    params = SamplingParams(max_tokens=4)
+    core.add(Request(id="a", tokens=[1, 2, 3], params=params, prompt_len=3, limit=7, seed=0, lora=lora("x")))
+    steps: list[StepOutput | None] = []
+    stepping = threading.Thread(target=lambda: steps.append(core.step()), daemon=True)
+    stepping.start()
+    stepping.join(PATIENCE_S)
+    (step,) = steps
+    assert step is not None and step.finished["a"].reason == "error"
+    assert "not read within" in str(step.finished["a"].stop_reason)
