@@ -88,7 +88,7 @@ class WithGraphs(OnCPU):
         self.graphs.capture(
             self.compute,
             config.scheduler.max_num_seqs,
-            self._kinds,
+            self.model.kinds,
             seconds=600,
             short=[(min(16, config.scheduler.max_num_seqs * self._most_draws), 32)] * self.captures_prompts,
             follow=self._follow,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import cycle
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from quire.capacity import (
     MAX_DRAWS,
     ladder,
     longest_short,
-    rows_at_once,
     short_bytes,
     short_shapes,
 )
@@ -22,10 +20,9 @@ from quire.config.engine import EngineConfig
 from quire.config.layout import cache_specs
 from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints, Masks, Pending, StepPlan
-from quire.kernels.triton.launch import compiling
-from quire.kernels.triton.masks import apply_masks
 from quire.sampling.rehearsal import rehearse
 from quire.sampling.sampler import Sampled, Sampler
+from quire.worker.blanks import Blanks
 from quire.worker.device import (
     ONE_TOKEN,
     Computed,
@@ -34,7 +31,6 @@ from quire.worker.device import (
     Passed,
     Step,
     batch_of,
-    blank_batch,
 )
 from quire.worker.drafter import Drafter
 from quire.worker.draws import Draws
@@ -49,12 +45,6 @@ from quire.worker.speculation import Followed, Speculation, read, take_back
 
 _EACH_ONE: Ints = np.empty(0, np.int32)
 _CAPTURE_S = 30.0
-_LONG_STEP = 4096
-"""Tokens of the longest prompt that is run to have kernels compiled."""
-_HALVINGS = 6
-"""What adapters add to prompts is computed in other ways for shorter ones."""
-_MIXED = [(1, 24), (8, 6), (32, 12), (1, 79), (1, 159), (1, 191), (64, 256)]
-"""Decodes beside a prompt of so many tokens, likewise: few and many of them, short tiles and long ones."""
 
 
 class Cuda:
@@ -77,7 +67,6 @@ class Cuda:
         """Of logits, what is asked of them, and who is confined"""
         self.device = device
         self.block_tables = torch.zeros(all_rows.block_tables.shape, dtype=torch.int32, device=device)
-        self.max_len = all_rows.tokens.shape[1]
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.speculation = None if drafts is None else Speculation(drafts, all_rows, device)
         query_lens = [] if self.speculation is None else self.speculation.query_lens
@@ -94,6 +83,8 @@ class Cuda:
             [(pinned(room, dtype=kind), torch.cuda.Event() if is_cuda else None) for _ in range(in_flight)]
         )
         self._draws = Draws(max_rows, room, all_rows.sampling.vocab, device)
+        own = sample, self._draws, self.speculation
+        self.blanks = Blanks(model, self.block_tables, all_rows.tokens.shape[1], self.axes, *own)
         self._in_passing: Tensor | None = None
         self._all_rows = all_rows
         self._fronts: Fronts | None = None
@@ -110,34 +101,36 @@ class Cuda:
             given = done.hidden, done.logits, done.asked
             rehearse(sampler, self.model.head_of_one, *given, num_logprobs=config.model.max_logprobs)
 
-        self._compile(config)
-        activations = self._peak(limits.max_num_batched_tokens, limits.max_num_seqs, ask_for_everything)
-        activations += 0 if link is None else link.num_bytes(limits.max_num_batched_tokens)
-        largest = self._most_decodes(config)
-        wide = [size * each for size, each in wide_shapes(largest, self.graphs.query_lens)]
-        sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
-        short = self._short(config)
-        most_of_all = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]]
-        graphs = (kinds := len(self._kinds)) * len(sizes) * GRAPH_BYTES
-        graphs += max((self._peak(*each) for each in most_of_all), default=0)
-        # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
-        facts, item = config.checkpoint.facts, getattr(torch, config.model.dtype).itemsize
-        more_draws = min(limits.max_num_seqs * self._most_draws, MAX_DRAWS) - limits.max_num_seqs
-        activations += max(more_draws, 0) * facts.vocab * item
-        kept = facts.vocab + facts.hidden if self.model.draws else 2 * facts.hidden
-        graphs += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
-        graphs += kinds * sum(short_bytes(config, *each) for each in short)
-        if self._fronts is not None and sizes:
-            graphs += len(wide) * GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
+        self.blanks.compile(config, self.graphs.query_lens, self._short(config), self._fronts)
+        most_tokens, most_rows = limits.max_num_batched_tokens, limits.max_num_seqs
+        activations = self.blanks.peak(self.compute, most_tokens, most_rows, ask_for_everything)
+        activations += 0 if link is None else link.num_bytes(most_tokens)
+        more_draws = min(most_rows * self._most_draws, MAX_DRAWS) - most_rows
+        item = getattr(torch, config.model.dtype).itemsize
+        activations += max(more_draws, 0) * config.checkpoint.facts.vocab * item
+        graphs = self._graph_bytes(config, item)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         counts = 0 if sampler is None or sampler.counts is None else sampler.counts.num_bytes
         return Needs(weights, activations, graphs, counts, other=total - free - weights - counts - bound)
 
-    @property
-    def _kinds(self) -> tuple[bool, ...]:
-        """Whether rows of a step have adapters: no, and where some may, yes."""
-        return (False,) if self.model.adapters is None else (False, True)
+    def _graph_bytes(self, config: EngineConfig, item: int) -> int:
+        """Of all that will be captured, with numbers of so many bytes: each graph keeps its results, and
+        shares what it needs on the way with the larger ones."""
+        facts, largest, short = config.checkpoint.facts, self._most_decodes(config), self._short(config)
+        wide = [size * each for size, each in wide_shapes(largest, self.graphs.query_lens)]
+        sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
+        most_of_all = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]]
+        found = max((self.blanks.peak(self.compute, *each) for each in most_of_all), default=0)
+        kinds, kept = len(self.model.kinds), 2 * facts.hidden
+        if self.model.draws:
+            kept = facts.vocab + facts.hidden
+        found += kinds * len(sizes) * GRAPH_BYTES
+        found += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
+        found += kinds * sum(short_bytes(config, *each) for each in short)
+        if self._fronts is not None and sizes:
+            found += len(wide) * GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
+        return found
 
     def _most_decodes(self, config: EngineConfig) -> int:
         """In one step: those of a pipeline are spread over as many as it has stages."""
@@ -161,105 +154,6 @@ class Cuda:
             return []
         return short_shapes(self._most_decodes(config) * self._most_draws, longest_short(config))
 
-    def _compile(self, config: EngineConfig) -> None:
-        """Have the kernels of all steps compiled: those of sizes between powers of two are among them."""
-        limits = config.scheduler
-        *others, last = ladder(limits.max_num_seqs)
-        sizes = [last, *(size for size in others if size & (size - 1) == 0)]
-        longest = min(limits.max_num_batched_tokens, _LONG_STEP)
-        mixed = [_decodes(min(count, last), min(prompt, self.max_len)) for count, prompt in _MIXED]
-        with compiling():
-            vocab, dtype = config.checkpoint.facts.vocab, getattr(torch, config.model.dtype)
-            if self.model.draws:
-                self._mask_blank(vocab, dtype)
-                for size in {1, last}:
-                    self._sample_blank(size, vocab, dtype)
-                for size in {1, min(limits.max_num_seqs, rows_at_once(vocab))}:
-                    self._sample_blank(size, vocab, torch.float32)
-            halved = range(1 if self.model.adapters is None else _HALVINGS)
-            prompts = [self._split(max(longest >> times, 1), 1) for times in halved]
-            for lens in (*mixed, *map(_decodes, sizes), *prompts):
-                self._forward_blank(lens)
-            for size, each in wide_shapes(last, self.graphs.query_lens):
-                self._forward_blank(np.full(size, each, np.int32), are_decodes=True)
-            for size, tokens in self._short(config):
-                self._forward_any(self._split(tokens, size))
-            if self._fronts is not None:
-                self._compile_fronts(self._fronts, last, longest)
-        torch.cuda.synchronize()
-
-    @torch.inference_mode()
-    def _forward_blank(self, lens: Ints, are_decodes: bool = False) -> None:
-        for adapters in self._kinds:
-            self._forward(*self._blank(lens, adapters), are_decodes)
-
-    @torch.inference_mode()
-    def _forward_any(self, lens: Ints) -> None:
-        for adapters in self._kinds:
-            batch, sheet = self._blank(lens, adapters)
-            for group in batch.groups:
-                group.are_any, group.query_lens_host = True, np.full_like(lens, lens.sum())
-            self._forward(batch, sheet, are_decodes=False)
-
-    def _forward(self, batch: Batch, sheet: dict[str, Tensor], are_decodes: bool) -> None:
-        for group in batch.groups:
-            group.are_decodes = are_decodes
-        given = None
-        if self.speculation is not None:
-            given = self.speculation.derive(batch, sheet, self.block_tables)
-        hidden = self.model.hidden(batch)
-        if self.model.draws:
-            self.model.head(hidden[batch.logit_tokens])
-        if self.speculation is not None and given is not None:
-            self._without_adapters()
-            for later in (None, self._draws.later):
-                self.speculation.verify(given, hidden, sheet["positions"], sheet["seeds"], later)
-
-    @torch.inference_mode()
-    def _compile_fronts(self, fronts: Fronts, most_rows: int, longest: int) -> None:
-        self._without_adapters()
-        for size, each in wide_shapes(most_rows, self.graphs.query_lens):
-            fronts.compile(size, each - 1)
-        if not fronts.drafter.follows:
-            for lens in (self._split(longest, 1), *(_decodes(0, 2 * size) for size in (8, 128))):
-                fronts.drafter.catch_up(self._blank(lens)[0])
-
-    @torch.inference_mode()
-    def _sample_blank(self, size: int, vocab: int, dtype: torch.dtype) -> None:
-        asked = asked_of(self._blank(_decodes(size))[1])
-        logits = torch.zeros((size, vocab), dtype=dtype, device=self.device)
-        for confined in (None, self._draws.in_passing(size)):
-            self.sample(logits, asked, confined)
-
-    @torch.inference_mode()
-    def _mask_blank(self, vocab: int, dtype: torch.dtype) -> None:
-        logits = torch.zeros((1, vocab), dtype=dtype, device=self.device)
-        apply_masks(logits, torch.zeros((1, 1 + -(-vocab // 32)), dtype=torch.int32, device=self.device))
-
-    @torch.inference_mode()
-    def _peak(self, num_tokens: int, num_seqs: int, then: Callable[[Any], None] = lambda done: None) -> int:
-        """Bytes that a step, and what is done with it, takes beyond what was there before."""
-        blank_step = self._blank(self._split(num_tokens, num_seqs), self._kinds[-1])
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        then(self.compute(*blank_step))
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
-    def _split(self, num_tokens: int, num_seqs: int) -> Ints:
-        """So many tokens over so many sequences, or more if they were too long."""
-        num_seqs = min(max(num_seqs, -(-num_tokens // self.max_len)), num_tokens)
-        lens = np.full(num_seqs, num_tokens // num_seqs, np.int32)
-        lens[: num_tokens % num_seqs] += 1
-        return lens
-
-    def _blank(self, lens: Ints, adapters: bool = False) -> tuple[Batch, dict[str, Tensor]]:
-        """A step of sequences that read the first block and write nothing."""
-        kind = {"drafts": self.speculation is not None, "adapters": adapters}
-        batch, sheet = blank_batch(lens, self.block_tables, self.device, **kind, axes=self.axes)
-        batch.before = self.model.room(len(batch.token_ids))
-        return batch, sheet
-
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
         if self._captures(config):
@@ -270,7 +164,7 @@ class Cuda:
             self.graphs.capture(
                 self.compute,
                 largest,
-                self._kinds,
+                self.model.kinds,
                 seconds=seconds,
                 short=self._short(config),
                 follow=self._follow,
@@ -286,7 +180,7 @@ class Cuda:
         return None if self.speculation is None or self.speculation.behind is None else self._verify
 
     def _capture_fronts(self, fronts: Fronts, most_rows: int) -> None:
-        self._without_adapters()
+        self.model.without_adapters()
         shapes = [(size, each - 1) for size, each in wide_shapes(most_rows, self.graphs.query_lens)]
         fronts.capture(shapes, self.graphs.pool, seconds=_CAPTURE_S, in_flight=self.graphs.in_flight)
 
@@ -302,11 +196,6 @@ class Cuda:
         if self._fronts is not None:
             self._fronts.forget()
         self._in_passing = None
-
-    def _without_adapters(self) -> None:
-        """Drafts may come from the ends of the model."""
-        if self.model.adapters is not None:
-            self.model.adapters.use()
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         places, ids = all_rows.joined_changes()
@@ -339,7 +228,7 @@ class Cuda:
             return False
         if len(ids):
             self._set_blocks(sent(places, self.device), sent(ids, self.device))
-        self._without_adapters()
+        self.model.without_adapters()
         fronts(plan)
         return True
 
@@ -391,7 +280,7 @@ class Cuda:
 
     def _idle(self, plan: StepPlan) -> Step:
         """One token that nobody asked for."""
-        batch, sheet = self._blank(ONE_TOKEN)
+        batch, sheet = self.blanks.make(ONE_TOKEN)
         self._make_room(batch, plan)
         return self.model.step(lambda: self.compute(batch, sheet), batch.before)
 
@@ -466,7 +355,7 @@ class Cuda:
 
     def _verify(self, done: Computed) -> Tensor:
         assert self.speculation is not None and done.token_ids is not None and done.asked is not None
-        self._without_adapters()
+        self.model.without_adapters()
         return self.speculation.verify(done.given, done.hidden, done.token_ids, done.asked.seeds)
 
     def _landing(
@@ -494,7 +383,3 @@ class _Pinned:
 
 def _one_each(found: Ints) -> tuple[Ints, Ints, Ints]:
     return found, _EACH_ONE, _EACH_ONE
-
-
-def _decodes(count: int, *prompts: int) -> Ints:
-    return np.array([*prompts, *[1] * count], np.int32)

@@ -179,6 +179,16 @@ class Model:
         """Whether it has the head."""
         return self.link is None or self.link.is_last
 
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Whether rows of a step have adapters: no, and where some may, yes."""
+        return (False,) if self.adapters is None else (False, True)
+
+    def without_adapters(self) -> None:
+        """What is computed next has none: drafts may come from the ends of the model."""
+        if self.adapters is not None:
+            self.adapters.use()
+
     def head_of_one(self, states: Tensor) -> Tensor:
         """Logits where all have one adapter, if any could have: that of the first slot."""
         if self.adapters is not None:

@@ -179,7 +179,7 @@ class Host:
             num_kept[plan.samples] += counts - 1
         next_ids = np.maximum(all_rows.tokens[rows, first + num_kept], 0)
         assert self._batch is not None
-        self._without_adapters()
+        self.model.without_adapters()
         told = Told(
             next_ids=torch.from_numpy(next_ids.astype(np.int64)),
             num_kept=torch.from_numpy(num_kept.astype(np.int64)),
@@ -194,7 +194,7 @@ class Host:
             seen.begin(plan)
         if seen is None or seen.lags:
             wanted &= (plan.num_drafts > 0) if len(plan.num_drafts) else False
-        self._without_adapters()
+        self.model.without_adapters()
         if seen is not None:
             missed, late = seen.missed(plan, self._max_tokens)
             if missed:
@@ -222,11 +222,6 @@ class Host:
             tables=self.block_tables,
             draw=self._drawing(rows, all_rows) if self.drafts_by_chance else None,
         )
-
-    def _without_adapters(self) -> None:
-        """Drafts may come from the ends of the model."""
-        if self.model.adapters is not None:
-            self.model.adapters.use()
 
     def _drawing(self, rows: NDArray[np.intp], all_rows: Rows) -> Draw | None:
         """How these rows sample, wherever; None if nothing can sample in passing."""
