@@ -125,6 +125,24 @@ def test_parts_keep_their_scales(scheme: Fp8, in_c: bool, monkeypatch: pytest.Mo
         assert apart(ours, theirs) < 5e-3
 
 
+def test_a_type_that_no_kernel_computes_is_left_to_torch() -> None:
+    """float16 on a CPU: products and experts whose kernels refused every row that they were given."""
+    torch.manual_seed(0)
+    weight = Fp8Weight(Fp8(stored=False), LinearShape(64, (32,), True, torch.float16, CPU))
+    experts = Fp8Experts(Fp8(stored=False), ExpertShape(2, 64, 32, "silu", False, torch.float16, CPU))
+    for made in (weight, experts):
+        made.begin()
+    for part in (*weight.parts(), experts.parts()["gate_up"], experts.parts()["down"]):
+        for piece in part.values():
+            piece.tensor.normal_(std=0.1)
+    for made in (weight, experts):
+        made.finish()
+    x, ids = torch.randn(3, 64, dtype=torch.float16), torch.zeros(3, 1, dtype=torch.int32)
+    wide = widened(weight.stored.scaled, torch.float32)
+    assert weight.bias is not None and apart(weight(x), x.float() @ wide.t() + weight.bias.float()) < 5e-3
+    assert experts(x, ids, torch.ones(3, 1)).isfinite().all()
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.weights)
 def test_outputs_change_places(scheme: Fp8) -> None:
     """Those of one block may be far apart afterwards."""

@@ -66,8 +66,10 @@ def test_packed_only_where_every_part_can_be(parts: list[tuple[Any, ...]], packe
     assert isinstance(linear_of(parts), Packed if packed else Plain)
 
 
-def test_unpacked_without_native_kernels_and_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacked_without_kernels_for_device_or_type(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(linear_of([("Q4_1", 16, 64)], ELSEWHERE), Plain)
+    half = LinearShape(64, (16,), False, torch.float16, CPU)
+    assert isinstance(format_of([("Q4_1", 16, 64)]).linear(("0",), half), Plain)
     monkeypatch.setattr(native, "library", lambda: None)
     assert isinstance(linear_of([("Q4_1", 16, 64)]), Plain)
 

@@ -41,6 +41,20 @@ def test_logits_are_those_of_the_numbers(
         assert (ours - expected).norm() / expected.norm() < 1e-2
 
 
+def test_a_type_that_no_kernel_computes_is_left_to_torch() -> None:
+    """float16 on a CPU, whose kernels refused every row that they were given."""
+    torch.manual_seed(0)
+    experts = Mxfp4Experts(
+        ExpertShape(2, 64, 32, "clamped_swiglu", False, torch.float16, torch.device("cpu"))
+    )
+    for part in experts.parts().values():
+        part["_blocks"].tensor.random_(0, 256)
+        part["_scales"].tensor.random_(119, 123)
+    experts.finish()
+    x, ids = torch.randn(3, 64, dtype=torch.float16), torch.zeros(3, 1, dtype=torch.int32)
+    assert experts(x, ids, torch.ones(3, 1)).isfinite().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 def test_experts_on_the_gpu() -> None:

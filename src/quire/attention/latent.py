@@ -134,7 +134,7 @@ class Latent(Protocol):
 def choose(device: torch.device, dtype: torch.dtype) -> Latent:
     """The fastest implementation for models of `dtype` on `device`."""
     name = "triton" if device.type == "cuda" else "reference"
-    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and native.library():
+    if native.serves(device, dtype):
         name = "cpu"
     latent: Latent = IMPLEMENTATIONS[name]()
     return latent

@@ -26,6 +26,8 @@ from quire.logs import get_logger, warn_once
 log = get_logger(__name__)
 
 SOURCES = Path(__file__).with_name("csrc")
+TYPES = (torch.float32, torch.bfloat16)
+"""Of what the kernels compute."""
 _COMPILE = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fopenmp")
 _COMPILERS = ("cc", "gcc", "clang")
 _KEPT = {-3: 32 << 20, -1: 256 << 20}
@@ -56,6 +58,11 @@ def library() -> ctypes.CDLL | None:
     except NativeError as error:
         warn_once(log, f"No native CPU kernels ({error}); {_LOST}")
         return None
+
+
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers of `dtype` on `device` are computed by these kernels."""
+    return device.type == "cpu" and dtype in TYPES and library() is not None
 
 
 def structure(pointers: str, sizes: str, reals: str = "") -> type[ctypes.Structure]:

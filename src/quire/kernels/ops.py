@@ -171,7 +171,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> Ops:
 
 
 def _name(device: torch.device, dtype: torch.dtype) -> str:
-    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and native.library():
+    if native.serves(device, dtype):
         return "cpu"
     if device.type == "cuda":
         return "triton"

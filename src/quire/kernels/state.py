@@ -172,9 +172,8 @@ class StateOps(Protocol):
 @functools.cache
 def choose(device: torch.device, dtype: torch.dtype) -> StateOps:
     """The fastest implementation for models of `dtype` on `device`."""
-    native_types = (torch.float32, torch.bfloat16)
     kind = "triton" if device.type == "cuda" else "reference"
-    if device.type == "cpu" and dtype in native_types and native.library() is not None:
+    if native.serves(device, dtype):
         kind = "cpu"
     ops: StateOps = IMPLEMENTATIONS[kind]()
     return ops

@@ -94,7 +94,7 @@ class Fp8Weight(Weight):
         self.product = functools.partial(linear, weight=weight, bias=bias)
         if weight.data.is_cuda:
             self._find_on_gpu(weight)
-        elif native.library() is not None:
+        elif native.serves(self.shape.device, self.shape.dtype):
             self.product = Product([_in_c(weight)], bias)
 
     def _find_on_gpu(self, weight: Scaled) -> None:
@@ -157,7 +157,7 @@ class Fp8Experts(StoredExperts):
             from quire.kernels.triton.experts import mix as mix_on_gpu
 
             self.mix = functools.partial(mix_on_gpu, experts=experts, activation=activation)
-        elif native.library() is not None:
+        elif native.serves(self.shape.device, self.shape.dtype):
             gates, downs = ([_in_c(Scaled(*each)) for each in zip(*of, strict=True)] for of in weights)
             self.mix = Experts([[part] for part in gates], downs, activation, *self.biases)
 

@@ -40,7 +40,7 @@ class GGUFFormat:
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
         stored = self._stored(parts)
-        if not _can_stay(stored, 2, shape.device):
+        if not _can_stay(stored, 2, shape):
             return self.plain.linear(parts, shape)
         for part, kind in zip(parts, _kinds(stored), strict=False):
             _check(part, kind, shape.inputs)
@@ -49,7 +49,7 @@ class GGUFFormat:
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         stored = self._stored(parts)
-        if len(stored) != 3 or not _can_stay(stored, 3, shape.device):
+        if len(stored) != 3 or not _can_stay(stored, 3, shape):
             return self.plain.experts(parts, shape)
         gate, up, down = _kinds(stored)
         _check(parts[-1], down, shape.inner)
@@ -79,9 +79,10 @@ def _per_input(kind: str) -> Fraction:
     return Fraction(*BLOCKS[kind])
 
 
-def _can_stay(parts: list[Stored], num_dims: int, device: torch.device) -> bool:
+def _can_stay(parts: list[Stored], num_dims: int, layer: LinearShape | ExpertShape) -> bool:
+    device = layer.device
     known = set(KINDS) if device.type == "cuda" else set()
-    if device.type == "cpu" and native.library() is not None:
+    if native.serves(device, layer.dtype):
         known = set(TYPES)
     if not parts or any(len(shape) != num_dims for _, *shape in parts):
         return False

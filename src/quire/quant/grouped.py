@@ -12,7 +12,7 @@ from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.cpu_experts import Experts
 from quire.kernels.grouped import Codes, Gather, as_blocks
-from quire.kernels.linear import FORMS, Matrix, Product
+from quire.kernels.linear import Matrix, Product
 from quire.kernels.quantized import interleaves, pack
 from quire.logs import get_logger, warn_once
 from quire.quant.experts import ExpertShape, StoredExperts
@@ -184,7 +184,7 @@ class GroupedLinear(Weight):
         if shape.device.type == "cuda":
             product = self._on_gpu(parts, bias, may_gate=order is None)
             gather = None if order is None else partial(_gathered, order=order)
-        elif shape.dtype in FORMS and native.library() is not None:
+        elif native.serves(shape.device, shape.dtype):
             product = self._in_c(parts, bias)
             gather = None if order is None else Gather(order)
         if product is None:
@@ -251,7 +251,7 @@ class GroupedExperts(StoredExperts):
         if shape.device.type == "cuda":
             done = shape.dtype in (torch.bfloat16, torch.float16) and self._on_gpu()
         else:
-            done = shape.dtype in FORMS and native.library() is not None and self._in_c()
+            done = native.serves(shape.device, shape.dtype) and self._in_c()
         if not done:
             self._unpacked()
         self.stored = {}

@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.cpu_experts import Experts
 from quire.kernels.int8 import Codes, as_blocks, fits_blocks, matrices_of, narrow
-from quire.kernels.linear import FORMS, Product
+from quire.kernels.linear import Product
 from quire.kernels.quantized import Lookup
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
@@ -73,11 +73,11 @@ class Coded(Weight):
         self.scales = None
         if weight.codes.is_cuda:
             self.codes, self.scales = _kept(weight.codes), _kept(weight.scales)
-        elif _in_c(self.shape.dtype) and fits_blocks(weight):
+        elif native.serves(self.shape.device, self.shape.dtype) and fits_blocks(weight):
             self.codes = _kept(as_blocks(weight))
         else:
             values = weight.widened(torch.float32)
-            self.codes = widened(self.plain, values, _why(weight, self.shape.dtype))
+            self.codes = widened(self.plain, values, _why(weight, self.shape))
 
     def find_kernels(self) -> None:
         shape, codes, bias = self.shape, self.codes, self.bias
@@ -190,11 +190,11 @@ class SharedExperts(StoredExperts):
         if gate_up.codes.is_cuda and is_aligned:
             self.gate_up, self.down = (_kept(of.codes) for of in both)
             self.gate_up_scales, self.down_scales = (_kept(of.scales) for of in both)
-        elif not gate_up.codes.is_cuda and _in_c(shape.dtype) and all(map(fits_blocks, both)):
+        elif native.serves(shape.device, shape.dtype) and all(map(fits_blocks, both)):
             self.gate_up, self.down = (_kept(as_blocks(of)) for of in both)
         else:
             wide = [of.widened(torch.float32) for of in both]
-            why = _why(gate_up if fits_blocks(down) else down, shape.dtype)
+            why = _why(gate_up if fits_blocks(down) else down, shape)
             self.gate_up, self.down = widened_experts(self.plain, wide[0], wide[1], why)
 
     def find_kernels(self) -> None:
@@ -313,13 +313,9 @@ def _rows(weight: Codes, dtype: torch.dtype, ids: Tensor) -> Tensor:
     return Codes(weight.codes[ids], weight.scales[ids]).widened(dtype)
 
 
-def _in_c(dtype: torch.dtype) -> bool:
-    return dtype in FORMS and native.library() is not None
-
-
-def _why(weight: Codes, dtype: torch.dtype) -> str:
-    if not _in_c(dtype):
-        return f"int8 weights in {dtype} have no kernels here"
+def _why(weight: Codes, shape: LinearShape | ExpertShape) -> str:
+    if not native.serves(shape.device, shape.dtype):
+        return f"int8 weights in {shape.dtype} have no kernels here"
     return f"int8 weights of {weight.codes.shape[-1]} columns or scales like these have no kernels here"
 
 

@@ -75,7 +75,7 @@ class Mxfp4Experts(StoredExperts):
                 self.gate_up, self.gate_up_scales, self.down, self.down_scales, *self.biases
             )
             self.mix = functools.partial(mix_on_gpu, experts=packed, activation=activation)
-        elif native.library() is not None:
+        elif native.serves(self.shape.device, self.shape.dtype):
             gates, downs = (
                 self._repacked(self.gate_up, self.gate_up_scales),
                 self._repacked(self.down, self.down_scales),

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from quire.kernels import native
 from quire.kernels.cpu_experts import Experts
 from quire.kernels.experts import ExpertWeights, mix
-from quire.kernels.linear import FORMS, Matrix, Product
+from quire.kernels.linear import Matrix, Product
 from quire.kernels.ops import choose
 from quire.kernels.quantized import Lookup
 from quire.quant.experts import ExpertShape, StoredExperts
@@ -52,7 +52,7 @@ class Plain(Weight):
             self.rows = functools.partial(choose(weight.device, weight.dtype).embed, table=weight)
         if weight.is_cuda:
             self._find_on_gpu()
-        elif _in_c(weight):
+        elif native.serves(weight.device, weight.dtype):
             self.product = Product([Matrix.plain(weight)], bias, wide=wide)
             if self.rows is None:
                 self.rows = functools.partial(Lookup(Matrix.plain(weight)), dtype=self.shape.dtype)
@@ -91,7 +91,7 @@ class PlainExperts(StoredExperts):
             from quire.kernels.triton.experts import mix as mix_on_gpu
 
             self.mix = functools.partial(mix_on_gpu, experts=experts, activation=activation)
-        elif _in_c(self.down):
+        elif native.serves(self.down.device, self.down.dtype):
             gates, downs = ([Matrix.plain(weight) for weight in of] for of in experts[:2])
             self.mix = Experts([[part] for part in gates], downs, activation, *self.biases)
         else:
@@ -114,7 +114,3 @@ class PlainFormat:
 def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A layer in float32 may be given narrower numbers."""
     return F.linear(x.float(), weight.float(), bias)
-
-
-def _in_c(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in FORMS and native.library() is not None
