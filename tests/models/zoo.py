@@ -400,6 +400,9 @@ ZOO: dict[str, Specimen] = {
             "tie_word_embeddings": True,
         }
     ),
+    "VaultGemmaForCausalLM": Specimen(
+        {"sliding_window": 7, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0} | TIED
+    ),
     "Gemma3ForCausalLM": Specimen(
         {
             "num_hidden_layers": 3,
@@ -441,6 +444,16 @@ ZOO: dict[str, Specimen] = {
     "Qwen3MoeForCausalLM": Specimen(
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
         {"not-renormalized": {"norm_topk_prob": False}, "dense-layer": {"mlp_only_layers": [1]}},
+    ),
+    "MellumForCausalLM": Specimen(
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "sliding_window": 7,
+            "layer_types": TURNS,
+            "mlp_layer_types": ["dense", "sparse"],
+        }
     ),
     "OlmoeForCausalLM": Specimen(
         {"num_experts": 6, "num_experts_per_tok": 2}, {"clipped": {"clip_qkv": 0.5}}
@@ -568,6 +581,26 @@ ZOO: dict[str, Specimen] = {
             "yarn": rope("yarn", mscale=1.0, mscale_all_dim=1.0, **_YARN),
             "halves": {"rope_interleave": False, "attention_bias": True},
         },
+    ),
+    "AXK1ForCausalLM": Specimen(
+        _DEEPSEEK | {"mlp_layer_types": ["dense", "sparse"]},
+        {"all-sparse": {"mlp_layer_types": ["sparse"] * 2}},
+    ),
+    "YoutuForCausalLM": Specimen(
+        _DEEPSEEK | TIED, {"straight-queries": {"q_lora_rank": None, "rope_interleave": False} | UNTIED}
+    ),
+    "Mistral4ForCausalLM": Specimen(
+        _DEEPSEEK
+        | {"head_dim": 24}
+        | rope(
+            "yarn",
+            factor=16.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.3,
+        ),
+        {"all-sparse": {"first_k_dense_replace": 0, "norm_topk_prob": False}},
     ),
     "DeepseekV32ForCausalLM": Specimen(
         _INDEXED, {"yarn": rope("yarn", mscale=1.0, mscale_all_dim=1.0, **_YARN)}

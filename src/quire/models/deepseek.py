@@ -1,4 +1,5 @@
-"""DeepSeek-V2 and V3, by their facts Kimi-K2 and GLM-5: latent attention, experts in most layers."""
+"""DeepSeek-V2 and V3, by their facts Kimi-K2, GLM-5 and Mistral 4: latent attention, experts in most layers.
+A.X K1, with a norm more."""
 
 from collections.abc import Iterator
 
@@ -9,11 +10,12 @@ from quire.attention.latent import LatentSpec
 from quire.config.facts import ArchFacts, LayerFacts
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import ColumnLinear, Linear, RowLinear, without_bias
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope, mscale
 from quire.layers.scope import Scope, Target
 from quire.models import llama
 from quire.models.decoder import Decoder, MakesLayer
+from quire.models.llama4 import growth_of
 from quire.quant.shares import Runs, divided
 
 _EPS = 1e-6
@@ -47,6 +49,8 @@ class _StraightQueries(Linear):
 class Attention(nn.Module):
     """Queries and a latent of each token, what is seen of all latents, and the way back."""
 
+    growth: Tensor | None
+
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
         spec = latent_spec(facts, layer, scope.group.share(facts.heads))
@@ -62,11 +66,15 @@ class Attention(nn.Module):
         kv_norm = RMSNorm(spec.rank, _EPS, scope / "kv_a_layernorm")
         self.mix = LatentAttention(spec, rope, kv_norm, scope / "kv_b_proj")
         self.out = RowLinear(facts.heads * spec.v_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias)
+        self.ops = scope.ops
+        self.register_buffer("growth", growth_of(facts.query_growth, 0, scope), persistent=False)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, kv = self.down.multiply(x).split(self.down.sizes_out, -1)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up(self.q_norm(q, None)[0])
+        if self.growth is not None:
+            q = self.ops.scale_rows(q, self.ops.embed(batch.positions, self.growth))
         out: Tensor = self.out(self.mix(q, kv, batch))
         return out
 
@@ -81,3 +89,21 @@ class Deepseek(Decoder):
     """The model."""
 
     Layer = Layer
+
+
+class AXK1Layer(Layer):
+    """The same with a norm behind the experts."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        self.fed_norm = norm_of(facts, scope / "post_mlp_layernorm") if layer.moe else None
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = super().forward(x, residual, batch)
+        return x if self.fed_norm is None else self.fed_norm.alone(x), residual
+
+
+class AXK1(Decoder):
+    """A.X K1."""
+
+    Layer = AXK1Layer

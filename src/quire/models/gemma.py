@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: a norm before and after each half of a layer."""
+"""Gemma 2 and 3: a norm before and after each half of a layer; VaultGemma: before it alone."""
 
 from torch import Tensor, nn
 
@@ -7,6 +7,7 @@ from quire.config.facts import ArchFacts, LayerFacts
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
+from quire.models import llama
 from quire.models.decoder import Decoder
 from quire.models.llama import Attention, feed_forward
 
@@ -34,3 +35,15 @@ class Gemma(Decoder):
     """The model."""
 
     Layer = Layer
+
+
+class VaultLayer(llama.Layer):
+    """Llama's under Gemma's names."""
+
+    norm_names = ("input_layernorm", "pre_feedforward_layernorm")
+
+
+class VaultGemma(Decoder):
+    """The model."""
+
+    Layer = VaultLayer

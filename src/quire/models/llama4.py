@@ -17,6 +17,16 @@ from quire.models import llama
 from quire.models.decoder import Decoder, MakesLayer
 
 
+def growth_of(growth: tuple[float, float] | None, first: int, scope: Scope) -> Tensor | None:
+    """[max_len, 1]: what queries are multiplied with at each place, if the first is at `first`; None: none of
+    them grows."""
+    if growth is None or scope.max_len - 1 + first < growth[0]:
+        return None
+    step, factor = growth
+    positions = torch.arange(scope.max_len, device=scope.device) + first
+    return (torch.log1p(torch.floor(positions / step)) * factor + 1)[:, None]
+
+
 class Attention(llama.Attention):
     """Where heads turn they are first made of one length; where they do not, queries grow with their
     position."""
@@ -29,10 +39,7 @@ class Attention(llama.Attention):
         super().__init__(facts, layer, rope, scope)
         self.ops, growth = scope.ops, None
         if facts.query_growth is not None and (layer.rope is None or self.turning_too):
-            step, factor = facts.query_growth
-            positions = torch.arange(scope.max_len, device=scope.device) + self.first_position
-            if positions[-1] >= step:  # or else none of them grows
-                growth = (torch.log1p(torch.floor(positions / step)) * factor + 1)[:, None]
+            growth = growth_of(facts.query_growth, self.first_position, scope)
         elif layer.rope is not None and facts.unit_heads:
             ones = torch.ones(facts.head_dim, dtype=scope.dtype, device=scope.device)
             self.mix.norms = HeadNorms(ones, ones, facts.norm_eps)

@@ -31,13 +31,16 @@ def mistral(keys: Keys) -> ArchFacts:
 
 def ministral3(keys: Keys) -> ArchFacts:
     """Queries beyond the length before yarn's stretch grow."""
+    windows = everywhere(sliding_window(keys, None), keys)
+    return decoder(keys, head_dim=128, windows=windows, query_growth=query_growth(keys))
+
+
+def query_growth(keys: Keys) -> tuple[float, float]:
     block = keys.get("rope_parameters")
     if not isinstance(block, dict):
         raise keys.wrong("rope_parameters", "an object")
     rope = Keys(f"{keys.source}, rope_parameters", block)
-    step, weight = rope.size("original_max_position_embeddings"), rope.number("llama_4_scaling_beta")
-    windows = everywhere(sliding_window(keys, None), keys)
-    return decoder(keys, head_dim=128, windows=windows, query_growth=(step, weight))
+    return rope.size("original_max_position_embeddings"), rope.number("llama_4_scaling_beta")
 
 
 def ministral(keys: Keys) -> ArchFacts:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from quire.config.facts import ArchFacts, LayerFacts, MlaFacts
 from quire.config.families.decoder import decoder
-from quire.config.families.dense import with_defaults
+from quire.config.families.dense import only, query_growth, with_defaults
 from quire.config.families.moe import deepseek_experts, drafting, first_dense, mixed
 from quire.config.keys import Keys
 from quire.config.rope import read_rope
@@ -40,6 +40,34 @@ def minicpm3(keys: Keys) -> ArchFacts:
 
 def glm4_moe_lite(keys: Keys) -> ArchFacts:
     return _balanced(keys, pairs=keys.flag("rope_interleave", True), first=1)
+
+
+def axk1(keys: Keys) -> ArchFacts:
+    """A.X K1: a norm behind the experts."""
+    only(keys, "moe_layer_freq", 1)
+    return _balanced(keys, pairs=keys.flag("rope_interleave", True), first=1)
+
+
+def youtu(keys: Keys) -> ArchFacts:
+    """Experts there are none."""
+    keys = keys.but(q_lora_rank=keys.values.get("q_lora_rank", 1536))  # null: there is none
+    facts = _latent(keys, pairs=keys.flag("rope_interleave", True))
+    return replace(facts, tied=keys.flag("tie_word_embeddings", True))
+
+
+def mistral4(keys: Keys) -> ArchFacts:
+    """Softmax over all experts; queries grow as Ministral 3's do. What turns of a head is said by its
+    size."""
+    sizes = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
+    keys = with_defaults(keys, norm_topk_prob=True, topk_method="group_limited_greedy", **sizes)
+    block = keys.get("rope_parameters")
+    if not isinstance(block, dict):
+        raise keys.wrong("rope_parameters", "an object")
+    rope = {key: value for key, value in block.items() if key != "partial_rotary_factor"}
+    facts = _latent(keys.but(rope_parameters=rope), pairs=keys.flag("rope_interleave", True))
+    moe = deepseek_experts(keys, "softmax")
+    moe = replace(moe, routing=moe.routing._replace(group_best=2))
+    return replace(mixed(facts, moe, first_dense(keys)), query_growth=query_growth(keys))
 
 
 def indexed(keys: Keys) -> ArchFacts:

@@ -5,7 +5,13 @@ from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, Routing
 from quire.config.families.alibi import databricks
-from quire.config.families.decoder import decoder, everywhere, sliding_window, windows_by_kind
+from quire.config.families.decoder import (
+    decoder,
+    everywhere,
+    ropes_by_kind,
+    sliding_window,
+    windows_by_kind,
+)
 from quire.config.families.dense import (
     cohere,
     ernie,
@@ -63,6 +69,23 @@ def qwen3_moe(keys: Keys) -> ArchFacts:
     moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"), names=names)
     head_dim = keys.size("hidden_size") // keys.size("num_attention_heads")
     return mixed(qwen3(with_defaults(keys, head_dim=head_dim)), moe, _sparse(keys))
+
+
+def mellum(keys: Keys) -> ArchFacts:
+    """Qwen 3's, where layers with windows turn by a base of their own."""
+    keys = with_defaults(keys, norm_topk_prob=True, head_dim=128)
+    kinds = "full_attention", "sliding_attention"
+    if keys.get("rope_parameters") is None:
+        bases = zip(kinds, (500000.0, 10000.0), strict=True)
+        keys = keys.but(rope_parameters={kind: {"rope_theta": base} for kind, base in bases})
+    full = ["full_attention"] * keys.size("num_hidden_layers")
+    windows = windows_by_kind(keys, sliding_window(keys, 1024), default=full)
+    ropes = ropes_by_kind(keys, keys.size("head_dim"), *kinds)
+    layers = tuple(LayerFacts(ropes[kinds[window is not None]], window) for window in windows)
+    biased = keys.flag("attention_bias")
+    facts = decoder(keys, layers=layers, qkv_bias=biased, out_bias=biased, qk_norm="head", unused=r"^mtp\.")
+    moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
+    return mixed(facts, moe, first_dense(keys))
 
 
 def olmoe(keys: Keys) -> ArchFacts:

@@ -12,6 +12,7 @@ from quire.config.families.decoder import (
     sliding_window,
     windows_by_kind,
 )
+from quire.config.families.dense import with_defaults
 from quire.config.keys import Keys
 from quire.config.rope import max_len_of, read_rope
 
@@ -29,6 +30,11 @@ def gemma2(keys: Keys) -> ArchFacts:
         attention_softcap=keys.optional_number("attn_logit_softcapping"),
         logit_softcap=keys.optional_number("final_logit_softcapping"),
     )
+
+
+def vaultgemma(keys: Keys) -> ArchFacts:
+    """Gemma 2 without norms behind each half."""
+    return gemma2(with_defaults(keys, attn_logit_softcapping=50.0, final_logit_softcapping=30.0))
 
 
 def gemma3(keys: Keys) -> ArchFacts:
