@@ -43,6 +43,8 @@ _WEIGHTS = {
     "pt": ("*.bin",),
 }
 """By load format: which files hold the weights, the first that there are. Other formats need none."""
+_MODULES = "*_Dense/pytorch_model.bin"
+"""Those of products behind an embedding model, which may be older than the model's."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -179,7 +181,7 @@ class _Hub:
             )
         check(folder)
         for pattern in _WEIGHTS.get(load_format, ()):
-            folder = self._download(allow_patterns=[pattern], ignore_patterns=_UNWANTED)
+            folder = self._download(allow_patterns=[pattern, _MODULES], ignore_patterns=_UNWANTED)
             if any(folder.glob(pattern)):
                 break
         return folder

@@ -308,7 +308,7 @@ class LLM:
         ids = self._add(prompts, each, [0] * len(prompts), _loras_of(loras, len(prompts)))
         outputs = cast(list[PoolingRequestOutput[PoolingOutput]], self._run(ids, use_tqdm))
         for output in outputs:
-            if not output.outputs.data.size:
+            if output.outputs.data.shape == (0,):
                 raise EngineError(f"the engine failed on request {output.request_id}")
         return outputs
 

@@ -10,7 +10,6 @@ Place = Literal[
     "server flag",
     "body field",
     "sampling field",
-    "pooling field",
     "call argument",
 ]
 
@@ -74,10 +73,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
     "sampling field": {
         "routed_experts_prompt_start": (0,),
         "trace_decode_token_ids": (),
-    },
-    "pooling field": {
-        "returned_token_ids": (),
-        "step_tag_id": (),
     },
     "call argument": {
         "structured_outputs": (),

@@ -49,7 +49,8 @@ running request. An encoder keeps nothing.
 Any other decoder of an installed transformers runs through it, only slower:
 [transformers.md](transformers.md).
 With `--runner pooling` (or `--convert embed`, `--convert classify`) a decoder embeds or classifies;
-`...ForSequenceClassification` heads of Llama, Qwen2, Qwen3 and of the encoders are read as they are.
+`...ForSequenceClassification` and `...ForTokenClassification` heads are read as they are, and so are reward
+models and decoders that look ahead: [pooling.md](pooling.md).
 """
 
 

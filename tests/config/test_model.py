@@ -467,7 +467,7 @@ def test_a_gguf_header_that_does_not_fit_is_named(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForTokenClassification"]}, "a head that is not .*'LlamaModel'.* embeds"),
+        ({"architectures": ["LlamaForQuestionAnswering"]}, "a head that is not .*'LlamaModel'.* embeds"),
         ({"architectures": ["GPT2ForQuestionAnswering"]}, "a head that is not .*'GPT2Model'.* embeds"),
         ({"architectures": ["HeliumForTokenClassification"]}, "'HeliumForTokenClassification' is not"),
         ({"architectures": ["RwkvForCausalLM"], "num_attention_heads": None}, "all of whose layers attend"),

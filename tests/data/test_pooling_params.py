@@ -21,7 +21,9 @@ MEAN = {"pooling_type": "mean"}
         ({"dimensions": 0}, "dimensions"),
         ({"dimensions": True}, "dimensions"),
         ({"task": "embde"}, "task"),
-        ({"step_tag_id": 3}, "step_tag_id"),
+        ({"step_tag_id": -1}, "step_tag_id"),
+        ({"returned_token_ids": 3}, "returned_token_ids"),
+        ({"returned_token_ids": [True]}, "returned_token_ids"),
     ],
 )
 def test_mistakes_are_named(fields: dict[str, Any], param: str) -> None:
@@ -58,6 +60,8 @@ def test_types_of_tokens_are_where_the_second_text_begins() -> None:
         ({"architecture": "LlamaForSequenceClassification"}, {}, "classify", "LAST"),
         ({"architecture": "LlamaForSequenceClassification"}, {"convert": "embed"}, "embed", "LAST"),
         ({"architecture": "BertModel"}, {"is_encoder": True}, "embed", "CLS"),
+        ({}, {"pooler": {"returned_token_ids": [4, 7]}, "runner": "pooling"}, "classify", "LAST"),
+        ({"head": "tokens", "architecture": "QForTokenClassification"}, {}, "classify", "LAST"),
         ({"architecture": "BertForMaskedLM"}, {"is_encoder": True, "pooler": MEAN}, "embed", "MEAN"),
     ],
 )  # fmt: skip
@@ -72,7 +76,63 @@ def test_one_class_has_a_sigmoid() -> None:
     stored = StoredPooling("LlamaForSequenceClassification", labels=("yes",))
     facts = settle(stored, is_encoder=False, hidden=8)
     assert facts is not None and (facts.size, facts.activation) == (1, "sigmoid")
-    with pytest.raises(ConfigError, match="both directions"):
-        settle(StoredPooling(both_ways=True), is_encoder=False, hidden=8, runner="pooling")
     with pytest.raises(ConfigError, match="does not generate"):
         settle(stored, is_encoder=False, hidden=8, runner="generate")
+
+
+STEPS = {"pooling_type": "STEP", "step_tag_id": 9}
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "tasks"),
+    [
+        ({}, {"runner": "pooling"}, ("embed", "token_embed")),
+        ({}, {"runner": "pooling", "pooler": {"pooling_type": "all"}}, ("token_embed", "embed")),
+        ({}, {"convert": "classify", "pooler": STEPS}, ("token_classify", "classify")),
+        ({"head": "tokens"}, {"runner": "pooling"}, ("token_classify",)),
+        ({"head": "tokens"}, {"runner": "pooling", "convert": "embed"}, ("embed", "token_embed")),
+    ],
+)
+def test_what_can_be_asked_for_and_what_is_done_unasked(
+    stored: dict[str, Any], given: dict[str, Any], tasks: tuple[str, ...]
+) -> None:
+    facts = settle(StoredPooling(labels=("a", "b"), **stored), is_encoder=False, hidden=8, **given)
+    assert facts is not None and facts.tasks == tasks
+    assert completed(PoolingParams(), facts, None).task == tasks[0]
+    if "classify" not in tasks:
+        with pytest.raises(RequestError) as caught:
+            completed(PoolingParams(task="classify"), facts, None)
+        assert caught.value.param == "task"
+
+
+def test_steps_are_filled_in_and_numbers_become_places() -> None:
+    pooler = STEPS | {"returned_token_ids": [7, 4]}
+    facts = settle(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)
+    assert facts is not None and facts.needs_all_states
+    assert (facts.label_ids, facts.labels, facts.returned_token_ids) == ((7, 4), ("7", "4"), ())
+    plain = completed(PoolingParams(), facts, None)
+    assert (plain.step_tag_id, plain.returned_token_ids) == (9, None)
+    own = completed(PoolingParams(step_tag_id=3, returned_token_ids=[4]), facts, None)
+    assert (own.step_tag_id, own.returned_token_ids) == (3, [1])
+    with pytest.raises(RequestError, match="among those of this model: 7, 4"):
+        completed(PoolingParams(returned_token_ids=[5]), facts, None)
+    with pytest.raises(RequestError, match="pooling_type STEP"):
+        completed(PoolingParams(step_tag_id=3), EMBEDS, None)
+    with pytest.raises(RequestError, match="pooling_type STEP"):
+        completed(PoolingParams(task="classify", step_tag_id=3), facts, None)
+
+
+@pytest.mark.parametrize(
+    "pooler",
+    [
+        {"pooling_type": "SOME"},
+        {"seq_pooling_type": "ALL"},
+        {"tok_pooling_type": "LAST"},
+        {"pooling_type": "ALL", "step_tag_id": 1},
+        {"step_tag_id": "x"},
+        {"pooling_type": "STEP", "returned_token_ids": 5},
+    ],
+)
+def test_what_a_pooler_cannot_be(pooler: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"pooler_config: (pooling_type|step_tag_id|returned_token_ids)"):
+        settle(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)

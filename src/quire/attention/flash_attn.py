@@ -48,7 +48,7 @@ class FlashAttention:
         if spec.head_dim > 256 or spec.head_dim % 8:
             return f"needs a head size up to 256 in steps of 8, not {spec.head_dim}"
         if spec.reaches:
-            return "lets no token see what follows it, as those of this model's images do"
+            return "lets no token see what follows it, as those of this model do"
         if spec.sinks:
             return "is used without sinks"
         if spec.leans:

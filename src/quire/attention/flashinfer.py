@@ -44,7 +44,7 @@ class FlashInfer:
         if spec.head_dim not in (64, 128, 256):
             return f"needs a head size of 64, 128 or 256, not {spec.head_dim}"
         if spec.reaches:
-            return "lets no token see what follows it, as those of this model's images do"
+            return "lets no token see what follows it, as those of this model do"
         if spec.sinks:
             return "is used without sinks"
         if spec.leans:

@@ -14,7 +14,7 @@ from quire.config.layout import DTYPE_BYTES, cache_specs, has_states, row_bytes
 from quire.config.lora import lora_section
 from quire.config.machine import Machine
 from quire.config.model import Checkpoint
-from quire.config.pooling import PoolingFacts, settle
+from quire.config.pooling import PoolingFacts, both_ways_error, settle
 from quire.config.profiling import Profiling
 from quire.config.quant import choose_quant
 from quire.config.quant.facts import QuantFacts
@@ -131,7 +131,7 @@ def resolve(
         parallel, checkpoint.facts, values, pools=pooling is not None, all_local=all_local
     )
     model = _model(values, checkpoint, machine, env, pools=pooling is not None)
-    values = _for_pooling(values, pooling, checkpoint.facts, model.max_model_len)
+    values = _for_pooling(values, pooling, checkpoint, model.max_model_len)
     cache = _shared(_cache(values, model.dtype, machine, env, checkpoint), parallel)
     values = _with_room_for_states(values, cache, machine, of_one(checkpoint.facts, tp_size), usage)
     return EngineConfig(
@@ -172,9 +172,10 @@ def _observability(values: Mapping[str, Any], usage: str) -> ObservabilitySectio
 
 
 def _for_pooling(
-    values: dict[str, Any], pooling: PoolingFacts | None, facts: ArchFacts, max_model_len: int
+    values: dict[str, Any], pooling: PoolingFacts | None, checkpoint: Checkpoint, max_model_len: int
 ) -> dict[str, Any]:
     """What pooling cannot have is off; who asked for it is told."""
+    facts = checkpoint.facts
     if pooling is not None and facts.borrowed is not None:
         raise ConfigError(
             "a model that transformers runs only generates: leave runner and convert out, or set runner to"
@@ -189,15 +190,18 @@ def _for_pooling(
     off = {"async_scheduling": "a pooling model"}
     if pooling.needs_all_states:
         off["enable_prefix_caching"] = f"pooling of the type {pooling.type}"
-    if facts.encoder is not None:
-        off |= dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), "an encoder")
-        # It caches nothing: its blocks are empty, and a prompt has one of them.
+    if facts.encoder is not None or pooling.both_ways:
+        whole = "an encoder" if facts.encoder is not None else "attention in both directions"
+        off |= dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), whole)
+        if pooling.both_ways and (why := both_ways_error(checkpoint.pooling, facts, max_model_len)):
+            raise ConfigError(why)
         for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
             if values.get(name, max_model_len) < max_model_len:
                 raise ConfigError(
-                    f"{name} ({values[name]}) is smaller than max_model_len ({max_model_len}), and an encoder"
+                    f"{name} ({values[name]}) is smaller than max_model_len ({max_model_len}), and {whole}"
                     " reads a whole prompt in one step: raise the first or lower the second"
                 )
+    if facts.encoder is not None:  # it caches nothing: its blocks are empty, and a prompt has one of them
         values = {**values, "block_size": 1 << (max_model_len - 1).bit_length()}
     for name in (name for name in off if values.get(name)):
         warn_once(logger, f"{name} has no effect with {off[name]} and is off")

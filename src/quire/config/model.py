@@ -19,7 +19,7 @@ from quire.config.quant.facts import QuantFacts
 from quire.errors import ConfigError, nearest
 
 DTYPES = ("float32", "float16", "bfloat16")
-_OTHER_ENDINGS = ("ForSequenceClassification", "ForMaskedLM", "Model")
+_OTHER_ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "Model")
 _HEADED = re.compile(r"(\w+?)For[A-Z]\w*")
 """The name of a model with a head."""
 _CLASS_KEYS = ("id2label", "num_labels", "problem_type", "embedding_dim")
@@ -198,8 +198,8 @@ def _unknown(keys: Keys, name: str, model_impl: str) -> str:
     known = f"{', '.join(sorted(FAMILIES))}{more}"
     if (headed := _HEADED.fullmatch(name)) and _family(body := f"{headed[1]}Model") in FAMILIES:
         return (
-            f"{name} has a head that is not supported: those that generate or classify whole texts"
-            " (ForCausalLM, ForSequenceClassification) are; with"
+            f"{name} has a head that is not supported: those that generate or classify texts or tokens"
+            " (ForCausalLM, ForSequenceClassification, ForTokenClassification) are; with"
             f" hf_overrides={{'architectures': ['{body}']}} what is below it embeds"
         )
     return f"the architecture {name!r} is not supported; known: {known}{nearest(name, FAMILIES)}"

@@ -57,8 +57,8 @@ class ModelSection:
     convert: Literal["auto", "none", "embed", "classify"] = "auto"
     """What a pooling model gives. `auto`: classes if it is a classifier, else embeddings."""
     pooler_config: dict[str, Any] = field(default_factory=dict)
-    """JSON of how a pooling model pools: pooling_type (LAST, CLS, MEAN), use_activation, dimensions.
-    Default: as the checkpoint says."""
+    """JSON of how a pooling model pools: pooling_type (LAST, CLS, MEAN; of tokens ALL, STEP), use_activation,
+    dimensions, and of STEP step_tag_id and returned_token_ids. Default: as the checkpoint says."""
     tokenizer: str
     """Directory, .gguf file or hub id of the tokenizer. Default: the model's own."""
     tokenizer_mode: Literal["auto", "hf", "slow"] = "auto"

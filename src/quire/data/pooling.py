@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import RequestError, nearest
-from quire.unbuilt import UNBUILT, refuse
 
 Floats = NDArray[np.float32]
 Task = Literal["embed", "classify", "token_embed", "token_classify"]
@@ -27,20 +26,30 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
     task: Task | None = None
     """None: what is called for (`LLM.embed`, `LLM.classify`)."""
     step_tag_id: int | None = None
+    """Of pooling of the type STEP: only these tokens have an answer. None: as the model says."""
     returned_token_ids: list[int] | None = None
+    """Of the same: which numbers of an answer are given out, before their activation."""
     skip_reading_prefix_cache: bool | None = None
-    """None means: only where every token's own state is asked for."""
+    """None means: only where tokens' own states are asked for, which are never read from there."""
     second_start: int | None = None
     """Internal: where the second of two texts begins, for models that tell them apart."""
 
     def __post_init__(self) -> None:
-        for name in UNBUILT["pooling field"]:
-            refuse("pooling field", name, getattr(self, name))
         for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):
             if (value := getattr(self, name)) not in (None, True, False):
                 raise RequestError(f"{name} must be true or false, got {value!r}.", param=name)
         if self.use_activation is None:
             self.use_activation = self.normalize
+        if self.step_tag_id is not None and not _is_id(self.step_tag_id):
+            raise RequestError(
+                f"step_tag_id must be a token id, got {self.step_tag_id!r}.", param="step_tag_id"
+            )
+        returned = self.returned_token_ids
+        if returned is not None and not (isinstance(returned, list | tuple) and all(map(_is_id, returned))):
+            raise RequestError(
+                f"returned_token_ids must be a list of token ids, got {returned!r}.",
+                param="returned_token_ids",
+            )
         wanted = self.dimensions
         if wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
             raise RequestError(f"dimensions must be a positive integer, got {wanted!r}.", param="dimensions")
@@ -58,6 +67,10 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
 
     def clone(self) -> Self:
         return msgspec.structs.replace(self)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class Pooled(msgspec.Struct):

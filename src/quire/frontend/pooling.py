@@ -23,6 +23,10 @@ _NOT_CONVERTED = {
     "classify": "Classification API is not supported by this model. "
     "Try converting the model using `--convert classify`.",
 }
+_ONLY_TOKENS = (
+    "this model has an answer for each token and none for a whole text: use the task 'token_classify', as in "
+    "`LLM.encode(..., pooling_task='token_classify')` or a `task` of /pooling"
+)
 NO_TASK = (
     "pooling_task required for `LLM.encode`: use `LLM.embed(...)` or pooling_task='embed' for embeddings, "
     "`LLM.classify(...)` or pooling_task='classify' for classes, `LLM.score(...)` for similarity scores, "
@@ -44,10 +48,12 @@ def pools(pooling: PoolingFacts | None, what: str) -> PoolingFacts:
 def completed(params: PoolingParams, pooling: PoolingFacts, second_start: int | None) -> PoolingParams:
     """The params as the worker needs them: checked against this model, nothing left open."""
     params = params.clone()
-    params.task = params.task or pooling.task  # type: ignore[assignment]
+    params.task = params.task or pooling.tasks[0]  # type: ignore[assignment]
     kind = str(params.task).removeprefix("token_")
     if kind != pooling.task:
         raise RequestError(_NOT_CONVERTED[kind], param="task")
+    if params.task not in pooling.tasks:
+        raise RequestError(_ONLY_TOKENS, param="task")
     if params.use_activation is None:
         params.use_activation = pooling.use_activation
     if params.dimensions is not None and kind == "classify":
@@ -55,10 +61,33 @@ def completed(params: PoolingParams, pooling: PoolingFacts, second_start: int | 
     if params.dimensions is not None and (wrong := dimensions_error(pooling, params.dimensions)):
         raise RequestError(wrong, param="dimensions")
     params.dimensions = params.dimensions or pooling.dimensions
-    if params.skip_reading_prefix_cache is None:
-        params.skip_reading_prefix_cache = params.is_by_token
+    params.skip_reading_prefix_cache = params.is_by_token or bool(params.skip_reading_prefix_cache)
     params.second_start = second_start if pooling.token_types > 1 else None
+    _fill_steps(params, pooling)
     return params
+
+
+def _fill_steps(params: PoolingParams, pooling: PoolingFacts) -> None:
+    """Which tokens have an answer, and which of its numbers: from here on the places of these."""
+    if not (params.is_by_token and pooling.token_type == "STEP"):
+        for name in ("step_tag_id", "returned_token_ids"):
+            if getattr(params, name) is not None:
+                raise RequestError(
+                    f"{name} is for tasks of tokens with the pooling_type STEP (pooler_config): leave it out",
+                    param=name,
+                )
+        return
+    if params.step_tag_id is None:
+        params.step_tag_id = pooling.step_tag_id
+    returned = [*(params.returned_token_ids or pooling.returned_token_ids)]
+    known = pooling.label_ids or range(pooling.size)
+    if not all(each in known for each in returned):
+        those = ", ".join(map(str, known)) if pooling.label_ids else f"numbers below {pooling.size}"
+        raise RequestError(
+            f"returned_token_ids={returned} must be among those of this model: {those}",
+            param="returned_token_ids",
+        )
+    params.returned_token_ids = [known.index(each) for each in returned] or None
 
 
 def second_start(token_type_ids: Sequence[int], num_tokens: int) -> int | None:
@@ -80,6 +109,8 @@ def reads_pairs(pooling: PoolingFacts) -> bool:
     """Whether a score is one reading of both texts; of an embedding model it is the cosine of two."""
     if pooling.task == "embed":
         return False
+    if pooling.head:
+        raise RequestError(_ONLY_TOKENS)
     if pooling.size != 1:
         raise RequestError(f"Score API is only enabled for num_labels == 1, this model has {pooling.size}")
     return True

@@ -28,6 +28,7 @@ from quire.kernels import native
 from quire.kernels.ops import choose
 from quire.layers.lora import AdapterSlots
 from quire.layers.scope import Begins, Loads, Scope, Target
+from quire.loader.beside import Beside
 from quire.loader.sharded import Kept, ShardedSource, equip
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
@@ -98,7 +99,7 @@ def load_model(
     With `ep` each worker has some experts; `partly`: most of the checkpoint is another model's. What the
     first stage sees or hears with is its `tower`, whose layers `tower_group` shares; None: there is none.
     """
-    source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
+    source = _opened(checkpoint, load_format, seed, with_modules=build is not None)
     if isinstance(source, ShardedSource):
         kept = Kept.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
         _open_saved(source, kept, world.tp.rank, spread=ep is not None)
@@ -129,6 +130,15 @@ def load_model(
         else:
             _load(source, model, checkpoint, stage, bar, spread=ep is not None, partly=partly)
     return model.eval()
+
+
+def _opened(checkpoint: Checkpoint, load_format: str, seed: int, *, with_modules: bool) -> Source:
+    """A saved state has the weights of modules, too, and random ones need none."""
+    format = detect(checkpoint, load_format)
+    source: Source = FORMATS[format](checkpoint, seed)
+    if with_modules and checkpoint.pooling.dense and format in ("safetensors", "pt"):
+        return Beside(source, checkpoint)
+    return source
 
 
 def _complete(model: Any, facts: ArchFacts, scope: Scope, group: Group | None) -> None:

@@ -34,14 +34,14 @@ def _mode_of_new_files() -> int:
 
 
 def copy_around(path: Path, to: Path) -> None:
-    """Everything of a model directory but its weights."""
+    """Everything of a model directory but its weights; the modules behind it whole."""
     for file in sorted(path.iterdir()):
         is_weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
         if file.is_file() and not is_weights and file.name[0] != ".":
             shutil.copyfile(file, to / file.name)
-    templates = path / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, to / templates.name)
+    for folder in (path / "additional_chat_templates", *path.glob("[0-9]*_*")):
+        if folder.is_dir():
+            shutil.copytree(folder, to / folder.name)
 
 
 def find_shards(path: Path, stem: str, suffix: str) -> list[Path]:

@@ -129,6 +129,16 @@ CLASSIFIERS = LazyTable(
     },
 )
 """By architecture, where it is more than one product."""
+TOKEN_CLASSIFIERS = LazyTable(
+    "classifier of tokens",
+    {
+        **dict.fromkeys(
+            ("BertModel", "RobertaModel", "XLMRobertaModel"), "quire.models.bert:TokenClassifier"
+        ),
+        "ModernBertModel": "quire.models.modernbert:ModernBertClassifier",
+    },
+)
+"""The same for each token by itself."""
 DRAFTS = LazyTable(
     "draft",
     {

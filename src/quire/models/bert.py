@@ -117,3 +117,15 @@ class RobertaClassifier(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         out: Tensor = self.out(self.dense(states).tanh())
         return out
+
+
+class TokenClassifier(nn.Module):
+    """The classes of each token, of all of them: a product."""
+
+    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
+        super().__init__()
+        self.classifier = WholeLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = self.classifier(states)
+        return out

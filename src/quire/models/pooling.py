@@ -1,29 +1,91 @@
 """PoolingModel: a model's body, and what makes classes of the states that are pooled from it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts
 from quire.config.pooling import PoolingFacts
+from quire.config.sentence import DenseFacts
 from quire.layers.embedding import Head
 from quire.layers.linear import WholeLinear
-from quire.layers.scope import Scope
-from quire.models import CLASSIFIERS, MODELS
+from quire.layers.scope import Scope, Target
+from quire.models import CLASSIFIERS, MODELS, TOKEN_CLASSIFIERS
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "identity": lambda x: x,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
 
 
 class Score(nn.Module):
     """The classifier of a decoder: one product."""
 
+    name, bias = "score", False
+
     def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
         super().__init__()
-        self.score = WholeLinear(facts.hidden, num_labels, scope / "score")
+        self.score = WholeLinear(facts.hidden, num_labels, scope / self.name, bias=self.bias)
 
     def forward(self, states: Tensor) -> Tensor:
         out: Tensor = self.score(states)
         return out
+
+
+class EachScore(Score):
+    """The same of tokens."""
+
+    bias = True
+
+
+class Value(Score):
+    """The same under another name: how good a token is."""
+
+    name = "v_head"
+
+
+class Reward(nn.Module):
+    """How good a token is, by two products."""
+
+    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
+        super().__init__()
+        head = scope / "score"
+        self.dense = WholeLinear(facts.hidden, facts.hidden, head / 0, bias=True)
+        self.out = WholeLinear(facts.hidden, num_labels, head / 2, bias=True)
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = self.out(self.dense(states).relu())
+        return out
+
+
+class Dense(nn.Module):
+    """What sentence-transformers puts behind a model: a product and an activation, in float32."""
+
+    def __init__(self, facts: DenseFacts, device: torch.device) -> None:
+        super().__init__()
+        self.name = f"{facts.folder}.linear"
+        self.activate = _ACTIVATIONS[facts.activation]
+        empty = torch.empty(facts.size_out, facts.size_in, dtype=torch.float32, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.bias = nn.Parameter(empty[:, 0].clone(), requires_grad=False) if facts.bias else None
+
+    def targets(self) -> Iterator[Target]:
+        yield Target(f"{self.name}.weight", self.weight)
+        if self.bias is not None:
+            yield Target(f"{self.name}.bias", self.bias)
+
+    def finish(self) -> None:
+        """It is used as it was loaded."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.activate(F.linear(states, self.weight, self.bias))
 
 
 class Projection(nn.Module):
@@ -67,7 +129,9 @@ class PoolingModel(nn.Module):
         self, facts: ArchFacts, scope: Scope, *, pooling: PoolingFacts, label_ids: list[int]
     ) -> None:
         super().__init__()
-        self.hidden = facts.hidden
+        self.hidden, self.dtype = facts.hidden, scope.dtype
+        self.temperature = pooling.temperature
+        self.dense = nn.ModuleList(Dense(each, scope.device) for each in pooling.dense)
         self.body: nn.Module = MODELS[facts.architecture](facts, scope)
         head = _take_head(self.body)
         self.classifier: nn.Module | None = None
@@ -75,9 +139,7 @@ class PoolingModel(nn.Module):
             assert head is not None, "only a model with an output head has logits of tokens"
             self.classifier = TokenScore(head, label_ids, two_way=pooling.two_way)
         elif pooling.task == "classify":
-            known = facts.architecture in CLASSIFIERS
-            make = CLASSIFIERS[facts.architecture] if known else Score
-            self.classifier = make(facts, pooling.size, scope)
+            self.classifier = _classifier(facts, pooling, scope)
         elif pooling.projection:
             self.classifier = Projection(facts, pooling.size, scope)
 
@@ -92,8 +154,26 @@ class PoolingModel(nn.Module):
         return out
 
     def vectors(self, states: Tensor) -> Tensor:
-        """[N, hidden] pooled states -> [N, size]."""
-        return states if self.classifier is None else self.classifier(states)
+        """[N, hidden] pooled states, in float32 or the model's own type -> [N, size]."""
+        if self.classifier is None:
+            for dense in self.dense:
+                states = dense(states.float())
+            return states
+        out: Tensor = self.classifier(states.to(self.dtype))
+        return out if self.temperature == 1 else out / self.temperature
+
+
+def _classifier(facts: ArchFacts, pooling: PoolingFacts, scope: Scope) -> nn.Module:
+    known = TOKEN_CLASSIFIERS if pooling.head == "tokens" else CLASSIFIERS
+    if pooling.head in _HEADS and facts.architecture not in known:
+        made: nn.Module = _HEADS[pooling.head](facts, pooling.size, scope)
+    else:
+        made = known[facts.architecture](facts, pooling.size, scope)
+    return made
+
+
+_HEADS: dict[str, type[nn.Module]] = {"": Score, "tokens": EachScore, "reward": Reward, "value": Value}
+"""What decoders have."""
 
 
 def _take_head(model: nn.Module) -> Head | None:

@@ -80,6 +80,8 @@ def shapes(api: Api) -> Shapes:
     if pooling.task == "classify":
         first = {InputBody: answer_classify, TalkBody: answer_classify}
     rest: Shapes = {ScoreBody: answer_score, RerankBody: answer_rerank}
+    if pooling.head:  # only tokens have answers
+        first = rest = {}
     return first | rest | {PoolingInputBody: answer_pooling, PoolingTalk: answer_pooling}
 
 

@@ -25,7 +25,7 @@ from quire.worker.device import batch_of
 from quire.worker.host import Done
 from quire.worker.media import Encoder
 from quire.worker.memory import Needs
-from quire.worker.reach import reach_of
+from quire.worker.reach import both_ways, reach_of
 from quire.worker.rows import Rows
 from quire.worker.sheet import Page, Sizes, blank, bytes_of, host_arrays, sizes_of, tensors
 
@@ -37,7 +37,9 @@ _NO_SECOND = np.iinfo(np.int32).max
 def pooling_builder(config: EngineConfig) -> Callable[[ArchFacts, Scope], PoolingModel]:
     """Makes the model that the worker loads. Tokens that stand for classes become ids here."""
     assert config.pooling is not None
-    label_ids: list[int] = []
+    label_ids = [*config.pooling.label_ids]
+    if any(each >= config.checkpoint.facts.vocab for each in label_ids):
+        raise ConfigError(f"pooler_config: returned_token_ids={label_ids} must be tokens of this model")
     if config.pooling.label_tokens:
         tokenizer = open_tokenizer(config)
         if tokenizer is None:
@@ -63,6 +65,7 @@ class PoolingRunner:
         adapters: AdapterSlots | None = None,
         encoder: Encoder | None = None,
         reaches: bool = False,
+        windows: tuple[int | None, ...] = (),
     ) -> None:
         max_rows = len(all_rows.num_tokens)
         self.model = model
@@ -74,12 +77,14 @@ class PoolingRunner:
         self.adapters = adapters
         self.encoder = encoder
         self.reaches = reaches
-        """Whether the tokens of an item see each other in both directions."""
+        """Whether the tokens of an item, or all, see each other in both directions."""
+        self.windows = windows
+        """By group of layers."""
         self.asked: dict[int, PoolingParams] = {}
         self.kept = torch.zeros((max_rows, model.hidden), device=device)
         """Of prompts that come in several chunks: the sum so far, or the first state."""
         self.states: dict[int, list[Tensor]] = {}
-        """All states, of rows that want each."""
+        """Those of tokens, of rows that want them."""
         self.second_start: Ints = np.full(max_rows, _NO_SECOND, np.int32)
 
     @torch.inference_mode()
@@ -107,8 +112,8 @@ class PoolingRunner:
 
     def _forward(self, batch: Batch) -> Tensor:
         if self.plan_attention is not None:
-            for group in batch.groups:
-                group.reach = batch.reach
+            for group, window in zip(batch.groups, self.windows, strict=True):
+                group.reach = both_ways(batch, window) if self.pooling.both_ways else batch.reach
                 self.plan_attention(group)
         if self.adapters is not None:
             self.adapters.use(batch.adapters)
@@ -142,27 +147,46 @@ class PoolingRunner:
 
     def _pool(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Pooled]:
         """By row, for the rows whose prompt ends in this step."""
-        self._keep_states(plan, hidden)
+        self._keep_states(plan, batch, hidden)
+        ended = plan.rows[np.flatnonzero(plan.samples)].tolist()
+        by_token = [row for row in ended if self.asked[row].is_by_token]
+        answers = {row: self._of_tokens(row) for row in by_token}
+        if not self.pooling.head:
+            answers |= self._of_texts(plan, batch, hidden)
+        return answers
+
+    def _keep_states(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> None:
+        if not self.states:
+            return
+        chunks = hidden.split(plan.num_tokens.tolist()), batch.token_ids.split(plan.num_tokens.tolist())
+        for row, chunk, ids in zip(plan.rows.tolist(), *chunks, strict=True):
+            if row in self.states:
+                tag = self.asked[row].step_tag_id
+                self.states[row].append(chunk.clone() if tag is None else chunk[ids == tag])
+
+    def _of_tokens(self, row: int) -> Pooled:
+        vectors = self._vectors(torch.cat(self.states.pop(row)))
+        return Pooled.of(finished(vectors, self.asked[row], self.pooling))
+
+    def _of_texts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Pooled]:
+        """What is kept of all rows, and given out of those that ask for it."""
         rows = torch.from_numpy(plan.rows.astype(np.int64)).to(self.device)
         started = torch.from_numpy(self.all_rows.num_computed[plan.rows] > 0).to(self.device)
         before = torch.where(started[:, None], self.kept[rows], 0.0)
         now = _TYPES[self.pooling.type](hidden, batch, before, started[:, None])
         self.kept[rows] = now
-        ended = np.flatnonzero(plan.samples)
+        asks = [not self.asked[row].is_by_token for row in plan.rows.tolist()]
+        ended = np.flatnonzero(plan.samples & np.array(asks))
+        if not len(ended):
+            return {}
         states = now[torch.from_numpy(ended).to(self.device)]
         if self.pooling.type == "MEAN":
             lens = self.all_rows.prompt_len[plan.rows[ended]].astype(np.float32)
             states = states / torch.from_numpy(lens)[:, None].to(self.device)
-        return self._answers(plan.rows[ended].tolist(), self._vectors(states, hidden.dtype))
+        return self._answers(plan.rows[ended].tolist(), self._vectors(states))
 
-    def _keep_states(self, plan: StepPlan, hidden: Tensor) -> None:
-        if self.states:
-            for row, chunk in zip(plan.rows.tolist(), hidden.split(plan.num_tokens.tolist()), strict=True):
-                if row in self.states:
-                    self.states[row].append(chunk.clone())
-
-    def _vectors(self, states: Tensor, dtype: torch.dtype) -> Floats:
-        found: Floats = self.model.vectors(states.to(dtype)).float().cpu().numpy()
+    def _vectors(self, states: Tensor) -> Floats:
+        found: Floats = self.model.vectors(states).float().cpu().numpy()
         return found
 
     def _answers(self, rows: list[int], vectors: Floats) -> dict[int, Pooled]:
@@ -171,12 +195,7 @@ class PoolingRunner:
         ways: dict[tuple[object, ...], list[int]] = {}
         for place, row in enumerate(rows):
             params = self.asked[row]
-            if params.is_by_token:
-                states = torch.cat(self.states.pop(row))
-                found = self._vectors(states, states.dtype)
-                answers[row] = Pooled.of(finished(found, params, self.pooling))
-            else:
-                ways.setdefault((params.use_activation, params.dimensions), []).append(place)
+            ways.setdefault((params.use_activation, params.dimensions), []).append(place)
         for places in ways.values():
             made = finished(vectors[places], self.asked[rows[places[0]]], self.pooling)
             answers |= {rows[place]: Pooled.of(each) for place, each in zip(places, made, strict=True)}
@@ -205,7 +224,7 @@ class PoolingRunner:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         hidden = self._forward(batch)
-        self._vectors(hidden[:1].float(), hidden.dtype)
+        self._vectors(hidden[:1].float())
         torch.cuda.synchronize()
         activations = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
@@ -255,10 +274,15 @@ _TYPES: dict[str, Gather] = {"LAST": _last, "CLS": _first, "MEAN": _sum}
 
 def finished(values: Floats, params: PoolingParams, pooling: PoolingFacts) -> NDArray[np.float32]:
     """[..., size] as asked for: cut, and normalised or made probabilities."""
+    if params.returned_token_ids is not None:
+        values = values[..., params.returned_token_ids]
     if pooling.task == "embed":
         values = values[..., : params.dimensions]
         return _normalised(values) if params.use_activation else values
-    return _ACTIVATIONS[pooling.activation](values) if params.use_activation else values
+    if not params.use_activation:
+        return values
+    alone = pooling.activation == "softmax" and values.shape[-1] == 1
+    return _ACTIVATIONS["sigmoid" if alone else pooling.activation](values)
 
 
 def _normalised(values: Floats) -> Floats:

@@ -4,7 +4,10 @@ prompt that all do."""
 from collections.abc import Iterator
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from quire.attention.batch import Batch
 from quire.data.plan import Ints, StepPlan
 from quire.worker.rows import Rows
 
@@ -33,3 +36,14 @@ def _together(row: int, all_rows: Rows) -> Iterator[tuple[int, int]]:
         return
     for item in all_rows.items.get(row, ()):
         yield from item.places()
+
+
+def both_ways(batch: Batch, window: int | None) -> Tensor:
+    """[T] the same of a batch of whole prompts whose tokens see those behind them, too: to the last one, or
+    as far as layers with this window look back."""
+    lens = batch.query_lens_host
+    reach = np.repeat(lens - 1, lens)
+    if window is not None:
+        own = np.arange(len(reach)) - np.repeat(np.cumsum(lens) - lens, lens)
+        reach = np.minimum(own + window - 1, reach)
+    return torch.from_numpy(reach.astype(np.int32)).to(batch.token_ids.device)

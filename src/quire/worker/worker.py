@@ -130,8 +130,8 @@ class Worker:
 
     @property
     def _reaches(self) -> bool:
-        media = self.config.checkpoint.facts.media
-        return media is not None and media.is_whole
+        media, pooling = self.config.checkpoint.facts.media, self.config.pooling
+        return bool(media and media.is_whole) or bool(pooling and pooling.both_ways)
 
     def _backend(self, facts: ArchFacts) -> AttentionBackend:
         config = self.config
@@ -458,7 +458,7 @@ class Worker:
         self.model.settle()
         plan = None if self.config.checkpoint.facts.encoder else self.backend.plan
         slots = None if self.adapters is None else self.adapters.slots
-        own = self.device, slots, self.encoder, self._reaches
+        own = self.device, slots, self.encoder, self._reaches, self.layout.windows
         self._runner = PoolingRunner(self.model, plan, all_rows, pooling, *own)
         return self._runner
 

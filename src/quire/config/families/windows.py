@@ -43,6 +43,8 @@ def gemma3(keys: Keys) -> ArchFacts:
     kinds = layer_kinds(keys, *_KINDS, default=[_KINDS[bool((layer + 1) % every)] for layer in range(count)])
     ropes = _local_ropes(keys, head_dim)
     window = sliding_window(keys)
+    if window is not None and keys.get("use_bidirectional_attention") is True:
+        window = window // 2 + 1  # half of it lies ahead
     windows = {"full_attention": None, "sliding_attention": window}
     return decoder(
         keys,
