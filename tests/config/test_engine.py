@@ -6,6 +6,7 @@ import logging
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,16 @@ def test_every_flag_of_the_reference_engine_is_understood() -> None:
 def test_dtype(asked: str, stored: str, machine: Machine, expected: str) -> None:
     config = make({"dtype": asked}, checkpoint=checkpoint(stored), machine=machine)
     assert (config.model.dtype, config.cache.kv_cache_dtype) == (expected, expected)
+
+
+def test_states_that_outgrow_float16_are_not_kept_in_it() -> None:
+    wide = replace(checkpoint("float32"), facts=replace(FACTS, architecture="Gemma3ForCausalLM"))
+    for runner in ("generate", "pooling"):
+        assert make({"runner": runner}, checkpoint=wide, machine=cuda()).model.dtype == "bfloat16"
+        old = cuda(16, "Tesla T4", (7, 5))
+        assert make({"runner": runner}, checkpoint=wide, machine=old).model.dtype == "float32"
+    plain = make({"runner": "pooling"}, checkpoint=checkpoint("float32"), machine=cuda())
+    assert plain.model.dtype == "float16"
 
 
 def test_bfloat16_on_an_old_gpu_says_what_to_use() -> None:

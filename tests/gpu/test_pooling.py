@@ -62,3 +62,17 @@ def test_embeddings_of_a_decoder(kind: str, chunk: int, tmp_path: Path) -> None:
     wanted = [each.mean(0) if kind == "MEAN" else each[-1] for each in found]
     for _ in range(2):
         check(llm.encode(texts(), RAW, pooling_task="embed", use_tqdm=False), wanted, "float32")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2"])
+def test_a_decoder_that_looks_ahead(family: str, dtype: str, tmp_path: Path) -> None:
+    """Layers of Gemma see 32 tokens on either side, some all; those of Qwen all."""
+    said = {"use_bidirectional_attention": True, "sliding_window": 64, "attn_implementation": "eager"}
+    said = said if family == "gemma3_text" else {"is_causal": False}
+    path, hf = make_tiny(family, tmp_path, head_dim=64, max_position_embeddings=512, **SIZE, **said)
+    llm = opened(path, runner="pooling", dtype=dtype, hf_overrides=said, max_num_batched_tokens=600)
+    found = llm.encode(texts(), RAW, pooling_task="token_embed", use_tqdm=False)
+    with torch.inference_mode():
+        wanted = [hf.model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in texts()]
+    check(found, wanted, dtype)

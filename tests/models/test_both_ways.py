@@ -140,6 +140,17 @@ def test_older_weights_of_modules_and_what_they_must_fit(
         opened(tmp_path)
 
 
+def test_a_saved_state_has_the_modules(gemma: tuple[Path, Any, list[nn.Linear]], tmp_path: Path) -> None:
+    from quire.cli import main
+
+    path, _, _ = gemma
+    flags = ["--skip-tokenizer-init", "--dtype", "float32", "--max-model-len", "48"]
+    assert main(["save-sharded-state", str(path), "-o", str(tmp_path / "saved"), *flags]) == 0
+    ours, saved = (opened(each).embed(prompts(), use_tqdm=False) for each in (path, tmp_path / "saved"))
+    for one, other in zip(ours, saved, strict=True):
+        assert one.outputs.embedding == other.outputs.embedding
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral"])
 def test_a_configuration_that_says_is_causal_false(family: str, tmp_path: Path) -> None:
     """As gte-Qwen2 does."""

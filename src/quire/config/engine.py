@@ -47,6 +47,8 @@ DEFAULT_MODEL_NAMES = ("", "default", "smollm2")
 CPU_KV_CACHE_LIMIT = 4 * GIB
 RETIRED_BACKENDS = ("XFORMERS",)
 """Attention backends of old scripts that stand for no particular kernel today."""
+_WIDE = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "Glm4ForCausalLM")
+"""Those whose states outgrow float16."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 # Least device memory in GiB; tokens of a step by usage; requests. An A100 counts as the last row.
@@ -311,7 +313,7 @@ def _model(
         "model": model,
         "tokenizer": values.get("tokenizer") or str(checkpoint.path),
         "served_model_name": values.get("served_model_name") or (model,),
-        "dtype": _dtype(values.get("dtype", "auto"), checkpoint.dtype, machine, pools=pools),
+        "dtype": _dtype(values.get("dtype", "auto"), checkpoint, machine, pools=pools),
         "quantization": _quantization(values.get("quantization"), checkpoint),
         "max_model_len": length,
         "auto_fit": auto_fit,
@@ -322,9 +324,9 @@ def _model(
     return ModelSection(**{**_of("model", values), **own})
 
 
-def _dtype(asked: str, stored: str, machine: Machine, *, pools: bool) -> Any:
+def _dtype(asked: str, checkpoint: Checkpoint, machine: Machine, *, pools: bool) -> Any:
     native = {"bfloat16": machine.bf16, "float16": machine.fp16, "float32": True}
-    asked = DTYPE_ALIASES.get(asked, asked)
+    asked, stored = DTYPE_ALIASES.get(asked, asked), checkpoint.dtype
     if machine.device == "cpu":
         if asked == "auto":
             return stored if native[stored] else "float32"
@@ -336,6 +338,8 @@ def _dtype(asked: str, stored: str, machine: Machine, *, pools: bool) -> Any:
         )
     if asked != "auto":
         return asked
+    if checkpoint.facts.architecture in _WIDE:
+        return "bfloat16" if machine.bf16 else "float32"
     # What is pooled is compared number by number: digits count for more than range.
     wanted = stored if stored != "float32" else "float16" if pools else "bfloat16"
     return wanted if native[wanted] else "float16"

@@ -73,7 +73,8 @@ class ModelSection:
     installed transformers; `auto`, the second where Quire has none."""
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
     """Type of weights and activations. Default: the checkpoint's where the machine computes it natively; a
-    float32 checkpoint becomes bfloat16 on CUDA, or float16 for pooling."""
+    float32 checkpoint becomes bfloat16 on CUDA, or float16 for pooling. Gemma 2 to 3n and GLM-4 outgrow
+    float16: bfloat16 or float32 there."""
     seed: int = 0
     """Seed of the sampling of requests that bring none."""
     revision: str | None = None
