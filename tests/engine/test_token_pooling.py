@@ -71,7 +71,7 @@ def classifier(path: Path, family: str, body: nn.Module, **settings: Any) -> Any
     return made
 
 
-@pytest.mark.parametrize("named", ["BertModel", "RobertaModel", "XLMRobertaModel", "ModernBertModel"])
+@pytest.mark.parametrize("named", [name for name in encoders.ENCODERS if "," not in name])
 def test_tokens_of_encoders(named: str, tmp_path: Path) -> None:
     family, settings = encoders.ENCODERS[named]
     body = encoders.make(tmp_path / "whole", family, **settings).body

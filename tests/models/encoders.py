@@ -11,6 +11,10 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "RobertaModel": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
     "XLMRobertaModel": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "relu"}),
     "ModernBertModel": ("ModernBert", {"local_attention": 8, "num_hidden_layers": 4, "norm_bias": True}),
+    "NomicBertModel": ("NomicBert", {"hidden_act": "silu"}),
+    "GteModel": ("Gte", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "GteModel, no types": ("Gte", {"type_vocab_size": 0}),
+    "JinaEmbeddingsV3Model": ("JinaEmbeddingsV3", {"type_vocab_size": 1}),
     "ModernBertModel, mean": ("ModernBert", {"classifier_pooling": "mean", "attention_bias": True}),
 }
 """By architecture, and what is tested of it: the family in transformers, and its settings."""
@@ -30,14 +34,6 @@ SETTINGS = {
     "attn_implementation": "eager",
     "num_labels": 3,
 }
-ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "BertModel": ("Bert", {}),
-    "RobertaModel": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
-    "XLMRobertaModel": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "relu"}),
-    "ModernBertModel": ("ModernBert", {"local_attention": 8, "num_hidden_layers": 4, "norm_bias": True}),
-    "ModernBertModel, mean": ("ModernBert", {"classifier_pooling": "mean", "attention_bias": True}),
-}
-"""Architecture, and what else is said of a tiny one -> family of transformers, settings."""
 
 
 class Tiny(NamedTuple):

@@ -1,6 +1,7 @@
 """Encoders say what transformers says: every state, every class, in batches of texts of any length."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from encoders import ENCODERS, Tiny, make, states, texts
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, PoolingParams
 from quire.config.model import read_checkpoint
@@ -52,8 +54,6 @@ def test_every_class(tiny: Tiny) -> None:
 
 
 def test_a_bare_body_with_old_names_and_files_of_sentence_transformers(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     tiny = make(tmp_path / "whole", "Bert")
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -157,6 +157,68 @@ def test_older_files_of_modernbert_say_the_same(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path).facts == today
     assert [layer.window for layer in today.layers] == [None, 4, 4, None]
     assert tiny.hf.config.sliding_window == 4
+
+
+@pytest.mark.parametrize("name", ["NomicBertModel", "GteModel", "JinaEmbeddingsV3Model"])
+def test_names_of_transformers_itself(name: str, tmp_path: Path) -> None:
+    """What it writes has those of the first checkpoints."""
+    family, settings = ENCODERS[name]
+    tiny = make(tmp_path, family, **settings)
+    tensors = {name: tensor.clone() for name, tensor in tiny.body.state_dict().items()}
+    older = [each for each in load_file(tmp_path / "model.safetensors") if ".encoder.layer" in each]
+    assert older and not any(".encoder.layer" in each for each in tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (ids,) = texts(20)
+    (found,) = opened(tmp_path, convert="embed").encode(
+        [ids], RAW, pooling_task="token_embed", use_tqdm=False
+    )
+    assert np.abs(found.outputs.data - states(tiny, ids)).max() < TOLERANCE
+
+
+def test_the_configurations_of_older_checkpoints(tmp_path: Path) -> None:
+    """Nomic's own keys, and the rotation of New, which is stretched once for all."""
+    nomic = make(tmp_path / "nomic", "NomicBert")
+    config = {
+        "architectures": ["NomicBertModel"],
+        "activation_function": "swiglu",
+        "n_embd": 32,
+        "n_head": 4,
+        "n_inner": 48,
+        "n_layer": 2,
+        "n_positions": 64,
+        "layer_norm_epsilon": 1e-12,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "type_vocab_size": 2,
+        "qkv_proj_bias": False,
+        "vocab_size": 96,
+    }
+    (tmp_path / "nomic" / "config.json").write_text(json.dumps(config))
+    new = make(tmp_path / "new", "Gte", rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    config = json.loads((tmp_path / "new" / "config.json").read_text()) | {
+        "architectures": ["NewModel"],
+        "rope_parameters": None,
+        "rope_theta": 100.0,
+        "rope_scaling": {"type": "ntk", "factor": 8.0},
+    }
+    (tmp_path / "new" / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "new" / "model.safetensors").items()
+    save_file(
+        {name.replace("gte.", "new."): tensor for name, tensor in tensors},
+        tmp_path / "new" / "model.safetensors",
+    )
+    powers = torch.arange(0, 8, 2) / 8
+    new.body.rotary_emb.inv_freq = 1 / 800.0**powers / math.pow(8.0, 2 / 8)
+    (ids,) = texts(40)
+    for tiny in (nomic, new):
+        llm = opened(tiny.path, convert="embed")
+        (found,) = llm.encode([ids], RAW, pooling_task="token_embed", use_tqdm=False)
+        assert np.abs(found.outputs.data - states(tiny, ids)).max() < TOLERANCE
+    for wrong in ({"activation_function": "gelu"}, {"prenorm": True}, {"num_experts": 8}):
+        with pytest.raises(ConfigError):
+            opened(tmp_path / "nomic", hf_overrides=wrong)
+    with pytest.raises(ConfigError, match="mixed_b"):
+        opened(tmp_path / "new", hf_overrides={"rope_scaling": {"mixed_b": 0.3}})
 
 
 def test_narrow_weights_on_a_cpu(tmp_path: Path) -> None:

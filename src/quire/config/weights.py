@@ -16,6 +16,7 @@ _PLAIN = {
     "GPTJForCausalLM",
     "GPTNeoXForCausalLM",
     "Jais2ForCausalLM",
+    "JinaEmbeddingsV3Model",
     "MptForCausalLM",
     "NemotronForCausalLM",
     "NemotronHForCausalLM",

@@ -112,6 +112,9 @@ MODELS = LazyTable(
         "Mistral4ForCausalLM": "quire.models.deepseek:Deepseek",
         "VaultGemmaForCausalLM": "quire.models.gemma:VaultGemma",
         "YoutuForCausalLM": "quire.models.deepseek:Deepseek",
+        "GteModel": "quire.models.rotary_bert:RotaryBert",
+        "JinaEmbeddingsV3Model": "quire.models.rotary_bert:RotaryBert",
+        "NomicBertModel": "quire.models.rotary_bert:RotaryBert",
         "BertModel": "quire.models.bert:Bert",
         "RobertaModel": "quire.models.bert:Bert",
         "XLMRobertaModel": "quire.models.bert:Bert",
@@ -122,7 +125,8 @@ MODELS = LazyTable(
 CLASSIFIERS = LazyTable(
     "classifier",
     {
-        "BertModel": "quire.models.bert:BertClassifier",
+        **dict.fromkeys(("BertModel", "GteModel", "NomicBertModel"), "quire.models.bert:BertClassifier"),
+        "JinaEmbeddingsV3Model": "quire.models.bert:RobertaClassifier",
         "RobertaModel": "quire.models.bert:RobertaClassifier",
         "XLMRobertaModel": "quire.models.bert:RobertaClassifier",
         "ModernBertModel": "quire.models.modernbert:ModernBertClassifier",
@@ -132,9 +136,9 @@ CLASSIFIERS = LazyTable(
 TOKEN_CLASSIFIERS = LazyTable(
     "classifier of tokens",
     {
-        **dict.fromkeys(
-            ("BertModel", "RobertaModel", "XLMRobertaModel"), "quire.models.bert:TokenClassifier"
-        ),
+        **dict.fromkeys(("BertModel", "GteModel", "NomicBertModel"), "quire.models.bert:TokenClassifier"),
+        **dict.fromkeys(("RobertaModel", "XLMRobertaModel"), "quire.models.bert:TokenClassifier"),
+        "JinaEmbeddingsV3Model": "quire.models.bert:TokenClassifier",
         "ModernBertModel": "quire.models.modernbert:ModernBertClassifier",
     },
 )

@@ -18,22 +18,30 @@ from quire.layers.scope import Scope
 
 
 class Embeddings(nn.Module):
-    """Which token, at which place, of which text: three vectors, added and normed."""
+    """Which token, at which place, of which text: as many of these vectors as the model has, added and
+    normed."""
 
-    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+    def __init__(self, facts: ArchFacts, scope: Scope, norm: Scope | None = None) -> None:
         super().__init__()
         assert facts.encoder is not None
         self.first, self.padding = facts.encoder.first_position, facts.encoder.padding
         self.words = Embedding(facts.vocab, facts.hidden, scope / "word_embeddings")
         whole = replace(scope, group=ALONE)  # too few to be worth a sum
-        self.positions = Embedding(facts.encoder.positions, facts.hidden, whole / "position_embeddings")
-        self.types = Embedding(facts.encoder.token_types, facts.hidden, whole / "token_type_embeddings")
-        self.norm = norm_of(facts, scope / "LayerNorm")
+        self.positions: Embedding | None = None
+        self.types: Embedding | None = None
+        if count := facts.encoder.positions:
+            self.positions = Embedding(count, facts.hidden, whole / "position_embeddings")
+        if count := facts.encoder.token_types:
+            self.types = Embedding(count, facts.hidden, whole / "token_type_embeddings")
+        self.norm = norm_of(facts, norm or scope / "LayerNorm")
 
     def forward(self, batch: Batch) -> Tensor:
-        types = torch.zeros_like(batch.token_ids) if batch.token_types is None else batch.token_types
         x: Tensor = self.words(batch.token_ids)
-        x = x + self.types(types) + self.positions(self._places(batch))
+        if self.types is not None:
+            types = torch.zeros_like(batch.token_ids) if batch.token_types is None else batch.token_types
+            x = x + self.types(types)
+        if self.positions is not None:
+            x = x + self.positions(self._places(batch))
         return self.norm.alone(x)
 
     def _places(self, batch: Batch) -> Tensor:

@@ -145,6 +145,9 @@ FAMILIES = {
     "Mistral4ForCausalLM": Family("mistral4", latent.mistral4),
     "VaultGemmaForCausalLM": Family("vaultgemma", windows.vaultgemma),
     "YoutuForCausalLM": Family("youtu", latent.youtu),
+    "GteModel": Family("gte", encoder.gte),
+    "JinaEmbeddingsV3Model": Family("jina_embeddings_v3", encoder.jina),
+    "NomicBertModel": Family("nomic_bert", encoder.nomic),
     "BertModel": Family("bert", encoder.bert),
     "RobertaModel": Family("roberta", encoder.roberta),
     "XLMRobertaModel": Family("xlm-roberta", encoder.roberta),
@@ -153,6 +156,8 @@ FAMILIES = {
 ALIASES = {
     "AquilaForCausalLM": "LlamaForCausalLM",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    **dict.fromkeys(("GteNewForSequenceClassification", "GteNewModel", "NewForMaskedLM"), "GteModel"),
+    **dict.fromkeys(("NewForSequenceClassification", "NewForTokenClassification", "NewModel"), "GteModel"),
     "GritLM": "MistralForCausalLM",
     "InternLM2ForRewardModel": "InternLM2ForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",

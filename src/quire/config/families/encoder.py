@@ -1,8 +1,10 @@
 """Encoders: models that read a whole text in both directions."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
-from quire.config.facts import ArchFacts, EncoderFacts, LayerFacts
+from quire.config.facts import ArchFacts, EncoderFacts, LayerFacts, RopeFacts
 from quire.config.families.decoder import activation_of, layer_kinds, longest_of
 from quire.config.keys import Keys
 from quire.config.rope import max_len_of, read_rope
@@ -75,6 +77,112 @@ def modernbert(keys: Keys) -> ArchFacts:
         mlp_bias=keys.flag("mlp_bias"),
         fused_gate_up=True,
     )
+
+
+_NOMIC_KEYS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+    "rotary_emb_fraction": "partial_rotary_factor",
+}
+"""Names of the first checkpoints, and those of transformers."""
+_NOMIC_LEN = 2048
+"""What it was trained for; longer texts need a rotation that changes with their length."""
+
+
+def nomic(keys: Keys) -> ArchFacts:
+    is_older = keys.get("n_embd") is not None
+    named = {new: keys.get(old) for old, new in _NOMIC_KEYS.items() if keys.get(old) is not None}
+    keys = keys.but(**named)
+    for key, usual in (("prenorm", False), ("use_rms_norm", False), ("rotary_emb_interleaved", False)):
+        if keys.flag(key, usual) is not usual:
+            raise keys.wrong(key, "false")
+    if is_older and (keys.get("activation_function") != "swiglu" or (keys.get("num_experts") or 0) > 0):
+        raise keys.wrong("activation_function", "swiglu, without experts")
+    trained = min(keys.size("max_trained_positions", _NOMIC_LEN), keys.size("max_position_embeddings", 2048))
+    rope = read_rope(_with_theta(keys, 1000.0), _head_dim(keys))
+    return _turning(
+        keys,
+        rope,
+        EncoderFacts("nomic_bert", token_types=_token_types(keys, 2), gated=True),
+        activation=activation_of(keys, default="silu"),
+        max_len=trained,
+        qkv_bias=keys.flag("qkv_proj_bias"),
+        out_bias=keys.flag("qkv_proj_bias"),
+        mlp_bias=keys.flag("mlp_fc2_bias"),
+    )
+
+
+def gte(keys: Keys) -> ArchFacts:
+    """That of transformers, and the one that its first checkpoints call New."""
+    is_new = any(str(name).startswith(("New", "GteNew")) for name in keys.get("architectures") or ())
+    if (kind := keys.get("position_embedding_type")) not in (None, "rope"):
+        raise keys.wrong("position_embedding_type", f"rope ({kind!r} is not supported)")
+    if str(keys.get("layer_norm_type") or "layer_norm") != "layer_norm":
+        raise keys.wrong("layer_norm_type", "layer_norm")
+    if keys.flag("logn_attention_scale"):
+        raise keys.wrong("logn_attention_scale", "false")
+    length = keys.size("max_position_embeddings", 8192)
+    return _turning(
+        keys,
+        _stretched_rope(keys, 10_000.0 if is_new else 160_000.0, length),
+        EncoderFacts("new" if is_new else "gte", token_types=_token_types(keys, 1), gated=True),
+        activation=activation_of(keys, default="gelu"),
+        max_len=length,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+
+
+def jina(keys: Keys) -> ArchFacts:
+    rope = read_rope(_with_theta(keys, 20_000.0), _head_dim(keys))
+    return _turning(
+        keys,
+        rope,
+        EncoderFacts("roberta", token_types=_token_types(keys, 1)),
+        activation=activation_of(keys, default="gelu"),
+        norm_eps=keys.number("layer_norm_eps", 1e-5),
+        max_len=max_len_of(keys),
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+
+
+def _turning(keys: Keys, rope: RopeFacts, encoder: EncoderFacts, **facts: Any) -> ArchFacts:
+    given = {"norm_eps": keys.number("layer_norm_eps", 1e-12), "norm_bias": True, **facts}
+    layers = (LayerFacts(rope),) * keys.size("num_hidden_layers")
+    return _encoder(keys, layers=layers, encoder=encoder, **given)
+
+
+def _token_types(keys: Keys, default: int) -> int:
+    """May be none."""
+    return 0 if keys.get("type_vocab_size") == 0 else keys.size("type_vocab_size", default)
+
+
+def _stretched_rope(keys: Keys, theta: float, length: int) -> RopeFacts:
+    """`ntk` as New has it (kexue.fm/archives/9706): a base so many times as large, all a little slower."""
+    scaling = keys.get("rope_scaling")
+    if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != "ntk":
+        return read_rope(_with_theta(keys, theta), _head_dim(keys))
+    if scaling.get("mixed_b") is not None:
+        raise keys.wrong("rope_scaling", "an object without mixed_b")
+    factor = Keys(f"{keys.source}, rope_scaling", scaling).number("factor")
+    rope = read_rope(_with_theta(keys.but(rope_scaling=None), theta), _head_dim(keys))
+    slower = math.pow(factor, 2 / rope.dim)
+    return replace(rope, theta=rope.theta * factor, kind="linear", factor=slower, max_len=length)
+
+
+def _with_theta(keys: Keys, theta: float) -> Keys:
+    """The family's own where none is said."""
+    said = keys.get("rope_parameters")
+    said = said.get("rope_theta") if isinstance(said, dict) else None
+    return keys.but(rope_theta=said or keys.get("rope_theta") or theta)
 
 
 def _encoder(keys: Keys, **facts: Any) -> ArchFacts:
