@@ -11,6 +11,12 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "RobertaModel": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
     "XLMRobertaModel": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "relu"}),
     "ModernBertModel": ("ModernBert", {"local_attention": 8, "num_hidden_layers": 4, "norm_bias": True}),
+    "DistilBertModel": (
+        "DistilBert",
+        {"dim": 32, "hidden_dim": 48, "n_heads": 4, "n_layers": 2, "activation": "relu"},
+    ),
+    "ErnieModel": ("Ernie", {"use_task_id": True, "task_type_vocab_size": 3}),
+    "RobertaModel, Camembert": ("Camembert", {"pad_token_id": 1, "type_vocab_size": 1}),
     "NomicBertModel": ("NomicBert", {"hidden_act": "silu"}),
     "GteModel": ("Gte", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "GteModel, no types": ("Gte", {"type_vocab_size": 0}),

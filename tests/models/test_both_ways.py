@@ -189,6 +189,20 @@ def test_llama_bidirectional(tmp_path: Path) -> None:
         assert np.abs(np.array(one.outputs.probs) - logit.numpy()).max() < TOLERANCE
 
 
+def test_eurobert(tmp_path: Path) -> None:
+    """A Llama in all but its name and its masks."""
+    import transformers
+
+    path, hf = make_tiny("llama", tmp_path)
+    config = {**hf.config.to_dict(), "model_type": "eurobert", "attn_implementation": "eager"}
+    model = transformers.EuroBertModel(transformers.EuroBertConfig(**config)).float().eval()
+    model.load_state_dict(hf.model.state_dict())
+    model.save_pretrained(path / "euro")
+    found = opened(path / "euro").encode(prompts(), RAW, pooling_task="token_embed", use_tqdm=False)
+    for ids, each in zip(prompts(), found, strict=True):
+        assert np.abs(each.outputs.data - states(model, ids).numpy()).max() < TOLERANCE
+
+
 def test_what_cannot_look_ahead(tmp_path: Path) -> None:
     llama, _ = make_tiny("llama", tmp_path, is_causal=False)
     both = {"is_causal": False}

@@ -192,6 +192,8 @@ class EncoderFacts:
     """The token that has the position in front of the first, and does not count."""
     token_types: int = 0
     """Of how many texts in one prompt each has a vector of its own."""
+    task_types: int = 0
+    """Vectors of tasks, of which the first is added to all tokens."""
     gated: bool = False
     """Whether its feed-forward half is, of families that have both."""
     classifier_bias: bool = False

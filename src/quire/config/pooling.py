@@ -20,6 +20,7 @@ _GGUF_TYPES = {1: "MEAN", 2: "CLS", 3: "LAST"}
 _CLASSES = "ForSequenceClassification"
 _TOKEN_CLASSES = "ForTokenClassification"
 _BIDIRECTIONAL = "LlamaBidirectional"
+_BOTH_WAYS = (_BIDIRECTIONAL, "EuroBert")
 """How those begin that attend in both directions and do not say so elsewhere."""
 _REWARDS: dict[str, dict[str, Any]] = {
     "InternLM2ForRewardModel": {"head": "value", "labels": ("LABEL_0",), "is_raw": True},
@@ -205,7 +206,7 @@ def _both_ways(keys: Keys, architecture: str) -> str:
         return "use_bidirectional_attention"
     if keys.get("is_causal") is False:
         return "is_causal"
-    return architecture if architecture.startswith(_BIDIRECTIONAL) else ""
+    return architecture if architecture.startswith(_BOTH_WAYS) else ""
 
 
 def _instructions(path: Path, keys: Keys) -> tuple[tuple[str, str], ...]:

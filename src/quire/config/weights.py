@@ -10,6 +10,8 @@ _PLAIN = {
     "ArceeForCausalLM",
     "BertModel",
     "BloomForCausalLM",
+    "DistilBertModel",
+    "ErnieModel",
     "FalconForCausalLM",
     "GPT2LMHeadModel",
     "GPTBigCodeForCausalLM",
@@ -74,7 +76,8 @@ def count(facts: ArchFacts) -> Weights:
     table = facts.vocab * facts.hidden
     positions = facts.max_len * facts.hidden if facts.learned_positions else 0
     if facts.encoder is not None:
-        positions = (facts.encoder.positions + facts.encoder.token_types) * facts.hidden
+        encoder = facts.encoder
+        positions = (encoder.positions + encoder.token_types + encoder.task_types) * facts.hidden
     has_head = facts.encoder is None and not facts.tied
     layers = tuple(_layer(facts.of_layer(layer), layer) for layer in facts.layers)
     table += _beside(facts)

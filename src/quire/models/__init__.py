@@ -112,6 +112,8 @@ MODELS = LazyTable(
         "Mistral4ForCausalLM": "quire.models.deepseek:Deepseek",
         "VaultGemmaForCausalLM": "quire.models.gemma:VaultGemma",
         "YoutuForCausalLM": "quire.models.deepseek:Deepseek",
+        "DistilBertModel": "quire.models.bert:DistilBert",
+        "ErnieModel": "quire.models.bert:Bert",
         "GteModel": "quire.models.rotary_bert:RotaryBert",
         "JinaEmbeddingsV3Model": "quire.models.rotary_bert:RotaryBert",
         "NomicBertModel": "quire.models.rotary_bert:RotaryBert",
@@ -125,7 +127,9 @@ MODELS = LazyTable(
 CLASSIFIERS = LazyTable(
     "classifier",
     {
-        **dict.fromkeys(("BertModel", "GteModel", "NomicBertModel"), "quire.models.bert:BertClassifier"),
+        **dict.fromkeys(("BertModel", "ErnieModel"), "quire.models.bert:BertClassifier"),
+        **dict.fromkeys(("GteModel", "NomicBertModel"), "quire.models.bert:BertClassifier"),
+        "DistilBertModel": "quire.models.bert:DistilBertClassifier",
         "JinaEmbeddingsV3Model": "quire.models.bert:RobertaClassifier",
         "RobertaModel": "quire.models.bert:RobertaClassifier",
         "XLMRobertaModel": "quire.models.bert:RobertaClassifier",
@@ -138,6 +142,7 @@ TOKEN_CLASSIFIERS = LazyTable(
     {
         **dict.fromkeys(("BertModel", "GteModel", "NomicBertModel"), "quire.models.bert:TokenClassifier"),
         **dict.fromkeys(("RobertaModel", "XLMRobertaModel"), "quire.models.bert:TokenClassifier"),
+        **dict.fromkeys(("DistilBertModel", "ErnieModel"), "quire.models.bert:TokenClassifier"),
         "JinaEmbeddingsV3Model": "quire.models.bert:TokenClassifier",
         "ModernBertModel": "quire.models.modernbert:ModernBertClassifier",
     },

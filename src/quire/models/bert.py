@@ -1,6 +1,7 @@
-"""BERT, and by their facts RoBERTa and XLM-R."""
+"""BERT, and by their facts RoBERTa, XLM-R and ERNIE; DistilBERT, which has other names."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,35 @@ from quire.layers.linear import WholeLinear
 from quire.layers.mlp import PlainMLP
 from quire.layers.norm import norm_of
 from quire.layers.scope import Scope
+
+
+class Names(NamedTuple):
+    """What a checkpoint calls its layers and their parts."""
+
+    stack: str
+    qkv: tuple[str, str, str]
+    out: str
+    attention_norm: str
+    mlp: tuple[str, str]
+    mlp_norm: str
+
+
+BERT = Names(
+    "encoder.layer",
+    ("self.query", "self.key", "self.value"),
+    "output.dense",
+    "attention.output.LayerNorm",
+    ("intermediate.dense", "output.dense"),
+    "output.LayerNorm",
+)
+DISTILBERT = Names(
+    "transformer.layer",
+    ("q_lin", "k_lin", "v_lin"),
+    "out_lin",
+    "sa_layer_norm",
+    ("ffn.lin1", "ffn.lin2"),
+    "output_layer_norm",
+)
 
 
 class Embeddings(nn.Module):
@@ -33,6 +63,9 @@ class Embeddings(nn.Module):
             self.positions = Embedding(count, facts.hidden, whole / "position_embeddings")
         if count := facts.encoder.token_types:
             self.types = Embedding(count, facts.hidden, whole / "token_type_embeddings")
+        self.tasks: Embedding | None = None
+        if count := facts.encoder.task_types:
+            self.tasks = Embedding(count, facts.hidden, whole / "task_type_embeddings")
         self.norm = norm_of(facts, norm or scope / "LayerNorm")
 
     def forward(self, batch: Batch) -> Tensor:
@@ -42,6 +75,8 @@ class Embeddings(nn.Module):
             x = x + self.types(types)
         if self.positions is not None:
             x = x + self.positions(self._places(batch))
+        if self.tasks is not None:
+            x = x + self.tasks(torch.zeros_like(batch.token_ids))
         return self.norm.alone(x)
 
     def _places(self, batch: Batch) -> Tensor:
@@ -59,18 +94,12 @@ class Embeddings(nn.Module):
 class Layer(nn.Module):
     """Attention, then feed-forward, each with a norm behind the sum."""
 
-    def __init__(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> None:
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, names: Names, scope: Scope) -> None:
         super().__init__()
-        self.attention = EncoderAttention(
-            facts,
-            layer,
-            scope / "attention",
-            names=("self.query", "self.key", "self.value"),
-            out="output.dense",
-        )
-        self.attention_norm = norm_of(facts, scope / "attention" / "output" / "LayerNorm")
-        self.mlp = PlainMLP(facts, scope, names=("intermediate.dense", "output.dense"))
-        self.mlp_norm = norm_of(facts, scope / "output" / "LayerNorm")
+        self.attention = EncoderAttention(facts, layer, scope / "attention", names=names.qkv, out=names.out)
+        self.attention_norm = norm_of(facts, scope / names.attention_norm)
+        self.mlp = PlainMLP(facts, scope, names=names.mlp)
+        self.mlp_norm = norm_of(facts, scope / names.mlp_norm)
 
     def forward(self, x: Tensor, batch: Batch, texts: Spans) -> Tensor:
         x = self.attention_norm.added(self.attention(x, batch.positions, texts), x)
@@ -80,13 +109,16 @@ class Layer(nn.Module):
 class Bert(nn.Module):
     """Embeddings and layers."""
 
+    names = BERT
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         assert facts.encoder is not None
         body = scope / facts.encoder.prefix
         self.embeddings = Embeddings(facts, body / "embeddings")
         self.layers = nn.ModuleList(
-            Layer(facts, layer, body / "encoder" / "layer" / i) for i, layer in enumerate(facts.layers)
+            Layer(facts, layer, self.names, body / self.names.stack / i)
+            for i, layer in enumerate(facts.layers)
         )
 
     def forward(self, batch: Batch) -> Tensor:
@@ -96,6 +128,25 @@ class Bert(nn.Module):
         for layer in self.layers:
             x = layer(x, batch, texts)
         return x
+
+
+class DistilBert(Bert):
+    """The same under other names, half as deep."""
+
+    names = DISTILBERT
+
+
+class DistilBertClassifier(nn.Module):
+    """Two products."""
+
+    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
+        super().__init__()
+        self.dense = WholeLinear(facts.hidden, facts.hidden, scope / "pre_classifier", bias=True)
+        self.classifier = WholeLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = self.classifier(self.dense(states).relu())
+        return out
 
 
 class BertClassifier(nn.Module):

@@ -145,6 +145,8 @@ FAMILIES = {
     "Mistral4ForCausalLM": Family("mistral4", latent.mistral4),
     "VaultGemmaForCausalLM": Family("vaultgemma", windows.vaultgemma),
     "YoutuForCausalLM": Family("youtu", latent.youtu),
+    "DistilBertModel": Family("distilbert", encoder.distilbert),
+    "ErnieModel": Family("ernie", encoder.ernie),
     "GteModel": Family("gte", encoder.gte),
     "JinaEmbeddingsV3Model": Family("jina_embeddings_v3", encoder.jina),
     "NomicBertModel": Family("nomic_bert", encoder.nomic),
@@ -156,6 +158,9 @@ FAMILIES = {
 ALIASES = {
     "AquilaForCausalLM": "LlamaForCausalLM",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    **dict.fromkeys(("CamembertForMaskedLM", "CamembertForSequenceClassification"), "RobertaModel"),
+    **dict.fromkeys(("CamembertForTokenClassification", "CamembertModel"), "RobertaModel"),
+    **dict.fromkeys(("EuroBertForMaskedLM", "EuroBertModel"), "LlamaForCausalLM"),
     **dict.fromkeys(("GteNewForSequenceClassification", "GteNewModel", "NewForMaskedLM"), "GteModel"),
     **dict.fromkeys(("NewForSequenceClassification", "NewForTokenClassification", "NewModel"), "GteModel"),
     "GritLM": "MistralForCausalLM",

@@ -24,6 +24,27 @@ def roberta(keys: Keys) -> ArchFacts:
     return _bert(keys, "roberta", first_position=padding + 1, padding=padding)
 
 
+def ernie(keys: Keys) -> ArchFacts:
+    facts = _bert(keys, "ernie")
+    assert facts.encoder is not None
+    tasks = keys.size("task_type_vocab_size", 3) if keys.flag("use_task_id") else 0
+    return replace(facts, encoder=replace(facts.encoder, task_types=tasks))
+
+
+def distilbert(keys: Keys) -> ArchFacts:
+    """BERT under other names, without types of tokens."""
+    renamed = {
+        "hidden_size": keys.size("dim", 768),
+        "intermediate_size": keys.size("hidden_dim", 3072),
+        "num_attention_heads": keys.size("n_heads", 12),
+        "num_hidden_layers": keys.size("n_layers", 6),
+        "hidden_act": keys.get("activation"),
+    }
+    facts = _bert(keys.but(**renamed, layer_norm_eps=1e-12), "distilbert")
+    assert facts.encoder is not None
+    return replace(facts, encoder=replace(facts.encoder, token_types=0))
+
+
 def _bert(keys: Keys, prefix: str, first_position: int = 0, padding: int | None = None) -> ArchFacts:
     kind = keys.get("position_embedding_type") or "absolute"
     if kind != "absolute":
