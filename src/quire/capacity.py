@@ -117,9 +117,9 @@ def max_span(config: EngineConfig) -> int | None:
 
 def _widest(facts: ArchFacts) -> int:
     """Numbers of a token that exist side by side in the widest half of a layer."""
-    most = max([facts.heads, *(layer.heads for layer in facts.layers)])
-    heads, kv_heads = most * facts.head_dim, facts.kv_heads * facts.head_dim
-    widths = [3 * facts.intermediate, 2 * (heads + 2 * kv_heads)]
+    own = [facts, *{facts.of_layer(layer) for layer in facts.layers}]
+    widths = [3 * max(each.intermediate for each in own)]
+    widths.append(2 * max((each.heads + 2 * each.kv_heads) * each.head_dim for each in own))
     if facts.moe is not None:
         widths.append(3 * facts.moe.shared_intermediate)
     if (state := facts.state) is not None:

@@ -11,6 +11,7 @@ from by_hand import CHUNKS, Case, Chunks, Runs, attend, check, make_case
 
 from quire.attention import flash_attn
 from quire.attention.backend import AttentionBackend, AttentionSpec, choose
+from quire.attention.cpu_attn import CPUAttention
 from quire.attention.flash_attn import FlashAttention
 from quire.attention.flashinfer import FlashInfer
 from quire.attention.torch_sdpa import TorchSDPA
@@ -83,6 +84,25 @@ def test_more_heads_on_one_key_head_than_a_tile_has_rows(backend: AttentionBacke
 def test_heads_that_do_not_fill_the_rows_of_a_tile(backend: AttentionBackend) -> None:
     """A query whose heads are cut at the end of a tile."""
     check(backend, [(23, 9), (2, 5), (1, 30)], AttentionSpec(14, 2, 16, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_wide_heads(dtype: torch.dtype, full: AttentionBackend) -> None:
+    """Those of Gemma 4, in the shapes that the kernels have for them."""
+    check(full, [(19, 3), (1, 40), (1, 0)], AttentionSpec(8, 2, 512, dtype, scale=0.05), block=16)
+
+
+@pytest.mark.parametrize("kind", ["TORCH_SDPA", "TRITON_ATTN", "CPU_ATTN"])
+def test_layers_side_by_side(kind: str) -> None:
+    """A token's keys that lie further apart than they are wide: those of another layer read for them."""
+    case = make_case(MIXED, AttentionSpec(4, 2, 8, torch.float32, 33), block=16)
+    for name in ("k_cache", "v_cache"):
+        own = getattr(case, name)
+        shared = torch.full((own.shape[0], own.shape[1], 4, *own.shape[2:]), torch.nan)
+        shared[:, :, 2] = own
+        setattr(case, name, shared[:, :, 2])
+    backend = CPUAttention() if kind == "CPU_ATTN" else BACKENDS[kind]()
+    torch.testing.assert_close(attend(backend, case), case.expected(), atol=1e-5, rtol=1e-5)
 
 
 def test_an_own_scale(backend: AttentionBackend) -> None:
@@ -258,7 +278,16 @@ REAL = {
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     ("heads", "head_dim"),
-    [((32, 8), 128), ((16, 8), 128), ((8, 8), 64), ((14, 2), 64), ((6, 2), 80), ((4, 1), 256), ((16, 2), 96)],
+    [
+        ((32, 8), 128),
+        ((16, 8), 128),
+        ((8, 8), 64),
+        ((14, 2), 64),
+        ((6, 2), 80),
+        ((4, 1), 256),
+        ((16, 2), 96),
+        ((32, 4), 512),
+    ],
 )
 @pytest.mark.parametrize("chunks", REAL.values(), ids=REAL.keys())
 def test_on_the_gpu(chunks: Chunks, heads: tuple[int, int], head_dim: int, window: int | None) -> None:
@@ -280,7 +309,7 @@ def test_reach_on_the_gpu(heads: tuple[int, int], head_dim: int, window: int | N
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 512])
 @pytest.mark.parametrize("extra", ["plain", "cap", "sinks", "slopes", "e4m3fn", "e5m2"])
 def test_kinds_on_the_gpu(dtype: torch.dtype, head_dim: int, extra: str) -> None:
     spec = AttentionSpec(8, 2, head_dim, dtype)

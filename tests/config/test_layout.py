@@ -62,6 +62,26 @@ def test_a_draft_with_other_pages_lies_where_all_is_kept(draft: CacheSpec) -> No
     assert last.windows == made.windows and last.places == {8: (0, 0), 9: (0, 1), 7: (1, 2)}
 
 
+def test_layers_with_pages_of_half_the_size_lie_side_by_side() -> None:
+    """Gemma 4 31B: 60 layers, each sixth of which sees all and keeps half as much of a token. A block is as
+    large as what those ten keep of its tokens."""
+    specs = [CacheSpec("full", numbers=2048) if i % 6 == 5 else window(1024, 4096) for i in range(60)]
+    made = layout(specs, 1 << 17)
+    assert made.windows == (None, *(1024,) * 10) and made.slabs == (2 * 4096,) * 5
+    assert [len(group.layers) for group in made.groups] == [10] + [5] * 10
+    full = [(made.places[layer], made.parts[layer]) for layer in range(5, 60, 6)]
+    assert full == [((0, at // 2), (at % 2, 2)) for at in range(10)]
+    assert {made.parts[layer] for layer in range(60) if layer % 6 != 5} == {(0, 1)}
+    assert made.keeping(1).slabs == made.slabs and made.keeping(1).windows[1] == 1025
+    last = made.of(range(54, 60))
+    assert last.slabs == made.slabs[:5] and last.parts[59] == (0, 2)
+
+
+def test_layers_whose_pages_do_not_divide_each_other_share_no_memory() -> None:
+    specs = [CacheSpec("full", numbers=6), *[window(9, numbers=4)] * 5] * 2
+    assert layout(specs, 1 << 17).largest == 0
+
+
 def test_a_draft_with_the_same_pages_is_more_layers() -> None:
     made = layout([FULL, window(6)] * 4 + [FULL], 1000)
     assert [len(group.layers) for group in made.groups] == [4, 1, 4] and len(made.slabs) == 4
@@ -69,8 +89,9 @@ def test_a_draft_with_the_same_pages_is_more_layers() -> None:
 
 
 def test_windows_alone_are_given_up_for_a_draft_that_keeps_all() -> None:
-    """Its blocks have room for all layers anyway, unless it has the same pages."""
-    assert layout([window(6)] * 4 + [CacheSpec("full", numbers=2)], 1000).windows == (None,)
+    """Its blocks have room for all layers anyway, unless it has the same pages, or a part of them."""
+    assert layout([window(6)] * 4 + [CacheSpec("full", numbers=3)], 1000).windows == (None,)
+    assert layout([window(6)] * 4 + [CacheSpec("full", numbers=2)], 1000).windows == (None, 6, 6, 6, 6)
     assert layout([window(6)] * 4 + [FULL], 1000).windows == (None, 6, 6, 6, 6)
 
 

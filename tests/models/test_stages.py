@@ -18,7 +18,7 @@ from quire.models.decoder import Decoder
 
 PROMPTS = [[5, 9, 30, 31, 32, 2, 8], [7, 8, 11]]
 STEPS = [[4, 0], [2, 3], [1, 0]]
-SHARING = "Gemma3nForCausalLM", "Zamba2ForCausalLM"
+SHARING = "Gemma3nForCausalLM", "Gemma4ForCausalLM", "Zamba2ForCausalLM"
 """Layers of all stages would share keys and values, or weights."""
 TWO_STAGES = [
     name for name in ZOO if name in MODELS and issubclass(MODELS[name], Decoder) and name not in SHARING

@@ -142,6 +142,7 @@ _STEP: Settings = {
     "swiglu_limits": [0.0, 0.0, 0.3, 0.0],
     "swiglu_limits_shared": [0.5, 0.0, 0.4, 0.0],
 }
+_GEMMA4 = TIED | {"sliding_window": 7, "layer_types": TURNS, "global_head_dim": 32}
 _HYBRID: Settings = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -426,6 +427,32 @@ ZOO: dict[str, Specimen] = {
             "altup_active_idx": 0,
         },
         {"nothing-shared": {"num_kv_shared_layers": 0, "altup_correct_scale": False}},
+    ),
+    "Gemma4ForCausalLM": Specimen(
+        _GEMMA4
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": [*TURNS, "sliding_attention", *TURNS],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 128,
+            "final_logit_softcapping": 5.0,
+        },
+        {
+            "experts": {
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+                "enable_moe_block": True,
+                "num_experts": 6,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 32,
+            }
+        },
+    ),
+    "Gemma4UnifiedForCausalLM": Specimen(
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"narrow": {"global_head_dim": 16, "attention_bias": True}},
     ),
     "GptOssForCausalLM": Specimen(
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}
@@ -748,6 +775,8 @@ UNTAPED = {
     "ApertusForCausalLM": "aten.clamp.default",
     "DbrxForCausalLM": "aten.clamp_.default",
     "Gemma3nForCausalLM": "aten.lt.Scalar",
+    "Gemma4ForCausalLM": "aten.lt.Scalar",
+    "Gemma4UnifiedForCausalLM": "aten.square.default",
     "PersimmonForCausalLM": "aten.layer_norm.default",
     "PhimoeForCausalLM": "aten.max.dim",
     "Zamba2ForCausalLM": "aten.clone.default",

@@ -406,3 +406,22 @@ def test_gemma3n_as_it_is_published_reads(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(whole))
     for ours, theirs in zip(run_paged(load_tiny(path), prompts, [[9, 14]]), expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_gemma4_as_it_is_published_reads(tmp_path: Path) -> None:
+    """Towers that are not read; sizes of layers as files of the first day name them."""
+    path, _ = make_tiny("Gemma4ForCausalLM", tmp_path)
+    prompts = random_prompts(9, 14)
+    expected = run_paged(load_tiny(path), prompts, [[9, 14]])
+    tensors = load_file(path / "model.safetensors")
+    inner = {name.replace("model.", "model.language_model.", 1): each for name, each in tensors.items()}
+    inner["model.vision_tower.std_bias"] = torch.zeros(2)
+    inner["model.embed_audio.embedding_projection.weight"] = torch.zeros(2)
+    save_file(inner, path / "model.safetensors")
+    text = json.loads((path / "config.json").read_text())
+    assert {own["head_dim"] for own in text.pop("per_layer_config").values()} == {32}
+    text["global_head_dim"] = 32
+    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    (path / "config.json").write_text(json.dumps(whole))
+    for ours, theirs in zip(run_paged(load_tiny(path), prompts, [[9, 14]]), expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -100,8 +100,8 @@ class TritonAttention:
             return f"needs compute capability 8.0, this is {'.'.join(map(str, machine.capability))}"
         if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"computes float32, float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
-        if spec.head_dim > 256:
-            return f"needs a head size up to 256, not {spec.head_dim}"
+        if spec.head_dim > 512:
+            return f"needs a head size up to 512, not {spec.head_dim}"
         if spec.kept_as == torch.float8_e4m3fn and machine.capability < (8, 9):
             capability = ".".join(map(str, machine.capability))
             return f"reads fp8_e4m3 from compute capability 8.9 on, this is {capability}; fp8_e5m2 it can"

@@ -54,6 +54,14 @@ class LayerFacts:
     """Whether its feed-forward half is a mixture of experts."""
     heads: int = 0
     """Of its queries; 0: as many as the model says."""
+    kv_heads: int = 0
+    """Of its keys and values, likewise."""
+    head_dim: int = 0
+    """Of these, likewise."""
+    intermediate: int = 0
+    """The width of its feed-forward half, likewise."""
+    keys_are_values: bool = False
+    """Whether its values are its keys as they come, before norm and rotation."""
     activation: str = ""
     """That of its feed-forward half, and of the expert that every token is given to; empty: the model's."""
     expert_activation: str = ""
@@ -206,7 +214,7 @@ class AltUpFacts:
     and a product of low rank beside attention (arXiv 2301.13310, 2411.07501)."""
 
     inputs: int
-    """How many states."""
+    """How many states; 1: there is nothing but what each layer is given."""
     active: int
     """Which of them layers read."""
     is_scaled: bool
@@ -362,10 +370,8 @@ class ArchFacts:
 
     def of_layer(self, layer: LayerFacts) -> "ArchFacts":
         """The same with what a layer has of its own in the place of what most have."""
-        if not (layer.heads or layer.activation or layer.expert_activation):
-            return self
-        moe = self.moe
-        if moe is not None and layer.expert_activation:
-            moe = replace(moe, activation=layer.expert_activation)
-        heads, activation = layer.heads or self.heads, layer.activation or self.activation
-        return replace(self, heads=heads, activation=activation, moe=moe)
+        names = ("heads", "kv_heads", "head_dim", "intermediate", "activation")
+        own: dict[str, Any] = {name: getattr(layer, name) for name in names if getattr(layer, name)}
+        if self.moe is not None and layer.expert_activation:
+            own["moe"] = replace(self.moe, activation=layer.expert_activation)
+        return replace(self, **own) if own else self

@@ -8,6 +8,8 @@ from itertools import accumulate
 
 from quire.config.facts import ArchFacts, LayerFacts, StateFacts
 
+_WORTH = 0.75
+"""Layers lie side by side in slabs where that takes less than such a part of the memory."""
 _MAX_WASTE = 1.25
 """Groups may be as large as the largest kind of layers if it has fewer than so many times the smallest's."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -72,6 +74,9 @@ class CacheLayout:
     specs: tuple[CacheSpec | None, ...]
     """By layer; None: it keeps nothing."""
     groups: tuple[CacheGroup, ...]
+    largest: int = 0
+    """Numbers of a token in each of two planes of every slab, where layers with smaller pages lie side by
+    side in one; 0: each kind of page has slabs of its own."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -81,11 +86,36 @@ class CacheLayout:
     def slabs(self) -> tuple[int, ...]:
         """Numbers of a token in each piece of memory that a layer of every group lies in, those with pages of
         one kind side by side."""
+        if self.largest:
+            most = max((-(-len(group.layers) // self._beside(group)) for group in self.groups), default=0)
+            return (2 * self.largest,) * most
         return tuple(math.prod(page) for page, count in self._pages.items() for _ in range(count))
+
+    @property
+    def parts(self) -> dict[int, tuple[int, int]]:
+        """Which of how many layers that lie side by side in its slab each layer with pages is."""
+        return {
+            layer: (at % self._beside(group), self._beside(group))
+            for group in self.groups
+            for at, layer in enumerate(group.layers)
+        }
+
+    def _beside(self, group: CacheGroup) -> int:
+        """Layers of a group in one slab. Where these are several, all of it have pages of one kind."""
+        if not self.largest or not group.layers:
+            return 1
+        _, numbers = self._page(group.layers[0])
+        return self.largest // numbers
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
         """Group and slab of each layer with pages."""
+        if self.largest:
+            return {
+                layer: (number, at // self._beside(group))
+                for number, group in enumerate(self.groups)
+                for at, layer in enumerate(group.layers)
+            }
         places, firsts = {}, dict(zip(self._pages, accumulate(self._pages.values(), initial=0), strict=False))
         for number, group in enumerate(self.groups):
             slabs = dict(firsts)
@@ -115,12 +145,12 @@ class CacheLayout:
             CacheGroup(group.window, tuple(number for number in group.layers if number in layers))
             for group in self.groups
         )
-        return CacheLayout(specs, tuple(groups))
+        return CacheLayout(specs, tuple(groups), self.largest)
 
     def keeping(self, more: int) -> "CacheLayout":
         """The same with windows that keep so many tokens more than are seen."""
         groups = (replace(group, window=group.window and group.window + more) for group in self.groups)
-        return CacheLayout(self.specs, tuple(groups))
+        return CacheLayout(self.specs, tuple(groups), self.largest)
 
     def row_bytes(self, bytes_per_number: int) -> int:
         """What one row takes beside pages."""
@@ -155,27 +185,39 @@ def layout(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLayout:
     """Layers that see as far as each other go into groups of about equal size, since a block of a small group
     leaves slabs unused. Those whose pages are not like most others', as a draft's may be, share no memory
     with them: they lie in a group that keeps all. Where that takes more than to keep all of every layer, all
-    are that one group."""
+    are that one group. Or layers lie side by side in slabs, where that takes much less."""
     paged = {layer: spec for layer, spec in enumerate(specs) if spec is not None and spec.is_paged}
     whole = CacheLayout(tuple(specs), (CacheGroup(None, tuple(paged)),))
-    by_window: dict[int | None, list[int]] = {}
     odd = _odd(paged)
-    for layer in (layer for layer in paged if layer not in odd):
-        by_window.setdefault(_useful(paged[layer].window, max_len), []).append(layer)
-    if not by_window:
+    if not (alike := {layer: spec for layer, spec in paged.items() if layer not in odd}):
         return whole
-    counts = [len(layers) for layers in by_window.values()]
-    size = max(counts) if max(counts) < _MAX_WASTE * min(counts) else min(counts)
-    groups = [
-        CacheGroup(window, tuple(layers[start : start + size]))
-        for window, layers in sorted(by_window.items(), key=lambda item: item[0] or 0)
-        for start in range(0, len(layers), size)
-    ]
-    if odd:
-        first = groups.pop(0).layers if groups[0].window is None else ()
-        groups.insert(0, CacheGroup(None, tuple(sorted({*first, *odd}))))
+    groups = _grouped(alike, max_len)
+    if not odd:
+        return CacheLayout(whole.specs, tuple(groups))
+    first = groups.pop(0).layers if groups[0].window is None else ()
+    groups.insert(0, CacheGroup(None, tuple(sorted({*first, *odd}))))
     made = CacheLayout(whole.specs, tuple(groups))
-    return made if _numbers(made, max_len) <= _numbers(whole, max_len) or not odd else whole
+    made = made if _numbers(made, max_len) <= _numbers(whole, max_len) else whole
+    largest = max(spec.numbers for spec in paged.values())
+    if any(spec.planes != 2 or largest % spec.numbers for spec in paged.values()):
+        return made
+    beside = CacheLayout(whole.specs, tuple(_grouped(paged, max_len, largest)), largest)
+    return beside if _numbers(beside, max_len) < _WORTH * _numbers(made, max_len) else made
+
+
+def _grouped(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0) -> list[CacheGroup]:
+    """Layers of one window, and of one kind of page; `largest`: several of them may lie in one slab."""
+    alike: dict[tuple[int | None, int], list[int]] = {}
+    for layer, spec in paged.items():
+        alike.setdefault((_useful(spec.window, max_len), spec.numbers), []).append(layer)
+    in_slab = {key: largest // key[1] if largest else 1 for key in alike}
+    counts = [-(-len(layers) // in_slab[key]) for key, layers in alike.items()]
+    size = max(counts) if max(counts) < _MAX_WASTE * min(counts) else min(counts)
+    return [
+        CacheGroup(key[0], tuple(layers[start : start + size * in_slab[key]]))
+        for key, layers in sorted(alike.items(), key=lambda item: item[0][0] or 0)
+        for start in range(0, len(layers), size * in_slab[key])
+    ]
 
 
 def _odd(paged: Mapping[int, CacheSpec]) -> set[int]:
@@ -226,7 +268,8 @@ def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
         beside = state_bytes(facts.state)
     if "attention" not in layer.mixer:
         return CacheSpec("state", bytes_per_row=beside)
-    kind, numbers = "full" if layer.window is None else "window", facts.kv_heads * facts.head_dim
+    own = facts.of_layer(layer)
+    kind, numbers = "full" if layer.window is None else "window", own.kv_heads * own.head_dim
     return CacheSpec(kind, numbers=numbers, window=layer.window, bytes_per_row=beside)
 
 

@@ -13,7 +13,7 @@ from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 """The rope types that a config.json may name."""
 FALLBACK_MAX_LEN = 2048
 # What a config.json may call the longest sequence; the line above is assumed when it calls it nothing.
@@ -54,6 +54,8 @@ def read_rope(keys: Keys, head_dim: int, *, pairs: bool = False) -> RopeFacts:
         factor = rope.number("factor", max(max_len / original, 1.0))
     elif kind == "yarn" and "original_max_position_embeddings" in given:
         factor = rope.number("factor", max_len / original)
+    elif kind == "proportional":
+        return _proportional(rope, head_dim, max_len)
     elif kind != "default":
         factor = rope.number("factor")
     dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
@@ -78,6 +80,16 @@ def read_rope(keys: Keys, head_dim: int, *, pairs: bool = False) -> RopeFacts:
         sections=_sections(rope, dim),
         interleaved=rope.flag("mrope_interleaved", rope.flag("interleaved", False)),
     )
+    _check_rope(rope.source, facts, head_dim)
+    return facts
+
+
+def _proportional(rope: Keys, head_dim: int, max_len: int) -> RopeFacts:
+    """The first frequencies of a whole head; the others do not turn."""
+    turning = int(rope.number("partial_rotary_factor", 1.0) * head_dim // 2)
+    factors = (rope.number("factor", 1.0),) * turning + (math.inf,) * (head_dim // 2 - turning)
+    theta = rope.number("rope_theta", 10000.0)
+    facts = RopeFacts(theta=theta, dim=head_dim, max_len=max_len, kind="factors", factors=factors)
     _check_rope(rope.source, facts, head_dim)
     return facts
 

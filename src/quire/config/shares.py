@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from quire.config.facts import ArchFacts
+from quire.config.facts import ArchFacts, LayerFacts
 from quire.errors import ConfigError
 
 _ATTENDING = ("attention", "attention+mamba")
@@ -27,7 +27,8 @@ def _counts(facts: ArchFacts, *, with_experts: bool) -> Iterator[_Count]:
         for heads in sorted({layer.heads or facts.heads for layer in facts.layers}):
             yield _Count(heads, "attention heads")
     if mixers & {*_ATTENDING}:
-        yield _Count(facts.kv_heads, "key and value heads", repeats=True)
+        for heads in sorted({layer.kv_heads or facts.kv_heads for layer in facts.layers}):
+            yield _Count(heads, "key and value heads", repeats=True)
     if facts.intermediate and _has_dense(facts):
         yield _Count(facts.intermediate, "numbers of the intermediate size")
     if (moe := facts.moe) is not None:
@@ -88,10 +89,15 @@ def of_one(facts: ArchFacts, size: int, *, with_experts: bool = True) -> ArchFac
         heads=_share(facts.heads, size),
         kv_heads=_share(facts.kv_heads, size),
         intermediate=_share(facts.intermediate, size),
-        layers=tuple(replace(layer, heads=_share(layer.heads, size)) for layer in facts.layers),
+        layers=tuple(_of_layer(layer, size) for layer in facts.layers),
         moe=moe,
         state=state,
     )
+
+
+def _of_layer(layer: LayerFacts, size: int) -> LayerFacts:
+    heads, kv_heads = _share(layer.heads, size), _share(layer.kv_heads, size)
+    return replace(layer, heads=heads, kv_heads=kv_heads, intermediate=_share(layer.intermediate, size))
 
 
 def _share(number: int, size: int) -> int:

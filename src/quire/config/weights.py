@@ -101,8 +101,9 @@ def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
     if facts.shared is not None:
         return _sharing(facts, layer)
     mixer = _MIXERS[layer.mixer](facts) + 2 * facts.hidden
-    if layer.keys_of is not None:
-        mixer -= 2 * facts.hidden * facts.kv_heads * facts.head_dim
+    if layer.keys_of is not None or layer.keys_are_values:
+        missing = 1 if layer.keys_of is None else 2
+        mixer -= missing * facts.hidden * facts.kv_heads * facts.head_dim
     if (altup := facts.altup) is not None:
         mixer += facts.hidden * (2 * altup.rank + 2 * altup.per_layer + altup.inputs + 6)
     if _crosses(facts):

@@ -27,7 +27,8 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slopes", "reach")),
         ("q_stride", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("table_width", "num_seqs", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("block_size", "window", "q_bf16", "kept", "sinks_bf16")),
+        *((name, ctypes.c_int64) for name in ("slot_stride", "block_size", "window", "q_bf16", "kept")),
+        ("sinks_bf16", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("scale", "v_scale", "softcap")),
         *((name, ctypes.c_int64) for name in ("max_tasks", "max_saved")),
         ("memory", ctypes.c_void_p),
@@ -77,7 +78,7 @@ def attend(
 ) -> Tensor:
     """[T, heads, head_dim] queries of all sequences -> the same shape. Caches, sinks and slopes as the
     backends have them, `reach` as in `Batch`; `scales` are what keys and values were divided by."""
-    assert q.dtype in _TYPES and k_cache.dtype in KEPT and k_cache.is_contiguous()
+    assert q.dtype in _TYPES and k_cache.dtype in KEPT
     assert sinks is None or (sinks.dtype in _TYPES and sinks.is_contiguous())
     assert slopes is None or (slopes.dtype == torch.float32 and not softcap)
     q, maybe = _rows(q), (sinks, slopes, reach)
@@ -98,6 +99,7 @@ def attend(
         q.shape[1],
         k_cache.shape[2],
         q.shape[2],
+        slot_stride(k_cache, v_cache),
         k_cache.shape[1],
         window or 0,
         q.dtype == torch.bfloat16,
@@ -114,6 +116,15 @@ def attend(
     read = q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens
     _attention(job, out, scratch, *read, *(each for each in maybe if each is not None))
     return out
+
+
+def slot_stride(k_cache: Tensor, v_cache: Tensor) -> int:
+    """How far apart two tokens lie, whose heads lie side by side: further than these are wide where layers
+    share their memory."""
+    _, block_size, _, head_dim = k_cache.shape
+    stride = k_cache.stride(1)
+    assert k_cache.stride() == v_cache.stride() == (block_size * stride, stride, head_dim, 1)
+    return stride
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.config.facts import Routing
 from quire.kernels import cpu_experts
 from quire.kernels.activations import in_c
-from quire.kernels.attention import KEPT
+from quire.kernels.attention import KEPT, slot_stride
 from quire.kernels.native import Kernel, structure
 from quire.kernels.ops import Entry
 from quire.kernels.reference import Reference
@@ -40,7 +40,7 @@ _LoraJob = structure(
 _rotate = Kernel("quire_rotate_and_write")
 _RotateJob = structure(
     "out qkv table q_norm k_norm positions slots k_cache v_cache",
-    "num_tokens stride heads kv_heads head_dim rotary_dim bf16 kept norm_bf16",
+    "num_tokens stride heads kv_heads head_dim slot_stride rotary_dim bf16 kept norm_bf16",
     "eps k_scale v_scale",
 )
 
@@ -185,7 +185,7 @@ class CPUOps(Reference):
         kv_heads, head_dim = k_cache.shape[2:]
         if k_cache.dtype not in KEPT or head_dim > _MAX_HEAD_DIM:
             return super().rotate_and_write(qkv, entry)
-        assert qkv.stride(1) == 1 and qkv.dtype == table.dtype and k_cache.is_contiguous()
+        assert qkv.stride(1) == 1 and qkv.dtype == table.dtype
         out = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype)
         job = _RotateJob(
             out.data_ptr(),
@@ -202,6 +202,7 @@ class CPUOps(Reference):
             heads,
             kv_heads,
             head_dim,
+            slot_stride(k_cache, v_cache),
             table.shape[1],
             qkv.dtype == torch.bfloat16,
             KEPT[k_cache.dtype],

@@ -64,9 +64,19 @@ class PagedAttention(nn.Module):
         numbers = self.spec.kv_heads * self.spec.head_dim
         return CacheSpec("full" if window is None else "window", numbers=numbers, window=window)
 
-    def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
-        shape = (2, -1, block_size, self.spec.kv_heads, self.spec.head_dim)
-        k_cache, v_cache = memory.view(kept_as).view(shape)
+    def bind_memory(
+        self,
+        memory: Tensor,
+        *,
+        block_size: int,
+        kept_as: torch.dtype,
+        group: int,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`part`: which of how many layers it is that lie side by side there, token by token."""
+        (own, count), spec = part, self.spec
+        planes = memory.view(kept_as).view(2, -1, block_size, count, spec.kv_heads, spec.head_dim)
+        k_cache, v_cache = (planes[at // count, :, :, at % count] for at in (2 * own, 2 * own + 1))
         self.bind(k_cache, v_cache, group)
 
     def bind(self, k_cache: Tensor, v_cache: Tensor, group: int = 0) -> None:

@@ -178,7 +178,8 @@ def _summed(product: Callable[[Tensor], Tensor], sum: Callable[[Tensor], Tensor]
 
 class QKVLinear(Linear):
     """Query, key and value in one product; divided by heads. `names` are theirs in the checkpoint, or one of
-    all three, which may have those of one head of keys beside each other (`by_head`)."""
+    all three, which may have those of one head of keys beside each other (`by_head`), or two: then `bounded`
+    makes the values."""
 
     divided = "outputs"
 
@@ -197,7 +198,8 @@ class QKVLinear(Linear):
     ) -> None:
         group = scope.group
         q, kv = divided(group, heads * head_dim), of_heads(group, kv_heads, head_dim)
-        parts: list[Runs] = [(q,), (kv,), (kv,)] if len(names) > 1 else [(q, kv, kv)]
+        parts: list[Runs] = [(q,), (kv,), (kv,)]
+        parts = parts[: len(names)] if len(names) > 1 else [(q, kv, kv)]
         if by_head:
             parts = [by_group(group, kv_heads, (q, kv, kv))]
         named = {scope.beside(name): runs for name, runs in zip(names, parts, strict=True)}

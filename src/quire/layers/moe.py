@@ -71,6 +71,7 @@ NAMES = {
         shared="share_expert",
         shared_alias="mlp.shared_experts",
     ),
+    "gemma4": Names("", "router.proj", "bare", ("experts", "gate_up_proj", "down_proj")),
     "hunyuan": Names(router="gate.wg", shared="mlp.shared_mlp"),
     "granite": Names(
         "block_sparse_moe",

@@ -108,6 +108,8 @@ MODELS = LazyTable(
         "MiniCPM3ForCausalLM": "quire.models.deepseek:Deepseek",
         "PhimoeForCausalLM": "quire.models.phimoe:PhiMoE",
         "AXK1ForCausalLM": "quire.models.deepseek:AXK1",
+        "Gemma4ForCausalLM": "quire.models.gemma4:Gemma4",
+        "Gemma4UnifiedForCausalLM": "quire.models.gemma4:Gemma4",
         "MellumForCausalLM": "quire.models.llama:Llama",
         "Mistral4ForCausalLM": "quire.models.deepseek:Deepseek",
         "VaultGemmaForCausalLM": "quire.models.gemma:VaultGemma",

@@ -97,14 +97,20 @@ class Attention(llama.Attention):
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
-        self.qkv.bounded = _values_normed(self.qkv.kv_heads, facts.head_dim, facts.norm_eps)
+        sizes = self.qkv.kv_heads, facts.head_dim
+        self.qkv.bounded = _values_normed(*sizes, facts.norm_eps, are_keys=layer.keys_are_values)
 
 
-def _values_normed(kv_heads: int, head_dim: int, eps: float) -> Callable[[Tensor], Tensor]:
+def _values_normed(kv_heads: int, head_dim: int, eps: float, *, are_keys: bool) -> Callable[[Tensor], Tensor]:
+    """Of queries, keys and values; `are_keys`: of queries and keys."""
+
     def normed(qkv: Tensor) -> Tensor:
         values = qkv[:, -kv_heads * head_dim :].view(len(qkv), kv_heads, head_dim)
         wide = values.float()
-        values.copy_(wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt())
+        wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        if are_keys:
+            return torch.cat((qkv, wide.to(qkv.dtype).flatten(1)), 1)
+        values.copy_(wide)
         return qkv
 
     return normed
@@ -137,6 +143,35 @@ class SharingAttention(nn.Module):
         beside = F.pad(self.q(x), (0, 2 * spec.kv_heads * spec.head_dim))
         q = self.ops.rotate_and_write(beside, entry)
         out: Tensor = self.out(seen.backend.forward(q, *caches, batch, spec).flatten(1))
+        return out
+
+
+def share_keys(facts: ArchFacts, attentions: list[nn.Module]) -> None:
+    """Layers without keys of their own see those of others."""
+    for layer, own in zip(facts.layers, attentions, strict=True):
+        if isinstance(own, SharingAttention) and layer.keys_of is not None:
+            own.see(attentions[layer.keys_of])
+
+
+class OwnInputs(nn.Module):
+    """What each token has for each layer, of its id and of its vector. The scope is the body's."""
+
+    def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
+        super().__init__()
+        self.vocab, self.hidden = altup.vocab, facts.hidden
+        self.layers, self.per_layer = len(facts.layers), altup.per_layer
+        width = self.layers * altup.per_layer
+        self.embed = Embedding(altup.vocab, width, scope / "embed_tokens_per_layer")
+        self.projection = WholeLinear(facts.hidden, width, scope / "per_layer_model_projection")
+        self.norm = norm_of(facts, scope / "per_layer_projection_norm", altup.per_layer)
+
+    def forward(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        """[T, layers, per_layer]"""
+        shape = (len(x), self.layers, self.per_layer)
+        known = torch.where(token_ids < self.vocab, token_ids, 0).clamp_min(0)
+        of_ids = self.embed(known) * self.per_layer**0.5
+        of_vectors = (self.projection(x) * self.hidden**-0.5).view(-1, self.per_layer)
+        out: Tensor = (self.norm.alone(of_vectors).view(shape) + of_ids.view(shape)) * 0.5**0.5
         return out
 
 
@@ -194,24 +229,17 @@ class Gemma3n(Decoder):
         super().__init__(facts, scope)
         altup = facts.altup
         assert altup is not None
-        body, count, hidden = scope / self.body, len(facts.layers), facts.hidden
-        self.vocab, self.per_layer = altup.vocab, altup.per_layer
-        width = count * altup.per_layer
-        self.own = Embedding(altup.vocab, width, body / "embed_tokens_per_layer")
-        self.projection = WholeLinear(hidden, width, body / "per_layer_model_projection")
-        self.own_norm = norm_of(facts, body / "per_layer_projection_norm", altup.per_layer)
+        body, hidden = scope / self.body, facts.hidden
+        self.own = OwnInputs(facts, altup, body)
         self.spread, self.joined = (
             nn.ModuleList(WholeLinear(hidden, hidden, body / name / i) for i in range(altup.inputs - 1))
             for name in ("altup_projections", "altup_unembed_projections")
         )
-        attentions = [layer.attention for layer in self.layers if isinstance(layer, Layer)]
-        for layer, own in zip(facts.layers, attentions, strict=True):
-            if isinstance(own, SharingAttention) and layer.keys_of is not None:
-                own.see(attentions[layer.keys_of])
+        share_keys(facts, [layer.attention for layer in self.layers if isinstance(layer, Layer)])
 
     def forward(self, batch: Batch) -> Tensor:
         x, _ = self.embedded(batch)
-        own = self._own(x, batch.token_ids)
+        own = self.own(x, batch.token_ids)
         size = _size(x)
         states = torch.stack([x, *(_resized(each(x), size) for each in self.spread)])
         for number, layer in enumerate(self.layers):
@@ -220,15 +248,6 @@ class Gemma3n(Decoder):
         others = [_resized(each(x), size) for each, x in zip(self.joined, states[1:], strict=True)]
         assert self.norm is not None
         return self.norm.alone(torch.stack([states[0], *others]).mean(0))
-
-    def _own(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        """[T, layers, per_layer]: what each token has for each layer, of its id and of its vector."""
-        shape = (len(x), len(self.layers), self.per_layer)
-        known = torch.where(token_ids < self.vocab, token_ids, 0).clamp_min(0)
-        of_ids = self.own(known) * self.per_layer**0.5
-        of_vectors = (self.projection(x) * self.hidden**-0.5).view(-1, self.per_layer)
-        out: Tensor = (self.own_norm.alone(of_vectors).view(shape) + of_ids.view(shape)) * 0.5**0.5
-        return out
 
     def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
         raise ConfigError("Gemma 3n has several states of each token: no head can draft on them")

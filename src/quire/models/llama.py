@@ -16,6 +16,8 @@ from quire.layers.scope import Scope
 from quire.models.decoder import Decoder, MakesLayer
 from quire.quant.shares import of_heads
 
+_PARTS = ("q_proj", "k_proj", "v_proj")
+
 
 class Attention(nn.Module):
     """Queries, keys and values, the mix of what was seen, and the way back."""
@@ -37,7 +39,7 @@ class Attention(nn.Module):
             facts.head_dim,
             scope / "qkv_proj",
             bias=facts.qkv_bias,
-            names=(self.fused_name,) if facts.fused_qkv else ("q_proj", "k_proj", "v_proj"),
+            names=(self.fused_name,) if facts.fused_qkv else _PARTS[: 2 if layer.keys_are_values else 3],
             paired_dim=rope.paired_dim,
             by_head=self.by_head,
         )

@@ -16,7 +16,7 @@ from quire.config.layout import CacheLayout
 from quire.config.machine import Machine
 from quire.config.sections import CacheSection
 from quire.errors import ConfigError
-from quire.layers.attention import Caching
+from quire.layers.attention import Caching, PagedAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,10 @@ def bind(
         else:
             group, slab = layout.places[number]
             memory = pages[ends[slab] * per_number : ends[slab + 1] * per_number]
+            if (part := layout.parts[number]) != (0, 1):
+                assert isinstance(layer, PagedAttention), "only keys and values lie side by side"
+                layer.bind_memory(memory, block_size=block_size, kept_as=kept_as, group=group, part=part)
+                continue
         layer.bind_memory(memory, block_size=block_size, kept_as=kept_as, group=group)
     return num_bytes
 

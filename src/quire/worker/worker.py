@@ -136,7 +136,8 @@ class Worker:
     def _backend(self, facts: ArchFacts) -> AttentionBackend:
         config = self.config
         asked = config.attention.attention_backend
-        sizes = facts.heads, facts.kv_heads, facts.head_dim
+        own = max((facts.of_layer(layer) for layer in facts.layers), key=lambda each: each.head_dim)
+        sizes = own.heads, own.kv_heads, own.head_dim
         has = {"sinks": facts.sinks, "leans": bool(facts.slopes), "reaches": self._reaches}
         spec = AttentionSpec(*sizes, self.dtype, **has, kept_as=self.kept_as)
         backend = choose(None if asked == "AUTO" else asked, spec, config.machine)

@@ -141,6 +141,8 @@ FAMILIES = {
     "MiniCPM3ForCausalLM": Family("minicpm3", latent.minicpm3),
     "PhimoeForCausalLM": Family("phimoe", moe.phimoe),
     "AXK1ForCausalLM": Family("axk1", latent.axk1),
+    "Gemma4ForCausalLM": Family("gemma4_text", windows.gemma4),
+    "Gemma4UnifiedForCausalLM": Family("gemma4_unified_text", windows.gemma4),
     "MellumForCausalLM": Family("mellum", moe.mellum),
     "Mistral4ForCausalLM": Family("mistral4", latent.mistral4),
     "VaultGemmaForCausalLM": Family("vaultgemma", windows.vaultgemma),

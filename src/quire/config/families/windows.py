@@ -58,6 +58,111 @@ def gemma3(keys: Keys) -> ArchFacts:
     )
 
 
+def gemma4(keys: Keys) -> ArchFacts:
+    """Layers that see all have heads of another size, and may have no values; the last layers may see the
+    keys of others, and be wider for it."""
+    if keys.get("use_bidirectional_attention") == "all":
+        raise keys.wrong("use_bidirectional_attention", "vision or null (nothing else is supported)")
+    count, inner = keys.size("num_hidden_layers"), keys.size("intermediate_size")
+    pattern = [_KINDS[bool((layer + 1) % 6)] for layer in range(count - 1)]
+    kinds = [*layer_kinds(keys, *_KINDS, default=[*pattern, "full_attention"])[:-1], "full_attention"]
+    first, last = _shared_keys(keys, kinds, keys.get("num_kv_shared_layers") or 0)
+    own = _own_heads(keys, kinds)
+    ropes = _ropes_of_sizes(keys, {kind: head_dim for kind, (head_dim, _) in zip(kinds, own, strict=True)})
+    windows = {"full_attention": None, "sliding_attention": sliding_window(keys, 512)}
+    one = keys.flag("attention_k_eq_v")
+    wide = 2 * inner if keys.flag("use_double_wide_mlp") else 0
+    layers = tuple(
+        LayerFacts(
+            ropes[kind],
+            windows[kind],
+            moe=keys.flag("enable_moe_block"),
+            keys_of=last[kind] if at >= first else None,
+            head_dim=head_dim,
+            kv_heads=kv_heads,
+            intermediate=wide if at >= first else 0,
+            keys_are_values=one and kind == "full_attention" and at < first,
+        )
+        for at, (kind, (head_dim, kv_heads)) in enumerate(zip(kinds, own, strict=True))
+    )
+    return decoder(
+        keys,
+        head_dim=256,
+        layers=layers,
+        **_gemma(keys) | {"norm": "rms", "attention_scale": 1.0},
+        qk_norm="head",
+        max_len=max_len_of(keys),
+        logit_softcap=keys.optional_number("final_logit_softcapping"),
+        altup=_inputs_of_layers(keys),
+        moe=_experts_beside(keys) if keys.flag("enable_moe_block") else None,
+        unused=_not_read(range(first, count)),
+    )
+
+
+def _own_heads(keys: Keys, kinds: list[str]) -> list[tuple[int, int]]:
+    """The size of heads, and how many of keys there are, in each layer."""
+    head_dim, kv_heads = keys.size("head_dim", 256), keys.size("num_key_value_heads", 4)
+    if keys.get("per_layer_config") is None:
+        shared = keys.flag("attention_k_eq_v") and keys.get("num_global_key_value_heads") is not None
+        full = (
+            keys.size("global_head_dim", 512),
+            keys.size("num_global_key_value_heads") if shared else kv_heads,
+        )
+        return [full if kind == "full_attention" else (head_dim, kv_heads) for kind in kinds]
+    given = keys.get("per_layer_config")
+    if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+        raise keys.wrong("per_layer_config", "an object of objects")
+    layers = [Keys(f"{keys.source}, per_layer_config", given.get(str(at), {})) for at in range(len(kinds))]
+    return [(own.size("head_dim", head_dim), own.size("num_key_value_heads", kv_heads)) for own in layers]
+
+
+def _ropes_of_sizes(keys: Keys, sizes: dict[str, int]) -> dict[str, RopeFacts]:
+    silent = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    }
+    given = keys.get("rope_parameters") or silent
+    if not isinstance(given, dict) or not all(isinstance(given.get(kind), dict) for kind in sizes):
+        raise keys.wrong("rope_parameters", "an object for each kind of layer")
+    return {kind: read_rope(keys.but(rope_parameters=given[kind]), size) for kind, size in sizes.items()}
+
+
+def _inputs_of_layers(keys: Keys) -> AltUpFacts | None:
+    unified = keys.get("model_type") == "gemma4_unified_text"
+    width = keys.get("hidden_size_per_layer_input")
+    if unified or width == 0:
+        return None
+    return AltUpFacts(
+        inputs=1,
+        active=0,
+        is_scaled=False,
+        rank=0,
+        per_layer=keys.size("hidden_size_per_layer_input", 256),
+        vocab=keys.size("vocab_size_per_layer_input", 262144),
+    )
+
+
+def _experts_beside(keys: Keys) -> MoeFacts:
+    """The feed-forward half that is beside them is the expert of all tokens."""
+    return MoeFacts(
+        experts=keys.size("num_experts"),
+        intermediate=keys.size("moe_intermediate_size"),
+        routing=Routing(keys.size("top_k_experts"), renormalized=True),
+        shared_intermediate=keys.size("intermediate_size"),
+        names="gemma4",
+    )
+
+
+def _shared_keys(keys: Keys, kinds: list[str], shared: int) -> tuple[int, dict[str, int | None]]:
+    """The first of the last layers that see keys of others, and which these are by kind of layer."""
+    first = len(kinds) - shared
+    first = first if first > 0 else len(kinds)
+    last = {kind: max((at for at in range(first) if kinds[at] == kind), default=None) for kind in _KINDS}
+    if any(last[kind] is None for kind in kinds[first:]):
+        raise keys.wrong("num_kv_shared_layers", "a number that leaves a layer of each kind in front")
+    return first, last
+
+
 def gemma3n(keys: Keys) -> ArchFacts:
     """Layers of the last ones see the keys and values of the last one of their kind before them."""
     head_dim, count = keys.size("head_dim", 256), keys.size("num_hidden_layers")
@@ -65,11 +170,7 @@ def gemma3n(keys: Keys) -> ArchFacts:
     windows = {"full_attention": None, "sliding_attention": sliding_window(keys, 512)}
     ropes = _local_ropes(keys, head_dim)
     shared = keys.get("num_kv_shared_layers")
-    first = count - (15 if shared is None else shared)
-    first = first if first > 0 else count
-    last = {kind: max((at for at in range(first) if kinds[at] == kind), default=None) for kind in _KINDS}
-    if any(last[kind] is None for kind in kinds[first:]):
-        raise keys.wrong("num_kv_shared_layers", "a number that leaves a layer of each kind in front")
+    first, last = _shared_keys(keys, kinds, 15 if shared is None else shared)
     sparse = keys.get("activation_sparsity_pattern")
     sparse = [0.95 * (at < 10 < count) for at in range(count)] if sparse is None else sparse
     layers = tuple(
@@ -110,7 +211,7 @@ def _not_read(shared: range) -> str:
     """What checkpoints have of layers that see the keys of others, and the towers."""
     numbers = "|".join(map(str, shared)) or "none"
     keys = rf"layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\."
-    return rf"{keys}|(vision_tower|audio_tower|embed_vision|embed_audio)\."
+    return rf"{keys}|(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 
 
 def _local_ropes(keys: Keys, head_dim: int) -> dict[str, RopeFacts]:

@@ -7,6 +7,7 @@ import quire.config.media.aya as aya
 import quire.config.media.dots as dots
 import quire.config.media.gemma as gemma
 import quire.config.media.gemma3n as gemma3n
+import quire.config.media.gemma4 as gemma4
 import quire.config.media.idefics as idefics
 import quire.config.media.intern as intern
 import quire.config.media.kimi as kimi
@@ -53,6 +54,8 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts | None]]] = {
     "DotsOCRForCausalLM": dots.dots_ocr,
     "Gemma3ForConditionalGeneration": gemma.gemma3,
     "Gemma3nForConditionalGeneration": gemma3n.gemma3n,
+    "Gemma4ForConditionalGeneration": gemma4.gemma4,
+    "Gemma4UnifiedForConditionalGeneration": gemma4.gemma4_unified,
     "Idefics3ForConditionalGeneration": idefics.idefics3,
     "InternVLChatModel": intern.internvl_chat,
     "InternVLForConditionalGeneration": intern.internvl,

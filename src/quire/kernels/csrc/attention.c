@@ -23,7 +23,7 @@
 typedef struct {
     void *out; /* [tokens, heads, head_dim], contiguous, of the type of q */
     const void *q;
-    const void *k_cache; /* [blocks, block_size, kv_heads, head_dim] */
+    const void *k_cache; /* [blocks, block_size, kv_heads, head_dim], tokens slot_stride apart */
     const void *v_cache;
     const int32_t *rows;         /* [seqs] */
     const int32_t *block_tables; /* [rows, table_width] */
@@ -33,7 +33,7 @@ typedef struct {
     const float *slopes;  /* [heads]: what scores lose for each token between query and key; or NULL */
     const int32_t *reach; /* [tokens]: the last position that each sees, falling in no sequence; or NULL: its own */
     int64_t q_stride;  /* between tokens */
-    int64_t table_width, num_seqs, heads, kv_heads, head_dim, block_size;
+    int64_t table_width, num_seqs, heads, kv_heads, head_dim, slot_stride, block_size;
     int64_t window;               /* 0: all */
     int64_t q_bf16, kept, sinks_bf16; /* kept: a kind of kept.h */
     double scale, v_scale, softcap; /* v_scale: on what is summed of values; softcap 0: none */
@@ -85,7 +85,7 @@ static void clear(Sums *sums, long rows, long dim)
 static void fetch(const Job *job, long at, long count)
 {
     long bytes = kept_bytes((int)job->kept);
-    for (long i = 0; i < count; i++, at += job->kv_heads * job->head_dim)
+    for (long i = 0; i < count; i++, at += job->slot_stride)
         for (long d = at * bytes; d < (at + job->head_dim) * bytes; d += 64) {
             __builtin_prefetch((const char *)job->k_cache + d);
             __builtin_prefetch((const char *)job->v_cache + d);
@@ -113,7 +113,7 @@ static void gather(const Job *job, const Task *task, long tile, long first, long
                    const float **keys, const float **values)
 {
     const int32_t *table = job->block_tables + job->rows[task->seq] * job->table_width;
-    long size = job->block_size, step = job->kv_heads * job->head_dim, heads = task->num_kv_heads, width = heads * dim_of(job);
+    long size = job->block_size, step = job->slot_stride, heads = task->num_kv_heads, width = heads * dim_of(job);
     int pack = is_copied(job) || heads == 1;
     for (long position = first; position < end;) {
         long offset = position % size, until = at_most(position - offset + size, end);

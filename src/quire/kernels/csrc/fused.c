@@ -175,7 +175,7 @@ typedef struct {
     const void *qkv, *table, *q_norm, *k_norm; /* norms may be NULL */
     const int64_t *positions, *slots;
     void *k_cache, *v_cache;
-    int64_t num_tokens, stride, heads, kv_heads, head_dim, rotary_dim, bf16, kept, norm_bf16; /* kept: a kind of kept.h */
+    int64_t num_tokens, stride, heads, kv_heads, head_dim, slot_stride, rotary_dim, bf16, kept, norm_bf16; /* kept: of kept.h */
     double eps, k_scale, v_scale;
 } RotateJob;
 
@@ -203,10 +203,10 @@ INLINE void rotate_and_write(const RotateJob *job, int bf16)
         if (head < heads)
             narrow(x, job->out, bf16, (token * heads + head) * dim, dim);
         else if (head < heads + kv_heads)
-            narrow_kept(x, job->k_cache, (int)job->kept, (slot * kv_heads + head - heads) * dim, dim, (float)job->k_scale, bf16);
+            narrow_kept(x, job->k_cache, (int)job->kept, slot * job->slot_stride + (head - heads) * dim, dim, (float)job->k_scale, bf16);
         else
-            narrow_kept(x, job->v_cache, (int)job->kept, (slot * kv_heads + head - heads - kv_heads) * dim, dim, (float)job->v_scale,
-                        bf16);
+            narrow_kept(x, job->v_cache, (int)job->kept, slot * job->slot_stride + (head - heads - kv_heads) * dim, dim,
+                        (float)job->v_scale, bf16);
     }
 }
 

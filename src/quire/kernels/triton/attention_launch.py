@@ -14,6 +14,8 @@ from quire.kernels.triton.launch import launch, overlap
 _LOG2_E = 1.4426950408889634
 _DEFAULT_SMS = 4, 1 << 18
 """Where there is no GPU, in the interpreter: enough for sequences to be cut."""
+_WIDE = 256
+"""Numbers of a head, of which a tile takes half of a multiprocessor's own memory."""
 MIN_KEYS = 64
 """No share has fewer keys: to merge costs more than it brings."""
 
@@ -58,6 +60,8 @@ def tile_shape(layer: Layer, dtype: torch.dtype, most_queries: int) -> Shape:
     """For `tiles`, where no sequence has more than `most_queries`."""
     wide = layer.head_dim > 128
     rows = triton.next_power_of_2(layer.group)
+    if layer.head_dim > _WIDE:
+        return Shape(max(16 if dtype == torch.float32 else 64, rows), 16, 8, 1)
     if dtype == torch.float32:
         return Shape(max(32, rows), 16 if wide else 32, 8, 1)
     if most_queries * layer.group <= 64:
@@ -70,6 +74,8 @@ def share_shape(layer: Layer, dtype: torch.dtype, kept_as: torch.dtype, most_que
     fill the smallest tile."""
     rows = max(16, triton.next_power_of_2(layer.group * most_queries))
     wide = layer.head_dim > 128
+    if layer.head_dim > _WIDE:
+        return Shape(rows, 16, 4, 1 if dtype == torch.float32 else 2)
     if dtype == torch.float32:
         return Shape(rows, 16 if wide else 32, 4, 1, 2)
     if wide or rows > 16:

@@ -1,0 +1,169 @@
+"""Gemma 4: heads of another size in layers that see all; experts beside the feed-forward half; and, in the
+small ones, what each token has for each layer, and last layers that see the keys of others."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.config.facts import AltUpFacts, ArchFacts, LayerFacts
+from quire.errors import ConfigError
+from quire.layers.linear import WholeLinear
+from quire.layers.mlp import MLP
+from quire.layers.moe import Experts, Router
+from quire.layers.norm import RMSNorm, norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope, Target
+from quire.models.decoder import Decoder
+from quire.models.gemma3n import Attention, OwnInputs, SharingAttention, share_keys
+
+
+class Factors(nn.Module):
+    """Numbers of the checkpoint, in float32."""
+
+    def __init__(self, count: int, scope: Scope) -> None:
+        super().__init__()
+        self.name = scope.name
+        numbers = torch.empty(count, dtype=torch.float32, device=scope.device)
+        self.numbers = nn.Parameter(numbers, requires_grad=False)
+
+    def targets(self) -> Iterator[Target]:
+        yield Target(self.name, self.numbers)
+
+    def finish(self) -> None:
+        """They are used as they were loaded."""
+
+
+class LayerScale(Factors):
+    """One number, by which all that a layer leaves is multiplied."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(1, scope)
+        self.ops, self.factor = scope.ops, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` is changed."""
+        return x if self.factor == 1 else self.ops.scale(x, self.factor)
+
+    def finish(self) -> None:
+        self.factor = self.numbers.item()
+
+
+class RouterNorm(RMSNorm):
+    """What the router reads is shorter by the root of its size."""
+
+    def targets(self) -> Iterator[Target]:
+        yield Target(self.name, self.weight)
+
+    def finish(self) -> None:
+        self.weight.mul_(self.run.size**-0.5)
+
+
+class Mixture(nn.Module):
+    """The experts of a layer, each with a factor of its own. The scope is the layer's."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        moe, router = facts.moe, scope / "router"
+        assert moe is not None
+        self.router_norm = RouterNorm(facts.hidden, facts.norm_eps, router / "scale")
+        self.router = Router(facts.hidden, moe, router / "proj")
+        self.factors = Factors(moe.experts, router / "per_expert_scale")
+        self.before = norm_of(facts, scope / "pre_feedforward_layernorm_2")
+        self.experts = Experts(moe, facts.hidden, facts.activation, scope)
+        self.after = norm_of(facts, scope / "post_feedforward_layernorm_2")
+        self.sum = scope.group.all_reduce if scope.group.size > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.router(self.router_norm.alone(x), None)
+        weights = weights * self.factors.numbers[ids.long()]
+        said: Tensor = self.experts(self.before.alone(x), ids, weights)
+        return self.after.alone(said if self.sum is None else self.sum(said))
+
+
+class OwnInput(nn.Module):
+    """What a token has to say to this layer. The scope is the layer's."""
+
+    def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
+        super().__init__()
+        self.ops, self.activation = scope.ops, facts.activation
+        self.gate = WholeLinear(facts.hidden, altup.per_layer, scope / "per_layer_input_gate")
+        self.widen = WholeLinear(altup.per_layer, facts.hidden, scope / "per_layer_projection")
+        self.norm = norm_of(facts, scope / "post_per_layer_input_norm")
+
+    def forward(self, x: Tensor, own: Tensor) -> Tensor:
+        told = self.widen(self.ops.activate(self.gate(x), self.activation) * own)
+        return self.norm.alone(told)
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each between two norms; then what the token has for this layer; all of it
+    times one number."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        attention: type[nn.Module] = Attention if layer.keys_of is None else SharingAttention
+        self.ops = scope.ops
+        self.before_attention = norm_of(facts, scope / "input_layernorm")
+        self.attention = attention(facts, layer, rope, scope / "self_attn")
+        self.after_attention = norm_of(facts, scope / "post_attention_layernorm")
+        self.before_mlp = norm_of(facts, scope / "pre_feedforward_layernorm")
+        self.mlp = MLP(facts, scope / "mlp")
+        self.mixture = self.after_dense = None
+        if layer.moe:
+            self.after_dense = norm_of(facts, scope / "post_feedforward_layernorm_1")
+            self.mixture = Mixture(facts, scope)
+        self.after_mlp = norm_of(facts, scope / "post_feedforward_layernorm")
+        self.own = None if facts.altup is None else OwnInput(facts, facts.altup, scope)
+        self.scale = LayerScale(scope / "layer_scalar")
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, own: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`own` [T, per_layer], where tokens have something for it."""
+        x, residual = self.before_attention(x, residual)
+        x = self.after_attention.alone(self.attention(x, batch))
+        x, residual = self.before_mlp(x, residual)
+        x = self.mlp(x)
+        if self.mixture is not None and self.after_dense is not None:
+            x = self.ops.add(self.after_dense.alone(x), self.mixture(residual))
+        x = self.after_mlp.alone(x)
+        if self.own is not None:
+            residual = self.ops.add(residual, x)
+            x = self.own(residual, own)
+        return self.scale(x), self.scale(residual)
+
+
+class Gemma4(Decoder):
+    """The model."""
+
+    Layer = Layer
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        is_linked = facts.altup is not None or any(layer.keys_of is not None for layer in facts.layers)
+        if is_linked and not (scope.stage.is_first and scope.stage.is_last):
+            raise ConfigError(
+                "pipeline_parallel_size cannot be had with a Gemma 4 whose last layers see the keys of "
+                "others: leave it out, and use tensor_parallel_size"
+            )
+        super().__init__(facts, scope)
+        self.own = None if facts.altup is None else OwnInputs(facts, facts.altup, scope / self.body)
+        if is_linked:
+            share_keys(facts, [layer.attention for layer in self.layers if isinstance(layer, Layer)])
+
+    def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+        if self.own is None:
+            return super().forward(batch)
+        x, residual = self.embedded(batch)
+        own = self.own(x, batch.token_ids)
+        for number, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, batch, own[:, number])
+        assert self.norm is not None
+        out: Tensor = self.norm(x, residual)[0]
+        return out
+
+    def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
+        if self.own is not None:
+            raise ConfigError("no head can draft on a Gemma 4 whose layers are given inputs of their own")
+        super().tap(layers, max_tokens, device)
