@@ -39,6 +39,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "no prefix caching": {"enable_prefix_caching": False, "max_num_batched_tokens": 512},
 }
+STATES: dict[str, dict[str, Any]] = {
+    "mamba": {"architectures": ["MambaForCausalLM"], "state_size": 16, "layer_norm_epsilon": 1e-5},
+    "bamba": {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], "mamba_n_heads": 32},
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 64,
+    },
+}
+"""Layers that keep a state; what is said of others is not read."""
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1.0, "seed": 3},
@@ -89,7 +99,8 @@ def send(llm: LLM, adapters: list[LoRARequest]) -> None:
 def compiled_in_traffic(kind: str, folder: Path) -> tuple[int, list[str]]:
     """How many kernels there are when an engine is ready, and which come later."""
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    own = {"model_type": kind, **STATES[kind]} if kind in STATES else {}
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL | own))
     with compilations() as found:
         llm = LLM(
             str(folder / "model"),
@@ -97,7 +108,7 @@ def compiled_in_traffic(kind: str, folder: Path) -> tuple[int, list[str]]:
             skip_tokenizer_init=True,
             max_num_seqs=64,
             kv_cache_memory_bytes=2**30,
-            **KINDS[kind],
+            **KINDS.get(kind, {}),
         )
         count = len(found)
         found.clear()
@@ -106,7 +117,7 @@ def compiled_in_traffic(kind: str, folder: Path) -> tuple[int, list[str]]:
     return count, found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *STATES])
 def test_nothing_is_compiled_in_traffic(kind: str, tmp_path: Path) -> None:
     """In a process of its own: what others have compiled is not known there."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

@@ -29,6 +29,8 @@ IMPLEMENTATIONS = LazyTable(
 )
 CHUNK = 64
 """Tokens that are computed as one piece of matrices."""
+_ALIGNED = 4
+"""Kernels are compiled for tables of int32 that begin at a multiple of so many, and again for others."""
 L2_EPS = 1e-6
 """Under the root that queries and keys of the delta rule are divided by."""
 
@@ -82,10 +84,14 @@ def _split(lens: NDArray[np.int32], device: torch.device) -> Split:
     counts = -(-lens[longer] // CHUNK)
     firsts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * CHUNK
     chunks = np.stack((np.repeat(longer, counts), firsts), axis=1)
-    table = torch.from_numpy(np.concatenate((chunks.ravel(), longer, singles)).astype(np.int32))
+    arrays = [chunks.ravel(), longer, singles]
+    places = np.cumsum([0, *(-(-len(array) // _ALIGNED) * _ALIGNED for array in arrays)])
+    table = torch.zeros(int(places[-1]), dtype=torch.int32)
+    for place, array in zip(places, arrays, strict=False):
+        table[place : place + len(array)] = torch.from_numpy(array)
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
-    parts = table.split([chunks.size, len(longer), len(singles)])
+    parts = [table[place : place + len(array)] for place, array in zip(places, arrays, strict=False)]
     return Split(parts[2] if len(longer) else None, len(singles), parts[1], parts[0].view(-1, 2))
 
 

@@ -11,7 +11,7 @@ from quire.attention.batch import Batch
 from quire.capacity import ladder, rows_at_once
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints
-from quire.kernels.triton.launch import compiling
+from quire.kernels.triton.launch import MOST_ROWS, compiling
 from quire.kernels.triton.masks import apply_masks
 from quire.worker.device import Model, blank_batch
 from quire.worker.draws import Draws
@@ -24,8 +24,8 @@ _LONG_STEP = 4096
 """Tokens of the longest prompt that is run to have kernels compiled."""
 _HALVINGS = 6
 """What adapters add to prompts is computed in other ways for shorter ones."""
-_MIXED = [(1, 24), (8, 6), (32, 12), (1, 79), (1, 159), (1, 191), (64, 256)]
-"""Decodes beside a prompt of so many tokens, likewise: few and many of them, short tiles and long ones."""
+_MIXED = [(1, 24), (8, 6), (32, 12), (1, 79), (1, 159), (1, 191), (64, 256), (2 * MOST_ROWS + 1, 24)]
+"""Decodes beside a prompt of so many tokens, likewise: few, many, more than are launched early for."""
 
 
 class Blanks:

@@ -6,6 +6,7 @@ from state_cases import LENS, ROWS, make_case, run_select, select_case
 from torch import Tensor
 
 from quire.kernels.state import GATES, StateReference
+from quire.kernels.triton import state as state_kernels
 from quire.kernels.triton.state import TritonStateOps
 
 CUDA = torch.cuda.is_available()
@@ -51,15 +52,32 @@ def test_scan(lens: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -
     same(case.state, twin, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(64, 16), (70, 5)], ids=["even", "odd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(16, 16), (11, 5)], ids=["even", "odd"])
 @pytest.mark.parametrize("lens", ["decodes", "mixed", "short"])
 def test_select(lens: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    case = select_case(LENS[lens], dtype, DEVICE, shape)
+    compare_select(LENS[lens], shape, dtype)
+
+
+def compare_select(lens: list[int], shape: tuple[int, int], dtype: torch.dtype) -> None:
+    case = select_case(lens, dtype, DEVICE, shape)
     twin = case.state.clone()
     expected = run_select(theirs, case, twin)
     same(run_select(ours, case, case.state), expected, dtype)
     same(case.state, twin, dtype)
+
+
+@pytest.mark.parametrize("block", [8, 16, 32])
+def test_select_by_four_two_and_one_threads_a_channel(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that are no multiple of what is loaded ahead, or less than that; channels that are no multiple
+    of a warp's."""
+    monkeypatch.setattr(state_kernels, "_lanes", lambda num_channels: block)
+    compare_select([2, 65, 4, 1, 3], (19, 16), torch.float32)
+
+
+def test_select_of_a_long_prompt() -> None:
+    """An error that grows with each token."""
+    compare_select([250], (8, 16), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

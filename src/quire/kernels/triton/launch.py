@@ -34,6 +34,11 @@ def room(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return make(shape, dtype=dtype, device=device)
 
 
+def only_compiles() -> bool:
+    """Whether kernels that are launched are compiled and do not run: who has several asks for all."""
+    return _wanted.get() is not None
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Kernels that are launched in here are compiled instead, side by side and each once; in the end all are

@@ -1,5 +1,4 @@
-"""Short convolutions and the scans of Mamba and Mamba-2: kernels for single tokens, others for more of a
-sequence."""
+"""Short convolutions and the scan of Mamba-2: kernels for single tokens, others for more of a sequence."""
 
 import triton
 import triton.language as tl
@@ -290,54 +289,4 @@ def scan_chunks(
         tl.store(at, y.to(kind), mask=x_live)
         taken = (x.to(tl.float32) * (wait * tl.exp(total - since))[:, None]).to(kind)
         h = h * tl.exp(total) + tl.dot(tl.trans(taken), b, input_precision=PRECISION)
-    tl.store(kept, h, mask=exist)
-
-
-@triton.jit
-def select_tokens(
-    out: tl.tensor,
-    x: tl.tensor,
-    gate: tl.tensor,
-    dt: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    skip: tl.tensor,
-    state: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
-    channels: tl.tensor,
-    x_stride: tl.tensor,
-    gate_stride: tl.tensor,
-    dt_stride: tl.tensor,
-    bc_stride: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Grid (sequences, channels / BLOCK): token after token, the state at hand."""
-    channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_SIZE)
-    live, known = channel < channels, n < SIZE
-    exist = live[:, None] & known[None, :]
-    places = channel[:, None] * SIZE + n[None, :]
-    own_rate = tl.load(rate + places, mask=exist, other=0.0)
-    own_bias = tl.load(bias + channel, mask=live, other=0.0)
-    own_skip = tl.load(skip + channel, mask=live, other=0.0)
-    follow(OVERLAP)
-    first, end, row, position = place_of(rows, starts, rows, positions, True)
-    kept = state + row * channels * SIZE + places
-    h = tl.load(kept, mask=exist & (position + 0 * n > 0)[None, :], other=0.0)
-    for token in range(first.to(tl.int64), end.to(tl.int64)):
-        taken = tl.load(x + token * x_stride + channel, mask=live, other=0.0).to(tl.float32)
-        factor = tl.load(gate + token * gate_stride + channel, mask=live, other=0.0).to(tl.float32)
-        wait = tl.load(dt + token * dt_stride + channel, mask=live, other=0.0).to(tl.float32)
-        into = tl.load(b + token * bc_stride + n, mask=known, other=0.0).to(tl.float32)
-        seen = tl.load(c + token * bc_stride + n, mask=known, other=0.0).to(tl.float32)
-        wait = softplus(wait + own_bias)
-        h = h * tl.exp(wait[:, None] * own_rate) + (wait * taken)[:, None] * into[None, :]
-        y = (tl.sum(h * seen[None, :], 1) + own_skip * taken) * silu(factor)
-        tl.store(out + token * channels + channel, y.to(out.dtype.element_ty), mask=live)
     tl.store(kept, h, mask=exist)

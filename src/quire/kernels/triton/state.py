@@ -1,4 +1,4 @@
-"""`StateOps` on a GPU: which kernels of `scan.py` and `delta.py` take which sequences, and the gates."""
+"""`StateOps` on a GPU: which kernels of `scan.py`, `select.py` and `delta.py` take which sequences; gates."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from quire.kernels.state import CHUNK, GATES, L2_EPS, Given, Rates, Seqs
 from quire.kernels.triton import delta as delta_kernels
 from quire.kernels.triton import scan as scan_kernels
-from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton import select as select_kernels
+from quire.kernels.triton.launch import follow, launch, only_compiles, overlap
 from quire.kernels.triton.scan import silu
 
 
@@ -34,7 +35,10 @@ _SCAN_WARPS, _DELTA_WARPS, _SOLVE_WARPS = 8, 4, 4
 _SCAN, _DELTA = Shape(64, 4, 2), Shape(32, 4, 2)
 """Of the kernels that go from chunk to chunk."""
 _SELECTED = 1024
-"""Numbers of state per program of Mamba's scan, eight to a thread."""
+"""Numbers of state per program of Mamba's scan of single tokens, eight to a thread."""
+_BLOCKS, _MOST_CHANNELS = (8, 16, 32), (2**13, 2**15)
+"""Of its scan of more tokens: how many channels are a warp's, by four, two or one threads each, if all
+sequences together have less channels than that, or more."""
 _LEAST = 64
 """Of keys and values that chunks multiply: with 16 the compiled kernel reads beyond its shared memory."""
 _GATED = 1024
@@ -170,14 +174,23 @@ class TritonStateOps:
         dt, b, c, rates, skip = given
         assert b.stride(0) == c.stride(0)
         out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
-        block_size = triton.next_power_of_2(size)
-        block, num_seqs = max(_SELECTED // block_size, 1), len(seqs.lens)
-        ahead = seqs.single and overlap(num_seqs, channels)
-        launch(scan_kernels.select_tokens, num_seqs, triton.cdiv(channels, block))(
-            out, x, gate, dt, b, c, *rates, skip, state, seqs.starts, seqs.rows, seqs.positions, channels,
-            x.stride(0), gate.stride(0), dt.stride(0), b.stride(0), SIZE=size, BLOCK=block,
-            BLOCK_SIZE=block_size, OVERLAP=ahead, launch_pdl=ahead,
-        )  # fmt: skip
+        batch, strides = (seqs.starts, seqs.rows, seqs.positions), (x.stride(0), gate.stride(0), dt.stride(0))
+        singles, count = _singles(seqs)
+        if count:
+            block_size, ahead = triton.next_power_of_2(size), overlap(count, channels)
+            block = max(_SELECTED // block_size, 1)
+            launch(select_kernels.select_single, count, triton.cdiv(channels, block))(
+                out, x, gate, dt, b, c, *rates, skip, state, singles, *batch, channels, *strides, b.stride(0),
+                SIZE=size, ALL=seqs.single, BLOCK=block, BLOCK_SIZE=block_size, OVERLAP=ahead,
+                launch_pdl=ahead,
+            )  # fmt: skip
+        if not seqs.single:
+            longer, both = seqs.split.longer, _widened(b, c)
+            for block in _BLOCKS if only_compiles() else [_lanes(len(longer) * channels)]:
+                launch(select_kernels.select_tokens, len(longer), triton.cdiv(channels, block))(
+                    out, x, gate, dt, both, *rates, skip, state, longer, *batch, CHANNELS=channels,
+                    STRIDES=strides, SIZE=size, BLOCK=block, QUARTER=both.shape[2] // 4, num_warps=1,
+                )  # fmt: skip
         return out
 
     def delta(self, qkv: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, seqs: Seqs) -> Tensor:
@@ -243,6 +256,20 @@ def _singles(seqs: Seqs) -> tuple[Tensor, int]:
         return seqs.rows, len(seqs.lens)
     assert seqs.split.singles is not None
     return seqs.split.singles, seqs.split.num_singles
+
+
+def _lanes(num_channels: int) -> int:
+    """How many channels are a warp's: few, if there would not be enough warps."""
+    return _BLOCKS[sum(num_channels >= most for most in _MOST_CHANNELS)]
+
+
+def _widened(b: Tensor, c: Tensor) -> Tensor:
+    """[T, 2, a power of two] float32: every program reads all of both, and would widen them again."""
+    (num_tokens, size), padded = b.shape, triton.next_power_of_2(max(b.shape[1], 4))
+    make = torch.empty if padded == size else torch.zeros
+    both = make(num_tokens, 2, padded, dtype=torch.float32, device=b.device)
+    both[:, 0, :size], both[:, 1, :size] = b, c
+    return both
 
 
 def _tile(num_heads: int, dim: int, other: int) -> int:

@@ -1,0 +1,89 @@
+"""`python scan_speed.py`: us of Mamba's scan of prompts, by channels per warp, beside the kernel for single
+tokens launched once a token; all in CUDA graphs.
+
+Not a test. The floor is all that is read and written once, over 4.8 TB/s, what an H200 is said to have.
+"""
+
+import itertools
+
+import numpy as np
+import torch
+from layer_speed import graph_us, random
+
+from quire.kernels.state import Given, Rates, Seqs, StateReference
+from quire.kernels.triton import state as kernels
+
+OPS, SIZE, RANK = kernels.TritonStateOps(), 16, 256
+BANDWIDTH = 4.8e12
+
+
+class Scan:
+    """Mamba's scan of a layer, over prompts that go on from a state."""
+
+    def __init__(self, lens: list[int], channels: int) -> None:
+        self.lens, self.num_tokens, self.channels = lens, sum(lens), channels
+        rates = Rates(-torch.rand(channels, SIZE, device="cuda"), torch.randn(channels, device="cuda"))
+        self.x, self.gate = (
+            random(self.num_tokens, channels),
+            random(self.num_tokens, 2 * channels)[:, channels:],
+        )
+        b, c = random(self.num_tokens, RANK + 2 * SIZE)[:, RANK:].chunk(2, 1)
+        self.given = Given(
+            random(self.num_tokens, channels), b, c, rates, torch.randn(channels, device="cuda")
+        )
+        self.state = torch.randn(len(lens), channels, SIZE, device="cuda")
+        self.seqs, self.singles = sequences(lens), sequences([1] * len(lens))
+        _ = self.seqs.split  # a copy that no graph holds
+
+    def run(self) -> torch.Tensor:
+        return OPS.select(self.x, self.gate, self.given, self.state, self.seqs)
+
+    def by_token(self, num_tokens: int) -> None:
+        """The first tokens of all sequences, then the second ones."""
+        rows = slice(0, len(self.lens))
+        given = self.given._replace(dt=self.given.dt[rows], b=self.given.b[rows], c=self.given.c[rows])
+        for _ in range(num_tokens):
+            OPS.select(self.x[rows], self.gate[rows], given, self.state, self.singles)
+
+    @property
+    def floor_us(self) -> float:
+        inputs = self.num_tokens * 2 * (4 * self.channels + 2 * SIZE)
+        states = (2 * len(self.lens) + 1) * self.channels * SIZE * 4
+        return 1e6 * (inputs + states) / BANDWIDTH
+
+
+def sequences(lens: list[int]) -> Seqs:
+    starts = torch.tensor([0, *itertools.accumulate(lens)], device="cuda", dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) + 5 for n in lens]).cuda()
+    rows = torch.arange(len(lens), device="cuda", dtype=torch.int32)
+    return Seqs(starts, rows, positions, np.array(lens, np.int32))
+
+
+def check() -> None:
+    """Before it is timed: the same numbers as in torch."""
+    scan = Scan([1, 2, 63, 64, 65, 1000], 4112)
+    twin = scan.state.clone()
+    expected = StateReference().select(scan.x, scan.gate, scan.given, twin, scan.seqs)
+    torch.testing.assert_close(scan.run().float(), expected.float(), rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(scan.state, twin, rtol=1e-3, atol=1e-3)
+    print("the same as in torch: 1, 2, 63, 64, 65 and 1,000 tokens, 4,112 channels, bf16")
+
+
+def report(lens: list[int], channels: int) -> None:
+    scan, some, chosen = Scan(lens, channels), 64, kernels._lanes
+    by_token = graph_us(lambda: scan.by_token(some)) * lens[0] / some
+    widened = graph_us(lambda: kernels._widened(scan.given.b, scan.given.c))
+    print(f"{len(lens)} x {lens[0]} tokens, {channels} channels: floor {scan.floor_us:.0f} us", end=", ")
+    print(f"by token {by_token:.0f} us, widening {widened:.0f} us", end="")
+    for block in kernels._BLOCKS:
+        own = " (chosen)" if block == chosen(len(lens) * channels) else ""
+        kernels._lanes = lambda num_channels, block=block: block
+        print(f", {block} a warp{own} {graph_us(scan.run):.0f} us", end="", flush=True)
+    kernels._lanes = chosen
+    print()
+
+
+if __name__ == "__main__":
+    check()
+    for lens, channels in itertools.product([[4096], [1024] * 8], (4096, 8192)):
+        report(lens, channels)
