@@ -27,13 +27,12 @@ FIRST, RECORDED = 40, 30
 
 
 class Steps:
-    """Counts them; has some of them recorded; knows the last graph."""
+    """Counts them; has some of them recorded."""
 
     def __init__(self) -> None:
         self.count = self.num_wide = 0
         self.recorder: profile | None = None
-        self.graph: torch.cuda.CUDAGraph | None = None
-        prepare, replay = Cuda.prepare, torch.cuda.CUDAGraph.replay
+        prepare = Cuda.prepare
 
         def counted(device: Cuda, plan: Any, all_rows: Any) -> Any:
             self.count += 1
@@ -42,24 +41,7 @@ class Steps:
                 (self.recorder.start if self.count == FIRST else self.recorder.stop)()
             return prepare(device, plan, all_rows)
 
-        def noted(graph: torch.cuda.CUDAGraph) -> None:
-            self.graph = graph
-            replay(graph)
-
         Cuda.prepare = counted  # type: ignore[method-assign]
-        torch.cuda.CUDAGraph.replay = noted  # type: ignore[method-assign]
-
-    def alone_ms(self, repeats: int = 20) -> float:
-        """The last graph by itself, one behind the other: nobody waits for the host."""
-        assert self.graph is not None
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        began.record()
-        for _ in range(repeats):
-            self.graph.replay()
-        ended.record()
-        torch.cuda.synchronize()
-        return began.elapsed_time(ended) / repeats
 
 
 def generate(llm: LLM, batch: int, length: int) -> float:
@@ -84,7 +66,6 @@ def rates(llm: LLM, steps: Steps, name: str) -> None:
             best = max(best, (tokens / took, f"{shown}, {steps.num_wide} of {count} steps with drafts"))
         rate, shown = best
         print(f"{name:6} batch {batch:3}: {rate:9.0f} tokens/s, {shown}", flush=True)
-    print(f"{name:6} batch {BATCHES[-1]:3}: the last graph alone {steps.alone_ms():.3f} ms", flush=True)
 
 
 def traced(llm: LLM, steps: Steps, name: str) -> None:
