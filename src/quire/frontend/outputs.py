@@ -204,20 +204,15 @@ class OutputProcessor:
             prompt = replace(prompt, media=None, prepared=())
         interval = max(self.stream_interval, first.params.stream_interval or 1)
         streams = interval == 1 and first.params.output_kind is not RequestOutputKind.FINAL_ONLY
-        parent = _Parent(
-            request_id, prompt, first.params, first.arrived_at, interval, streams, num_open=len(requests)
-        )
+        parent = _Parent(request_id, prompt, first.params, first.arrived_at, interval, streams)
+        parent.num_open, parent.account, parent.lora = len(requests), account, first.lora
         parent.pools = first.pooling is not None
-        parent.lora = first.lora
         parent.tokenizer = self.tokenizer if first.lora is None else self._tokenizer_of(first.lora)
-        parent.account = account
         if first.params.prompt_logprobs is not None:
             parent.prompt_logprobs = FlatLogprobs() if first.params.flat_logprobs else []
             parent.prompt_logprobs.append(None)
-        for index, request in enumerate(requests):
-            sequence = self._sequence(request, index, parent)
-            parent.sequences.append(sequence)
-            self._sequences[request.id] = sequence
+        parent.sequences = [self._sequence(request, index, parent) for index, request in enumerate(requests)]
+        self._sequences |= {sequence.id: sequence for sequence in parent.sequences}
         if parent.streams and len(requests) == 1 and parent.sequences[0].is_plain:
             parent.put_text = put_text
         self._parents[request_id] = parent
@@ -249,8 +244,10 @@ class OutputProcessor:
         """Forget requests, as if they had never come."""
         for sequence in self.sequences_of(list(request_ids)):
             self._sequences.pop(sequence, None)
-        dropped = {self._parents.pop(id, None) for id in request_ids}
+        dropped = {self._parents[id] for id in request_ids if id in self._parents}
         self._touched = [each for each in self._touched if each.parent not in dropped]
+        for parent in dropped:
+            self._forget(parent)
 
     # ---- what comes in
 
@@ -391,7 +388,7 @@ class OutputProcessor:
 
     def _pooled_output(self, parent: _Parent) -> PoolingRequestOutput[PoolingOutput]:
         (sequence,) = parent.sequences
-        self._parents.pop(parent.request_id, None)
+        self._forget(parent)
         return PoolingRequestOutput(
             request_id=parent.request_id,
             outputs=PoolingOutput(np.empty(0, np.float32) if sequence.pooled is None else sequence.pooled),
@@ -403,8 +400,7 @@ class OutputProcessor:
     def _request_output(self, parent: _Parent, sequences: list[_Sequence]) -> RequestOutput:
         kind, finished = parent.params.output_kind, not parent.num_open
         make = _delta if kind is RequestOutputKind.DELTA else _whole
-        if kind is RequestOutputKind.FINAL_ONLY:
-            sequences = parent.sequences
+        sequences = parent.sequences if kind is RequestOutputKind.FINAL_ONLY else sequences
         output = light(
             RequestOutput,
             request_id=parent.request_id,
@@ -422,8 +418,13 @@ class OutputProcessor:
             parent.prompt_logprobs = None  # they come with the first delta, and only with that
         if finished:
             output.metrics = _stats(parent)
-            self._parents.pop(parent.request_id, None)
+            self._forget(parent)
         return output
+
+    def _forget(self, parent: _Parent) -> None:
+        """It and its sequences know each other: whatever they hold would stay until the collector comes."""
+        self._parents.pop(parent.request_id, None)
+        parent.sequences = []
 
 
 def _whole(sequence: _Sequence) -> CompletionOutput:

@@ -50,6 +50,7 @@ class Answering:
             task.cancel()
             gone.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
+            del task, gone  # an error knows this frame, and they know the error
 
 
 async def _hung_up(receive: Receive) -> None:

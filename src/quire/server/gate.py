@@ -92,10 +92,13 @@ class Gate:
         if self._echo_request_id and b"x-request-id" in headers:
             send = _with_header(send, (b"x-request-id", headers[b"x-request-id"]))
         scope[DIRECT_SEND] = send
-        if key is None or not key.name:
-            await self._app(scope, receive, send)
-        else:
-            await self._limited(key, scope, receive, send)
+        try:
+            if key is None or not key.name:
+                await self._app(scope, receive, send)
+            else:
+                await self._limited(key, scope, receive, send)
+        finally:
+            del scope[DIRECT_SEND]  # which knows the scope: both would stay until the collector comes
 
     async def _limited(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
         """As far as the key's limits allow. Who is turned away was not read."""
