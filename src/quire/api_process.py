@@ -15,7 +15,7 @@ import uvloop
 from quire.config.engine import EngineConfig
 from quire.config.generation import default_sampling
 from quire.config.media.caches import cache_kind
-from quire.dist.process import adopt, calm_collector
+from quire.dist.process import adopt, calm_allocator, calm_collector
 from quire.errors import QuireError
 from quire.frontend.chat import read_template
 from quire.frontend.embeds import embeds_reader
@@ -136,6 +136,7 @@ def run_api(
     """Entry of an API process, which accepts on a socket or is dealt connections. Tells `parent` when it is
     up, or in one line why it cannot be."""
     adopt(f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer")
+    calm_allocator()
     try:
         names = key_names(settings.keys)
         keys = KeyPages(names, key_file, process=index) if names else None

@@ -48,6 +48,18 @@ class Given:
     salt: str | None = None
     """only among those who have the same."""
 
+    @property
+    def text(self) -> str | None:
+        """Of an item that came as its content, in ASCII, what it came as."""
+        match self.source:
+            case Link(text) if text[:5].lower() == "data:":
+                pass
+            case Base64(text):
+                pass
+            case _:
+                return None
+        return text if self.uuid is None and text.isascii() else None
+
     def wrong(self, error: RequestError) -> RequestError:
         """The error with the item's place in it."""
         return type(error)(f"{self.place}: {error}", error.param or self.param)
@@ -92,6 +104,8 @@ class Keys:
 
 def _contents(source: Source) -> Iterable[Any]:
     match source:
+        case Link(text) | Base64(text):  # the text, not what it stands for
+            return [type(source).__name__.encode(), text.encode()]
         case Blob(parts, media_type):
             return [b"file", b"frames" if media_type == "video/jpeg" else b"", *parts]
         case Image.Image():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from quire.config.env import MediaEnv
 from quire.config.sections import MultimodalSection
+from quire.data.lru import Lru
 from quire.data.media import Arrays
 from quire.errors import RequestError
 from quire.multimodal.decode import decode
@@ -28,6 +29,10 @@ _AT_ONCE = 16
 """Items of one prompt that are on their way at the same time."""
 _REQUESTS = 4
 """That may have as many bytes of media on their way as there may be; others wait."""
+_LONG = 1 << 17
+"""Characters whose digest takes longer than it takes to hand them to a thread."""
+_TEXTS_BYTES, _TEXT_BYTES = 16 << 20, 512
+"""For all texts that are known, and for one of them: of each a digest is kept."""
 
 
 @dataclass(slots=True)
@@ -47,6 +52,15 @@ class Raw(NamedTuple):
     item: Given
     arguments: Options
     options: Options
+
+
+class Known(NamedTuple):
+    """An item that came as a text before."""
+
+    name: bytes
+    """What it is looked up by."""
+    num_bytes: int
+    """Of its content."""
 
 
 class Twins:
@@ -86,6 +100,8 @@ class Kitchen:
             allowed_path=section.allowed_local_media_path,
         )
         self._keys = Keys(section.mm_hasher_algorithm)
+        self._texts: Lru[Known] = Lru(_TEXTS_BYTES)
+        """What data: urls and the like stood for, by their digest: those that are known are not decoded."""
         self._reading, self._arguments = section.media_io_kwargs, section.mm_processor_kwargs
         self._max_pixels, self._max_bytes = env.max_image_pixels, int(env.media_max_mb * 2**20)
         self._room = Room(_REQUESTS * self._max_bytes)
@@ -120,7 +136,8 @@ class Kitchen:
         async def one(prompt: int, item: Given) -> Prepared:
             async with places:
                 with self._room.hold(share) as hold:
-                    ready = await self._one(item, told, self._options(item.modality, reading), hold, twins)
+                    raw = Raw(item, told, self._options(item.modality, reading))
+                    ready = await self._one(raw, hold, twins)
             num_tokens[prompt] += len(ready.processed.token_ids)
             if self._max_tokens is not None and num_tokens[prompt] > self._max_tokens:
                 raise RequestError(
@@ -145,25 +162,42 @@ class Kitchen:
             raise RequestError(f"media_io_kwargs: {modality} must be an object", param="media_io_kwargs")
         return {**(self._reading.get(modality) or {}), **asked}
 
-    async def _one(
-        self, item: Given, arguments: Options, options: Options, hold: Hold, twins: "Twins"
-    ) -> Prepared:
+    async def _one(self, raw: Raw, hold: Hold, twins: "Twins") -> Prepared:
         try:
-            if item.uuid is None:
-                item = await self._brought(item, hold)
-            name = await self._in_thread(self._keys.of, item, arguments, options)
-            raw = Raw(item, arguments, options)
+            text = await self._digest(raw)
+            known = None if text is None else self._texts.get(text)
+            if known is None:
+                raw, name = await self._named(raw, hold)
+            else:
+                name = known.name
             async with twins.alone(name):
                 found = self.larder.find(name) or twins.made.get(name)
                 if found is None:
                     key, processed = await self._made(name, raw, hold)
                     processed = await self._in_thread(self.larder.keep, name, key, processed)
                     found = twins.made[name] = key, processed
+                elif known is not None:
+                    hold.count(known.num_bytes)
+            if text is not None and known is None:
+                self._texts.put(text, Known(name, hold.num_bytes), _TEXT_BYTES)
         except RequestError as error:
-            raise item.wrong(error) from None
+            raise raw.item.wrong(error) from None
         key, processed = found
         is_here = processed.arrays is not None or processed.stored is not None
-        return Prepared(item.modality, key, processed, None if is_here else raw)
+        return Prepared(raw.item.modality, key, processed, None if is_here else raw)
+
+    async def _digest(self, raw: Raw) -> bytes | None:
+        """Of the text that an item came as, and of how it is read; None: it is known by something else."""
+        text = raw.item.text
+        if text is None or not self.larder.is_open:
+            return None
+        return self._keys.of(*raw) if len(text) < _LONG else await self._in_thread(self._keys.of, *raw)
+
+    async def _named(self, raw: Raw, hold: Hold) -> tuple[Raw, bytes]:
+        """With its content at hand, unless it has a uuid; and what it is looked up by."""
+        if raw.item.uuid is None:
+            raw = raw._replace(item=await self._brought(raw.item, hold))
+        return raw, await self._in_thread(self._keys.of, *raw)
 
     async def _made(self, name: bytes, raw: Raw, hold: Hold) -> tuple[bytes, Processed]:
         """With the key of the item, out of what it is looked up by."""
@@ -178,8 +212,8 @@ class Kitchen:
 
         async def one(wanted: bytes, raw: Raw) -> Arrays | None:
             try:
-                name = await self._in_thread(self._keys.of, *raw)
                 with self._room.hold(share) as hold:
+                    raw, name = await self._named(raw, hold)
                     key, processed = await self._made(name, raw, hold)
                 if key != wanted:
                     raise RequestError(

@@ -45,16 +45,21 @@ class Larder:
         return len(self._kept)
 
     @property
+    def is_open(self) -> bool:
+        """Whether anything is kept at all."""
+        return self._kept.max_bytes > 0
+
+    @property
     def num_bytes(self) -> int:
         return self._kept.num_bytes
 
     def find(self, name: bytes) -> tuple[bytes, Processed] | None:
         """The key of an item and what was made of it: without arrays, if those are on the far side."""
-        found = self._kept.get(name) if self._kept.max_bytes else None
+        found = self._kept.get(name) if self.is_open else None
         if found is not None and self._far is not None and found.key not in self._far:
             found = None
         processed = None if found is None else self._at_hand(found)
-        if self._kept.max_bytes:
+        if self.is_open:
             self.count(1, processed is not None)
         return None if found is None or processed is None else (found.key, processed)
 
@@ -70,7 +75,7 @@ class Larder:
             processed = self._at_hand(kept) or processed
         if not self._kept.put(name, kept, num_bytes):
             self._on_drop(kept)
-            if self._kept.max_bytes:
+            if self.is_open:
                 _warn(num_bytes, "mm_processor_cache_gb", self._kept.max_bytes)
         return processed
 

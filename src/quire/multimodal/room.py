@@ -81,6 +81,10 @@ class Hold:
         self._share.add(num_bytes)
         await self._room.take(self, num_bytes)
 
+    def count(self, num_bytes: int) -> None:
+        """The request has brought so many, which need not be held. A RequestError as above."""
+        self._share.add(num_bytes)
+
     def give(self, num_bytes: int) -> None:
         """What came of a try that failed; the next one begins anew."""
         self._share.add(-num_bytes)

@@ -36,7 +36,7 @@ from quire.server.errors import (
 logger = get_logger(__name__)
 
 Respond = Callable[[Any, Request], Awaitable[Response]]
-_FEW = 64
+_FEW, _SOME = 64, 1024
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """Half of a surrogate pair is no character: nothing behind the API could encode it."""
 _LARGE = 1 << 20
@@ -149,7 +149,7 @@ async def _whole(receive: Receive) -> bytes:
 
 def _read(adapter: TypeAdapter[Any], raw: bytes) -> Any:
     """A large body, looked at for what would take long before that is done."""
-    if raw.count(b",") > _MAX_VALUES or sum(raw.count(mark) for mark in _PARTS) > _MAX_PARTS:
+    if _count(raw, b",") > _MAX_VALUES or sum(_count(raw, mark) for mark in _PARTS) > _MAX_PARTS:
         counts = _count_outside_strings(raw)
         for found, most, what in (
             (counts[ord(",")], _MAX_VALUES, "values"),
@@ -163,6 +163,16 @@ def _read(adapter: TypeAdapter[Any], raw: bytes) -> Any:
         return adapter.validate_json(raw)
     finally:
         gc.enable()
+
+
+def _count(raw: bytes, mark: bytes) -> int:
+    """As `bytes.count`, which takes 30 times as long where there are few of them in megabytes of base64."""
+    at = -1
+    for count in range(_SOME):
+        at = raw.find(mark, at + 1)
+        if at < 0:
+            return count
+    return raw.count(mark)
 
 
 def _count_outside_strings(raw: bytes) -> NDArray[np.int64]:

@@ -28,6 +28,8 @@ PoolingInput = str | list[int] | tuple[str, str] | Sides
 
 _LONG = 16384
 """More characters, or token ids, would hold up the other requests of the event loop for milliseconds."""
+_EMBEDS = "_embeds"
+"""How the types of parts end that are vectors."""
 _RENDER_S = 1.0
 _NOT_OF_EMBEDS = {
     "echo": "Echo is unsupported with prompt embeds.",
@@ -50,7 +52,7 @@ class _Talk:
     messages: list[Mapping[str, Any]]
     prepared: list[Prepared]
     size: int
-    """Characters, about; with media it counts as long."""
+    """Characters, about, and tokens of media."""
     text_size: int
     """Those that the template has to deal with."""
 
@@ -168,15 +170,18 @@ class PromptReader:
         """What the messages bring beside text is made ready; only that takes time here."""
         size = _size(body)
         salt = getattr(body, "cache_salt", None)
-        messages, items = await off_loop(size, lambda: part_media([*map(as_dict, body.messages)], salt))
+        messages, items = await off_loop(
+            size if size < _LONG else _num_values(_fields(body.messages)),
+            lambda: part_media([*map(as_dict, body.messages)], salt),
+        )
         if not items:
             return _Talk(body, messages, [], size, size)
         work = self._inputs.media.prepare(items, body.mm_processor_kwargs, body.media_io_kwargs)
         prepared = await (work if wait is None else wait(work))
         rest = [messages, body.tools, body.documents, body.chat_template_kwargs]
-        return _Talk(
-            body, messages, prepared, _LONG, _num_chars(rest) if body.chat_template is None else _LONG
-        )
+        text_size = _num_chars(rest) if body.chat_template is None else _LONG
+        num_tokens = sum(len(each.processed.token_ids) for each in prepared)
+        return _Talk(body, messages, prepared, text_size + num_tokens, text_size)
 
     def variables(self, body: Conversation, effort: str | None) -> dict[str, Any]:
         """Those of the chat template that server and body set. Who wants no effort wants no thinking."""
@@ -330,10 +335,27 @@ def _size(body: Conversation) -> int:
     what it does with the rest nobody knows."""
     if body.chat_template is not None:
         return _LONG
-    given: list[Any] = [body.tools, body.documents, body.chat_template_kwargs]
-    for message in body.messages:
-        given += (vars(message), message.model_extra)
-    return _num_chars(given)
+    return _num_chars([body.tools, body.documents, body.chat_template_kwargs, _fields(body.messages)])
+
+
+def _fields(messages: Sequence[Message]) -> list[Any]:
+    return [fields for message in messages for fields in (vars(message), message.model_extra)]
+
+
+def _num_values(value: Any) -> int:
+    """In all that the value holds, up to `_LONG`. A text is one, however long: nobody reads it to find the
+    media of a message, unless it is of vectors."""
+    found, waiting = 0, [value]
+    while waiting and found < _LONG:
+        each = waiting.pop()
+        found += 1
+        if isinstance(each, dict):
+            waiting += (*each, *each.values())
+        elif isinstance(each, list):
+            waiting += each
+        elif isinstance(each, str) and each.endswith(_EMBEDS):
+            return _LONG
+    return found
 
 
 def _num_chars(value: Any) -> int:
