@@ -56,7 +56,25 @@ def test_every_architecture_of_the_format_has_a_file_to_be_compared_with() -> No
     assert set(GGUF_FAMILIES) == {made.architecture or name for name, made in CONVERSIONS.items()}
 
 
-@pytest.mark.parametrize("family", ["bloom", "glm4", "phi3"])
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+        ("gpt_neox", {"use_parallel_residual": False}),
+        ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+        ("dots1", {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_layouts_of_one_architecture(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """Norms under each other's names, keys of a header that are not read."""
+    path, hf_model = make_tiny_gguf(family, tmp_path, **overrides)
+    ids = random_prompts(12)[0]
+    ours = run_paged(load_tiny(path), [ids], [[12]])[0]
+    torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "glm4", "gpt_neox", "phi3"])
 def test_packed_weights_of_fused_and_reordered_layers(family: str, tmp_path: Path) -> None:
     path, hf_model = make_tiny_gguf(family, tmp_path, "Q8_0")
     ids = random_prompts(12)[0]

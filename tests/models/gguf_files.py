@@ -29,6 +29,8 @@ class Conversion(NamedTuple):
     """A tensor, by its Hugging Face name, as it is stored."""
     pieces: Callable[[str, Tensor], dict[str, Tensor]] = lambda name, tensor: {name: tensor}
     """A tensor as views of its parts, each of which is stored by itself."""
+    as_stored: bool = False
+    """Whether the converter reads the tensors as makers store them, not as transformers has them."""
 
 
 def _interleaved(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
@@ -121,6 +123,60 @@ def _mpt_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def _falcon_order(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
+    """All queries, then all keys, then all values, which are side by side for each head of keys."""
+    if ".query_key_value." not in name:
+        return values
+    keys = getattr(config, "num_kv_heads", config.num_attention_heads)
+    dim = config.hidden_size // config.num_attention_heads
+    heads = values.reshape(keys, -1, dim, *values.shape[1:])
+    parts = heads[:, :-2], heads[:, -2:-1], heads[:, -1:]
+    return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
+
+
+def _falcon_keys(config: Any) -> dict[str, Any]:
+    return {"feed_forward_length": config.ffn_hidden_size, "attention.head_count_kv": config.num_kv_heads}
+
+
+def _dbrx_keys(config: Any) -> dict[str, Any]:
+    attention, ffn = config.attn_config, config.ffn_config
+    return {
+        "feed_forward_length": ffn.ffn_hidden_size,
+        "attention.head_count_kv": attention.kv_n_heads,
+        "attention.clamp_kqv": attention.clip_qkv,
+        "attention.layer_norm_epsilon": 1e-5,
+        "rope.freq_base": attention.rope_theta if hasattr(attention, "rope_theta") else 10000.0,
+        "expert_count": ffn.moe_num_experts,
+        "expert_used_count": ffn.moe_top_k,
+    }
+
+
+def _dbrx_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Experts below each other, the last matrix of each across."""
+    if ".experts.mlp." not in name:
+        return {name: tensor}
+    each = tensor.view(4, -1, tensor.shape[1])
+    return {f"{name}.weight": each.transpose(1, 2) if name.endswith("w2") else each}
+
+
+def _sharing_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "leading_dense_block_count": 1,
+    }
+
+
+def _sharing_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    return _expert_pieces(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor)
+
+
 def _expert_keys(config: Any) -> dict[str, Any]:
     keys = {
         "expert_count": getattr(config, "num_experts", None) or config.num_local_experts,
@@ -194,6 +250,7 @@ FOUR_LAYERS = ["sliding_attention"] * 3 + ["full_attention"]
 EXACT = (".bias", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 """What the converter never packs, beside vectors."""
 ADD = {
+    bool: GGUFWriter.add_bool,
     int: GGUFWriter.add_uint32,
     float: GGUFWriter.add_float32,
     str: GGUFWriter.add_string,
@@ -214,6 +271,42 @@ CONVERSIONS = {
         change=_apart,
         pieces=lambda name, tensor: {name.removeprefix("transformer."): tensor},
     ),
+    "BaiChuanForCausalLM": Conversion("baichuan", change=_interleaved),
+    "BaichuanForCausalLM": Conversion(
+        "baichuan", settings={"num_hidden_layers": 40, "initializer_range": 0.1}, change=_interleaved
+    ),
+    "glm": Conversion("chatglm"),
+    "chatglm": Conversion(
+        pieces=lambda name, tensor: {name.removeprefix("transformer."): tensor}, as_stored=True
+    ),
+    "dbrx": Conversion(keys=_dbrx_keys, pieces=_dbrx_pieces),
+    "dots1": Conversion(keys=_sharing_keys, pieces=_sharing_pieces),
+    "falcon": Conversion(
+        keys=_falcon_keys, change=_falcon_order, settings=TIED | {"num_kv_heads": 1, "multi_query": True}
+    ),
+    "gemma": Conversion(change=_plus_one),
+    "glm4_moe": Conversion(
+        "glm4moe",
+        lambda config: _sharing_keys(config) | {"block_count": 3, "nextn_predict_layers": 1},
+        lambda config: {"blk.2.nextn.enorm": [1.0], "blk.2.attn_norm": [1.0]},
+        pieces=_sharing_pieces,
+    ),
+    "gpt_bigcode": Conversion("starcoder", lambda config: {"attention.head_count_kv": 1}, settings=TIED),
+    "gpt_neox": Conversion(
+        "gptneox",
+        lambda config: {"use_parallel_residual": config.use_parallel_residual},
+        change=_falcon_order,
+    ),
+    "olmo": Conversion(
+        keys=lambda config: {
+            "attention.layer_norm_epsilon": 1e-5,
+            "attention.clamp_kqv": config.clip_qkv,
+        },
+        change=_interleaved,
+        settings={"clip_qkv": 0.5},
+    ),
+    "phi": Conversion("phi2"),
+    "stablelm": Conversion(keys=lambda config: {"use_parallel_residual": config.use_parallel_residual}),
     "ernie4_5": Conversion(),
     "exaone": Conversion(settings={"rope_parameters": None}),
     "granitemoe": Conversion(
@@ -280,8 +373,8 @@ def _shared_keys(config: Any) -> dict[str, Any]:
         "rope.freq_base": rope.get("rope_theta"),
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
     }
-    epsilon = next(name for name in EPSILONS if hasattr(config, name))
-    keys[f"attention.{EPSILONS[epsilon]}"] = getattr(config, epsilon)
+    for epsilon in [name for name in EPSILONS if hasattr(config, name)][:1]:
+        keys[f"attention.{EPSILONS[epsilon]}"] = getattr(config, epsilon)
     return {key: value for key, value in keys.items() if value is not None}
 
 
@@ -292,10 +385,16 @@ def write_gguf(path: Path, hf_model: Any, kind: str = "F32", family: str = "") -
     from gguf.quants import dequantize, quantize
     from gguf.tensor_mapping import get_tensor_name_map
 
-    hf_model = hf_model.model if isinstance(hf_model, Twin) else hf_model
+    twin, hf_model = hf_model, hf_model.model if isinstance(hf_model, Twin) else hf_model
     config = hf_model.config
     family = family or config.model_type
     conversion = CONVERSIONS[family]
+    tensors = dict(hf_model.named_parameters())
+    tensors |= {
+        name: each for name, each in hf_model.state_dict().items() if name in dict(hf_model.named_buffers())
+    }
+    if conversion.as_stored:
+        tensors = twin.stored(tensors)
     arch = conversion.architecture or family
     writer = GGUFWriter(path, arch)
     for key, value in (_shared_keys(config) | conversion.keys(config)).items():
@@ -304,7 +403,7 @@ def write_gguf(path: Path, hf_model: Any, kind: str = "F32", family: str = "") -
     writer.add_eos_token_id(2)
     enum = next(enum for enum, name in MODEL_ARCH_NAMES.items() if name == arch)
     names = get_tensor_name_map(enum, config.num_hidden_layers)
-    for whole, parameter in hf_model.named_parameters():
+    for whole, parameter in tensors.items():
         for name, piece in conversion.pieces(whole, parameter.data).items():
             stored_as = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if name.startswith("blk."):

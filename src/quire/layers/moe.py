@@ -53,6 +53,7 @@ _FACTORS = {"relu2": "relu"}
 NAMES = {
     "mlp": Names(),
     "apart": Names(stored="apart"),
+    "apart_deepseek": Names(stored="apart", shared="mlp.shared_experts"),
     "across": Names(stored="across", experts=("experts", "gate_up_proj", "down_proj")),
     "mixtral": Names("block_sparse_moe", experts=("experts", "w1", "w3", "w2")),
     "deepseek": Names(shared="mlp.shared_experts"),

@@ -48,29 +48,71 @@ _GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GPT2 = {
+    "blk": "transformer.h",
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_BLOOM = {
+    "blk": "transformer.h",
+    "token_embd": "transformer.word_embeddings",
+    "token_embd_norm": "transformer.word_embeddings_layernorm",
+    "output_norm": "transformer.ln_f",
+    "attn_qkv": "self_attention.query_key_value",
+    "attn_output": "self_attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+_SHARING = {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_LARGE_FALCON = "FalconForCausalLM, large"
+"""Those with a norm for each half of a layer, of which the first in name is that of the second half."""
 _OTHER_NAMES: dict[str, dict[str, str]] = {
-    "GPT2LMHeadModel": {
-        "blk": "transformer.h",
-        "token_embd": "transformer.wte",
-        "position_embd": "transformer.wpe",
-        "output_norm": "transformer.ln_f",
-        "attn_norm": "ln_1",
-        "attn_qkv": "attn.c_attn",
-        "attn_output": "attn.c_proj",
-        "ffn_norm": "ln_2",
-        "ffn_up": "mlp.c_fc",
-        "ffn_down": "mlp.c_proj",
-    },
-    "BloomForCausalLM": {
-        "blk": "transformer.h",
-        "token_embd": "transformer.word_embeddings",
-        "token_embd_norm": "transformer.word_embeddings_layernorm",
-        "output_norm": "transformer.ln_f",
-        "attn_qkv": "self_attention.query_key_value",
-        "attn_output": "self_attention.dense",
+    "GPT2LMHeadModel": _GPT2,
+    "GPTBigCodeForCausalLM": _GPT2,
+    "BloomForCausalLM": _BLOOM,
+    "FalconForCausalLM": _BLOOM,
+    _LARGE_FALCON: _BLOOM | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
+    "GPTNeoXForCausalLM": {
+        "blk": "gpt_neox.layers",
+        "token_embd": "gpt_neox.embed_in",
+        "output_norm": "gpt_neox.final_layer_norm",
+        "output": "embed_out",
+        "attn_qkv": "attention.query_key_value",
+        "attn_output": "attention.dense",
         "ffn_up": "mlp.dense_h_to_4h",
         "ffn_down": "mlp.dense_4h_to_h",
     },
+    "PhiForCausalLM": {
+        "output_norm": "model.final_layernorm",
+        "attn_qkv": "self_attn.qkv_proj",
+        "attn_output": "self_attn.dense",
+        "ffn_up": "mlp.fc1",
+        "ffn_down": "mlp.fc2",
+    },
+    "DbrxForCausalLM": {
+        "blk": "transformer.blocks",
+        "token_embd": "transformer.wte",
+        "output_norm": "transformer.norm_f",
+        "attn_norm": "norm_attn_norm.norm_1",
+        "attn_output_norm": "norm_attn_norm.norm_2",
+        "attn_qkv": "norm_attn_norm.attn.Wqkv",
+        "attn_output": "norm_attn_norm.attn.out_proj",
+    },
+    "Dots1ForCausalLM": _SHARING,
+    "Glm4MoeForCausalLM": _SHARING | {"post_attention_norm": "post_attention_layernorm"},
+    "GlmForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "ExaoneForCausalLM": {
         "blk": "transformer.h",
         "token_embd": "transformer.wte",
@@ -125,10 +167,13 @@ _INTERLEAVED = (
     "GraniteMoeForCausalLM",
     "LlamaForCausalLM",
     "MiniCPMForCausalLM",
+    "OlmoForCausalLM",
     "SmolLM3ForCausalLM",
 )
 """Whose files have the two halves of each query and key head in turns, for a rotation of neighbours."""
 
+_BY_HEAD = ("BloomForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM")
+"""Whose files have the queries of all heads before all keys, and these before all values."""
 # Unpacked at a time, so that a large embedding does not exist in float32 as a whole.
 _CHUNK_WEIGHTS = 1 << 24
 _KEPT_BYTES = 32 << 20
@@ -142,11 +187,10 @@ class GGUFSource:
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._file = GGUFFile(checkpoint.path)
-        self._facts = checkpoint.facts
-        self._tensors = {
-            hf_name(name, checkpoint.facts.architecture): _whole(tensor)
-            for name, tensor in self._file.tensors.items()
-        }
+        self._facts = facts = checkpoint.facts
+        is_large = facts.architecture == "FalconForCausalLM" and facts.side_by_side == 2
+        names = _LARGE_FALCON if is_large else facts.architecture
+        self._tensors = {hf_name(name, names): _whole(tensor) for name, tensor in self._file.tensors.items()}
         self._num_read = 0
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
@@ -280,10 +324,11 @@ def gguf_name(name: str, architecture: str) -> str | None:
 
 
 def row_order(name: str, num_rows: int, facts: ArchFacts) -> NDArray[np.intp] | None:
-    """The stored rows in the order that the model wants them; None: as they are. Files have the queries of
-    all heads of Bloom before all keys, and these before all values."""
-    if facts.architecture == "BloomForCausalLM" and ".query_key_value." in name:
-        return np.arange(num_rows).reshape(3, facts.heads, -1).swapaxes(0, 1).reshape(-1)
+    """The stored rows in the order that the model wants them; None: as they are."""
+    if facts.architecture in _BY_HEAD and ".query_key_value." in name:
+        rows, dim = np.arange(num_rows), facts.head_dim
+        parts = np.split(rows, (facts.heads * dim, (facts.heads + facts.kv_heads) * dim))
+        return np.concatenate([part.reshape(facts.kv_heads, -1) for part in parts], 1).reshape(-1)
     if facts.architecture not in _INTERLEAVED or not re.search(r"self_attn\.[qk]_proj\.", name):
         return None
     heads = facts.heads if ".q_proj." in name else facts.kv_heads

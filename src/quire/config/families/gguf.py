@@ -9,6 +9,7 @@ from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, Routing
 from quire.config.families.alibi import slopes_of
 from quire.config.families.decoder import Windows, check_heads, longest_of
 from quire.config.families.moe import mixed
+from quire.config.families.renamed import NORMED_VOCAB
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys
 from quire.config.rope import FALLBACK_MAX_LEN, read_gguf_rope
@@ -182,6 +183,108 @@ def gpt2(file: GGUFFile, arch: Keys) -> ArchFacts:
         learned_positions=True,
         turning=[False] * arch.size("block_count"),
     )
+
+
+def stablelm(file: GGUFFile, arch: Keys) -> ArchFacts:
+    if "blk.0.attn_q_norm.weight" in file.tensors:
+        raise ConfigError(f"{file.path}: norms of queries and keys (attn_q_norm) are not supported")
+    return starcoder2(file, arch, activation="silu", side_by_side=int(arch.flag("use_parallel_residual")))
+
+
+def phi2(file: GGUFFile, arch: Keys) -> ArchFacts:
+    fused = "blk.0.attn_qkv.weight" in file.tensors
+    biased = f"blk.0.attn_{'qkv' if fused else 'q'}.bias" in file.tensors
+    return starcoder2(file, arch, fused_qkv=fused, qkv_bias=biased, head_bias="output.bias" in file.tensors)
+
+
+def gptneox(file: GGUFFile, arch: Keys) -> ArchFacts:
+    biased, wide = "blk.0.attn_qkv.bias" in file.tensors, arch.flag("use_parallel_residual", True)
+    sides = 2 if wide else 0
+    return starcoder2(file, arch, activation="gelu", fused_qkv=True, qkv_bias=biased, side_by_side=sides)
+
+
+def falcon(file: GGUFFile, arch: Keys) -> ArchFacts:
+    """Both halves of a layer are side by side, behind a norm each in the large ones."""
+    norms = 2 if "blk.0.attn_norm_2.weight" in file.tensors else 1
+    return starcoder2(file, arch, activation="gelu", fused_qkv=True, side_by_side=norms)
+
+
+def olmo(file: GGUFFile, arch: Keys) -> ArchFacts:
+    return gguf_decoder(
+        file,
+        arch,
+        norm="layer_bare",
+        norm_eps=arch.number("attention.layer_norm_epsilon"),
+        qkv_clip=arch.optional_number("attention.clamp_kqv"),
+    )
+
+
+def baichuan(file: GGUFFile, arch: Keys) -> ArchFacts:
+    """13B has slopes, which files do not say, and the second generation a head whose rows are of one
+    length."""
+    facts = gguf_decoder(file, arch)
+    facts = replace(facts, unit_head=facts.vocab == NORMED_VOCAB)
+    if len(facts.layers) != 40:
+        return facts
+    layers = tuple(replace(layer, rope=None) for layer in facts.layers)
+    return replace(facts, layers=layers, slopes=slopes_of(facts.heads))
+
+
+def chatglm(file: GGUFFile, arch: Keys) -> ArchFacts:
+    """Also GLM-Edge, whose files have queries, keys and values apart."""
+    fused = "blk.0.attn_qkv.weight" in file.tensors
+    biased = f"blk.0.attn_{'qkv' if fused else 'q'}.bias" in file.tensors
+    return gguf_decoder(file, arch, pairs=True, fused_qkv=fused, qkv_bias=biased, fused_gate_up=True)
+
+
+def dbrx(file: GGUFFile, arch: Keys) -> ArchFacts:
+    facts = gguf_decoder(
+        file,
+        arch,
+        fused_qkv=True,
+        norm="layer",
+        norm_eps=arch.number("attention.layer_norm_epsilon"),
+        qkv_clip=arch.optional_number("attention.clamp_kqv"),
+    )
+    return mixed(facts, _experts(arch, facts.intermediate, renormalized=True))
+
+
+def glm4moe(file: GGUFFile, arch: Keys) -> ArchFacts:
+    """Layers behind the last draft, and are not used. Also dots.llm1."""
+    drafting, count = _some(arch, "nextn_predict_layers") or 0, arch.size("block_count")
+    inner, layers = arch.size("expert_feed_forward_length"), count - drafting
+    if layers < 1:
+        raise arch.wrong("nextn_predict_layers", f"fewer than {count}, of which there are all in all")
+    routing = Routing(
+        arch.size("expert_used_count"),
+        "sigmoid",
+        arch.flag("expert_weights_norm", True),
+        arch.number("expert_weights_scale", 1.0),
+        num_groups=arch.size("expert_group_count", 1),
+        top_groups=arch.size("expert_group_used_count", 1),
+        group_best=2,
+    )
+    moe = MoeFacts(
+        arch.size("expert_count"),
+        inner,
+        routing,
+        choice_bias=True,
+        shared_intermediate=inner * (_some(arch, "expert_shared_count") or 0),
+        names="apart_deepseek",
+    )
+    facts = gguf_decoder(
+        file,
+        arch,
+        windows=(None,) * layers,
+        qk_norm="head" if "blk.0.attn_q_norm.weight" in file.tensors else "",
+        unused=rf"\b(layers|blk)\.({'|'.join(map(str, range(layers, count)))})\." if drafting else "",
+    )
+    return mixed(facts, moe, set(range(_some(arch, "leading_dense_block_count") or 0, layers)))
+
+
+def gemma(file: GGUFFile, arch: Keys) -> ArchFacts:
+    """The first one."""
+    return gguf_decoder(file, arch, **_gemma(arch, largest=0))
 
 
 def _three_of_four(arch: Keys) -> list[bool]:

@@ -10,7 +10,7 @@ from quire.config.families.dense import llama, only, qwen2, with_defaults
 from quire.config.families.moe import deepseek_experts, drafting, first_dense, mixed
 from quire.config.keys import Keys
 
-_NORMED_VOCAB = 125696
+NORMED_VOCAB = 125696
 """Of Baichuan 2, the only one that makes the rows of its head of one length; its files do not say so."""
 
 
@@ -30,7 +30,7 @@ def mimo(keys: Keys) -> ArchFacts:
 
 
 def baichuan_7b(keys: Keys) -> ArchFacts:
-    return replace(llama(keys), fused_qkv=True, unit_head=keys.get("vocab_size") == _NORMED_VOCAB)
+    return replace(llama(keys), fused_qkv=True, unit_head=keys.get("vocab_size") == NORMED_VOCAB)
 
 
 def baichuan(keys: Keys) -> ArchFacts:
