@@ -19,7 +19,8 @@ from quire.kernels.reference import Reference
 from quire.kernels.triton import latent_launch as launch
 from quire.kernels.triton import shares
 from quire.kernels.triton.ops import TritonOps
-from quire.layers.lora import AdapterSlots, Factors, LatentPoint
+from quire.layers.lora import AdapterSlots
+from quire.layers.points import Factors, LatentPoint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no bfloat16

@@ -10,7 +10,7 @@ from oracle import make_tiny
 from quire.config.quant import ONLINE
 from quire.kernels.reference import Reference
 from quire.layers.linear import Linear
-from quire.layers.lora import Factors
+from quire.layers.points import Factors
 from quire.quant.plain import Plain
 
 

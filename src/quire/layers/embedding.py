@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.errors import ConfigError
-from quire.layers.lora import HeadPoint, Place, Point, TablePoint
 from quire.layers.own import OwnRows, own_of
+from quire.layers.points import HeadPoint, Place, Point, TablePoint
 from quire.layers.scope import Scope, Target, target_of
 from quire.layers.whole import Whole, whole_of
 from quire.quant.shares import Run, padded

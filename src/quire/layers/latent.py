@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from quire.attention.batch import Batch
 from quire.attention.latent import LatentAdapted, LatentEntry, LatentSpec, choose
 from quire.config.layout import CacheSpec
-from quire.layers.lora import LatentPoint, Place
 from quire.layers.norm import RMSNorm
+from quire.layers.points import LatentPoint, Place
 from quire.layers.rope import Rope
 from quire.layers.scales import KVScales
 from quire.layers.scope import Scope, Target, target_of

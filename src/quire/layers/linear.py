@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.ops import Entry, HeadNorms
-from quire.layers.lora import AdapterSlots, Place, Point, RanksPoint, SumPoint
+from quire.layers.lora import AdapterSlots
 from quire.layers.norm import norm_shares
+from quire.layers.points import Place, Point, RanksPoint, SumPoint
 from quire.layers.rope import halved
 from quire.layers.scope import Scope, Target, once, target_of
 from quire.quant.shares import Run, Runs, by_group, divided, of_heads

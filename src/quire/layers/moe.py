@@ -12,8 +12,9 @@ from quire.comm.group import ALONE
 from quire.config.facts import ArchFacts, MoeFacts
 from quire.kernels.experts import ExpertAdapters
 from quire.layers.linear import Linear, WholeLinear
-from quire.layers.lora import AdapterSlots, Place, Point, Stack
+from quire.layers.lora import AdapterSlots
 from quire.layers.mlp import MLP, PlainMLP
+from quire.layers.points import Place, Point, Stack, in_order
 from quire.layers.scope import Scope, Target, once, target_of
 from quire.quant.experts import ExpertShape
 from quire.quant.shares import Run, Runs, divided, picked
@@ -193,7 +194,7 @@ class ExpertPoints:
                 continue
             lasts = {"gate_up": ("gate_proj", "up_proj")}.get(part, (last,))
             for number, own in enumerate(lasts, start=part == "up"):
-                which, order = slice(number, number + 1), _in_order
+                which, order = slice(number, number + 1), in_order
                 if experts.plain:
                     which, order = slice(0, 2), partial(_twice, experts.own.size)
                 self.gate_up.places[f"{front}.{expert}.{own}"] = Place(
@@ -206,17 +207,13 @@ class ExpertPoints:
 
     def _fused(self, experts: "Experts") -> Iterator[Place]:
         assert self.gate_up is not None
-        runs, order = experts.both(), _in_order
+        runs, order = experts.both(), in_order
         if experts.plain:
             runs, order = (experts.own,), partial(_twice, experts.own.size)
         elif experts.names.stored == "in_turns":
             order = partial(_apart, experts.own.size)
         for i in range(experts.num_experts):
             yield Place(self.gate_up, slice(0, 2), Run(self.hidden), runs, order, i)
-
-
-def _in_order() -> Tensor | None:
-    return None
 
 
 def _twice(size: int) -> Tensor | None:

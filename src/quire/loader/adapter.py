@@ -15,8 +15,9 @@ from torch import Tensor
 from quire.config.keys import Keys
 from quire.data.lora import AdapterFacts
 from quire.errors import ConfigError, RequestError
-from quire.layers.lora import AdapterSlots, Factors, HeadPoint, Place, Stack, places
+from quire.layers.lora import AdapterSlots, places
 from quire.layers.own import Own
+from quire.layers.points import Factors, HeadPoint, Place, Stack
 from quire.layers.scope import Target
 from quire.loader.adapter_files import CONFIG, AdapterFiles
 from quire.loader.own_tokens import OwnReader, token_indices
