@@ -15,6 +15,7 @@ from quire.layers.rope import Rope
 from quire.layers.scales import KVScales
 from quire.layers.scope import Scope, Target
 from quire.quant.shares import divided
+from quire.quant.weight import kept
 
 
 @runtime_checkable
@@ -47,7 +48,7 @@ class PagedAttention(nn.Module):
         self.norms: HeadNorms | None = None
         """Where each head's query and key have norms."""
         self.backend = scope.backend
-        self.sinks = nn.Parameter(scope.empty(spec.heads), requires_grad=False) if spec.sinks else None
+        self.sinks = kept(scope.empty(spec.heads)) if spec.sinks else None
         self.sinks_name = f"{scope.name}.sinks"
         self.own_heads = divided(scope.group, spec.heads * scope.group.size)
         own = torch.tensor(slopes[self.own_heads.start :][: spec.heads], device=scope.device)

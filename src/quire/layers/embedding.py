@@ -12,7 +12,7 @@ from quire.layers.points import HeadPoint, Place, Point, TablePoint
 from quire.layers.scope import Scope, Target, target_of
 from quire.layers.whole import Whole, whole_of
 from quire.quant.shares import Run, padded
-from quire.quant.weight import LinearShape
+from quire.quant.weight import LinearShape, kept
 
 _HEAD = "lm_head"
 """What transformers calls it, whatever the checkpoint does."""
@@ -134,7 +134,7 @@ class Positions(nn.Module):
         self.name = f"{scope.name}.weight"
         self.ops = scope.ops
         self.first = first
-        self.weight = nn.Parameter(scope.empty(first + max_len, hidden), requires_grad=False)
+        self.weight = kept(scope.empty(first + max_len, hidden))
 
     def forward(self, positions: Tensor) -> Tensor:
         return self.ops.embed(positions, self.weight[self.first :])
@@ -174,7 +174,7 @@ class Head(nn.Module):
         self.brought = None if bias else own_of(_HEAD, scope, vocab, hidden, tied.name if tied else "")
         self.name = scope.name
         own_bias = bias and tied is not None
-        self.bias = nn.Parameter(scope.empty(vocab), requires_grad=False) if own_bias else None
+        self.bias = kept(scope.empty(vocab)) if own_bias else None
         """What is not in the table that it shares."""
 
     def targets(self) -> Iterator[Target]:

@@ -10,6 +10,7 @@ from quire.layers.linear import QKVLinear
 from quire.layers.rope import halved
 from quire.layers.scope import Scope, Target
 from quire.quant.shares import of_heads
+from quire.quant.weight import kept
 
 
 class HeadLayerNorm(nn.Module):
@@ -23,9 +24,9 @@ class HeadLayerNorm(nn.Module):
         self.is_each = facts.qk_norm == "each"
         self.in_list = scope.is_stored(f"{scope.name}.norms.0.weight")
         shape = (self.own.size if self.is_each else 1, facts.head_dim)
-        self.weight = nn.Parameter(scope.empty(*shape), requires_grad=False)
+        self.weight = kept(scope.empty(*shape))
         biased = facts.norm_bias and not self.is_each
-        self.bias = nn.Parameter(scope.empty(*shape), requires_grad=False) if biased else None
+        self.bias = kept(scope.empty(*shape)) if biased else None
 
     def targets(self) -> Iterator[Target]:
         if self.in_list:

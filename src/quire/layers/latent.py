@@ -16,7 +16,7 @@ from quire.layers.scales import KVScales
 from quire.layers.scope import Scope, Target, target_of
 from quire.quant.plain import Plain
 from quire.quant.shares import Run, divided
-from quire.quant.weight import LinearShape, Weight
+from quire.quant.weight import LinearShape, Weight, kept
 
 
 class LatentAttention(nn.Module):
@@ -35,7 +35,7 @@ class LatentAttention(nn.Module):
         self.own = divided(scope.group, size * scope.group.size)
         self.packed = self._packed(size, scope)
         # Used by heads and both ways round, so in no packed format.
-        self.weight = nn.Parameter(scope.empty(size, spec.rank), requires_grad=False)
+        self.weight = kept(scope.empty(size, spec.rank))
         self.point = self._point(scope)
         self.scales = KVScales(scope.beside("")[:-1], scope)
         self.cache: Tensor | None = None

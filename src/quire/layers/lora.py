@@ -199,3 +199,9 @@ def places(slots: AdapterSlots) -> Iterator[tuple[str, Place]]:
     """All matrices of a model that take adapters, by name."""
     for point in slots.points.values():
         yield from point.places.items()
+
+
+def known_as(kind: str, name: str) -> tuple[str, ...]:
+    """What adapters call an embedding or a head of this name: transformers has one for all heads, whatever
+    the checkpoint says."""
+    return (name, kind) if kind == "lm_head" else (name,)

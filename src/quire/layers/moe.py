@@ -18,7 +18,7 @@ from quire.layers.points import Place, Point, Stack, in_order
 from quire.layers.scope import Scope, Target, once, target_of
 from quire.quant.experts import ExpertShape
 from quire.quant.shares import Run, Runs, divided, picked
-from quire.quant.weight import Chooses, Piece
+from quire.quant.weight import Chooses, Piece, kept
 
 _FEW = 1024
 """Tokens of a step that is taped or captured, at most."""
@@ -486,7 +486,7 @@ class ChoiceBias(nn.Module):
         self.name = scope.name
         self.in_row = in_row
         bias = torch.empty(experts, dtype=torch.float32, device=scope.device)
-        self.bias = nn.Parameter(bias, requires_grad=False)
+        self.bias = kept(bias)
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.bias[None] if self.in_row else self.bias)

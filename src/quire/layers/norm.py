@@ -10,6 +10,7 @@ from quire.config.facts import ArchFacts
 from quire.kernels.ops import HeadNorms
 from quire.layers.scope import Scope, Target
 from quire.quant.shares import Run
+from quire.quant.weight import kept
 
 
 class Norm(nn.Module):
@@ -23,7 +24,7 @@ class Norm(nn.Module):
         self.ops = scope.ops
         self.eps = eps
         weight = torch.empty(self.run.size, dtype=dtype, device=scope.device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = kept(weight)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual), the latter in the memory of `residual` or x."""
@@ -73,7 +74,7 @@ class LayerNorm(Norm):
     ) -> None:
         super().__init__(size, eps, scope, scope.dtype)
         self.plus_one = plus_one
-        self.bias = nn.Parameter(scope.empty(self.run.size), requires_grad=False) if bias else None
+        self.bias = kept(scope.empty(self.run.size)) if bias else None
 
     def alone(self, x: Tensor) -> Tensor:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)

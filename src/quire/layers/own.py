@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.layers.lora import AdapterSlots
+from quire.layers.lora import AdapterSlots, known_as
 from quire.layers.scope import Scope
 
 _NO_TOKEN = -1
@@ -98,8 +98,6 @@ def own_of(kind: str, scope: Scope, vocab: int, hidden: int, tied: str = "") -> 
     slots = scope.adapters
     if slots is None or not slots.num_own:
         return None
-    # What transformers calls a head, whatever the checkpoint does.
-    names = (scope.name, kind) if kind == "lm_head" else (scope.name,)
-    found = slots.owned[kind] = OwnRows(names, slots, vocab, hidden)
+    found = slots.owned[kind] = OwnRows(known_as(kind, scope.name), slots, vocab, hidden)
     found.tied = tied
     return found

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from quire.layers.scope import Scope, Target
+from quire.quant.weight import kept
 
 _NAMES = {
     "k": ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
@@ -27,7 +28,7 @@ class KVScales(nn.Module):
                 continue
             self._stored[kind] = stored[0]
             value = torch.ones(1, dtype=torch.float32, device=scope.device)
-            self.values[kind] = nn.Parameter(value, requires_grad=False)
+            self.values[kind] = kept(value)
 
     @property
     def k(self) -> float:

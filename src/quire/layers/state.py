@@ -18,6 +18,7 @@ from quire.layers.linear import ColumnLinear, Linear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope, Target
 from quire.quant.shares import Run, Runs, by_group, divided, of_heads
+from quire.quant.weight import kept
 
 
 class StateMixer(nn.Module):
@@ -34,8 +35,8 @@ class StateMixer(nn.Module):
         self.ops = choose(scope.device, scope.dtype)
         self.state_shapes = (((num_channels, facts.conv - 1), scope.dtype), (state, torch.float32))
         """The shape and type of what a row takes: the inputs, the state."""
-        self.conv_weight = _parameter(scope.empty(num_channels, facts.conv))
-        self.conv_bias = _parameter(scope.empty(num_channels)) if facts.conv_bias else None
+        self.conv_weight = kept(scope.empty(num_channels, facts.conv))
+        self.conv_bias = kept(scope.empty(num_channels)) if facts.conv_bias else None
         self.conv_state: Tensor | None = None
         self.state: Tensor | None = None
 
@@ -104,8 +105,8 @@ class ForgettingMixer(StateMixer):
         super().__init__(channels, facts, state, scope)
         self.own_heads = divided(scope.group, state[0] * scope.group.size)
         rates = state if each else state[:1]
-        self.rate = _parameter(torch.empty(rates, dtype=torch.float32, device=scope.device))
-        self.dt_bias = _parameter(torch.empty(state[0], dtype=torch.float32, device=scope.device))
+        self.rate = kept(torch.empty(rates, dtype=torch.float32, device=scope.device))
+        self.dt_bias = kept(torch.empty(state[0], dtype=torch.float32, device=scope.device))
 
     @property
     def rates(self) -> Rates:
@@ -141,7 +142,7 @@ class Mamba(ForgettingMixer):
     def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope) -> None:
         inner = divided(scope.group, facts.heads)
         super().__init__((inner,), facts, (inner.size, facts.state), scope, each=True)
-        self.skip = _parameter(torch.empty_like(self.dt_bias))
+        self.skip = kept(torch.empty_like(self.dt_bias))
         self.given = (facts.rank, facts.state, facts.state)
         into = scope / "in_proj"
         self.into = Linear(hidden, {into.name: (inner, inner)}, into, bias=facts.proj_bias)
@@ -183,7 +184,7 @@ class Mamba2(ForgettingMixer):
         shared = of_heads(group, facts.groups, facts.state)
         channels = (inner, shared, shared)
         super().__init__(channels, facts, (heads.size, facts.head_dim, facts.state), scope)
-        self.skip = _parameter(torch.empty_like(self.rate))
+        self.skip = kept(torch.empty_like(self.rate))
         self.split = (inner.size, len(self.conv_weight), heads.size)
         into = scope / "in_proj"
         self.into = Linear(hidden, {into.name: (inner, *channels, heads)}, into, bias=facts.proj_bias)
@@ -335,7 +336,3 @@ def mixer_of(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> StateMixer:
 def state_layers(modules: Iterable[nn.Module]) -> list[StateMixer]:
     """Those of a model's modules that keep a state, in its order."""
     return [module for module in modules if isinstance(module, StateMixer)]
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)

@@ -18,7 +18,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope, Target
 from quire.quant.plain import Plain
 from quire.quant.shares import divided
-from quire.quant.weight import LinearShape, Weight
+from quire.quant.weight import LinearShape, Weight, kept
 
 _GATES = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
 _ACTIVATIONS = {name: ACTIVATIONS[same] for name, same in _GATES.items()} | ACTIVATIONS
@@ -152,8 +152,8 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         self.name = scope.name
         self.kernel = kernel
-        self.weight = nn.Parameter(scope.empty(hidden, prod(kernel)), requires_grad=False)
-        self.bias = nn.Parameter(scope.empty(hidden), requires_grad=False) if bias else None
+        self.weight = kept(scope.empty(hidden, prod(kernel)))
+        self.bias = kept(scope.empty(hidden)) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
         """[T, numbers of a patch] of any float type -> [T, hidden]."""
@@ -181,7 +181,7 @@ class Learned(nn.Module):
     def __init__(self, scope: Scope, *shape: int) -> None:
         super().__init__()
         self.name = scope.name
-        self.vectors = nn.Parameter(scope.empty(*shape), requires_grad=False)
+        self.vectors = kept(scope.empty(*shape))
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.vectors)

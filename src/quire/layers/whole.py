@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.comm.group import Group
-from quire.layers.lora import AdapterSlots
+from quire.layers.lora import AdapterSlots, known_as
 from quire.layers.scope import Scope
 from quire.quant.shares import Run
 
@@ -80,7 +80,5 @@ def whole_of(kind: str, scope: Scope, own: Run, hidden: int) -> Whole | None:
     slots = scope.adapters
     if slots is None or kind not in slots.whole:
         return None
-    # What transformers calls a head, whatever the checkpoint does.
-    names = (scope.name, kind) if kind == "lm_head" else (scope.name,)
-    slots.tables[scope.name] = found = Whole(names, slots, own, hidden, scope.group)
+    slots.tables[scope.name] = found = Whole(known_as(kind, scope.name), slots, own, hidden, scope.group)
     return found

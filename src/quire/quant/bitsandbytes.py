@@ -15,7 +15,7 @@ from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.int8 import CodedExperts, Stored, are_together
 from quire.quant.shares import Run, Runs, check_units
-from quire.quant.weight import LinearShape, Piece, Text, Weight, bias_of, unfilled
+from quire.quant.weight import LinearShape, Piece, Text, Weight, bias_of, kept, unfilled, with_bias
 from quire.quant.widened import use_plain, use_plain_experts, widened, widened_experts
 
 _SCALES = "SCB"
@@ -157,10 +157,7 @@ class Table4(Weight):
         parts = [
             {suffix: _of_one(piece) for suffix, piece in stored.pieces().items()} for stored in self._stored()
         ]
-        if self.bias is not None:
-            for part, piece in zip(parts, self.bias.split(list(self.shape.sizes_out)), strict=True):
-                part["bias"] = Piece(piece)
-        return parts
+        return with_bias(parts, self.bias, self.shape.sizes_out)
 
     def reorder(self, orders: list[Tensor]) -> None:
         super().reorder(orders)
@@ -178,9 +175,9 @@ class Table4(Weight):
         stored = self._stored()
         on_gpu = self.shape.device.type == "cuda" and self.shape.size_in % (2 * BLOCK) == 0
         if on_gpu and all(torch.equal(of.table, stored[0].table) for of in stored):
-            self.codes = _kept(self._in_order([in_halves(of.code(0)) for of in stored]))
-            self.scales = _kept(self._in_order([of.scales(0).view(of.size[0], -1) for of in stored]))
-            self.table = _kept(stored[0].table.data[0])
+            self.codes = kept(self._in_order([in_halves(of.code(0)) for of in stored]))
+            self.scales = kept(self._in_order([of.scales(0).view(of.size[0], -1) for of in stored]))
+            self.table = kept(stored[0].table.data[0])
         else:
             values = self._in_order([of.values(0) for of in stored])
             why = f"{self.kind} has no kernels for this device or width"
@@ -248,7 +245,3 @@ def _of_one(piece: Piece) -> Piece:
     """Of the only matrix."""
     outputs, inputs = (None if axis is None else axis - 1 for axis in (piece.outputs, piece.inputs))
     return piece._replace(tensor=piece.tensor[0], outputs=outputs, inputs=inputs)
-
-
-def _kept(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)

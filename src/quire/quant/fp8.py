@@ -20,7 +20,7 @@ from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.several import Several, shapes_of
 from quire.quant.shares import check_units
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of, lend, lent, unfilled
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, lend, lent, unfilled, with_bias
 
 
 class Fp8Format:
@@ -65,11 +65,7 @@ class Fp8Weight(Weight):
         self.bias = bias_of(shape)
 
     def parts(self) -> list[dict[str, Piece]]:
-        parts = self.stored.pieces()
-        if self.bias is not None:
-            for part, piece in zip(parts, self.bias.split(list(self.shape.sizes_out)), strict=True):
-                part["bias"] = Piece(piece)
-        return parts
+        return with_bias(self.stored.pieces(), self.bias, self.shape.sizes_out)
 
     def begin(self) -> None:
         self.stored.begin()
@@ -186,7 +182,7 @@ class Fp8Matrices(nn.Module):
             "block": (*lead, -(-size_out // BLOCK), -(-size_in // BLOCK)),
         }[self.per]
         scale = torch.full(shape, torch.nan, dtype=torch.float32, device=device)
-        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.scale = kept(scale)
 
     def pieces(self) -> list[dict[str, Piece]]:
         """What loading fills, by part."""

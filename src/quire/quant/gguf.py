@@ -21,7 +21,7 @@ from quire.logs import get_logger, warn_once
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.shares import Run, check_units
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, with_bias
 
 logger = get_logger(__name__)
 
@@ -97,7 +97,7 @@ def _unfilled(kind: str, *shape: int) -> nn.Parameter:
     """For bytes of a file that hold matrices of this shape: the source will put its own in their place."""
     (block_columns, block_bytes), (*rows, columns) = BLOCKS[kind], shape
     nothing = torch.empty(1, dtype=torch.uint8)
-    return nn.Parameter(nothing.expand(*rows, columns // block_columns * block_bytes), requires_grad=False)
+    return kept(nothing.expand(*rows, columns // block_columns * block_bytes))
 
 
 class Packed(Weight):
@@ -118,10 +118,7 @@ class Packed(Weight):
             {"weight": Piece(packed, 0, 1, per_input=_per_input(kind))}
             for packed, kind in zip(self.packed, self.kinds, strict=True)
         ]
-        if self.bias is not None:
-            for part, piece in zip(parts, self.bias.split(list(self.shape.sizes_out)), strict=True):
-                part["bias"] = Piece(piece)
-        return parts
+        return with_bias(parts, self.bias, self.shape.sizes_out)
 
     def reorder(self, orders: list[Tensor]) -> None:
         for part, order in zip(self.parts(), orders, strict=True):
@@ -151,7 +148,7 @@ class PackedOnGPU(Packed):
         self.planes: list[Planes] = []
         for kind, run in itertools.groupby(stored, key=lambda part: part[0]):
             self.planes.append(pack_planes([part for _, part in run], kind, self.shape.device))
-            self.packed.append(_owned(self.planes[-1]))
+            self.packed.append(kept(self.planes[-1].data))
         first, *others = self.planes
         self.product = self._product
         if not others:
@@ -215,16 +212,12 @@ class PackedExpertsOnGPU(PackedExperts):
         gate, up, down = (self.packed[name].data for name in ("gate", "up", "down"))
         gate_up = pack_planes([torch.cat((gate, up), 1).flatten(0, 1)], self.kinds["gate"], device)
         last = pack_planes([down.flatten(0, 1)], self.kinds["down"], device)
-        self.packed = nn.ParameterDict({"gate_up": _owned(gate_up), "down": _owned(last)})
+        self.packed = nn.ParameterDict({"gate_up": kept(gate_up.data), "down": kept(last.data)})
         biases = dict(zip(("gate_up_bias", "down_bias"), self.biases, strict=False))
         self.mix = partial(mix, gate_up=gate_up, down=last, activation=shape.activation, **biases)
 
     def by_expert(self) -> list[list[Tensor]]:
         raise ConfigError("experts of a GGUF file cannot move between GPUs: leave enable_eplb out")
-
-
-def _owned(planes: Planes) -> nn.Parameter:
-    return nn.Parameter(planes.data, requires_grad=False)
 
 
 def _matrix_shape(name: str, shape: ExpertShape) -> tuple[int, int]:

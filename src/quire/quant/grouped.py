@@ -19,7 +19,7 @@ from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.layouts import LAYOUTS, Sizes, read
 from quire.quant.shares import Run, Runs, check_units
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of, unfilled
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, unfilled
 
 logger = get_logger(__name__)
 _GROUPS = (-1, 32, 64, 128)
@@ -200,7 +200,7 @@ class GroupedLinear(Weight):
             return None
         fields = [torch.cat(field) for field in list(zip(*parts, strict=True))[:3]]
         weight = pack(*fields, bits=parts[0].bits, dtype=self.shape.dtype)
-        self.packed += [_kept(weight.codes), _kept(weight.heads)]
+        self.packed += [kept(weight.codes), kept(weight.heads)]
         if may_gate and bias is None:
             self.gated = partial(gated, weight=weight)
         return partial(linear, weight=weight, bias=bias)
@@ -210,7 +210,7 @@ class GroupedLinear(Weight):
         matrices = [pack(*block, interleaved=interleaves()) for block in blocks if block is not None]
         if len(matrices) < len(parts):
             return None
-        self.packed += [_kept(matrix.data) for matrix in matrices]
+        self.packed += [kept(matrix.data) for matrix in matrices]
         return Product(matrices, bias)
 
     def _unpacked(
@@ -278,7 +278,7 @@ class GroupedExperts(StoredExperts):
                 ]
                 each.append(pack(*fields, bits=self.scheme.bits, dtype=self.shape.dtype))
             made[what] = stack(each)
-            self.packed += [_kept(made[what].codes), _kept(made[what].heads)]
+            self.packed += [kept(made[what].codes), kept(made[what].heads)]
         self.mix = partial(
             mix,
             gate_up=made["gate", "up"],
@@ -297,7 +297,7 @@ class GroupedExperts(StoredExperts):
                 if blocks is None:
                     return False
                 of.append(pack(*blocks, interleaved=interleaves()))
-        self.packed += [_kept(matrix.data) for of in matrices.values() for matrix in of]
+        self.packed += [kept(matrix.data) for of in matrices.values() for matrix in of]
         gate_up = list(zip(matrices["gate"], matrices["up"], strict=True))
         self.mix = Experts(gate_up, matrices["down"], self.shape.activation, *self.biases)
         return True
@@ -332,10 +332,6 @@ def _in_order(codes: Codes, order: Tensor | None, inputs: int) -> Tensor:
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
-
-
-def _kept(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
 
 
 def _gathered(x: Tensor, order: Tensor) -> Tensor:

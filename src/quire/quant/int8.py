@@ -15,7 +15,7 @@ from quire.kernels.linear import Product
 from quire.kernels.quantized import Lookup
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of, lend, lent, unfilled
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, lend, lent, unfilled, with_bias
 from quire.quant.widened import use_plain, use_plain_experts, widened, widened_experts
 
 _ALIGNED = 16
@@ -63,18 +63,12 @@ class Coded(Weight):
         self.inputs: nn.Parameter | None = None
         """The scale of inputs, if it is stored."""
 
-    def with_biases(self, parts: list[dict[str, Piece]]) -> list[dict[str, Piece]]:
-        if self.bias is not None:
-            for part, piece in zip(parts, self.bias.split(list(self.shape.sizes_out)), strict=True):
-                part["bias"] = Piece(piece)
-        return parts
-
     def keep(self, weight: Codes) -> None:
         self.scales = None
         if weight.codes.is_cuda:
-            self.codes, self.scales = _kept(weight.codes), _kept(weight.scales)
+            self.codes, self.scales = kept(weight.codes), kept(weight.scales)
         elif native.serves(self.shape.device, self.shape.dtype) and fits_blocks(weight):
-            self.codes = _kept(as_blocks(weight))
+            self.codes = kept(as_blocks(weight))
         else:
             values = weight.widened(torch.float32)
             self.codes = widened(self.plain, values, _why(weight, self.shape))
@@ -133,7 +127,7 @@ class Stored(Coded):
                 part[self.scale] = Piece(scales[:, None] if in_columns else scales, 0)
             if self.inputs is not None:
                 part["input_scale"] = Piece(self.inputs[i : i + 1], None)
-        return self.with_biases(parts)
+        return with_bias(parts, self.bias, sizes)
 
     def repack(self) -> None:
         assert self.codes is not None and self.scales is not None
@@ -143,7 +137,7 @@ class Stored(Coded):
         # One input has one scale: the largest, which none of its parts overflows. With a zero of its own it
         # is rounded by its own largest number instead.
         is_used = self.inputs is not None and self.scheme.symmetric
-        self.inputs = _kept(self.inputs.data.max()[None]) if self.inputs is not None and is_used else None
+        self.inputs = kept(self.inputs.data.max()[None]) if self.inputs is not None and is_used else None
         self.keep(Codes(self.codes.data, scales))
 
 
@@ -159,7 +153,8 @@ class Narrowed(Coded):
     def parts(self) -> list[dict[str, Piece]]:
         assert self.weight is not None
         sizes = list(self.shape.sizes_out)
-        return self.with_biases([{"weight": Piece(rows, 0, 1)} for rows in self.weight.split(sizes)])
+        parts = [{"weight": Piece(rows, 0, 1)} for rows in self.weight.split(sizes)]
+        return with_bias(parts, self.bias, sizes)
 
     def begin(self) -> None:
         assert self.weight is not None
@@ -188,10 +183,10 @@ class SharedExperts(StoredExperts):
         is_aligned = shape.hidden % _ALIGNED == shape.intermediate % _ALIGNED == 0
         self.gate_up_scales = self.down_scales = None
         if gate_up.codes.is_cuda and is_aligned:
-            self.gate_up, self.down = (_kept(of.codes) for of in both)
-            self.gate_up_scales, self.down_scales = (_kept(of.scales) for of in both)
+            self.gate_up, self.down = (kept(of.codes) for of in both)
+            self.gate_up_scales, self.down_scales = (kept(of.scales) for of in both)
         elif native.serves(shape.device, shape.dtype) and all(map(fits_blocks, both)):
-            self.gate_up, self.down = (_kept(as_blocks(of)) for of in both)
+            self.gate_up, self.down = (kept(as_blocks(of)) for of in both)
         else:
             wide = [of.widened(torch.float32) for of in both]
             why = _why(gate_up if fits_blocks(down) else down, shape)
@@ -317,7 +312,3 @@ def _why(weight: Codes, shape: LinearShape | ExpertShape) -> str:
     if not native.serves(shape.device, shape.dtype):
         return f"int8 weights in {shape.dtype} have no kernels here"
     return f"int8 weights of {weight.codes.shape[-1]} columns or scales like these have no kernels here"
-
-
-def _kept(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)

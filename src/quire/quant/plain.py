@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels import native
@@ -13,7 +13,7 @@ from quire.kernels.linear import Matrix, Product
 from quire.kernels.ops import choose
 from quire.kernels.quantized import Lookup
 from quire.quant.experts import ExpertShape, StoredExperts
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of, unfilled
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, unfilled
 
 
 class Plain(Weight):
@@ -32,9 +32,9 @@ class Plain(Weight):
         inputs. The library's products are slow on rows that do not begin at whole words."""
         self.rooms = [-(-size // outputs) * outputs for size in self.shape.sizes_out]
         size = sum(self.rooms), -(-self.shape.size_in // inputs) * inputs
-        self.weight = nn.Parameter(self.weight.new_zeros(size), requires_grad=False)
+        self.weight = kept(self.weight.new_zeros(size))
         if self.bias is not None:
-            self.bias = nn.Parameter(self.bias.new_zeros(size[0]), requires_grad=False)
+            self.bias = kept(self.bias.new_zeros(size[0]))
 
     def parts(self) -> list[dict[str, Piece]]:
         sizes, size_in = self.shape.sizes_out, self.shape.size_in

@@ -1,6 +1,6 @@
 """Weight: the weight of a linear layer in some format, apart from what the layer is for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple, Protocol
@@ -110,6 +110,21 @@ class Weight(nn.Module):
         raise NotImplementedError
 
 
+def with_bias(
+    parts: list[dict[str, Piece]], bias: Tensor | None, sizes: Sequence[int]
+) -> list[dict[str, Piece]]:
+    """Parts of so many outputs each, with their pieces of a bias that is one for all."""
+    if bias is not None:
+        for part, piece in zip(parts, bias.split(list(sizes)), strict=True):
+            part["bias"] = Piece(piece)
+    return parts
+
+
+def kept(tensor: Tensor) -> nn.Parameter:
+    """As a module owns its tensors: nothing is trained."""
+    return nn.Parameter(tensor, requires_grad=False)
+
+
 def bias_of(shape: LinearShape) -> nn.Parameter | None:
     """Unfilled, where there is one."""
     return unfilled(sum(shape.sizes_out), dtype=shape.dtype, device=shape.device) if shape.bias else None
@@ -118,8 +133,7 @@ def bias_of(shape: LinearShape) -> nn.Parameter | None:
 def lent(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Stands for an unfilled tensor that is there only between `begin` and `finish`: of weights that are
     narrowed while they are loaded, no more than a layer's are in memory as they were stored."""
-    nothing = torch.empty(1, dtype=dtype, device=device)
-    return nn.Parameter(nothing.expand(*size), requires_grad=False)
+    return kept(torch.empty(1, dtype=dtype, device=device).expand(*size))
 
 
 def lend(parameter: nn.Parameter) -> nn.Parameter:
@@ -128,4 +142,4 @@ def lend(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def unfilled(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*size, dtype=dtype, device=device), requires_grad=False)
+    return kept(torch.empty(*size, dtype=dtype, device=device))
