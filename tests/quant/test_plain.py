@@ -15,7 +15,6 @@ from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.mlp import MLP
 from quire.layers.moe import Router
 from quire.layers.scope import Scope
-from quire.quant import plain
 from quire.quant.plain import Plain
 from quire.quant.weight import LinearShape, Weight
 
@@ -126,7 +125,7 @@ def test_a_layer_in_float32_does_not_round_what_it_makes_of_narrower_numbers(
 ) -> None:
     """A router whose logits decide by their last bits."""
     if not in_c:
-        monkeypatch.setattr(plain, "_in_c", lambda weight: False)
+        monkeypatch.setattr(native, "library", lambda: None)
     weight = made(SHAPE)
     assert isinstance(weight, Plain)
     for x in (X, X.bfloat16()):
