@@ -36,7 +36,7 @@ _SCAN, _DELTA = Shape(64, 4, 2), Shape(32, 4, 2)
 """Of the kernels that go from chunk to chunk."""
 _SELECTED = 1024
 """Numbers of state per program of Mamba's scan of single tokens, eight to a thread."""
-_BLOCKS, _MOST_CHANNELS = (8, 16, 32), (2**13, 2**15)
+_BLOCKS, _MOST_CHANNELS = (8, 16, 32), (2**14, 2**15)
 """Of its scan of more tokens: how many channels are a warp's, by four, two or one threads each, if all
 sequences together have less channels than that, or more."""
 _LEAST = 64
