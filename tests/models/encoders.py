@@ -17,6 +17,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ErnieModel": ("Ernie", {"use_task_id": True, "task_type_vocab_size": 3}),
     "RobertaModel, Camembert": ("Camembert", {"pad_token_id": 1, "type_vocab_size": 1}),
+    "MPNetModel": ("MPNet", {"pad_token_id": 1}),
     "NomicBertModel": ("NomicBert", {"hidden_act": "silu"}),
     "GteModel": ("Gte", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "GteModel, no types": ("Gte", {"type_vocab_size": 0}),

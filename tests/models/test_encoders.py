@@ -244,3 +244,12 @@ def test_what_an_encoder_cannot_do(tmp_path: Path) -> None:
     assert llm.config.model.max_model_len == 62, "two positions are not for tokens"
     with pytest.raises(RequestError, match="maximum context length is 62"):
         llm.classify(texts(63))
+
+
+def test_distances_that_are_far(tmp_path: Path) -> None:
+    """Beyond 128 tokens all are of one class."""
+    tiny = make(tmp_path, "MPNet", max_position_embeddings=200, pad_token_id=1)
+    prompts = texts(190, 33)
+    llm = opened(tmp_path, convert="embed")
+    for ids, each in zip(prompts, llm.encode(prompts, RAW, pooling_task="token_embed"), strict=True):
+        assert np.abs(each.outputs.data - states(tiny, ids)).max() < TOLERANCE

@@ -200,6 +200,8 @@ class EncoderFacts:
     """The token that has the position in front of the first, and does not count."""
     token_types: int = 0
     """Of how many texts in one prompt each has a vector of its own."""
+    distances: int = 0
+    """Classes of them, of each of which heads have a number that scores gain."""
     task_types: int = 0
     """Vectors of tasks, of which the first is added to all tokens."""
     gated: bool = False

@@ -19,6 +19,7 @@ _PLAIN = {
     "GPTNeoXForCausalLM",
     "Jais2ForCausalLM",
     "JinaEmbeddingsV3Model",
+    "MPNetModel",
     "MptForCausalLM",
     "NemotronForCausalLM",
     "NemotronHForCausalLM",

@@ -44,15 +44,20 @@ def tiles_of(lens: NDArray[np.int32], height: int) -> NDArray[np.int32]:
     return np.stack([starts, ends, starts + height * place], 1).astype(np.int32)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None, *, bias: Tensor | None = None
+) -> Tensor:
     """Sequences of one length after those of another: [T, heads, head_dim] each -> the same. With a window a
-    token sees those at most so far away, before and behind it."""
+    token sees those at most so far away, before and behind it. `bias` is added to scores: [heads, L, L] for
+    texts of at most L tokens, without a window."""
     out = torch.empty_like(q)
     start = 0
     for length, alike in groupby(length for length in spans.lens if length):
         here = slice(start, start + length * len(list(alike)))
         start = here.stop
         mask = None if window is None or length <= window else _band(length, window, q.device)
+        if bias is not None:
+            mask = bias[:, :length, :length]
         queries, keys, values = (each[here].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v))
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         out[here] = mixed.transpose(1, 2).flatten(0, 1)

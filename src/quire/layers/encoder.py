@@ -58,11 +58,15 @@ class EncoderAttention(nn.Module):
         self.qkv = QKVLinear(facts.hidden, *sizes, scope / "qkv", bias=facts.qkv_bias, names=names)
         self.out = RowLinear(facts.hidden, facts.hidden, scope / out, bias=facts.out_bias)
 
-    def forward(self, x: Tensor, positions: Tensor, texts: Spans) -> Tensor:
-        """[T, hidden] -> the same."""
+    def forward(self, x: Tensor, positions: Tensor, texts: Spans, bias: Tensor | None = None) -> Tensor:
+        """[T, hidden] -> the same; a bias is added to scores by torch, on any device."""
         q, k, v = self.qkv.multiply(x).view(len(x), 3, self.qkv.heads, self.qkv.head_dim).unbind(1)
         if self.rope is not None:
             cos, sin = self.rope.table[positions][:, None].chunk(2, -1)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out: Tensor = self.out(self.attend(q, k, v, texts, self.window).flatten(1))
+        if bias is None:
+            mixed = self.attend(q, k, v, texts, self.window)
+        else:
+            mixed = attend(q, k, v, texts, bias=bias)
+        out: Tensor = self.out(mixed.flatten(1))
         return out

@@ -1,5 +1,7 @@
-"""BERT, and by their facts RoBERTa, XLM-R and ERNIE; DistilBERT, which has other names."""
+"""BERT, and by their facts RoBERTa, XLM-R and ERNIE; DistilBERT and MPNet, which have other names."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +17,8 @@ from quire.layers.encoder import EncoderAttention, spans
 from quire.layers.linear import WholeLinear
 from quire.layers.mlp import PlainMLP
 from quire.layers.norm import norm_of
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
+from quire.quant.shares import divided
 
 
 class Names(NamedTuple):
@@ -45,6 +48,7 @@ DISTILBERT = Names(
     ("ffn.lin1", "ffn.lin2"),
     "output_layer_norm",
 )
+MPNET = BERT._replace(qkv=("attn.q", "attn.k", "attn.v"), out="attn.o", attention_norm="attention.LayerNorm")
 
 
 class Embeddings(nn.Module):
@@ -101,8 +105,8 @@ class Layer(nn.Module):
         self.mlp = PlainMLP(facts, scope, names=names.mlp)
         self.mlp_norm = norm_of(facts, scope / names.mlp_norm)
 
-    def forward(self, x: Tensor, batch: Batch, texts: Spans) -> Tensor:
-        x = self.attention_norm.added(self.attention(x, batch.positions, texts), x)
+    def forward(self, x: Tensor, batch: Batch, texts: Spans, bias: Tensor | None) -> Tensor:
+        x = self.attention_norm.added(self.attention(x, batch.positions, texts, bias), x)
         return self.mlp_norm.added(self.mlp(x), x)
 
 
@@ -124,16 +128,69 @@ class Bert(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """[T, hidden]"""
         x: Tensor = self.embeddings(batch)
-        texts = spans(batch)
+        texts, bias = spans(batch), self.bias(batch)
         for layer in self.layers:
-            x = layer(x, batch, texts)
+            x = layer(x, batch, texts, bias)
         return x
+
+    def bias(self, batch: Batch) -> Tensor | None:
+        """What is added to the scores of all layers."""
+        return None
 
 
 class DistilBert(Bert):
     """The same under other names, half as deep."""
 
     names = DISTILBERT
+
+
+class Distances(nn.Module):
+    """What the scores of each head gain by how far apart two tokens are: near ones each by itself, those
+    farther away in classes that grow, both ways."""
+
+    classes, farthest = 32, 128
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        assert facts.encoder is not None
+        self.own = divided(scope.group, facts.heads)
+        self.name = f"{scope.name}.weight"
+        self.table = nn.Parameter(scope.empty(facts.encoder.distances, self.own.size), requires_grad=False)
+
+    def targets(self) -> Iterator[Target]:
+        yield Target(self.name, self.table, 1, (self.own,))
+
+    def finish(self) -> None:
+        """It is used as it was loaded."""
+
+    def forward(self, length: int) -> Tensor:
+        """[heads, length, length]"""
+        places = torch.arange(length, device=self.table.device)
+        behind = places[:, None] - places
+        half = self.classes // 2
+        exact = half // 2
+        away = behind.abs()
+        growth = (away.clamp(min=1) / exact).log() / math.log(self.farthest / exact)
+        far = (exact + (growth * (half - exact)).long()).clamp(max=half - 1)
+        kinds = half * (behind < 0) + torch.where(away < exact, away, far)
+        return self.table[kinds].permute(2, 0, 1).contiguous()
+
+
+class MPNet(Bert):
+    """The same under its names, with distances."""
+
+    names = MPNET
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        assert facts.encoder is not None
+        self.distances = Distances(
+            facts, scope / facts.encoder.prefix / "encoder" / "relative_attention_bias"
+        )
+
+    def bias(self, batch: Batch) -> Tensor | None:
+        found: Tensor = self.distances(batch.max_query_len)
+        return found
 
 
 class DistilBertClassifier(nn.Module):

@@ -151,6 +151,7 @@ FAMILIES = {
     "ErnieModel": Family("ernie", encoder.ernie),
     "GteModel": Family("gte", encoder.gte),
     "JinaEmbeddingsV3Model": Family("jina_embeddings_v3", encoder.jina),
+    "MPNetModel": Family("mpnet", encoder.mpnet),
     "NomicBertModel": Family("nomic_bert", encoder.nomic),
     "BertModel": Family("bert", encoder.bert),
     "RobertaModel": Family("roberta", encoder.roberta),

@@ -31,6 +31,16 @@ def ernie(keys: Keys) -> ArchFacts:
     return replace(facts, encoder=replace(facts.encoder, task_types=tasks))
 
 
+def mpnet(keys: Keys) -> ArchFacts:
+    """Padding is token 1, whatever is said of it; there are no types."""
+    facts = _bert(keys, "mpnet", first_position=2, padding=1)
+    assert facts.encoder is not None
+    distances = keys.size("relative_attention_num_buckets", 32)
+    if distances != 32:
+        raise keys.wrong("relative_attention_num_buckets", "32")
+    return replace(facts, encoder=replace(facts.encoder, token_types=0, distances=distances))
+
+
 def distilbert(keys: Keys) -> ArchFacts:
     """BERT under other names, without types of tokens."""
     renamed = {
