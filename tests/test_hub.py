@@ -257,6 +257,18 @@ def test_a_hub_id_downloads_only_what_is_needed(tmp_path: Path, monkeypatch: pyt
     assert asked == {"repo": "org/m", "revision": "r", "cache_dir": "d", "token": "t"}
 
 
+def test_modules_behind_an_embedding_model_come_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their weights may be older than the model's."""
+    wanted = ["config.json", "model.safetensors", "modules.json", "2_Dense/config.json"]
+    wanted += ["2_Dense/pytorch_model.bin", "3_Dense/model.safetensors"]
+    serve_repo(monkeypatch, tmp_path / "repo", [*wanted, "pytorch_model.bin"])
+    found = locate("org/m", cache_root=tmp_path)
+    files = {str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()}
+    assert files == set(wanted)
+
+
 def test_gguf_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m.Q8_0.gguf"]
     serve_repo(monkeypatch, tmp_path, files)

@@ -108,7 +108,7 @@ def test_what_can_be_asked_for_and_what_is_done_unasked(
 def test_steps_are_filled_in_and_numbers_become_places() -> None:
     pooler = STEPS | {"returned_token_ids": [7, 4]}
     facts = settle(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)
-    assert facts is not None and facts.needs_all_states
+    assert facts is not None and facts.needs_all_states == "STEP"
     assert (facts.label_ids, facts.labels, facts.returned_token_ids) == ((7, 4), ("7", "4"), ())
     plain = completed(PoolingParams(), facts, None)
     assert (plain.step_tag_id, plain.returned_token_ids) == (9, None)

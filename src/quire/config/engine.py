@@ -191,7 +191,7 @@ def _for_pooling(
         )
     off = {"async_scheduling": "a pooling model"}
     if pooling.needs_all_states:
-        off["enable_prefix_caching"] = f"pooling of the type {pooling.type}"
+        off["enable_prefix_caching"] = f"pooling of the type {pooling.needs_all_states}"
     if facts.encoder is not None or pooling.both_ways:
         whole = "an encoder" if facts.encoder is not None else "attention in both directions"
         off |= dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), whole)

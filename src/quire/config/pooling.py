@@ -146,9 +146,11 @@ class PoolingFacts:
         return both[1:] if self.head else both[::-1] if self.by_token else both
 
     @property
-    def needs_all_states(self) -> bool:
-        """Whether tokens that the prefix cache holds would be missed."""
-        return self.token_type == "STEP" or (self.type != "LAST" and not self.head)
+    def needs_all_states(self) -> str:
+        """The type of pooling that would miss tokens which the prefix cache holds; empty: none would."""
+        if self.token_type == "STEP":
+            return self.token_type
+        return "" if self.type == "LAST" or self.head else self.type
 
 
 def read_pooling(path: Path, keys: Keys, architecture: str) -> StoredPooling:
