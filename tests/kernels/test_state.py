@@ -28,7 +28,9 @@ def delta_case(lens: list[int], dtype: torch.dtype = torch.float32) -> Case:
 
 
 def run_scan(ops: StateOps, case: Case, state: Tensor) -> Tensor:
-    return ops.scan(case.x, case.small[:, 1 : 1 + SCAN[0]], case.rates, case.skip, state, case.seqs)
+    return ops.scan(
+        case.x, case.small[:, 1 : 1 + SCAN[0]], case.rates, case.skip, state, case.seqs, limits=(0.2, 0.9)
+    )
 
 
 def run_delta(ops: StateOps, case: Case, state: Tensor) -> Tensor:

@@ -718,7 +718,7 @@ ZOO: dict[str, Specimen] = {
     ),
     "Mamba2ForCausalLM": Specimen(
         {"num_heads": 8, "state_size": 16, "n_groups": 2, "chunk_size": 32},
-        {"biases": {"use_bias": True, "use_conv_bias": False} | TIED},
+        {"biases-limits": {"use_bias": True, "use_conv_bias": False, "time_step_limit": [0.5, 0.8]} | TIED},
     ),
     "MambaForCausalLM": Specimen(
         {"state_size": 8},
@@ -732,7 +732,7 @@ ZOO: dict[str, Specimen] = {
             "ssm_state_size": 16,
             "n_groups": 2,
             "chunk_size": 32,
-            "time_step_min": 1e-9,
+            "time_step_min": 0.6,
             "n_routed_experts": 6,
             "moe_intermediate_size": 32,
             "moe_shared_expert_intermediate_size": 48,
@@ -765,7 +765,7 @@ ZOO: dict[str, Specimen] = {
             "mamba_d_state": 16,
             "mamba_ngroups": 2,
             "chunk_size": 32,
-            "time_step_min": 1e-9,
+            "time_step_min": 0.6,
             "initializer_range": 0.1,
         },
         {"one-block": {"num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False}},

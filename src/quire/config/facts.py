@@ -170,8 +170,8 @@ class StateFacts:
     """Mamba: numbers of a token that the time steps of all channels are made of."""
     scales: tuple[float, ...] = ()
     """Mamba-2: factors on gate, input, B, C and time steps; empty: none."""
-    chunk: int = 256
     time_limits: tuple[float, float] = (0.0, float("inf"))
+    """Mamba-2: the least and the most that a time step may be."""
 
 
 @dataclass(frozen=True, slots=True)

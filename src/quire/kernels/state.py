@@ -6,6 +6,7 @@ zeros, whatever its row held before.
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -104,6 +105,11 @@ class Rates(NamedTuple):
     """[heads] float32"""
 
 
+Limits = tuple[float, float]
+ANY_TIME: Limits = (0.0, math.inf)
+"""The least and the most that softplus(x + bias) counts as."""
+
+
 class Given(NamedTuple):
     """What Mamba's scan is given beside its input."""
 
@@ -140,7 +146,17 @@ class StateOps(Protocol):
         """
         ...
 
-    def scan(self, xbc: Tensor, dt: Tensor, rates: Rates, skip: Tensor, state: Tensor, seqs: Seqs) -> Tensor:
+    def scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        rates: Rates,
+        skip: Tensor,
+        state: Tensor,
+        seqs: Seqs,
+        *,
+        limits: Limits = ANY_TIME,
+    ) -> Tensor:
         """Mamba-2: h = exp(rate * dt) * h + dt * x B^T, y = h C + skip * x, with dt = softplus(dt + bias).
 
         `xbc` [T, heads * head_dim + 2 * groups * size], `dt` [T, heads], `skip` [heads] float32, `state`
@@ -213,13 +229,23 @@ class StateReference:
             state[rows[at]] = window[..., 1 - kernel :]
         return out
 
-    def scan(self, xbc: Tensor, dt: Tensor, rates: Rates, skip: Tensor, state: Tensor, seqs: Seqs) -> Tensor:
+    def scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        rates: Rates,
+        skip: Tensor,
+        state: Tensor,
+        seqs: Seqs,
+        *,
+        limits: Limits = ANY_TIME,
+    ) -> Tensor:
         heads, head_dim, size = state.shape[1:]
         width = (xbc.shape[1] - heads * head_dim) // 2
         x, b, c = xbc.float().split([heads * head_dim, width, width], 1)
         x = x.unflatten(1, (heads, head_dim))
         b, c = (_per_head(part.unflatten(1, (-1, size)), heads) for part in (b, c))
-        dt = F.softplus(dt.float() + rates.bias)
+        dt = F.softplus(dt.float() + rates.bias).clamp(*limits)
         inputs = x * dt[..., None], b, c, dt * rates.rate
         y = _walk(_scan_step, _scan_chunk, inputs, state, seqs).add_(x * skip[:, None])
         return y.flatten(1).to(xbc.dtype)

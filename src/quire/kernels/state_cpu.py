@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native import Kernel, structure
-from quire.kernels.state import GATES, L2_EPS, Given, Rates, Seqs, StateReference
+from quire.kernels.state import ANY_TIME, GATES, L2_EPS, Given, Limits, Rates, Seqs, StateReference
 
 _MAX_KERNEL, _MAX_DIM = 8, 512
 """As in state.c."""
@@ -14,7 +14,9 @@ _conv = Kernel("quire_state_conv")
 _ConvJob = structure(f"out x weight bias state {_SEQS}", "num_seqs channels stride kernel activated bf16")
 _scan = Kernel("quire_state_scan")
 _ScanJob = structure(
-    f"out xbc dt rate bias skip state {_SEQS}", "num_seqs heads groups dim size stride dt_stride bf16"
+    f"out xbc dt rate bias skip state {_SEQS}",
+    "num_seqs heads groups dim size stride dt_stride bf16",
+    "least most",
 )
 _select = Kernel("quire_state_select")
 _SelectJob = structure(
@@ -61,17 +63,27 @@ class CPUStateOps:
         _conv(_ConvJob(*pointers, *sizes), *tensors)
         return out
 
-    def scan(self, xbc: Tensor, dt: Tensor, rates: Rates, skip: Tensor, state: Tensor, seqs: Seqs) -> Tensor:
+    def scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        rates: Rates,
+        skip: Tensor,
+        state: Tensor,
+        seqs: Seqs,
+        *,
+        limits: Limits = ANY_TIME,
+    ) -> Tensor:
         heads, head_dim, size = state.shape[1:]
         if max(head_dim, size) > _MAX_DIM:
-            return StateReference().scan(xbc, dt, rates, skip, state, seqs)
+            return StateReference().scan(xbc, dt, rates, skip, state, seqs, limits=limits)
         assert xbc.dtype == dt.dtype and xbc.stride(1) == dt.stride(1) == 1 and state.is_contiguous()
         out = torch.empty(len(xbc), heads * head_dim, dtype=xbc.dtype)
         groups = (xbc.shape[1] - heads * head_dim) // (2 * size)
         tensors = out, xbc, dt, *rates, skip, state, *_of(seqs)
         sizes = len(seqs.lens), heads, groups, head_dim, size, xbc.stride(0), dt.stride(0)
         pointers = (tensor.data_ptr() for tensor in tensors)
-        _scan(_ScanJob(*pointers, *sizes, xbc.dtype == torch.bfloat16), *tensors)
+        _scan(_ScanJob(*pointers, *sizes, xbc.dtype == torch.bfloat16, *limits), *tensors)
         return out
 
     def select(self, x: Tensor, gate: Tensor, given: Given, state: Tensor, seqs: Seqs) -> Tensor:

@@ -184,7 +184,7 @@ class Mamba2(ForgettingMixer):
         shared = of_heads(group, facts.groups, facts.state)
         channels = (inner, shared, shared)
         super().__init__(channels, facts, (heads.size, facts.head_dim, facts.state), scope)
-        self.skip = kept(torch.empty_like(self.rate))
+        self.skip, self.limits = kept(torch.empty_like(self.rate)), facts.time_limits
         self.split = (inner.size, len(self.conv_weight), heads.size)
         into = scope / "in_proj"
         self.into = Linear(hidden, {into.name: (inner, *channels, heads)}, into, bias=facts.proj_bias)
@@ -208,7 +208,7 @@ class Mamba2(ForgettingMixer):
             made = self.scale_columns(made, self.scales)
         gate, xbc, dt = made.split(self.split, 1)
         xbc = self.ops.conv(xbc, self.conv_weight, self.conv_bias, conv_state, seqs)
-        y = self.ops.scan(xbc, dt, self.rates, self.skip, state, seqs)
+        y = self.ops.scan(xbc, dt, self.rates, self.skip, state, seqs, limits=self.limits)
         y = self.ops.gate(y, gate, "silu") if self.normed is None else self.normed(y, gate)
         out: Tensor = self.out(y)
         return out

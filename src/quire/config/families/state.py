@@ -42,8 +42,6 @@ _BLOCKS = {
     "E": _MIXES,
 }
 """What Nemotron-H calls its layers."""
-_NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])
-"""As it may be written."""
 
 
 def mamba(keys: Keys) -> ArchFacts:
@@ -65,7 +63,6 @@ def mamba2(keys: Keys) -> ArchFacts:
     head_dim = keys.size("head_dim", 64)
     if heads * head_dim != inner:
         raise keys.wrong("head_dim", f"{inner} / num_heads")
-    _unlimited(keys)
     state = StateFacts(
         heads=heads,
         head_dim=head_dim,
@@ -74,6 +71,7 @@ def mamba2(keys: Keys) -> ArchFacts:
         conv=keys.size("conv_kernel", 4),
         conv_bias=keys.flag("use_conv_bias", True),
         proj_bias=keys.flag("use_bias"),
+        time_limits=_time_limits(keys),
     )
     return _states_alone(keys, "mamba", state)
 
@@ -286,6 +284,7 @@ def zamba2(keys: Keys) -> ArchFacts:
             proj_bias=keys.flag("add_bias_linear"),
             norm_groups=groups,
             norm_eps=1e-5,
+            time_limits=_time_limits(keys, "time_step_min"),
         ),
     )
 
@@ -330,7 +329,6 @@ def _mamba(keys: Keys, inner: int) -> StateFacts:
     head_dim = keys.size("mamba_d_head") if named else inner // heads
     if heads * head_dim != inner:
         raise keys.wrong("mamba_d_head", f"{inner} / mamba_n_heads")
-    _unlimited(keys)
     return StateFacts(
         heads=heads,
         head_dim=head_dim,
@@ -339,12 +337,26 @@ def _mamba(keys: Keys, inner: int) -> StateFacts:
         conv=keys.size("mamba_d_conv", 4),
         conv_bias=keys.flag("mamba_conv_bias", True),
         proj_bias=keys.flag("mamba_proj_bias"),
+        time_limits=_time_limits(keys),
     )
 
 
-def _unlimited(keys: Keys) -> None:
-    if keys.get("time_step_limit") not in _NO_LIMIT:
-        raise keys.wrong("time_step_limit", "[0, Infinity] (no other is supported)")
+def _time_limits(keys: Keys, least: str = "") -> tuple[float, float]:
+    """The least and the most that a time step may be; where transformers reads a lower bound of its own,
+    `least` is its key."""
+    found = keys.get("time_step_limit")
+    found = [0, math.inf] if found is None else found
+    if isinstance(found, list):  # transformers writes {"__float__": "Infinity"}
+        found = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in found]
+    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(x, int | float) for x in found):
+        raise keys.wrong("time_step_limit", "two numbers")
+    low, high = map(float, found)
+    if least:
+        own = keys.get(least)
+        if own is not None and (not isinstance(own, int | float) or own < 0):
+            raise keys.wrong(least, "a number that is not below 0")
+        low = max(low, 1e-3 if own is None else float(own))
+    return low, high
 
 
 def nemotron_h(keys: Keys) -> ArchFacts:
@@ -364,7 +376,6 @@ def nemotron_h(keys: Keys) -> ArchFacts:
             names="nemotron_h",
         )
     groups, biased = keys.size("n_groups", 8), keys.flag("attention_bias")
-    _unlimited(keys)
     return decoder(
         with_defaults(keys, layer_norm_epsilon=1e-5, mlp_hidden_act="relu2"),
         head_dim=128,
@@ -384,6 +395,9 @@ def nemotron_h(keys: Keys) -> ArchFacts:
             conv_bias=keys.flag("use_conv_bias", True),
             proj_bias=keys.flag("use_bias"),
             norm_groups=groups,
+            time_limits=_time_limits(
+                keys, "mamba_dt_min" if "mamba_dt_min" in keys.values else "time_step_min"
+            ),
         ),
     )
 

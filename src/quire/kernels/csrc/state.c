@@ -90,6 +90,7 @@ typedef struct {
     float *state; /* [rows, heads, dim, size] */
     Seqs seqs;
     int64_t num_seqs, heads, groups, dim, size, stride, dt_stride, bf16;
+    double least, most; /* of a time step */
 } ScanJob;
 
 INLINE void scan_token(const ScanJob *job, float *h, long token, long head, int bf16)
@@ -101,6 +102,7 @@ INLINE void scan_token(const ScanJob *job, float *h, long token, long head, int 
     widen(job->xbc, bf16, b_at, size, 1.0f, b);
     widen(job->xbc, bf16, b_at + job->groups * size, size, 1.0f, c);
     float wait = softplus(one(job->dt, bf16, token * job->dt_stride + head) + job->bias[head]);
+    wait = wait < (float)job->least ? (float)job->least : wait > (float)job->most ? (float)job->most : wait;
     vf keep = splat(expf(wait * job->rate[head]));
     for (long d = 0; d < dim; d++) {
         vf taken = splat(x[d] * wait), sum = {0};

@@ -204,6 +204,8 @@ def scan_single(
     positions: tl.tensor,
     stride: tl.tensor,
     dt_stride: tl.tensor,
+    least: tl.tensor,
+    most: tl.tensor,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
@@ -228,7 +230,7 @@ def scan_single(
     b = tl.load(b_at, mask=n < SIZE, other=0.0).to(tl.float32)
     c = tl.load(b_at + GROUPS * SIZE, mask=n < SIZE, other=0.0).to(tl.float32)
     wait = tl.load(dt + token.to(tl.int64) * dt_stride + head).to(tl.float32)
-    wait = softplus(wait + tl.load(bias + head))
+    wait = tl.minimum(tl.maximum(softplus(wait + tl.load(bias + head)), least), most)
     h = h * tl.exp(wait * tl.load(rate + head)) + (x * wait)[:, None] * b[None, :]
     tl.store(kept, h, mask=exist)
     y = tl.sum(h * c[None, :], 1) + x * tl.load(skip + head)
@@ -251,6 +253,8 @@ def scan_chunks(
     positions: tl.tensor,
     stride: tl.tensor,
     dt_stride: tl.tensor,
+    least: tl.tensor,
+    most: tl.tensor,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
@@ -279,7 +283,7 @@ def scan_chunks(
         b = tl.load(b_at, mask=n_live, other=0.0)
         c = tl.load(b_at + GROUPS * SIZE, mask=n_live, other=0.0)
         wait = tl.load(dt + token * dt_stride + head, mask=live, other=0.0).to(tl.float32)
-        wait = tl.where(live, softplus(wait + own_bias), 0.0)
+        wait = tl.where(live, tl.minimum(tl.maximum(softplus(wait + own_bias), least), most), 0.0)
         since, total = tl.cumsum(wait * own_rate, 0), tl.sum(wait * own_rate, 0)
         scores = tl.dot(c, tl.trans(b), input_precision=PRECISION) * decays(since, i) * wait[None, :]
         y = tl.dot(scores.to(kind), x, input_precision=PRECISION)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.state import CHUNK, GATES, L2_EPS, Given, Rates, Seqs
+from quire.kernels.state import ANY_TIME, CHUNK, GATES, L2_EPS, Given, Limits, Rates, Seqs
 from quire.kernels.triton import delta as delta_kernels
 from quire.kernels.triton import scan as scan_kernels
 from quire.kernels.triton import select as select_kernels
@@ -143,12 +143,22 @@ class TritonStateOps:
             )
         return out
 
-    def scan(self, xbc: Tensor, dt: Tensor, rates: Rates, skip: Tensor, state: Tensor, seqs: Seqs) -> Tensor:
+    def scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        rates: Rates,
+        skip: Tensor,
+        state: Tensor,
+        seqs: Seqs,
+        *,
+        limits: Limits = ANY_TIME,
+    ) -> Tensor:
         heads, head_dim, size = state.shape[1:]
         num_tokens = len(xbc)
         out = torch.empty(num_tokens, heads * head_dim, dtype=xbc.dtype, device=xbc.device)
         tensors = out, xbc, dt, *rates, skip, state
-        rest = seqs.starts, seqs.rows, seqs.positions, xbc.stride(0), dt.stride(0)
+        rest = seqs.starts, seqs.rows, seqs.positions, xbc.stride(0), dt.stride(0), *limits
         block_size = triton.next_power_of_2(max(size, 16))
         form = {
             "HEADS": heads, "GROUPS": (xbc.shape[1] - heads * head_dim) // (2 * size), "DIM": head_dim,
