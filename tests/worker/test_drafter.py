@@ -33,7 +33,7 @@ from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan
 from quire.prepare import configure
 from quire.worker.drafter import Ends, Told
-from quire.worker.seen import Span, batch_of
+from quire.worker.seen import Span, batch_of_spans
 from quire.worker.worker import Worker
 
 BLOCK, LONGEST, ROWS, MOST = 4, 64, 3, 3
@@ -111,7 +111,7 @@ class Pair:
         all_rows.block_tables[:, :ROWS, :WIDTH] = self.tables
         if spans:
             given = all_rows, range(len(self.tables)), history, self.tables
-            drafter.catch_up(batch_of(spans, *given))
+            drafter.catch_up(batch_of_spans(spans, *given))
         self.seen |= lens
         self.close = set(rows)
         last = torch.tensor([lens[row] - 1 for row in rows])

@@ -1,4 +1,4 @@
-"""Batch: the tensors of one forward pass. Built by `worker.prepare`, read by every layer, kept by none."""
+"""Batch: the tensors of one forward pass. Built by `worker/device.py`, read by every layer, kept by none."""
 
 from dataclasses import dataclass, field
 from typing import Any

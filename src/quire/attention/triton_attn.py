@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
+from quire.kernels.sent import sent
 
 if TYPE_CHECKING:
     from quire.kernels.triton.attention_launch import Layer
@@ -62,9 +63,7 @@ def _new_cut(query_lens: bytes, few: int, tile: int, device: torch.device) -> _C
     firsts = (np.repeat(ends, counts) - 1 - np.arange(ends[-1])) * tile
     tiles = np.stack((np.repeat(many, counts), firsts), axis=1)
     short = np.flatnonzero(lens <= few)
-    work = torch.from_numpy(np.concatenate((tiles.ravel(), short)).astype(np.int32))
-    if device.type == "cuda":
-        work = work.pin_memory().to(device, non_blocking=True)
+    work = sent(np.concatenate((tiles.ravel(), short)).astype(np.int32), device)
     return _Cut(work[tiles.size :], len(short), work[: tiles.size].view(-1, 2))
 
 

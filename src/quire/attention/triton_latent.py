@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.attention.latent import LatentAdapted, LatentEntry, LatentSpec, absorb, release
+from quire.kernels.sent import sent
 from quire.kernels.triton import latent_launch as launch
 from quire.kernels.triton.attention import Seqs
 from quire.kernels.triton.attention_launch import Shape, sms
@@ -169,10 +170,10 @@ def _round(
     # A sequence's last tile first: it has the most keys.
     tiles = _work(seqs, queries[seqs], tile)[::-1].copy()
     tiles[:, 2] = begins[tiles[:, 2]]
-    work = _sent(np.concatenate((gathered, tiles)).astype(np.int32), device)
+    work = sent(np.concatenate((gathered, tiles)).astype(np.int32), device)
     owners = np.repeat((np.cumsum(queries) - queries)[seqs], keys[seqs])
     cut = work[: len(gathered)], work[len(gathered) :]
-    return _Round(int(keys[seqs].sum()), *cut, _sent(owners, device))
+    return _Round(int(keys[seqs].sum()), *cut, sent(owners, device))
 
 
 def _work(seqs: NDArray[np.intp], lens: NDArray[np.int32], tile: int) -> NDArray[np.intp]:
@@ -188,10 +189,5 @@ def _few(queries: NDArray[np.int32], seqs: NDArray[np.intp], device: torch.devic
     starts = np.concatenate(([0], np.cumsum(lens)))
     firsts = np.cumsum(queries)[seqs] - lens
     tokens = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], lens)
-    sent = _sent(seqs, device), _sent(tokens, device), _sent(starts.astype(np.int32), device)
-    return _Few(*sent, int(lens.max()))
-
-
-def _sent(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    firsts_of_few = sent(starts.astype(np.int32), device)
+    return _Few(sent(seqs, device), sent(tokens, device), firsts_of_few, int(lens.max()))

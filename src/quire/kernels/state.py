@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels import native
+from quire.kernels.sent import sent
 from quire.registry import LazyTable
 
 IMPLEMENTATIONS = LazyTable(
@@ -87,11 +88,10 @@ def _split(lens: NDArray[np.int32], device: torch.device) -> Split:
     chunks = np.stack((np.repeat(longer, counts), firsts), axis=1)
     arrays = [chunks.ravel(), longer, singles]
     places = np.cumsum([0, *(-(-len(array) // _ALIGNED) * _ALIGNED for array in arrays)])
-    table = torch.zeros(int(places[-1]), dtype=torch.int32)
+    joined = np.zeros(places[-1], np.int32)
     for place, array in zip(places, arrays, strict=False):
-        table[place : place + len(array)] = torch.from_numpy(array)
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
+        joined[place : place + len(array)] = array
+    table = sent(joined, device)
     parts = [table[place : place + len(array)] for place, array in zip(places, arrays, strict=False)]
     return Split(parts[2] if len(longer) else None, len(singles), parts[1], parts[0].view(-1, 2))
 

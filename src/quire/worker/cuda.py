@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from itertools import cycle
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from quire.config.engine import EngineConfig
 from quire.config.layout import cache_specs
 from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints, Masks, Pending, StepPlan
+from quire.kernels.sent import sent
 from quire.sampling.rehearsal import rehearse
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.blanks import Blanks
@@ -38,12 +38,11 @@ from quire.worker.fronts import Fronts
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, pinned, wide_shapes
 from quire.worker.landing import Landing, Read
 from quire.worker.memory import Needs
-from quire.worker.rows import Rows, Wide
-from quire.worker.seen import Seen, sent
+from quire.worker.rows import EACH_ONE, Rows, Wide
+from quire.worker.seen import Seen
 from quire.worker.sheet import Page, asked_of, bytes_of, sizes_of, tensors
 from quire.worker.speculation import Followed, Speculation, read, take_back
 
-_EACH_ONE: Ints = np.empty(0, np.int32)
 _CAPTURE_S = 30.0
 
 
@@ -382,4 +381,4 @@ class _Pinned:
 
 
 def _one_each(found: Ints) -> tuple[Ints, Ints, Ints]:
-    return found, _EACH_ONE, _EACH_ONE
+    return found, EACH_ONE, EACH_ONE

@@ -12,17 +12,16 @@ from torch import Tensor
 
 from quire.capacity import MAX_DRAWS
 from quire.data.plan import Ints, StepPlan
+from quire.kernels.sent import sent
 from quire.kernels.triton.drafts import Known
 from quire.sampling.chance import Asked
 from quire.worker.drafter import Drafter, Draw, Ends
 from quire.worker.graphs import capturing, pinned
 from quire.worker.rows import Rows
-from quire.worker.seen import Seen, batch_of, is_decode, sent
+from quire.worker.seen import Seen, aligned, batch_of_spans, is_decode
 
 Sample = Callable[[Tensor, Asked], Tensor]
 _INPUTS = ("rows", "num_slots", "seeds", "top_k", "temperature", "top_p", "min_p")
-_ALIGN = 16
-"""Numbers: kernels are compiled for aligned pointers."""
 
 
 class Fronts:
@@ -81,7 +80,7 @@ class Fronts:
             missed, late = seen.missed(plan, self._max_tokens)
             if missed:
                 given = self._all_rows, seen.groups, self.known.history, self.tables
-                self.drafter.catch_up(batch_of(missed, *given))
+                self.drafter.catch_up(batch_of_spans(missed, *given))
             seen.note(plan, decodes, late)
         if decodes.any():
             self._propose(plan.rows[decodes], int(plan.num_drafts.max(initial=1)))
@@ -95,7 +94,7 @@ class Fronts:
         if shape is not None:
             self._graphs[shape].replay(self._inputs(rows))
             return
-        memory = pinned(len(_INPUTS), _aligned(len(rows)), dtype=torch.int64)
+        memory = pinned(len(_INPUTS), aligned(len(rows)), dtype=torch.int64)
         memory.numpy()[:, : len(rows)] = self._inputs(rows)
         self.compute(memory.to(self.tables.device, non_blocking=True)[:, : len(rows)], most)
 
@@ -145,7 +144,7 @@ class Fronts:
             self._sample(logits, asked)
             return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
 
-        room = len(_INPUTS), _aligned(size)
+        room = len(_INPUTS), aligned(size)
         inputs = torch.zeros(room, dtype=torch.int64, device=self.tables.device)
         self.compute(inputs[:, :size], most, first)
 
@@ -162,7 +161,7 @@ class _Front:
     """Drafts for up to `size` rows. Its inputs have a fixed place on the device."""
 
     def __init__(self, fronts: Fronts, size: int, most: int, pool: Any, in_flight: int) -> None:
-        device, width = fronts.tables.device, _aligned(size)
+        device, width = fronts.tables.device, aligned(size)
         self._pages = cycle(pinned(in_flight, len(_INPUTS), width, dtype=torch.int64))
         self._pad_row = fronts.pad_row
         self._memory = torch.zeros((len(_INPUTS), width), dtype=torch.int64, device=device)
@@ -180,7 +179,3 @@ class _Front:
         array[:, :count], array[0, count:], array[1:, count:] = inputs, self._pad_row, 0
         self._memory.copy_(page, non_blocking=True)
         self._graph.replay()
-
-
-def _aligned(length: int) -> int:
-    return -(-length // _ALIGN) * _ALIGN

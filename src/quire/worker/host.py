@@ -30,8 +30,7 @@ from quire.worker.device import (
 from quire.worker.drafter import Drafter, Draw, Ends, Told
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
-from quire.worker.seen import Seen, is_decode
-from quire.worker.seen import batch_of as tokens_of
+from quire.worker.seen import Seen, batch_of_spans, is_decode
 from quire.worker.sheet import Page, Sizes, asked_by, asked_of, bytes_of, sizes_of, tensors
 
 _MAX_SHEETS = 32
@@ -199,7 +198,7 @@ class Host:
             missed, late = seen.missed(plan, self._max_tokens)
             if missed:
                 history = torch.from_numpy(all_rows.tokens)
-                drafter.catch_up(tokens_of(missed, all_rows, seen.groups, history, self.block_tables))
+                drafter.catch_up(batch_of_spans(missed, all_rows, seen.groups, history, self.block_tables))
             wanted &= ~late
         if wanted.any():
             rows, most = plan.rows[wanted].astype(np.intp), int(plan.num_drafts.max(initial=1))

@@ -21,13 +21,13 @@ from quire.layers.scope import Scope
 from quire.logs import get_logger
 from quire.models.pooling import PoolingModel
 from quire.prepare import open_tokenizer
-from quire.worker.device import batch_of
+from quire.worker.device import batch_of, blank_batch
 from quire.worker.host import Done
 from quire.worker.media import Encoder
 from quire.worker.memory import Needs
 from quire.worker.reach import both_ways, reach_of
 from quire.worker.rows import Rows
-from quire.worker.sheet import Page, Sizes, blank, bytes_of, host_arrays, sizes_of, tensors
+from quire.worker.sheet import Page, bytes_of, sizes_of, tensors
 
 log = get_logger(__name__)
 
@@ -236,14 +236,8 @@ class PoolingRunner:
         lens = np.full(-(-num_tokens // max_len), max_len, np.int32)
         lens[-1] = num_tokens - int(lens[:-1].sum())
         groups, _, width = self.all_rows.block_tables.shape
-        sizes = Sizes(num_tokens, len(lens), len(lens), 0, groups)
-        memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
-        arrays = host_arrays(memory, sizes)
-        blank(arrays, 0, 0, 0)
-        np.cumsum(lens, out=arrays["query_starts"][1:])
-        arrays["seq_lens"][:] = lens
         tables = torch.zeros((groups, 1, width), dtype=torch.int32, device=self.device)
-        batch = batch_of(tensors(memory.to(self.device), sizes), tables, lens, lens)
+        batch, _ = blank_batch(lens, tables, self.device)
         batch.token_types = torch.zeros_like(batch.token_ids)
         return batch
 

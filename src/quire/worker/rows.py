@@ -13,7 +13,8 @@ from quire.sampling.rows import SamplingRows
 from quire.worker.turns import Turns
 
 Wide = NDArray[np.int64]
-_EACH_ONE: Ints = np.empty(0, np.int32)
+EACH_ONE: Ints = np.empty(0, np.int32)
+"""In place of how many tokens each row got: one."""
 
 
 class Rows:
@@ -187,7 +188,7 @@ class Rows:
             self.num_computed[rows] -= plan.num_drafts
         self.num_tokens[rows] += plan.samples
 
-    def learn(self, step: int, rows: NDArray[np.intp], token_ids: Ints, counts: Ints = _EACH_ONE) -> None:
+    def learn(self, step: int, rows: NDArray[np.intp], token_ids: Ints, counts: Ints = EACH_ONE) -> None:
         """The tokens that `step` sampled for `rows`, one or so many each: what comes behind those that are
         known. A row may have a new owner by now."""
         mine = self.admitted_in[rows] <= step

@@ -5,19 +5,18 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.config.layout import CacheLayout
 from quire.data.plan import Ints, StepPlan, spread
+from quire.kernels.sent import sent
 from quire.worker.rows import Rows
 
 _STEPS_AHEAD = 4
 """Steps whose drafts the host may not know the fate of, at most."""
 _ALIGN = 16
-"""Numbers: kernels are compiled for aligned pointers."""
 
 
 class Span(NamedTuple):
@@ -160,7 +159,7 @@ def is_decode(plan: StepPlan) -> NDArray[np.bool_]:
     return found
 
 
-def batch_of(
+def batch_of_spans(
     spans: list[Span], all_rows: Rows, groups: Sequence[int], history: Tensor, tables: Tensor
 ) -> Batch:
     """These tokens. `history` [rows, length] and `tables` [groups, rows, blocks] are where they are computed;
@@ -169,12 +168,12 @@ def batch_of(
     lens, size = ends - starts, all_rows.block_size
     positions, row_of = spread(starts, lens), np.repeat(rows, lens)
     count, num_tokens = len(rows), len(positions)
-    wide = np.full((2 + len(tables), _aligned(num_tokens)), -1, np.int64)
+    wide = np.full((2 + len(tables), aligned(num_tokens)), -1, np.int64)
     wide[0, :num_tokens], wide[1, :num_tokens] = positions, row_of
     for group in groups:
         blocks = all_rows.block_tables[group, row_of, positions // size].astype(np.int64)
         wide[2 + group, :num_tokens] = np.where(blocks > 0, blocks * size + positions % size, -1)
-    narrow = np.zeros((3, _aligned(count + 1)), np.int32)
+    narrow = np.zeros((3, aligned(count + 1)), np.int32)
     narrow[0, :count], narrow[1, :count], narrow[2, 1 : count + 1] = ends, rows, np.cumsum(lens)
     places, row_ids, *slots = sent(wide, tables.device)[:, :num_tokens]
     seq_lens, seqs, query_starts = sent(narrow, tables.device)
@@ -195,11 +194,6 @@ def batch_of(
     return made
 
 
-def _aligned(length: int) -> int:
+def aligned(length: int) -> int:
+    """So many numbers, or as many more as kernels want: they are compiled for aligned pointers."""
     return -(-length // _ALIGN) * _ALIGN
-
-
-def sent(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """To the device, without a wait for what it does."""
-    found = torch.from_numpy(array)
-    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)

@@ -1,16 +1,16 @@
 """Speculation on a GPU: rows of which the device alone knows how many tokens they have."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints, StepPlan, spread
+from quire.kernels.sent import sent
 from quire.kernels.triton.drafts import DRAFTED, Known, Step, derive, look_up, verify
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
@@ -109,7 +109,8 @@ class Speculation:
         known = self.known
         for new in plan.admitted:
             row, length = new.row, int(all_rows.num_tokens[new.row])
-            known.history[row, :length].copy_(self._sent(all_rows.tokens[row, :length]), non_blocking=True)
+            tokens = sent(all_rows.tokens[row, :length], self.device)
+            known.history[row, :length].copy_(tokens, non_blocking=True)
             known.lengths[row].fill_(length)
             known.num_drafts[row].fill_(0)
             if self.ahead is not None and all_rows.turns is not None:
@@ -117,14 +118,9 @@ class Speculation:
         if len(plan.drafts):
             guessed = np.zeros((len(plan.rows), self.most), np.int64)
             guessed[np.arange(self.most) < plan.num_drafts[:, None]] = plan.drafts
-            rows = self._sent(plan.rows.astype(np.int64))
-            known.drafts.index_copy_(0, rows, self._sent(guessed))
-            known.num_drafts.index_copy_(0, rows, self._sent(plan.num_drafts))
-
-    def _sent(self, array: NDArray[Any]) -> Tensor:
-        if self.device.type != "cuda":
-            return torch.from_numpy(array.copy())
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+            rows = sent(plan.rows.astype(np.int64), self.device)
+            known.drafts.index_copy_(0, rows, sent(guessed, self.device))
+            known.num_drafts.index_copy_(0, rows, sent(plan.num_drafts, self.device))
 
     def derive(self, batch: Batch, sheet: dict[str, Tensor], tables: Tensor) -> Given:
         """Make the inputs of the decodes, in place."""
