@@ -16,6 +16,7 @@ from zoo import LLAMA3, TIED
 
 from quire.cli import main
 from quire.config.gguf import GGUFFile
+from quire.config.model import read_checkpoint
 from quire.quantize import compressed
 from quire.quantize.schemes import SCHEMES
 from quire.text.tokenizer import load_tokenizer
@@ -89,6 +90,19 @@ def test_experts_are_rounded_and_routers_are_not(tmp_path: Path) -> None:
     gates = [f"model.layers.{i}.mlp.gate" for i in range(2)]
     assert left == sorted(["lm_head", "model.embed_tokens", *gates, *attention])
     assert not {f"{name}.weight_scale" for name in left} & after.keys()
+
+
+def test_what_decides_over_a_state_is_not_rounded(tmp_path: Path) -> None:
+    """And so no group has to fit a rank, which is small."""
+    path, _ = make_tiny("mamba", tmp_path)
+    out = quantize(path, "int4", tmp_path / "out")
+    rounded = {
+        name.split(".")[-2] for name in load_file(out / "model.safetensors") if name.endswith("_scale")
+    }
+    assert rounded == {"in_proj", "out_proj"}
+    ids = random_prompts(9)
+    model = load_tiny(out, quant=read_checkpoint(out).quant)
+    assert run_paged(model, ids, [[9]])[0].isfinite().all()
 
 
 def test_large_models_become_several_files(

@@ -16,9 +16,11 @@ logger = get_logger(__name__)
 
 _LEFT_ALONE = re.compile(
     r"(^|\.)(lm_head|embed\w*|wte|wpe|\w*norm\w*|\w*router\w*|gate|shared_expert_gate|conv1d|score|classifier)$"
+    r"|(^|\.)(x_proj|dt_proj)$"
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector)\."
 )
-"""Modules that stay as they are: both ends of the model, norms, routers, and what sees."""
+"""Modules that stay as they are: both ends of the model, norms, routers, what time steps and
+the other parts of Mamba's scan are made by, and what sees."""
 _GROUPS = (128, 64, 32)
 """Sizes of groups, the first that fits is taken where none is asked for."""
 _FILE_BYTES = 4 << 30
