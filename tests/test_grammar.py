@@ -1,6 +1,7 @@
 """Grammars over a small vocabulary, without a model."""
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,3 +77,17 @@ def test_a_lexer_is_renewed_before_it_is_full(grammars: Grammars, monkeypatch: p
     monkeypatch.setattr(grammar, "MAX_SERVED", 3)
     lexers = [grammars.compile(WORDS).lexer for _ in range(4)]
     assert lexers[0] is lexers[1] is lexers[2] is not lexers[3]
+
+
+def test_long_texts_that_grammars_force_are_not_remembered(vocabulary: Vocabulary) -> None:
+    """Thousands of them would be gigabytes."""
+    asked: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(len(text))
+        return vocabulary.encode(text)
+
+    wrapped = grammar._Wrapped(replace(vocabulary, encode=encode))
+    for text in ("short", "long" * grammar.MAX_KEPT_CHARS) * 2:
+        assert wrapped(text) == vocabulary.encode(text)
+    assert asked == [5, 4 * grammar.MAX_KEPT_CHARS, 4 * grammar.MAX_KEPT_CHARS]

@@ -26,8 +26,8 @@ MAX_CHARS = 1 << 18
 """Of a schema, a regex, a grammar."""
 MAX_KEPT = 256
 """Grammars that are kept compiled: those that were used last."""
-MAX_KEPT_TEXTS = 4096
-"""Whose tokens are remembered: what grammars force."""
+MAX_KEPT_TEXTS, MAX_KEPT_CHARS = 4096, 256
+"""Whose tokens are remembered: what grammars force, if it is short; a grammar may force a book."""
 MAX_LEXERS = 1024
 """Of all those grammars, tens of KiB each."""
 MAX_LEXER_STATES = 50_000
@@ -90,13 +90,14 @@ class _Wrapped:
         self.tokens = vocabulary.tokens
         self.special_token_ids = vocabulary.special_ids
         self.eos_token_id = vocabulary.eos_ids[0]
-        self._encode = lru_cache(MAX_KEPT_TEXTS)(vocabulary.encode)
+        self._encode = vocabulary.encode
+        self._encode_kept = lru_cache(MAX_KEPT_TEXTS)(vocabulary.encode)
 
     def __call__(self, text: str) -> list[int]:
         """It is asked for texts that a grammar forces: few, and again and again."""
         if isinstance(text, bytes):
             raise TypeError("a tokenizer of strings")
-        return self._encode(text)
+        return self._encode_kept(text) if len(text) <= MAX_KEPT_CHARS else self._encode(text)
 
 
 class Matcher:
