@@ -134,3 +134,23 @@ def test_code_is_fetched_only_when_it_is_trusted(tmp_path: Path, monkeypatch: py
     serve_hub(monkeypatch, tmp_path / "repo", TINY)
     configure({"model": "org/m", "device": "cpu", "load_format": "dummy", "trust_remote_code": True})
     assert downloaded(tmp_path / "repo") == {"config.json", "modeling.py"}
+
+
+def test_a_config_may_lie_elsewhere(tmp_path: Path) -> None:
+    """In place of the model's own, which need not be there."""
+    model, config = tmp_path / "model", tmp_path / "config"
+    for folder in (model, config):
+        folder.mkdir()
+    (config / "config.json").write_text(json.dumps(TINY | {"hidden_size": 96}))
+    given = {"model": str(model), "device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True}
+    with pytest.raises(ConfigError, match="holds neither a config.json"):
+        configure(given)
+    found = configure(given | {"hf_config_path": str(config)})
+    assert found.checkpoint.facts.hidden == 96 and found.checkpoint.path == model
+    (model / "config.json").write_text(json.dumps(TINY))
+    assert configure(given).checkpoint.facts.hidden == 64
+    laid_over = {"hf_config_path": str(config), "hf_overrides": {"max_position_embeddings": 128}}
+    found = configure(given | laid_over)
+    assert (found.checkpoint.facts.hidden, found.model.max_model_len) == (96, 128)
+    with pytest.raises(ConfigError, match="neither an existing path nor a hub id"):
+        configure(given | {"hf_config_path": str(tmp_path / "nowhere")})

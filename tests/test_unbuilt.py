@@ -32,7 +32,7 @@ def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
             ConfigError,
             "; for weights in less memory use quantization=",
         ),
-        ("server flag", "middleware", "a.b", ConfigError, "middleware='a.b' is not supported yet; leave it"),
+        ("server flag", "tool_server", "a", ConfigError, "tool_server='a' is not supported yet; leave it"),
         (
             "body field",
             "ec_transfer_params",

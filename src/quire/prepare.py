@@ -51,6 +51,7 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         checkpoint = read_checkpoint(
             path,
             values.get("hf_overrides"),
+            config_path=config_path,
             model_impl=values.get("model_impl", "auto"),
             trust_remote_code=values.get("trust_remote_code", False),
         )
@@ -58,11 +59,12 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         check_crossed(checkpoint.facts, values)
         if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
             checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
-        said = _said_of_draft(drafts, draft or path)
+        said = _said_of_draft(drafts, draft or config_path or path)
         config = resolve(values, checkpoint=checkpoint, machine=machine, usage=usage, env=env, draft=said)
         return _with_draft(config, draft)
 
     draft = _locate_draft(drafts, values, env, load_format="dummy")  # what says which model it is
+    config_path = _locate_config(values, env)
     path = locate(
         values.get("model"),
         revision=values.get("revision"),
@@ -73,6 +75,7 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         load_format=values.get("load_format", "auto"),
         gguf_file=values.get("gguf_file"),
         with_code=values.get("trust_remote_code", False),
+        needs_config=config_path is None,
         check=settled,
     )
     config = settled(path)
@@ -83,6 +86,20 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         tokens = config.scheduler.max_num_batched_tokens
         logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
     return config
+
+
+def _locate_config(values: Mapping[str, Any], env: Env) -> Path | None:
+    """The directory whose config.json is read in place of the model's own; None if none was named."""
+    if values.get("hf_config_path") is None:
+        return None
+    return locate(
+        values["hf_config_path"],
+        download_dir=values.get("download_dir"),
+        token=values.get("hf_token"),
+        cache_root=env.cache_root,
+        progress=values.get("use_tqdm_on_load", True),
+        load_format="dummy",
+    )
 
 
 def _locate_draft(

@@ -24,7 +24,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "disable_sliding_window": (False,),
         "ec_transfer_config": (),
         "enable_return_routed_experts": (False,),
-        "hf_config_path": (),
         "io_processor_plugin": (),
         "kv_cache_dtype_skip_layers": ([], ()),
         "kv_events_config": (),
@@ -50,12 +49,7 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "speculative_config.use_heterogeneous_vocab": (False,),
     },
     "server flag": {
-        "enable_per_request_metrics": (False,),
-        "fingerprint_mode": ("hash",),
-        "fingerprint_value": (),
         "grpc": (False,),
-        "log_config_file": (),
-        "middleware": (),
         "tokens_only": (False,),
         "tool_server": (),
     },
@@ -67,7 +61,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "lora_request": (),
         "modalities": (["text"],),
         "return_assistant_tokens_mask": (False,),
-        "return_token_offsets": (False,),
         "routed_experts_prompt_start": (0,),
     },
     "sampling field": {

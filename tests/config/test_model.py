@@ -376,6 +376,15 @@ def write_gguf(path: Path, arch: str = "llama", drop: str = "", **extra: Any) ->
     return path
 
 
+def test_a_gguf_file_needs_no_config_of_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("quire").addHandler(caplog.handler)
+    try:
+        found = read_checkpoint(write_gguf(tmp_path / "m.gguf"), config_path=tmp_path)
+    finally:
+        logging.getLogger("quire").removeHandler(caplog.handler)
+    assert found.format == "gguf" and "hf_config_path has no effect" in caplog.text
+
+
 def test_the_facts_of_a_gguf_header(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(write_gguf(tmp_path / "m.gguf", **{"rope.freq_base": 5e4}))
     facts = checkpoint.facts

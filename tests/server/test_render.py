@@ -40,6 +40,22 @@ def test_what_is_rendered_is_what_a_chat_asks_of_the_engine() -> None:
     assert again.seen[0][2] == params
 
 
+def test_where_tokens_stand_in_the_text_is_told_if_it_is_asked() -> None:
+    talk = [{"role": "user", "content": "h\u00e9"}]
+    found = post(f"{CHAT}/render", messages=talk, return_token_offsets=True)
+    text, places = found["prompt"], found["token_offsets"]
+    assert len(places) == len(found["token_ids"]) == len(text.encode())
+    assert [text[start:end] for start, end in places][:7] == [*"user:h", "\u00e9"]
+    texts = post(f"{COMPLETIONS}/render", prompt=["ab", "c"], return_token_offsets=True)
+    assert [each["token_offsets"] for each in texts] == [[[0, 1], [1, 2]], [[0, 1]]]
+    (ids,) = post(f"{COMPLETIONS}/render", prompt=[64, 65], return_token_offsets=True)
+    assert ids["token_offsets"] is None
+    cut = post(f"{COMPLETIONS}/render", prompt="abc", return_token_offsets=True, truncate_prompt_tokens=1)
+    assert [each["token_offsets"] for each in cut] == [None]
+    assert post(f"{COMPLETIONS}/render", prompt="ab")[0]["token_offsets"] is None
+    assert complete(return_token_offsets=True).status_code == 200
+
+
 def test_every_prompt_is_rendered() -> None:
     found = post(f"{COMPLETIONS}/render", prompt=["ab", "c"])
     assert [each["prompt"] for each in found] == ["ab", "c"]

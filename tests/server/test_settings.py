@@ -90,7 +90,7 @@ def test_ways_to_write_a_flag(line: str, section: str, name: str, value: Any) ->
         ({"ssl_keyfile": "k"}, "go together"),
         ({"enable_log_outputs": True}, "needs enable_log_requests"),
         ({"root_path": "x"}, "must start with '/'"),
-        ({"middleware": "a.b"}, "middleware='a.b' is not supported"),
+        ({"tool_server": "a"}, "tool_server='a' is not supported"),
         ({"enable_auto_tool_choice": True}, "enable_auto_tool_choice needs tool_call_parser"),
         ({"tool_call_parser": "hermis"}, "unknown tool parser 'hermis'; did you mean 'hermes'?; known: "),
         ({"reasoning_parser": "qwen"}, "unknown reasoning parser 'qwen'; did you mean 'qwen3'?; known: "),

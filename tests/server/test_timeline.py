@@ -4,10 +4,11 @@ from typing import Any
 
 import httpx
 import pytest
-from ask import CHAT, COMPLETIONS, MESSAGES, ask, events
+from ask import CHAT, COMPLETIONS, MESSAGES, ask, chat, complete, events
 
 from quire.data.outputs import RequestStateStats
 from quire.data.timeline import RequestTimeline
+from quire.server.timeline import request_metrics
 
 NAMES = {
     *("total_ms", "queue_ms", "prefill_ms", "decode_ms", "preempted_ms"),
@@ -77,3 +78,32 @@ def test_waits_of_requests_side_by_side() -> None:
     second = RequestStateStats(queued_ts=1.0, scheduled_ts=3.0, latency=2.0, num_preemptions=2)
     joined = RequestTimeline.joined([RequestTimeline.of(first, 5), RequestTimeline.of(second, 7)])
     assert joined == RequestTimeline(3500.0, 2000.0, 500.0, 2000.0, 250.0, 2, 12, 0.0)
+
+
+def test_the_times_of_a_request_are_told_as_vllm_tells_them() -> None:
+    stats = RequestStateStats(
+        queued_ts=1.0, scheduled_ts=1.5, first_token_ts=2.0, last_token_ts=3.0, num_generation_tokens=10
+    )
+    assert request_metrics(stats) == {
+        "time_to_first_token_ms": 500.0,
+        "generation_time_ms": 1000.0,
+        "queue_time_ms": 500.0,
+        "mean_itl_ms": pytest.approx(1000 / 9),
+        "tokens_per_second": pytest.approx(10 / 1.5),
+    }
+    assert set(request_metrics(RequestStateStats(num_generation_tokens=10)).values()) == {None}
+    stats.num_generation_tokens = 1
+    assert request_metrics(stats)["mean_itl_ms"] is None
+
+
+def test_they_are_told_of_requests_with_one_answer_if_the_server_tells_them() -> None:
+    told, usage = {"enable_per_request_metrics": True}, {"stream_options": {"include_usage": True}}
+    for ask_it in (chat, complete):
+        one = ask_it(settings=told, max_tokens=4).json()["metrics"]
+        assert one.keys() == request_metrics(RequestStateStats()).keys()
+        *chunks, last = events(ask_it(settings=told, max_tokens=4, stream=True, **usage))
+        assert last["metrics"].keys() == one.keys() and not any("metrics" in chunk for chunk in chunks)
+        assert ask_it(settings=told, max_tokens=4, n=2).json()["metrics"] is None
+        assert ask_it(max_tokens=4).json()["metrics"] is None
+        assert "metrics" not in events(ask_it(max_tokens=4, stream=True, **usage))[-1]
+    assert complete(settings=told, prompt=["a", "b"]).json()["metrics"] is None

@@ -295,7 +295,8 @@ def _add_flag(group: Any, option: Option, text: str, prefix: str) -> None:
     elif option.kind in (dict, list):
         group.add_argument(*flags, action=JsonFlag, metavar="JSON", **shared)
     elif option.kind is tuple:
-        group.add_argument(*flags, nargs="+", metavar="NAME", **shared)
+        action = "extend" if option.rule.repeats else "store"
+        group.add_argument(*flags, nargs="+", action=action, metavar="NAME", **shared)
     else:
         metavar = "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS[option.kind]
         group.add_argument(*flags, type=_reader(option), metavar=metavar, **shared)

@@ -17,6 +17,9 @@ from quire.config.pooling import GENERATIVE, RETRIEVAL, StoredPooling, read_gguf
 from quire.config.quant import read_quant
 from quire.config.quant.facts import QuantFacts
 from quire.errors import ConfigError, nearest
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
 
 DTYPES = ("float32", "float16", "bfloat16")
 _OTHER_ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "Model")
@@ -56,17 +59,23 @@ def read_checkpoint(
     path: Path,
     overrides: dict[str, Any] | None = None,
     *,
+    config_path: Path | None = None,
     model_impl: str = "auto",
     trust_remote_code: bool = False,
     family: Family | None = None,
 ) -> Checkpoint:
-    """Every fact of the model at `path`; `overrides` (hf_overrides) are merged into its config.json first. It
-    is of the family that it names, unless one is given."""
+    """Every fact of the model at `path`; `overrides` (hf_overrides) are merged into its config.json first,
+    which may lie in another directory. It is of the family that it names, unless one is given."""
     path = Path(path)
     if path.is_dir():
-        return _read_directory(path, overrides or {}, model_impl, trust_remote_code, family)
+        config = _config(config_path or path, overrides or {})
+        return _read_directory(path, config, model_impl, trust_remote_code, family)
     if not path.exists():
         raise ConfigError(f"there is no model at {path}: give a directory with config.json or a .gguf file")
+    if config_path is not None:
+        warn_once(
+            logger, f"hf_config_path has no effect: {path} is a GGUF file, which says itself what it is"
+        )
     if overrides:
         raise ConfigError(f"hf_overrides change config.json, but {path} is a GGUF file, which has none")
     if model_impl == "transformers":
@@ -83,12 +92,17 @@ def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def _config(folder: Path, overrides: dict[str, Any]) -> Keys:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder} is not a model directory: it has no config.json")
+    return Keys(str(file), _merge(read_json(file), overrides))
+
+
 def _read_directory(
-    path: Path, overrides: dict[str, Any], model_impl: str, trusted: bool, family: Family | None
+    path: Path, keys: Keys, model_impl: str, trusted: bool, family: Family | None
 ) -> Checkpoint:
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} is not a model directory: it has no config.json")
-    whole = keys = Keys(str(path / "config.json"), _merge(read_json(path / "config.json"), overrides))
+    whole = keys
     media: MediaFacts | None = None
     if model_impl != "transformers":
         keys, media = _parted(keys)

@@ -23,6 +23,8 @@ class Rule:
     auto: bool = False
     """`auto` and -1 are accepted beside a number."""
     short: str = ""
+    repeats: bool = False
+    """Its flag may be given several times, and means all of them."""
     derived: bool = False
     """Set by `resolve()` only; no flag."""
 
@@ -107,6 +109,8 @@ class ModelSection:
     """Names the API answers to; the first is the one it reports. Default: the model argument."""
     hf_token: str | None = field(default=None, repr=False)
     """Token for private or gated models on the hub."""
+    hf_config_path: str | None = None
+    """Directory or hub id with the config.json to read in place of the model's own."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     """JSON laid over the checkpoint's config.json."""
     generation_config: str = "auto"

@@ -26,6 +26,7 @@ from quire.server.messages.answer import answer_messages
 from quire.server.messages.bodies import MessagesBody
 from quire.server.messages.errors import MessageErrors
 from quire.server.messages.routes import add_message_routes
+from quire.server.middleware import surrounded
 from quire.server.observe import Observed
 from quire.server.operate import add_operate_routes
 from quire.server.page import OPEN_PATHS, Feed, add_page
@@ -110,7 +111,7 @@ def _surrounded(app: FastAPI, api: Api, settings: ServerSettings, ledger: Ledger
         foreign = any(name == b"origin" for name, _ in scope.get("headers", ()))
         await (cors if foreign else inner)(scope, receive, send)
 
-    return Observed(entrance, api.engine.count_exchange)
+    return Observed(surrounded(entrance, access.middleware), api.engine.count_exchange)
 
 
 def add_generate_routes(app: FastAPI, api: Api) -> None:

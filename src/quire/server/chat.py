@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.data.outputs import CompletionOutput, RequestOutput
+from quire.data.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.server.generate import Api
 from quire.server.listen import Said, gathered
@@ -55,12 +55,14 @@ class ChatEncoder:
         self._num_output = [0] * num_choices
         self._num_prompt = len(job.prompts[0].token_ids)
         self._num_cached: int | None = None
+        self._stats: RequestStateStats | None = None
         self._started = False
 
     # ---- a stream
 
     def encode(self, output: RequestOutput) -> bytes:
         chunks = [] if self._started else [self._opening(output)]
+        self._stats = output.metrics
         for each in output.outputs:
             self._num_output[each.index] += len(each.token_ids)
             if not self._plain or each.finish_reason is not None:
@@ -143,7 +145,9 @@ class ChatEncoder:
         if not self._usage:
             return DONE
         usage = self._counted(self._num_prompt, sum(self._num_output), self._num_cached)
-        ending = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
+        ending: dict[str, Any] = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
+        if (metrics := self._api.metrics(self._stats, len(self._heads))) is not None:
+            ending["metrics"] = metrics
         return event(self._frame | ending) + DONE
 
     def fail(self, error: Exception) -> bytes:
@@ -169,6 +173,7 @@ class ChatEncoder:
             "prompt_token_ids": list(ids) if body.return_token_ids else None,
             "prompt_text": output.prompt if body.return_prompt_text else None,
             "kv_transfer_params": None,
+            "metrics": self._api.metrics(output.metrics, len(output.outputs)),
         }
 
     def _whole_choice(self, each: CompletionOutput) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput
+from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput, RequestStateStats
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
@@ -125,6 +125,7 @@ class CompletionEncoder:
         self._heads = [lead + b'{"index":%d,"text":' % index for index in range(num_choices)]
         self._num_output = [0] * num_choices
         self._num_cached = [0] * len(job.prompts)
+        self._stats: RequestStateStats | None = None
         self._of_prompts: list[PromptLogprobs | None] = [None] * len(job.prompts)
         """Come with the first output of each, for all of its choices."""
         self._fresh = [True] * num_choices
@@ -134,7 +135,7 @@ class CompletionEncoder:
 
     def encode(self, output: RequestOutput) -> bytes:
         place = self._places[output.request_id] if len(self._places) > 1 else 0
-        self._num_cached[place] = output.num_cached_tokens or 0
+        self._num_cached[place], self._stats = output.num_cached_tokens or 0, output.metrics
         if output.prompt_logprobs is not None:
             self._of_prompts[place] = output.prompt_logprobs
         chunks = []
@@ -188,7 +189,9 @@ class CompletionEncoder:
         num_prompt = sum(len(prompt.token_ids) for prompt in self._job.prompts)
         counts = num_prompt, sum(self._num_output), sum(self._num_cached)
         usage = self._api.usage(*counts, self._job.timeline)
-        ending = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
+        ending: dict[str, Any] = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
+        if (metrics := self._api.metrics(self._stats, len(self._heads))) is not None:
+            ending["metrics"] = metrics
         return event(self._frame | ending) + DONE
 
     def fail(self, error: Exception) -> bytes:
@@ -218,6 +221,7 @@ class CompletionEncoder:
             "system_fingerprint": api.fingerprint,
             "usage": api.usage(num_prompt, num_output, num_cached),
             "kv_transfer_params": None,
+            "metrics": api.metrics(outputs[0].metrics, len(choices)),
         }
 
     def _whole_choice(self, output: RequestOutput, each: CompletionOutput, echo: _Echo) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.data.lora import LoRARequest
-from quire.data.outputs import RequestOutput
+from quire.data.outputs import RequestOutput, RequestStateStats
 from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
@@ -26,16 +26,16 @@ from quire.server.answering import Answering
 from quire.server.asked import output_limit
 from quire.server.beam import all_of, beam_search, final
 from quire.server.encoder import Encoder
-from quire.server.engine import Engine, Outputs
+from quire.server.engine import Engine, Facts, Outputs
 from quire.server.errors import NotFound, json_response
 from quire.server.gate import account_of
 from quire.server.logprobs import Speller
 from quire.server.merged import InOrder, Logged, Merged, Pauses, last_of_each
 from quire.server.prompts import PromptReader
 from quire.server.requests import CallBody, GenerateBody
-from quire.server.settings import ServerSettings, parsers_of
+from quire.server.settings import ApiSection, ServerSettings, parsers_of
 from quire.server.sse import EventStream
-from quire.server.timeline import HEADER, JobTimeline, Timed
+from quire.server.timeline import HEADER, JobTimeline, Timed, request_metrics
 
 logger = get_logger(__name__)
 
@@ -82,8 +82,7 @@ class Api:
         self.parsers = parsers_of(settings.api)
         self.answering = Answering()
         facts = engine.facts
-        known = repr((facts.model_names, facts.root, facts.vocab))
-        self.fingerprint = f"quire-{facts.version}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
+        self.fingerprint = _fingerprint(settings.api, facts)
 
     async def check_model(self, name: str | None, *, pools: bool | None = None) -> None:
         """That it is the name of this model, or of an adapter, which is looked for if need be. Where that is
@@ -265,8 +264,27 @@ class Api:
             found["timeline"] = timeline.told
         return found
 
+    def metrics(self, stats: RequestStateStats | None, num_sequences: int) -> dict[str, Any] | None:
+        """Of a request with one answer, if they are told at all."""
+        if not self.settings.api.enable_per_request_metrics or stats is None or num_sequences != 1:
+            return None
+        return request_metrics(stats)
+
     def _cut(self, text: str | None) -> str:
         return (text or "")[: self.settings.log.max_log_len]
+
+
+def _fingerprint(api: ApiSection, facts: Facts) -> str | None:
+    known = repr((facts.model_names, facts.root, facts.vocab))
+    digest = hashlib.sha256(known.encode()).hexdigest()[:8]
+    match api.fingerprint_mode:
+        case "full":
+            return f"quire-{facts.version}-{digest}"
+        case "hash":
+            return digest
+        case "custom":
+            return api.fingerprint_value
+    return None
 
 
 def no_model(name: str) -> NotFound:

@@ -19,6 +19,7 @@ from quire.metrics.keys import KeyPages
 from quire.server.adapters.roster import Roster
 from quire.server.app import Application
 from quire.server.engine import Engine
+from quire.server.log_config import apply_log_config
 from quire.server.settings import LogSection, ServerSettings, paths
 from quire.server.sockets import bind
 from quire.server.spread import Hand, Taker
@@ -179,10 +180,13 @@ def _config(application: Application, settings: ServerSettings) -> uvicorn.Confi
 
 
 def _join_logs(log: LogSection) -> None:
-    """uvicorn's lines look like all others."""
-    for name in ("uvicorn.error", "uvicorn.access"):
-        theirs = logging.getLogger(name)
-        theirs.handlers, theirs.propagate = list(logging.getLogger("quire").handlers), False
+    """uvicorn's lines look like all others, unless a file says how all look."""
+    if log.log_config_file is not None:
+        apply_log_config(log.log_config_file)
+    else:
+        for name in ("uvicorn.error", "uvicorn.access"):
+            theirs = logging.getLogger(name)
+            theirs.handlers, theirs.propagate = list(logging.getLogger("quire").handlers), False
     if unlogged := paths(log.disable_access_log_for_endpoints):
         logging.getLogger("uvicorn.access").addFilter(_Quiet(unlogged))
 

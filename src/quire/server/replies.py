@@ -131,6 +131,16 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None
 
 
+class RequestMetrics(BaseModel):
+    """The times of a request, with --enable-per-request-metrics."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+
+
 class ChatReply(BaseModel):
     """A whole answer of /v1/chat/completions."""
 
@@ -140,12 +150,13 @@ class ChatReply(BaseModel):
     model: str
     choices: list[ChatChoice]
     service_tier: None = None
-    system_fingerprint: str
+    system_fingerprint: str | None
     usage: Usage
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
     prompt_text: str | None
     kv_transfer_params: None = None
+    metrics: RequestMetrics | None
 
 
 class CompletionLogprobs(BaseModel):
@@ -179,9 +190,10 @@ class CompletionReply(BaseModel):
     model: str
     choices: list[CompletionChoice]
     service_tier: None = None
-    system_fingerprint: str
+    system_fingerprint: str | None
     usage: Usage
     kv_transfer_params: None = None
+    metrics: RequestMetrics | None
 
 
 class ModelCard(BaseModel):

@@ -124,6 +124,9 @@ class GenerateBody(EngineBody):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
+    return_token_offsets: bool | None = _doc(
+        "Of the routes that end in /render: where in the prompt's text each token begins and ends.", False
+    )
     return_tokens_as_token_ids: bool | None = _doc("Spell tokens in logprobs as `token_id:ID`.")
     session_id: str | None = _doc("Has no effect with one engine.")
 

@@ -14,6 +14,8 @@ from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 from quire.server.adapters.modules import Module, read_modules
 from quire.server.keys import Key, read_keys
+from quire.server.log_config import read_log_config
+from quire.server.middleware import found
 from quire.server.parsing import Parsers
 from quire.unbuilt import UNBUILT, is_switch, refuse
 
@@ -76,6 +78,9 @@ class AccessSection:
     """CORS: JSON list of the methods that other origins may use."""
     allowed_headers: list[str] = field(default_factory=lambda: ["*"])
     """CORS: JSON list of the headers that other origins may send."""
+    middleware: Annotated[tuple[str, ...], Rule(repeats=True)] = ()
+    """Import path of an ASGI class, or of an async function of a request and `call_next`, that stands around
+    every request; may be given several times, the last one outermost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +121,13 @@ class ApiSection:
     """Offer /tokenizer_info, which shows the chat template and the special tokens."""
     disable_fastapi_docs: bool = False
     """No /docs, /redoc and /openapi.json."""
+    enable_per_request_metrics: bool = False
+    """Tell the times of a request that has one answer, as `metrics` of the answer."""
+    fingerprint_mode: Literal["full", "hash", "custom", "none"] = "full"
+    """What `system_fingerprint` tells: version and a hash of what is served, the hash alone,
+    fingerprint_value, or nothing."""
+    fingerprint_value: str | None = None
+    """The fingerprint of mode `custom`."""
     max_n: Annotated[int, Rule(at_least=1, at_most=16384)] = 128
     """Most answers that one request may ask for at once."""
 
@@ -150,6 +162,9 @@ class LogSection:
     """No log line per HTTP request."""
     disable_access_log_for_endpoints: str = ""
     """Paths without such a line, with commas between them."""
+    log_config_file: str | None = None
+    """JSON file of a configuration for Python's `logging`, in the processes that answer HTTP. What it says of
+    the logger `vllm` goes for `quire`."""
     enable_log_requests: bool = False
     """Log the id, parameters and prompt of every request."""
     enable_log_outputs: bool = False
@@ -302,6 +317,12 @@ def _check(settings: ServerSettings) -> None:
         raise ConfigError("enable_log_outputs needs enable_log_requests: give both")
     if settings.api.enable_auto_tool_choice and not settings.api.tool_call_parser:
         raise ConfigError("enable_auto_tool_choice needs tool_call_parser: give both")
+    if (settings.api.fingerprint_mode == "custom") != (settings.api.fingerprint_value is not None):
+        raise ConfigError("fingerprint_value goes with fingerprint_mode=custom: give both, or neither")
+    if log.log_config_file is not None:
+        read_log_config(log.log_config_file)
+    for path in settings.access.middleware:
+        found(path)
     parsers_of(settings.api)
 
 

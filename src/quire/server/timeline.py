@@ -5,11 +5,28 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from quire.data.outputs import RequestOutput
+from quire.data.outputs import RequestOutput, RequestStateStats
 from quire.data.timeline import RequestTimeline
 from quire.server.encoder import Encoder
 
 HEADER = "x-request-timeline"
+
+
+def request_metrics(stats: RequestStateStats) -> dict[str, float | None]:
+    """The times of a request, as vLLM tells them; None where they are not known."""
+    num_tokens, first, last = stats.num_generation_tokens, stats.first_token_ts, stats.last_token_ts
+    generation, whole = _ms(first, last), _ms(stats.scheduled_ts, last)
+    return {
+        "time_to_first_token_ms": _ms(stats.scheduled_ts, first),
+        "generation_time_ms": generation,
+        "queue_time_ms": _ms(stats.queued_ts, stats.scheduled_ts),
+        "mean_itl_ms": None if generation is None or num_tokens < 2 else generation / (num_tokens - 1),
+        "tokens_per_second": 1e3 * num_tokens / whole if whole else None,
+    }
+
+
+def _ms(begin: float, end: float) -> float | None:
+    return 1e3 * (end - begin) if begin and end else None
 
 
 class JobTimeline:

@@ -108,6 +108,11 @@ class Tokenizer:
             raise _unencodable(texts) from error
         return [encoding.ids for encoding in encodings]
 
+    def offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of a text, and where in it each begins and ends, in characters."""
+        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        return encoding.ids, encoding.offsets
+
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Two texts with the tokens that join them, and of which of the two each token is (0 or 1)."""
         try:

@@ -18,7 +18,7 @@ from quire.server.errors import json_response
 from quire.server.gate import without_account
 from quire.server.generate import Api, Job
 from quire.server.prompts import off_loop
-from quire.server.requests import ChatBody, CompletionBody, GenerateBody
+from quire.server.requests import ChatBody, CompletionBody
 from quire.server.talk import Talk, begin_talk
 from quire.server.tokens.answer import told_params
 from quire.server.tokens.bodies import DerenderChatBody, DerenderCompletionBody, GivenChoice, GivenTokens
@@ -26,11 +26,12 @@ from quire.server.tokens.bodies import DerenderChatBody, DerenderCompletionBody,
 
 async def render_chat(api: Api, body: ChatBody, request: Request) -> Response:
     talk = await begin_talk(api, body, _free(request))
-    return json_response(_rendered(body, talk.job)[0])
+    return json_response((await _rendered(api, body, talk.job))[0])
 
 
 async def render_completion(api: Api, body: CompletionBody, request: Request) -> Response:
-    return json_response(_rendered(body, await begin_completion(api, body, _free(request))))
+    job = await begin_completion(api, body, _free(request))
+    return json_response(await _rendered(api, body, job))
 
 
 def _free(request: Request) -> Request:
@@ -38,13 +39,17 @@ def _free(request: Request) -> Request:
     return Request(without_account(request.scope), request.receive)
 
 
-def _rendered(body: GenerateBody, job: Job) -> list[dict[str, Any]]:
+async def _rendered(api: Api, body: ChatBody | CompletionBody, job: Job) -> list[dict[str, Any]]:
     if any(prompt.embeds is not None for prompt in job.prompts):
         raise RequestError("`prompt_embeds` are no tokens and cannot be rendered", param="prompt_embeds")
+    size = sum(len(prompt.text or "") for prompt in job.prompts) if body.return_token_offsets else 0
+    inputs = api.inputs_of(job.model)
+    offsets = await off_loop(size, lambda: [_offsets(inputs, body, prompt) for prompt in job.prompts])
     return [
         {
             "request_id": id,
             "token_ids": prompt.token_ids,
+            "token_offsets": places,
             "prompt": prompt.text,
             "sampling_params": told_params(_sampled(params)),
             "model": job.model,
@@ -55,8 +60,18 @@ def _rendered(body: GenerateBody, job: Job) -> list[dict[str, Any]]:
             "features": None if prompt.media is None else _features(prompt.media),
             "kv_transfer_params": None,
         }
-        for id, prompt, params in zip(job.engine_ids(), job.prompts, job.params, strict=True)
+        for id, prompt, params, places in zip(job.engine_ids(), job.prompts, job.params, offsets, strict=True)
     ]
+
+
+def _offsets(
+    inputs: InputProcessor, body: ChatBody | CompletionBody, prompt: Prompt
+) -> list[tuple[int, int]] | None:
+    """Where each token stands in the text, if that is asked for and there is a text that has all of them."""
+    if not body.return_token_offsets or prompt.text is None or inputs.tokenizer is None:
+        return None
+    token_ids, offsets = inputs.tokenizer.offsets(prompt.text, body.add_special_tokens)
+    return offsets if token_ids == prompt.token_ids else None
 
 
 def _features(media: Media) -> dict[str, Any]:
