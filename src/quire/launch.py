@@ -313,4 +313,6 @@ def run(args: argparse.Namespace) -> int:
     settings = server_settings(args, Env.read(os.environ))
     if key_names(settings.keys):
         given.setdefault("share_by_key", True)
+    if settings.api.tokens_only:
+        given["skip_tokenizer_init"] = True
     return launch(configure(given, usage="server"), settings)

@@ -50,7 +50,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
     },
     "server flag": {
         "grpc": (False,),
-        "tokens_only": (False,),
         "tool_server": (),
     },
     "body field": {

@@ -10,6 +10,8 @@ from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, ask, chat, complete, even
 from fake_engine import ANSWER, FakeEngine
 from test_tools import HERMES, THOUGHT, TOOLS, TWO
 
+from quire import launch
+from quire.config.cli import FlagParser
 from quire.server import merged, several
 from quire.server.app import Application
 from quire.server.chat import ChatEncoder
@@ -249,3 +251,27 @@ def test_a_chat_has_as_many_tokens_as_are_counted(body: dict[str, Any]) -> None:
     used = post(CHAT, settings=settings, max_tokens=4, **given)["usage"]["prompt_tokens"]
     assert counted["count"] == used == len(counted["tokens"])
     assert complete(prompt=counted["tokens"]).json()["usage"]["prompt_tokens"] == used
+
+
+def test_tokens_only_leaves_out_all_that_needs_a_text() -> None:
+    only = {"tokens_only": True}
+    body = {"token_ids": [64, 65], "sampling_params": {"max_tokens": 3}}
+    assert post(GENERATE, settings=only, **body)["choices"][0]["token_ids"]
+    assert ask("GET", "/v1/models", settings=only).status_code == 200
+    assert ask("GET", "/health", settings=only).status_code == 200
+    assert ask("POST", "/abort_requests", settings=only, json={"request_ids": []}).status_code == 200
+    assert ask("POST", "/abort_requests", json={"request_ids": []}).status_code == 404
+    for path in (CHAT, COMPLETIONS, "/v1/messages", "/v1/responses", "/tokenize", "/v1/embeddings"):
+        assert ask("POST", path, settings=only, json={"messages": MESSAGES}).status_code == 404, path
+
+
+def test_tokens_only_needs_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(launch, "configure", lambda found, usage: given.update(found))
+    monkeypatch.setattr(launch, "launch", lambda config, settings: 0)
+    parser = FlagParser(prog="quire serve")
+    launch.add_flags(parser)
+    for flags, expected in (([], None), (["--tokens-only"], True)):
+        given.clear()
+        assert launch.run(parser.parse_args(["m", *flags])) == 0
+        assert given.get("skip_tokenizer_init") is expected

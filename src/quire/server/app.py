@@ -39,7 +39,7 @@ from quire.server.scoring import add_scoring_route
 from quire.server.settings import ServerSettings, paths
 from quire.server.speech.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
 from quire.server.status import add_model_routes, add_status_routes
-from quire.server.tokens.routes import add_token_routes
+from quire.server.tokens.routes import add_token_routes, add_tokens_in_out
 
 
 class Application:
@@ -64,13 +64,9 @@ class Application:
         )
         add_error_handlers(self.routes, log_stack=settings.log.log_error_stack)
         self.routes.add_exception_handler(ClientGone, lambda *_: nobody())
-        add_generate_routes(self.routes, self.api)
-        add_response_routes(self.routes, Responses(self.api))
-        add_message_routes(self.routes, self.api)
-        add_token_routes(self.routes, self.api)
-        add_scoring_route(self.routes, self.api)
-        add_pooling_routes(self.routes, self.api)
-        add_speech_routes(self.routes, self.api)
+        add_tokens_in_out(self.routes, self.api)
+        if not settings.api.tokens_only:
+            _add_text_routes(self.routes, self.api)
         add_model_routes(self.routes, self.api)
         add_status_routes(self.routes, self.api)
         add_operate_routes(self.routes, self.api)
@@ -80,8 +76,18 @@ class Application:
         self.asgi = _surrounded(self.routes, self.api, settings, Ledger(settings.keys, keys))
 
 
+def _add_text_routes(app: FastAPI, api: Api) -> None:
+    add_generate_routes(app, api)
+    add_response_routes(app, Responses(api))
+    add_message_routes(app, api)
+    add_token_routes(app, api)
+    add_scoring_route(app, api)
+    add_pooling_routes(app, api)
+    add_speech_routes(app, api)
+
+
 def _surrounded(app: FastAPI, api: Api, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
-    access = settings.access
+    access, tokens_only = settings.access, settings.api.tokens_only
     busy: dict[str, tuple[Any, Respond]] = {
         "/v1/chat/completions": (ChatBody, functools.partial(answer_chat, api)),
         "/v1/completions": (CompletionBody, functools.partial(answer_completion, api)),
@@ -89,7 +95,7 @@ def _surrounded(app: FastAPI, api: Api, settings: ServerSettings, ledger: Ledger
         "/v1/embeddings": (EmbeddingInput | EmbeddingTalk, functools.partial(answer_embeddings, api)),
     }
     gate = Gate(
-        Direct(app, busy, json_routes(app), log_stack=settings.log.log_error_stack),
+        Direct(app, {} if tokens_only else busy, json_routes(app), log_stack=settings.log.log_error_stack),
         ledger=ledger,
         open_paths=paths(access.api_key_exempt) | OPEN_PATHS,
         max_body_bytes=settings.http.max_request_body_bytes,

@@ -90,6 +90,8 @@ def add_operate_routes(app: FastAPI, api: Api) -> None:
         _add_tokenizer_info(app, api)
     if api.engine.operation.settings.get("observability", {}).get("profiler_config", {}).get("profiler"):
         _add_profile_routes(app, api)
+    if settings.dev_mode or settings.api.tokens_only:
+        _add_abort_route(app, api)
     if settings.dev_mode:
         logger.warning("Developer mode: routes are open that stop the engine and show its settings")
         _add_rest_routes(app, api)
@@ -117,10 +119,12 @@ def _add_rest_routes(app: FastAPI, api: Api) -> None:
     async def is_paused() -> Response:
         return json_response({"is_paused": await operation.is_paused()})
 
+
+def _add_abort_route(app: FastAPI, api: Api) -> None:
     @app.post("/abort_requests", **replies_of(AbortReply, *_CODES))
     async def abort_requests(body: AbortBody) -> Response:
         """End requests, whoever answers them."""
-        return json_response({"aborted": await operation.abort(body.request_ids)})
+        return json_response({"aborted": await api.engine.operation.abort(body.request_ids)})
 
 
 def _add_sleep_routes(app: FastAPI, api: Api) -> None:

@@ -121,6 +121,9 @@ class ApiSection:
     """Offer /tokenizer_info, which shows the chat template and the special tokens."""
     disable_fastapi_docs: bool = False
     """No /docs, /redoc and /openapi.json."""
+    tokens_only: bool = False
+    """Tokens in, tokens out: of the routes that generate only /inference/v1/generate, and /abort_requests;
+    sets skip_tokenizer_init."""
     enable_per_request_metrics: bool = False
     """Tell the times of a request that has one answer, as `metrics` of the answer."""
     fingerprint_mode: Literal["full", "hash", "custom", "none"] = "full"

@@ -142,6 +142,10 @@ class RenderedReply(BaseModel):
 
     request_id: str
     token_ids: list[int]
+    token_offsets: list[tuple[int, int]] | None = Field(
+        description="With return_token_offsets: where in `prompt` each token begins and ends, in characters;"
+        " null where the prompt came as tokens, was cut, or has media."
+    )
     prompt: str | None
     sampling_params: dict[str, Any]
     model: str

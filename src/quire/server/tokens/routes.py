@@ -23,13 +23,17 @@ from quire.server.tokens.render import derender_chat, derender_completion, rende
 from quire.server.tokens.tokenize import detokenize, tokenize
 
 
-def add_token_routes(app: FastAPI, api: Api) -> None:
-    chat, completion = "/v1/chat/completions", "/v1/completions"
+def add_tokens_in_out(app: FastAPI, api: Api) -> None:
+    """The one route for which nobody needs a text."""
 
     @app.post("/inference/v1/generate", **replies_of(TokensReply, *CODES, stream=True), **BODY)
     async def create_tokens_of_tokens(body: TokensBody, request: Request) -> Response:
         """Continue token ids, whole or as a stream of events."""
         return await answer_tokens(api, body, request)
+
+
+def add_token_routes(app: FastAPI, api: Api) -> None:
+    chat, completion = "/v1/chat/completions", "/v1/completions"
 
     @app.post(f"{chat}/render", **replies_of(RenderedReply, *CODES), **BODY)
     async def show_chat_prompt(body: ChatBody, request: Request) -> Response:
