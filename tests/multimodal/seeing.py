@@ -19,7 +19,7 @@ from quire.attention.torch_sdpa import TorchSDPA
 from quire.config.model import read_checkpoint
 from quire.loader import load_model
 from quire.models.towers import TOWERS
-from quire.multimodal.families import PROCESSORS, Spells
+from quire.multimodal.families import PROCESSORS, spells
 from quire.multimodal.kitchen import Prepared
 from quire.multimodal.spans import place
 from quire.text.tokenizer import load_tokenizer
@@ -79,7 +79,7 @@ class Twin:
         """The same prompt, as we make it; what its items say of it is checked, too."""
         processed = [self.ours.process("image", image, {}) for image in images]
         ready = [Prepared("image", b"%d" % i, each) for i, each in enumerate(processed)]
-        if isinstance(self.ours, Spells):
+        if spells(self.ours):
             text = self.ours.spelled(text)
         tokens, media = place(self.tokenizer.encode(text), ready, self.ours)
         places = [at for item in media.items for first, n in item.places() for at in range(first, first + n)]

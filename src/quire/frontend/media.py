@@ -22,7 +22,7 @@ from quire.errors import RequestError
 from quire.frontend.embeds import as_numbers, tensor_of
 from quire.frontend.speech import Dictation, Scribe, Speech
 from quire.logs import get_logger
-from quire.multimodal.families import PROCESSORS, Processor, Sound, Spells, Video
+from quire.multimodal.families import PROCESSORS, Processor, Sound, Video, spells
 from quire.multimodal.given import Given, Source
 from quire.multimodal.image_files import to_rgb
 from quire.multimodal.kitchen import Kitchen, Options, Prepared
@@ -165,7 +165,7 @@ class MediaReader:
         """A prompt with media, as its tokens are to be made."""
         assert self._kitchen is not None
         processor = self._kitchen.processor
-        return processor.spelled(text) if isinstance(processor, Spells) else text
+        return processor.spelled(text) if spells(processor) else text
 
     def mark(self, modality: str, number: int) -> str:
         """What stands for an item in a text; `number` counts those of its modality, from 1 on."""

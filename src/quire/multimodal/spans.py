@@ -6,7 +6,7 @@ import numpy as np
 
 from quire.data.media import Item, Media
 from quire.errors import RequestError
-from quire.multimodal.families import Joins, Processor
+from quire.multimodal.families import Processor, joins
 from quire.multimodal.kitchen import Prepared
 
 _ID_BYTES = 4
@@ -23,7 +23,7 @@ def place(
     marks = {each.modality: tuple(processor.marks(each.modality)) for each in prepared}
     if not all(marks.values()):
         return list(token_ids), Media([_item(0, each) for each in prepared])
-    joined = processor.joined if isinstance(processor, Joins) else _apart
+    joined = processor.joined if joins(processor) else _apart
     found = _marks_in(token_ids, marks)
     if len(found) != len(prepared):
         there = _spans_in(token_ids, prepared, joined)

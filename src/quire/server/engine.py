@@ -1,7 +1,7 @@
 """What the HTTP wing asks of an engine. `frontend.engine.AsyncEngine` is one; tests bring their own."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
@@ -42,7 +42,6 @@ class Outputs(Protocol):
     def aclose(self) -> Awaitable[None]: ...
 
 
-@runtime_checkable
 class Pushed(Outputs, Protocol):
     """Outputs that can also be handed over in the moment they come."""
 
@@ -52,6 +51,11 @@ class Pushed(Outputs, Protocol):
         text_reader: Callable[[str, int], None] | None = None,
     ) -> None:
         """What is nothing but text, neither first nor last, may go to `text_reader`."""
+
+
+def is_pushed(outputs: Outputs) -> TypeGuard[Pushed]:
+    """As `isinstance` says, which looks at protocols for 20 us."""
+    return hasattr(outputs, "forward")
 
 
 class PooledOutputs(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from quire.data.outputs import RequestOutput
 from quire.logs import get_logger
-from quire.server.engine import Outputs, Pushed
+from quire.server.engine import Outputs, is_pushed
 
 logger = get_logger(__name__)
 
@@ -156,7 +156,7 @@ async def _forward(id: str, outputs: Outputs, reader: Callable[[RequestOutput], 
         output.request_id = id
         reader(output)
 
-    if isinstance(outputs, Pushed):
+    if is_pushed(outputs):
         return await outputs.forward(named)
     try:
         async for output in outputs:

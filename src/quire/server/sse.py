@@ -14,7 +14,7 @@ from quire.logs import get_logger
 from quire.server.answering import Answering, ClientGone
 from quire.server.connection import Connection
 from quire.server.encoder import Encoder
-from quire.server.engine import Outputs, Pushed
+from quire.server.engine import Outputs, Pushed, is_pushed
 from quire.server.errors import describe
 from quire.server.gate import DIRECT_SEND
 
@@ -86,7 +86,7 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> bytes:
         connection = Connection.under(send)
-        if connection is not None and isinstance(self.outputs, Pushed):
+        if connection is not None and is_pushed(self.outputs):
             await Pushing(connection, self.encoder).run(self.outputs)
         else:
             async for output in self.outputs:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +102,6 @@ class Foresees(Protocol):
         """Of a video of this size, whose frames are not looked at."""
 
 
-@runtime_checkable
 class Spells(Protocol):
     """A processor that reads marks in texts which are no tokens."""
 
@@ -110,12 +109,21 @@ class Spells(Protocol):
         """A prompt with media before its tokens are made."""
 
 
-@runtime_checkable
+def spells(processor: "Processor") -> TypeGuard[Spells]:
+    """For every prompt, for which `isinstance` of a protocol takes too long."""
+    return hasattr(processor, "spelled")
+
+
 class Joins(Protocol):
     """A processor whose spans begin or end with what tokenizers make one token of together with others."""
 
     def joined(self, before: int, after: int) -> int | None:
         """The token that two neighbours become where a span meets what is around it; None: they stay two."""
+
+
+def joins(processor: "Processor") -> TypeGuard[Joins]:
+    """See `spells`."""
+    return hasattr(processor, "joined")
 
 
 class MakesProcessor(Protocol):
