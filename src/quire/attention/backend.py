@@ -96,6 +96,33 @@ class AttentionBackend(Protocol):
         ...
 
 
+def named(dtype: torch.dtype | None) -> str:
+    """float16, not torch.float16"""
+    return str(dtype).removeprefix("torch.")
+
+
+def why_no_gpu(machine: Machine) -> str | None:
+    """Why kernels for GPUs of today do not run here; None if they do."""
+    if machine.device != "cuda":
+        return f"runs on a GPU, this is {machine.device}"
+    if machine.capability < (8, 0):
+        return f"needs compute capability 8.0, this is {'.'.join(map(str, machine.capability))}"
+    return None
+
+
+def why_no_package(spec: AttentionSpec) -> str | None:
+    """Why the attention of other packages does not do for a model; None if it does."""
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"computes float16 and bfloat16, not {named(spec.dtype)}"
+    if spec.reaches:
+        return "lets no token see what follows it, as those of this model do"
+    if spec.sinks:
+        return "is used without sinks"
+    if spec.leans:
+        return "is used without slopes, which this model's heads have"
+    return None
+
+
 def choose(name: str | None, spec: AttentionSpec, machine: Machine) -> AttentionBackend:
     """The backend called `name`, or without a name the first that fits."""
     reasons = {}

@@ -1,9 +1,8 @@
 """CPU_ATTN: the native kernel, one call per layer for prompts and decodes alike."""
 
-import torch
 from torch import Tensor
 
-from quire.attention.backend import AttentionSpec
+from quire.attention.backend import AttentionSpec, named
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
 from quire.kernels import attention, native
@@ -18,12 +17,12 @@ class CPUAttention:
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         if machine.device != "cpu":
             return f"runs on a CPU, this is {machine.device}"
-        if spec.dtype not in (torch.float32, torch.bfloat16):
-            return f"computes float32 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+        if spec.dtype not in native.TYPES:
+            return f"computes float32 and bfloat16, not {named(spec.dtype)}"
         if spec.head_dim % attention.HEAD_DIM_STEP:
             return f"needs a head size that is a multiple of {attention.HEAD_DIM_STEP}, not {spec.head_dim}"
         if spec.kept_as is not None and spec.kept_as not in attention.KEPT:
-            return f"cannot read a KV cache of {str(spec.kept_as).removeprefix('torch.')}"
+            return f"cannot read a KV cache of {named(spec.kept_as)}"
         return None if native.library() else "the native kernels could not be compiled"
 
     def plan(self, batch: Batch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.attention.backend import AttentionSpec
+from quire.attention.backend import AttentionSpec, named, why_no_gpu, why_no_package
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
 from quire.errors import ConfigError
@@ -37,25 +37,15 @@ class FlashAttention:
     capturable = captures_prompts = False
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
-        if machine.device != "cuda":
-            return f"runs on a GPU, this is {machine.device}"
+        if (why := why_no_gpu(machine)) is not None:
+            return why
         if not any(map(find_spec, _PACKAGES)):
             return f"none of the packages {', '.join(_PACKAGES)} is installed"
-        if machine.capability < (8, 0):
-            return f"needs compute capability 8.0, this is {'.'.join(map(str, machine.capability))}"
-        if spec.dtype not in (torch.bfloat16, torch.float16):
-            return f"computes float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
         if spec.head_dim > 256 or spec.head_dim % 8:
             return f"needs a head size up to 256 in steps of 8, not {spec.head_dim}"
-        if spec.reaches:
-            return "lets no token see what follows it, as those of this model do"
-        if spec.sinks:
-            return "is used without sinks"
-        if spec.leans:
-            return "is used without slopes, which this model's heads have"
         if spec.kept_as not in (None, spec.dtype):
-            return f"reads a KV cache of the model's own type, not {str(spec.kept_as).removeprefix('torch.')}"
-        return None
+            return f"reads a KV cache of the model's own type, not {named(spec.kept_as)}"
+        return why_no_package(spec)
 
     def plan(self, batch: Batch) -> None:
         key_starts = F.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention.backend import AttentionSpec
+from quire.attention.backend import AttentionSpec, named, why_no_gpu, why_no_package
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
 
@@ -33,26 +33,15 @@ class FlashInfer:
         self._wrappers: dict[tuple[AttentionSpec, int, torch.dtype], Any] = {}
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
-        if machine.device != "cuda":
-            return f"runs on a GPU, this is {machine.device}"
+        if (why := why_no_gpu(machine)) is not None:
+            return why
         if not find_spec("flashinfer"):
             return "the package flashinfer is not installed"
-        if machine.capability < (8, 0):
-            return f"needs compute capability 8.0, this is {'.'.join(map(str, machine.capability))}"
-        if spec.dtype not in (torch.bfloat16, torch.float16):
-            return f"computes float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
         if spec.head_dim not in (64, 128, 256):
             return f"needs a head size of 64, 128 or 256, not {spec.head_dim}"
-        if spec.reaches:
-            return "lets no token see what follows it, as those of this model do"
-        if spec.sinks:
-            return "is used without sinks"
-        if spec.leans:
-            return "is used without slopes, which this model's heads have"
         if spec.kept_as not in (None, spec.dtype, torch.float8_e4m3fn):
-            kept_as = str(spec.kept_as).removeprefix("torch.")
-            return f"reads a KV cache of the model's own type or float8_e4m3fn, not {kept_as}"
-        return None
+            return f"reads a KV cache of the model's own type or float8_e4m3fn, not {named(spec.kept_as)}"
+        return why_no_package(spec)
 
     def plan(self, batch: Batch) -> None:
         batch.attention = _Step()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention.backend import AttentionSpec
+from quire.attention.backend import AttentionSpec, named, why_no_gpu
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
 from quire.kernels.sent import sent
@@ -93,12 +93,10 @@ class TritonAttention:
     capturable = captures_prompts = True
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
-        if machine.device != "cuda":
-            return f"runs on a GPU, this is {machine.device}"
-        if machine.capability < (8, 0):
-            return f"needs compute capability 8.0, this is {'.'.join(map(str, machine.capability))}"
+        if (why := why_no_gpu(machine)) is not None:
+            return why
         if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"computes float32, float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+            return f"computes float32, float16 and bfloat16, not {named(spec.dtype)}"
         if spec.head_dim > 512:
             return f"needs a head size up to 512, not {spec.head_dim}"
         if spec.kept_as == torch.float8_e4m3fn and machine.capability < (8, 9):
