@@ -9,11 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.kernels.native import Kernel, library, recording
+from quire.kernels.native import TYPES, Kernel, library, recording
 
 HEAD_DIM_STEP = 8
 """Head sizes are multiples of this."""
-_TYPES = (torch.float32, torch.bfloat16)
 KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 """Numbers of what a cache may hold, as in kept.h."""
 
@@ -78,8 +77,8 @@ def attend(
 ) -> Tensor:
     """[T, heads, head_dim] queries of all sequences -> the same shape. Caches, sinks and slopes as the
     backends have them, `reach` as in `Batch`; `scales` are what keys and values were divided by."""
-    assert q.dtype in _TYPES and k_cache.dtype in KEPT
-    assert sinks is None or (sinks.dtype in _TYPES and sinks.is_contiguous())
+    assert q.dtype in TYPES and k_cache.dtype in KEPT
+    assert sinks is None or (sinks.dtype in TYPES and sinks.is_contiguous())
     assert slopes is None or (slopes.dtype == torch.float32 and not softcap)
     q, maybe = _rows(q), (sinks, slopes, reach)
     out = q.new_empty(q.shape)

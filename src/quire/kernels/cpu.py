@@ -10,11 +10,10 @@ from quire.config.facts import Routing
 from quire.kernels import cpu_experts
 from quire.kernels.activations import in_c
 from quire.kernels.attention import KEPT, slot_stride
-from quire.kernels.native import Kernel, structure
+from quire.kernels.native import TYPES, Kernel, structure
 from quire.kernels.ops import Entry
 from quire.kernels.reference import Reference
 
-TYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 1024
 """As in heads.h."""
 _MAX_RANK = 512

@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.native import Kernel, structure
+from quire.kernels.native import TYPES, Kernel, structure
 
-DTYPES = (torch.float32, torch.bfloat16)
-"""Of logits."""
 _mask = Kernel("quire_mask")
 _Job = structure("x packed", "num_masks num_words vocab stride bf16")
 
@@ -14,7 +12,7 @@ _Job = structure("x packed", "num_masks num_words vocab stride bf16")
 def apply_masks(logits: Tensor, packed: Tensor) -> None:
     """Take out of `logits` [N, V], in place, what is not in `packed` [masks, 1 + words] int32: of each mask
     its row, then its bits."""
-    assert logits.dtype in DTYPES and logits.stride(1) == 1 and packed.is_contiguous()
+    assert logits.dtype in TYPES and logits.stride(1) == 1 and packed.is_contiguous()
     job = _Job(
         logits.data_ptr(),
         packed.data_ptr(),

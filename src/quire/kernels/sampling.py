@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from quire.kernels.native import Kernel, library, structure
+from quire.kernels.native import TYPES, Kernel, library, structure
 
 MAX_VOCAB = 1 << 20
 _VOCAB = 4096
@@ -61,7 +61,7 @@ def sample(
 
 
 def _sampled(logits: Tensor, *asked: Tensor, confined: Confined | None = None) -> Tensor:
-    logits = logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()
+    logits = logits if logits.dtype in TYPES else logits.float()
     assert logits.stride(1) == 1
     num_rows, size = logits.shape
     assert size <= MAX_VOCAB

@@ -48,14 +48,11 @@ def apply_masks(logits: Tensor, packed: Tensor) -> None:
 class HostConfiner:
     """Confines rows where their logits are on the host."""
 
-    def __init__(self) -> None:
-        self._is_native = native.library() is not None
-
     def __call__(self, logits: Tensor, masks: Masks, places: Ints) -> Tensor:
         """Takes out of `logits` [N, V], in place, what each row's mask does not have."""
         packed = torch.empty((len(masks.rows), 1 + masks.bits.shape[1]), dtype=torch.int32)
         pack(masks, places, packed.numpy())
-        if self._is_native and logits.dtype in kernel.DTYPES:
+        if native.serves(logits.device, logits.dtype):
             kernel.apply_masks(logits, packed)
         else:
             apply_masks(logits, packed)
