@@ -3,6 +3,7 @@
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle, product
 from typing import Any, NamedTuple
 
@@ -95,33 +96,17 @@ class Graphs:
         not done within `seconds` is done without. `kinds`: without adapters, with them. `short`: steps with
         prompts, up to so many sequences and draws, and of fewer tokens than that. `follow` and `redraw` are
         captured behind each, and played by themselves."""
-        started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
-        self.pool = pool
+        started, self.pool = time.monotonic(), torch.cuda.graph_pool_handle()
+        own = self.block_tables, self.pool, self.in_flight
+        captured = partial(Graph, compute, *own, follow=follow, redraw=redraw)
         for (size, each), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
             if time.monotonic() - started < seconds / 2:
-                self._wide[size, each, adapters] = Graph(
-                    Shape(size, each, adapters, self.axes),
-                    compute,
-                    self.block_tables,
-                    pool,
-                    None,
-                    self.in_flight,
-                    follow,
-                    redraw,
-                )
+                self._wide[size, each, adapters] = captured(Shape(size, each, adapters, self.axes))
         for size in reversed(ladder(largest)):
             before, query_len = self.room(size), min(self.query_lens, default=0)
             for adapters in kinds:
-                self._by_size[size, adapters] = Graph(
-                    Shape(size, query_len, adapters, self.axes),
-                    compute,
-                    self.block_tables,
-                    pool,
-                    before,
-                    self.in_flight,
-                    follow,
-                    redraw,
-                )
+                shape = Shape(size, query_len, adapters, self.axes)
+                self._by_size[size, adapters] = captured(shape, before=before)
             if time.monotonic() - started > seconds:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)
                 break
@@ -130,9 +115,8 @@ class Graphs:
             if time.monotonic() - started < seconds:
                 axes = 3 if self.axes and self.vectors is not None else self.axes
                 shape = Shape(size, 0, adapters, axes, tokens, drafts=bool(self.query_lens))
-                given = compute, self.block_tables, pool, None, self.in_flight, follow, redraw
                 room = None if self.vectors is None else self.vectors(tokens)
-                self._short[adapters].insert(0, Graph(shape, *given, room))
+                self._short[adapters].insert(0, captured(shape, vectors=room))
 
     def forget(self) -> None:
         """Give up all graphs: they read weights and cache where these lay when they were captured."""
@@ -199,12 +183,13 @@ class Graph:
 
     def __init__(
         self,
-        shape: Shape,
         compute: Compute,
         block_tables: Tensor,
         pool: Any,
-        before: Tensor | None,
         in_flight: int,
+        shape: Shape,
+        *,
+        before: Tensor | None = None,
         follow: Follow | None = None,
         redraw: Follow | None = None,
         vectors: VectorRoom | None = None,
