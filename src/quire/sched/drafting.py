@@ -98,34 +98,18 @@ class Drafting:
         """For the rows of `running.order`, which compute `chunks`: up to `budget` tokens more."""
         self._num_plans += 1
         rows = running.order
-        num_tokens, first = running.num_tokens[rows], running.first_len[rows]
-        most = self._most if self._most_of is None else self._most_of(len(rows))
-        limit = (
-            running.limit[rows] if self._max_len is None else np.minimum(running.limit[rows], self._max_len)
-        )
-        most = np.minimum(limit - num_tokens - running.num_drafts[rows] - 1, most)
-        decodes = (chunks == 1) & (num_tokens - running.num_computed[rows] == 1)
-        may = decodes & running.drafts[rows]
-        if self._ahead:
-            most = np.minimum(most, self._before_free(running, rows))
-        if self._proposer is None:
-            may &= ~running.constrained[rows]  # nobody here knows which masks their drafts would need
-            if self._ahead:
-                may &= ~running.needs_value[rows]
-        else:
-            running.waits[rows] = False
-        if self._max_draws is not None:
-            most = np.minimum(most, self._max_draws // (1 << max(len(rows) - 1, 0).bit_length()) - 1)
-        places = np.flatnonzero(may & (most > 0))
+        decodes = (chunks == 1) & (running.num_tokens[rows] - running.num_computed[rows] == 1)
+        most = self._most_of_each(running, rows)
+        places = np.flatnonzero(decodes & self._may_have(running, rows) & (most > 0))
         for row in rows[places].tolist():
             self._meet(running, row)
+        found: list[Ints] = []
         if self._proposer is None:
-            places = places[num_tokens[places] > first[places]]
-            found = []
+            places = places[running.num_tokens[rows[places]] > running.first_len[rows[places]]]
             available = most[places]
         else:
-            self._wait(running, rows[places])
-            places = places[num_tokens[places] == running.num_known[rows[places]]]
+            self._wait(running, rows, rows[places])
+            places = places[running.num_tokens[rows[places]] == running.num_known[rows[places]]]
             each = zip(rows[places].tolist(), most[places].tolist(), strict=True)
             found = [self._propose(running, row, count) for row, count in each]
             available = np.array([len(new) for new in found], np.int32)
@@ -137,11 +121,32 @@ class Drafting:
         if not counts.any():
             return NO_DRAFTS
         self._drafted_in |= dict.fromkeys(rows[counts > 0].tolist(), self._num_plans)
-        taken = counts[places]
         if self._proposer is None:
             return Drafts(counts, _NONE)
-        cut = [new[:count] for new, count in zip(found, taken.tolist(), strict=True)]
+        cut = [new[:count] for new, count in zip(found, counts[places].tolist(), strict=True)]
         return Drafts(counts, np.concatenate(cut).astype(np.int32))
+
+    def _most_of_each(self, running: Running, rows: RowIds) -> Ints:
+        """How many drafts a row may have, whether it has any or not."""
+        limit = running.limit[rows]
+        if self._max_len is not None:
+            limit = np.minimum(limit, self._max_len)
+        most = self._most if self._most_of is None else self._most_of(len(rows))
+        found: Ints = np.minimum(limit - running.num_tokens[rows] - running.num_drafts[rows] - 1, most)
+        if self._ahead:
+            found = np.minimum(found, self._before_free(running, rows))
+        if self._max_draws is not None:
+            found = np.minimum(found, self._max_draws // (1 << max(len(rows) - 1, 0).bit_length()) - 1)
+        return found
+
+    def _may_have(self, running: Running, rows: RowIds) -> NDArray[np.bool_]:
+        """Whether a row may have drafts of whoever makes them."""
+        may: NDArray[np.bool_] = running.drafts[rows]
+        if self._proposer is None:
+            may &= ~running.constrained[rows]  # nobody here knows which masks their drafts would need
+            if self._ahead:
+                may &= ~running.needs_value[rows]
+        return may
 
     def _sorted(self, rows: RowIds) -> RowIds:
         """As the pace knows them: drafts of a row that are sure are learned of apart from others."""
@@ -164,9 +169,10 @@ class Drafting:
             self._known[row] = admission, 0
             self._pace.admit(row)
 
-    def _wait(self, running: Running, rows: RowIds) -> None:
-        """Drafts are made of known tokens. A row for which none seemed to pay lately goes on without, and is
-        looked at now and then."""
+    def _wait(self, running: Running, all_rows: RowIds, rows: RowIds) -> None:
+        """Drafts are made of known tokens. Of the rows that may have some, one for which none seemed to pay
+        lately goes on without, and is looked at now and then."""
+        running.waits[all_rows] = False
         if self._num_plans % _NOW_AND_THEN == 0:
             running.waits[rows] = True
         else:
