@@ -6,23 +6,10 @@ from collections import deque
 from quire.core.lockstep import Lockstep
 from quire.data.plan import Masks, StepPlan, StepResult
 from quire.errors import EngineDead
-from quire.executor import Executor, Pending
+from quire.executor import Executor, Pending, Refused
 from quire.logs import get_logger
 
 log = get_logger(__name__)
-
-
-class Refused:
-    """A step that failed when it was submitted."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def ready(self, timeout_s: float) -> bool:
-        return True
-
-    def wait(self) -> StepResult:
-        raise self._error
 
 
 class Pipeline:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from quire.capacity import CacheSize
 from quire.data.lora import AdapterFacts, LoRARequest
-from quire.data.plan import Masks, Pending, StepPlan
+from quire.data.plan import Masks, Pending, StepPlan, StepResult
 from quire.registry import LazyTable
 
 
@@ -46,7 +46,20 @@ class Executor(Protocol):
         """End all workers."""
 
 
-__all__ = ["EXECUTORS", "Executor", "Pending"]
+class Refused:
+    """A step that failed when it was submitted."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def ready(self, timeout_s: float) -> bool:
+        return True
+
+    def wait(self) -> StepResult:
+        raise self._error
+
+
+__all__ = ["EXECUTORS", "Executor", "Pending", "Refused"]
 
 EXECUTORS = LazyTable(
     "distributed_executor_backend",

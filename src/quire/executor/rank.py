@@ -23,6 +23,7 @@ from quire.data.plan import Masks, Pending, StepPlan
 from quire.dist.process import adopt
 from quire.dist.shm import SPIN_S, Reader, Writer
 from quire.errors import EngineDead, QuireError, RequestError
+from quire.executor import Refused
 from quire.executor.calls import invoke
 from quire.executor.orders import (
     DOING,
@@ -240,7 +241,7 @@ class Steps:
                 launched: Pending = self.worker.submit(plan)
                 return launched
         except Exception as error:
-            return _Failure(error)
+            return Refused(error)
 
     def _call(self, call: Call) -> Returned:
         """Whatever comes of it, the rank goes on."""
@@ -262,11 +263,11 @@ class Steps:
     def _draw(self, pending: Pending, masks: Masks) -> Pending:
         try:
             with self._rows:
-                if not isinstance(pending, _Failure):
+                if not isinstance(pending, Refused):
                     self.worker.draw(masks)
                 return pending
         except Exception as error:
-            return _Failure(error)
+            return Refused(error)
 
     def _land_all(self, device: int) -> None:
         import torch
@@ -291,19 +292,6 @@ class Steps:
         else:
             if self.place.answers:
                 self.port.answer(encode_outcome(Outcome(step, result)))
-
-
-class _Failure:
-    """A step that could not be launched."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def ready(self, timeout_s: float) -> bool:
-        return True
-
-    def wait(self) -> Any:
-        raise self._error
 
 
 # ---- as a child of the executor
