@@ -235,15 +235,23 @@ def test_without_a_length_it_is_2048_and_says_so(
     assert "assuming 2048" in caplog.text
 
 
-def test_attention_to_picked_tokens_ends_where_picking_begins(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model that sees more than it was made to see, and answers worse the longer the text is."""
-    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
-    model = EXPERTS | {"max_position_embeddings": 8192}
-    assert read(tmp_path, model).derived_max_len == 2048
-    assert "limited to 2048 of 8192 tokens (index_topk)" in caplog.text
-    assert read(tmp_path, model | {"max_position_embeddings": 256}).derived_max_len == 256
+def test_which_layers_pick_the_tokens_that_they_see(tmp_path: Path) -> None:
+    """As many ways to say it as GLM-5's files have."""
+    glm = EXPERTS | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}
+
+    def picks(**keys: Any) -> list[bool]:
+        return [layer.picks for layer in read(tmp_path, glm | keys).facts.layers]
+
+    count = len(picks())
+    assert picks() == [True] * count
+    shared = ["full"] + ["shared"] * (count - 1)
+    assert picks(indexer_types=shared) == [True] + [False] * (count - 1)
+    assert picks(index_topk_pattern="F" + "S" * (count - 1)) == [True] + [False] * (count - 1)
+    assert picks(index_topk_freq=4, index_skip_topk_offset=1) == [at % 4 == 0 for at in range(count)]
+    with pytest.raises(ConfigError, match="indexer_types .* full for the first layer"):
+        picks(indexer_types=shared[::-1])
+    with pytest.raises(ConfigError, match=f"indexer_types .* {count} entries"):
+        picks(indexer_types=["full"])
 
 
 def test_the_generation_config_comes_first_and_only_known_keys_are_kept(tmp_path: Path) -> None:

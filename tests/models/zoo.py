@@ -122,7 +122,8 @@ _DEEPSEEK: Settings = {
     "routed_scaling_factor": 1.5,
 }
 
-_INDEXED = _DEEPSEEK | {"index_topk": 48, "index_head_dim": 16, "index_n_heads": 2}
+_INDEXED = _DEEPSEEK | {"index_topk": 12, "index_head_dim": 24, "index_n_heads": 16}
+"""So many heads that none of a token's scores is 0: who of equals is seen, nobody says."""
 
 _STEP: Settings = {
     "num_hidden_layers": 3,
@@ -635,7 +636,9 @@ ZOO: dict[str, Specimen] = {
     "Glm4MoeLiteForCausalLM": Specimen(
         _DEEPSEEK, {"all-sparse": {"mlp_layer_types": ["sparse", "sparse"], "attention_bias": True}}
     ),
-    "GlmMoeDsaForCausalLM": Specimen(_INDEXED | {"indexer_types": ["full", "shared"]}),
+    "GlmMoeDsaForCausalLM": Specimen(
+        _INDEXED, {"shared": {"indexer_types": ["full", "shared"]}, "all-seen": {"index_topk": 256}}
+    ),
     "BambaForCausalLM": Specimen(
         {
             "num_hidden_layers": 3,
@@ -774,15 +777,17 @@ ZOO: dict[str, Specimen] = {
 UNTAPED = {
     "ApertusForCausalLM": "aten.clamp.default",
     "DbrxForCausalLM": "aten.clamp_.default",
+    "DeepseekV32ForCausalLM": "aten.index.Tensor",
     "Gemma3nForCausalLM": "aten.lt.Scalar",
     "Gemma4ForCausalLM": "aten.lt.Scalar",
     "Gemma4UnifiedForCausalLM": "aten.square.default",
+    "GlmMoeDsaForCausalLM": "aten.index.Tensor",
     "PersimmonForCausalLM": "aten.layer_norm.default",
     "PhimoeForCausalLM": "aten.max.dim",
     "Zamba2ForCausalLM": "aten.clone.default",
 }
 """Whose decodes on a CPU are no tape, and the operation that refuses: an activation of torch's, a bound, a
-norm, a router or a copy."""
+norm, a router, an indexer or a copy."""
 
 
 def architecture_of(name: str) -> str:

@@ -171,9 +171,9 @@ class TorchLatent:
         cos, sin = entry.table[entry.positions][:, None].chunk(2, -1)
         latent, key = kv.split([spec.rank, spec.rope_dim], -1)
         normed = Reference().norm(latent, entry.norm, entry.eps)
-        turned = _turn(key[:, None], cos, sin, spec.neighbours)[:, 0]
+        turned = turn(key[:, None], cos, sin, spec.neighbours)[:, 0]
         write(torch.cat((normed, turned), -1), entry.cache, entry.slots, spec.k_scale)
-        q[..., spec.nope_dim :] = _turn(q[..., spec.nope_dim :], cos, sin, spec.neighbours)
+        q[..., spec.nope_dim :] = turn(q[..., spec.nope_dim :], cos, sin, spec.neighbours)
 
     def attend(
         self,
@@ -197,7 +197,7 @@ class TorchLatent:
         return backend.forward(queries, cache, cache, own, one)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
     """[T, heads, rope_dim] by the angles of [T, 1, rope_dim / 2]."""
     if not neighbours:
         left, right = x.chunk(2, -1)

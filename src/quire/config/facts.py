@@ -68,6 +68,8 @@ class LayerFacts:
     """That of the experts; empty: theirs."""
     keys_of: int | None = None
     """The layer whose keys and values it sees, and keeps none itself; None: its own."""
+    picks: bool = True
+    """Whether it has an indexer of its own, where layers have; else it sees what the last one picked."""
     sparsity: float = 0.0
     """About what part of the gates of its feed-forward half is 0."""
     block: int = -1
@@ -130,6 +132,20 @@ class MoeFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexFacts:
+    """An indexer: of all tokens before it a token sees those alone whose keys, kept for that, it scores
+    best."""
+
+    heads: int
+    """Of its queries; all share one key."""
+    dim: int
+    most: int
+    """How many tokens are seen."""
+    neighbours: bool
+    """Numbers 2i and 2i + 1 turn as a pair; otherwise half against half."""
+
+
+@dataclass(frozen=True, slots=True)
 class MlaFacts:
     """Latent attention: what is kept of a token is one latent, from which all heads make their own."""
 
@@ -141,6 +157,8 @@ class MlaFacts:
     v_dim: int
     q_latent: int | None = None
     """None: queries come straight from the hidden state."""
+    index: IndexFacts | None = None
+    """None: all tokens are seen."""
 
 
 @dataclass(frozen=True, slots=True)

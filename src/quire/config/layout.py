@@ -261,7 +261,9 @@ def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
         return None
     if layer.mixer == "latent":
         assert facts.mla is not None
-        return CacheSpec("latent", planes=1, numbers=facts.mla.kv_latent + facts.mla.rope_dim)
+        picked = facts.mla.index.dim if facts.mla.index is not None and layer.picks else 0
+        numbers = facts.mla.kv_latent + facts.mla.rope_dim + picked
+        return CacheSpec("latent", planes=1, numbers=numbers)
     beside = 0
     if layer.mixer != "attention":
         assert facts.state is not None

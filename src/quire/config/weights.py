@@ -162,6 +162,8 @@ def _latent(facts: ArchFacts) -> int:
     down = facts.hidden * (mla.kv_latent + mla.rope_dim)
     up = mla.kv_latent * heads * (mla.nope_dim + mla.v_dim)
     query = (facts.hidden + queries) * mla.q_latent if mla.q_latent else facts.hidden * queries
+    if (index := mla.index) is not None:
+        query += facts.hidden * (index.dim + index.heads) + (mla.q_latent or 0) * index.heads * index.dim
     return query + down + up + heads * mla.v_dim * facts.hidden
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
+from quire.attention.indexer import Picked
 from quire.attention.latent import LatentAdapted, LatentEntry, LatentSpec, choose
 from quire.config.layout import CacheSpec
 from quire.layers.norm import RMSNorm
@@ -23,8 +24,14 @@ class LatentAttention(nn.Module):
     """What a token leaves in the cache, and the product that makes keys and values of it. The heads are those
     of this device, the latents those of all."""
 
-    def __init__(self, spec: LatentSpec, rope: Rope, norm: RMSNorm, scope: Scope) -> None:
+    def __init__(
+        self, spec: LatentSpec, rope: Rope, norm: RMSNorm, scope: Scope, *, index_dim: int = 0
+    ) -> None:
+        """`index_dim`: the size of the keys that an indexer has beside the latents; 0: there is none."""
         super().__init__()
+        self.index_dim = index_dim
+        self.index_keys: Tensor | None = None
+        """[num_blocks, block_size, index_dim]"""
         self.name = scope.name
         self.spec = spec
         self.rope = rope
@@ -69,10 +76,14 @@ class LatentAttention(nn.Module):
 
     @property
     def keeps(self) -> CacheSpec:
-        return CacheSpec("latent", planes=1, numbers=self.spec.width)
+        return CacheSpec("latent", planes=1, numbers=self.spec.width + self.index_dim)
 
     def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
-        self.bind(memory.view(kept_as).view(-1, block_size, self.spec.width), group)
+        numbers, width = memory.view(kept_as), self.spec.width
+        latents = len(numbers) // self.keeps.numbers * width
+        self.bind(numbers[:latents].view(-1, block_size, width), group)
+        if self.index_dim:
+            self.index_keys = numbers[latents:].view(-1, block_size, self.index_dim)
 
     def bind(self, cache: Tensor, group: int = 0) -> None:
         """Use this cache from now on: [num_blocks, block_size, rank + rope_dim]."""
@@ -80,15 +91,17 @@ class LatentAttention(nn.Module):
         self.cache, self.group = cache, group
         self.spec = replace(self.spec, k_scale=self.scales.k if cache.itemsize == 1 else 1.0)
 
-    def forward(self, q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+    def forward(self, q: Tensor, kv: Tensor, batch: Batch, picked: Picked | None = None) -> Tensor:
         """[T, heads * query_dim] queries, which are changed, and [T, rank + rope_dim] latents with their keys
-        -> [T, heads * v_dim]."""
+        -> [T, heads * v_dim]. `picked`: what tokens see, if not all before them."""
         assert self.cache is not None, "bind() comes before forward()"
         spec, cache, batch = self.spec, self.cache, batch.groups[self.group]
         queries = q.unflatten(1, (spec.heads, spec.query_dim))
         entry = LatentEntry(self.norm.weight, self.norm.eps, *self.rope.of(batch), batch.slots, cache)
         self.latent.enter(queries, kv, entry, spec)
         weight = self.weight.view(spec.heads, -1, spec.rank)
+        if picked is not None:
+            batch, cache = picked.seen_by(batch), cache.view(-1, 1, spec.width)
         return self.latent.attend(queries, weight, cache, batch, spec, self.adapted).flatten(1)
 
     def targets(self) -> Iterator[Target]:

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
+from quire.attention.indexer import Picked
 from quire.attention.latent import LatentSpec
 from quire.config.facts import ArchFacts, LayerFacts
+from quire.errors import ConfigError
+from quire.layers.indexer import Indexer
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import ColumnLinear, Linear, RowLinear, without_bias
 from quire.layers.norm import RMSNorm, norm_of
@@ -64,7 +67,16 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(q_latent, _EPS, scope / "q_a_layernorm") if q_latent else None
         self.q_up = ColumnLinear(q_latent, queries, scope / "q_b_proj") if q_latent else None
         kv_norm = RMSNorm(spec.rank, _EPS, scope / "kv_a_layernorm")
-        self.mix = LatentAttention(spec, rope, kv_norm, scope / "kv_b_proj")
+        index = None if facts.mla is None else facts.mla.index
+        self.indexer: Indexer | None = None
+        self.is_indexed = index is not None
+        """Whether it sees what an indexer picks, its own or that of a layer before it."""
+        if index is not None and layer.picks:
+            assert q_latent, "queries of an indexer come from a latent"
+            sizes = facts.hidden, q_latent, spec.rope_dim
+            self.indexer = Indexer(index, *sizes, rope, scope / "indexer")
+        index_dim = index.dim if index is not None and layer.picks else 0
+        self.mix = LatentAttention(spec, rope, kv_norm, scope / "kv_b_proj", index_dim=index_dim)
         self.out = RowLinear(facts.heads * spec.v_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias)
         self.ops = scope.ops
         self.register_buffer("growth", growth_of(facts.query_growth, 0, scope), persistent=False)
@@ -72,11 +84,20 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, kv = self.down.multiply(x).split(self.down.sizes_out, -1)
         if self.q_norm is not None and self.q_up is not None:
-            q = self.q_up(self.q_norm(q, None)[0])
+            q = self.q_norm(q, None)[0]
+            if self.indexer is not None:
+                batch.picked = self._pick(x, q, batch)
+            q = self.q_up(q)
         if self.growth is not None:
             q = self.ops.scale_rows(q, self.ops.embed(batch.positions, self.growth))
-        out: Tensor = self.out(self.mix(q, kv, batch))
+        out: Tensor = self.out(self.mix(q, kv, batch, batch.picked if self.is_indexed else None))
         return out
+
+    def _pick(self, x: Tensor, q_latent: Tensor, batch: Batch) -> Picked | None:
+        assert self.indexer is not None and self.mix.index_keys is not None, "bind() comes before forward()"
+        own = batch.groups[self.mix.group]
+        picked: Picked | None = self.indexer(x, q_latent, self.mix.index_keys, own)
+        return picked
 
 
 class Layer(llama.Layer):
@@ -89,6 +110,15 @@ class Deepseek(Decoder):
     """The model."""
 
     Layer = Layer
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        first, *_ = scope.stage.layers(len(facts.layers))
+        if not facts.layers[first].picks:
+            raise ConfigError(
+                f"a stage cannot begin with layer {first}, which sees what the layer before it picked: move "
+                "the border (pp_layer_partition), or leave pipeline_parallel_size out"
+            )
+        super().__init__(facts, scope)
 
 
 class AXK1Layer(Layer):

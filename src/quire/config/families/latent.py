@@ -3,15 +3,12 @@
 import math
 from dataclasses import replace
 
-from quire.config.facts import ArchFacts, LayerFacts, MlaFacts
+from quire.config.facts import ArchFacts, IndexFacts, LayerFacts, MlaFacts
 from quire.config.families.decoder import decoder
 from quire.config.families.dense import only, query_growth, with_defaults
 from quire.config.families.moe import deepseek_experts, drafting, first_dense, mixed
 from quire.config.keys import Keys
 from quire.config.rope import read_rope
-from quire.logs import get_logger, warn_once
-
-logger = get_logger(__name__)
 
 
 def deepseek_v2(keys: Keys) -> ArchFacts:
@@ -70,18 +67,41 @@ def mistral4(keys: Keys) -> ArchFacts:
     return replace(mixed(facts, moe, first_dense(keys)), query_growth=query_growth(keys))
 
 
-def indexed(keys: Keys) -> ArchFacts:
-    """DeepSeek-V3.2 and GLM-5: an indexer picks the `index_topk` tokens that are seen. Up to that many all
-    are, so that is how long sequences get; the indexer is not built."""
-    facts, seen = _balanced(keys, pairs=True, first=3), keys.size("index_topk", 2048)
-    if seen < facts.max_len:
-        warn_once(
-            logger,
-            f"{keys.source}: sequences are limited to {seen} of {facts.max_len} tokens (index_topk): beyond "
-            "that an indexer picks the tokens that are seen, which is not supported yet",
-        )
-    unused = "|".join(filter(None, (facts.unused, r"\.indexer\.")))
-    return replace(facts, max_len=min(seen, facts.max_len), unused=unused)
+def deepseek_v32(keys: Keys) -> ArchFacts:
+    return _indexed(keys, neighbours=False)
+
+
+def glm_moe_dsa(keys: Keys) -> ArchFacts:
+    """GLM-5: some layers may see what the last one picked."""
+    facts, count = _indexed(keys, neighbours=True), keys.size("num_hidden_layers")
+    kinds = keys.get("indexer_types") or keys.get("index_topk_pattern")
+    if isinstance(kinds, str):
+        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in kinds]
+    if kinds is None:
+        every, first = keys.size("index_topk_freq", 1), keys.get("index_skip_topk_offset")
+        first = 2 if first is None else first
+        kinds = ["shared" if max(at - first + 1, 0) % every else "full" for at in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {"full", "shared"}:
+        raise keys.wrong("indexer_types", f"{count} entries, each full or shared")
+    if kinds[0] == "shared":
+        raise keys.wrong("indexer_types", "full for the first layer")
+    layers = tuple(
+        replace(layer, picks=kind == "full") for layer, kind in zip(facts.layers, kinds, strict=True)
+    )
+    return replace(facts, layers=layers, predicting=facts.layers[-1])
+
+
+def _indexed(keys: Keys, *, neighbours: bool) -> ArchFacts:
+    keys = with_defaults(keys, q_lora_rank=1536)
+    facts = _balanced(keys, pairs=True, first=3)
+    assert facts.mla is not None
+    index = IndexFacts(
+        keys.size("index_n_heads", 64),
+        keys.size("index_head_dim", 128),
+        keys.size("index_topk", 2048),
+        neighbours,
+    )
+    return replace(facts, mla=replace(facts.mla, index=index))
 
 
 def _balanced(keys: Keys, *, pairs: bool, first: int) -> ArchFacts:
