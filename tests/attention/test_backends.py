@@ -224,7 +224,7 @@ def test_what_is_not_installed_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> 
         assert kind().fits(spec, H200) is None
         assert "this is cpu" in (kind().fits(spec, replace(H200, device="cpu")) or "")
         assert "8.0, this is 7.5" in (kind().fits(spec, replace(H200, capability=(7, 5))) or "")
-        assert "head size" in (kind().fits(replace(spec, head_dim=300), H200) or "")
+        assert "head size" in (kind().fits(replace(spec, head_dim=600), H200) or "")
         assert "not float64" in (kind().fits(replace(spec, dtype=torch.float64), H200) or "")
     for module in ("flash_attn", "flashinfer", "triton_attn"):
         monkeypatch.setattr(f"quire.attention.{module}.find_spec", lambda name: None)
