@@ -7,8 +7,8 @@ from state_cases import LENS, ROWS, Case, make_case, run_select, select_case
 from torch import Tensor
 
 from quire.kernels import native
-from quire.kernels.state import GATES, Seqs, StateOps, StateReference
-from quire.kernels.state_cpu import CPUStateOps
+from quire.kernels.state import GATES, Seqs, StateOps, StateReference, choose
+from quire.kernels.state_cpu import CPUStateOps, HalfStateOps
 from quire.kernels.tape import record
 
 theirs = StateReference()
@@ -74,6 +74,18 @@ def test_states_in_c(kind: str, lens: str, dtype: torch.dtype) -> None:
     twin = case.state.clone()
     near(run(CPUStateOps(), case, case.state), run(theirs, case, twin), dtype)
     near(case.state, twin, dtype)
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+def test_float16_widened(kind: str) -> None:
+    """Rows that C reads by another stride."""
+    make, run = KINDS[kind]
+    case = make(LENS["mixed"], torch.float16)
+    twin, ops = case.state.clone(), choose(torch.device("cpu"), torch.float16)
+    assert isinstance(ops, HalfStateOps)
+    near(run(ops, case, case.state), run(theirs, case, twin), torch.float16)
+    near(case.state, twin, torch.float32)
 
 
 @compiled

@@ -25,6 +25,7 @@ IMPLEMENTATIONS = LazyTable(
     "kernels of states",
     {
         "cpu": "quire.kernels.state_cpu:CPUStateOps",
+        "cpu, half": "quire.kernels.state_cpu:HalfStateOps",
         "reference": "quire.kernels.state:StateReference",
         "triton": "quire.kernels.triton.state:TritonStateOps",
     },
@@ -197,6 +198,8 @@ def choose(device: torch.device, dtype: torch.dtype) -> StateOps:
     kind = "triton" if device.type == "cuda" else "reference"
     if native.serves(device, dtype):
         kind = "cpu"
+    elif dtype == torch.float16 and native.serves(device, torch.float32):
+        kind = "cpu, half"
     ops: StateOps = IMPLEMENTATIONS[kind]()
     return ops
 

@@ -1,4 +1,4 @@
-"""`StateOps` in C (`csrc/state.c`) for float32 and bfloat16 on a CPU."""
+"""`StateOps` in C (`csrc/state.c`) on a CPU: all for float32 and bfloat16, scans for float16."""
 
 import torch
 from torch import Tensor
@@ -131,6 +131,32 @@ class CPUStateOps:
         pointers = (tensor.data_ptr() for tensor in (out, x, gate))
         _gate(_GateJob(*pointers, *sizes, x.dtype == torch.bfloat16), out, x, gate)
         return out
+
+
+class HalfStateOps(StateReference):
+    """`StateOps` for float16: what would go token by token widened and in C, the rest in torch."""
+
+    def scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        rates: Rates,
+        skip: Tensor,
+        state: Tensor,
+        seqs: Seqs,
+        *,
+        limits: Limits = ANY_TIME,
+    ) -> Tensor:
+        y = CPUStateOps().scan(xbc.float(), dt.float(), rates, skip, state, seqs, limits=limits)
+        return y.to(xbc.dtype)
+
+    def select(self, x: Tensor, gate: Tensor, given: Given, state: Tensor, seqs: Seqs) -> Tensor:
+        given = given._replace(dt=given.dt.float(), b=given.b.float(), c=given.c.float())
+        return CPUStateOps().select(x.float(), gate.float(), given, state, seqs).to(x.dtype)
+
+    def delta(self, qkv: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, seqs: Seqs) -> Tensor:
+        y = CPUStateOps().delta(qkv.float(), a.float(), b.float(), rates, state, seqs)
+        return y.to(qkv.dtype)
 
 
 def _of(seqs: Seqs) -> tuple[Tensor, Tensor, Tensor]:
