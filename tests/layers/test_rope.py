@@ -22,7 +22,7 @@ def rotated(facts: RopeFacts, scope: Scope, position: int) -> torch.Tensor:
 
 
 def test_every_kind_that_a_config_may_name_is_in_the_table() -> None:
-    assert set(KINDS) == {*ROPE_KINDS, "factors"}
+    assert set(KINDS) == {*ROPE_KINDS, "factors"} - {"proportional"}, "those are read as factors"
 
 
 def test_halves_rotate_against_each_other_by_position_times_frequency(scope: Scope) -> None:
