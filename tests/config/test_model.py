@@ -299,6 +299,10 @@ def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
         ({"architectures": ["Lfm2ForCausalLM"], "full_attn_idxs": 5}, "full_attn_idxs is 5"),
         ({"architectures": ["JambaForCausalLM"], "attn_layer_offset": "x"}, "attn_layer_offset is 'x'"),
         ({"architectures": ["FalconH1ForCausalLM"], "mlp_multipliers": ["x", 1]}, "expected 2 numbers"),
+        (
+            {"architectures": ["Mamba2ForCausalLM"], "num_heads": 2, "time_step_limit": 1},
+            "expected two numbers",
+        ),
         ({"architectures": ["Mamba2ForCausalLM"], "head_dim": 7}, "head_dim is 7, expected 128 / num_heads"),
         ({"rope_scaling": {"type": "su"}}, "rope type 'su' .*known: default, linear"),
         (
