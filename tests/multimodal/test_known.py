@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import contextlib
+import gc
 from typing import Any
 
 import numpy as np
@@ -112,6 +114,33 @@ def test_a_text_that_cannot_be_read_is_refused_each_time(decoded: list[int]) -> 
         for _ in range(2):
             with pytest.raises(RequestError):
                 reader.prepare_now([image(wrong)])
+
+
+def test_nothing_is_left_of_an_item_that_is_refused() -> None:
+    """Its file and what was decoded of it are not kept until the collector comes."""
+    reader, torn = keeping(), data_url(file_of(picture(64, 64))[:500])
+
+    async def one(url: str) -> None:
+        with contextlib.suppress(RequestError):
+            await reader.prepare([image(url)])
+
+    async def go() -> list[str]:
+        for url in (URL, torn, "data:,"):
+            await one(url)
+        gc.collect()
+        gc.disable()
+        for url in (URL, torn, "data:,"):
+            await one(url)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return [type(each).__name__ for each in gc.garbage]
+
+    try:
+        assert not {"Given", "Blob", "PngImageFile", "Task"} & {*asyncio.run(go())}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def test_what_a_core_has_lost_is_decoded_again(decoded: list[int]) -> None:

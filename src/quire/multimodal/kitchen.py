@@ -11,6 +11,7 @@ from quire.config.env import MediaEnv
 from quire.config.sections import MultimodalSection
 from quire.data.lru import Lru
 from quire.data.media import Arrays
+from quire.dist.tasks import ended
 from quire.errors import RequestError
 from quire.multimodal.decode import decode
 from quire.multimodal.families import Foresees, Processed, Processor, Video
@@ -151,9 +152,7 @@ class Kitchen:
         try:
             found = iter(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await ended(tasks)
         return [[next(found) for _ in given] for given in prompts]
 
     def _options(self, modality: str, reading: Options | None) -> Options:

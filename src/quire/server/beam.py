@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from quire.data.lora import LoRARequest
 from quire.data.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from quire.data.params import BeamSearchParams, RequestOutputKind
+from quire.dist.tasks import ended
 from quire.errors import EngineError
 from quire.frontend.beam import BeamSearch, continued, round_params, start_of
 from quire.frontend.inputs import Prompt
@@ -103,6 +104,4 @@ async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(tasks)

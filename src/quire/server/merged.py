@@ -83,12 +83,12 @@ class Merged:
         raise StopAsyncIteration if item is None else item
 
     async def _queue(self) -> None:
-        end = None
         try:
             await self.forward(self._arrived.put_nowait)
         except Exception as error:  # handed to the reader, who raises it
-            end = error
-        self._arrived.put_nowait(end)
+            self._arrived.put_nowait(error)
+        else:
+            self._arrived.put_nowait(None)
 
     async def forward(
         self,
@@ -96,15 +96,15 @@ class Merged:
         text_reader: Callable[[str, int], None] | None = None,
     ) -> None:
         """All outputs of all requests to `reader`, in the moment they come."""
-        tasks, pause = [], Pauses()
+        tasks, pause = list[asyncio.Task[None]](), Pauses()
         try:
             for id, outputs in self._started.items():
                 tasks.append(asyncio.create_task(_forward(id, outputs, reader)))
                 await pause.after(self._n)
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
+            while tasks:
+                tasks.pop().cancel()
 
     async def aclose(self) -> None:
         if self._task is not None:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import PoolingParams
+from quire.dist.tasks import ended
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.server.asked import check_fields, check_template
@@ -91,9 +92,7 @@ async def _together(api: Api, job: Job) -> list[Pooled]:
             await pause.after(1)
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(tasks)
 
 
 async def _only(answer: PooledOutputs) -> Pooled:
