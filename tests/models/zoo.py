@@ -455,6 +455,23 @@ ZOO: dict[str, Specimen] = {
         _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
         {"narrow": {"global_head_dim": 16, "attention_bias": True}},
     ),
+    "MiMoV2FlashForCausalLM": Specimen(
+        {
+            "sliding_window": 7,
+            "layer_types": TURNS,
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+        {"biased": {"attention_bias": True, "attention_value_scale": 0.5}},
+    ),
     "GptOssForCausalLM": Specimen(
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}
         | rope("yarn", truncate=False, beta_fast=32.0, beta_slow=1.0, **_YARN)
@@ -782,6 +799,7 @@ UNTAPED = {
     "Gemma4ForCausalLM": "aten.lt.Scalar",
     "Gemma4UnifiedForCausalLM": "aten.square.default",
     "GlmMoeDsaForCausalLM": "aten.index.Tensor",
+    "MiMoV2FlashForCausalLM": "aten.pad.default",
     "PersimmonForCausalLM": "aten.layer_norm.default",
     "PhimoeForCausalLM": "aten.max.dim",
     "Zamba2ForCausalLM": "aten.clone.default",

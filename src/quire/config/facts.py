@@ -316,6 +316,9 @@ class ArchFacts:
     head_dim: int
     norm_eps: float
     layers: tuple[LayerFacts, ...]
+    v_dim: int = 0
+    """The size of a head's values, where it is less than that of its keys; 0: the same. They are kept as wide
+    as keys."""
     max_len: int = 2048
     """The longest sequence that the checkpoint was made for, rope scaling counted in."""
     activation: str = "silu"

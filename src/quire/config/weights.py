@@ -152,6 +152,9 @@ def _attention(facts: ArchFacts) -> int:
     queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     gates = queries if facts.output_gate else facts.heads * facts.head_gate
     biases = (queries + 2 * keys) * facts.qkv_bias
+    if facts.v_dim:
+        values = (facts.heads + facts.kv_heads) * facts.v_dim
+        return facts.hidden * (queries + keys + values) + biases
     return facts.hidden * (2 * queries + gates + 2 * keys) + biases
 
 

@@ -111,6 +111,7 @@ MODELS = LazyTable(
         "Gemma4ForCausalLM": "quire.models.gemma4:Gemma4",
         "Gemma4UnifiedForCausalLM": "quire.models.gemma4:Gemma4",
         "MellumForCausalLM": "quire.models.llama:Llama",
+        "MiMoV2FlashForCausalLM": "quire.models.mimo_v2:MiMoV2",
         "Mistral4ForCausalLM": "quire.models.deepseek:Deepseek",
         "VaultGemmaForCausalLM": "quire.models.gemma:VaultGemma",
         "YoutuForCausalLM": "quire.models.deepseek:Deepseek",

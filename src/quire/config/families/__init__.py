@@ -144,6 +144,7 @@ FAMILIES = {
     "Gemma4ForCausalLM": Family("gemma4_text", windows.gemma4),
     "Gemma4UnifiedForCausalLM": Family("gemma4_unified_text", windows.gemma4),
     "MellumForCausalLM": Family("mellum", moe.mellum),
+    "MiMoV2FlashForCausalLM": Family("mimo_v2_flash", windows.mimo_v2),
     "Mistral4ForCausalLM": Family("mistral4", latent.mistral4),
     "VaultGemmaForCausalLM": Family("vaultgemma", windows.vaultgemma),
     "YoutuForCausalLM": Family("youtu", latent.youtu),

@@ -13,6 +13,7 @@ from quire.config.families.decoder import (
     windows_by_kind,
 )
 from quire.config.families.dense import with_defaults
+from quire.config.families.moe import deepseek_experts, first_dense, mixed
 from quire.config.keys import Keys
 from quire.config.rope import max_len_of, read_rope
 
@@ -234,6 +235,40 @@ def _gemma(keys: Keys) -> dict[str, Any]:
         "attention_scale": keys.number("query_pre_attn_scalar", 256) ** -0.5,
         "embed_scale": math.sqrt(keys.size("hidden_size")),
     }
+
+
+def mimo_v2(keys: Keys) -> ArchFacts:
+    """Layers with windows have sinks, and twice as many heads of keys; values are smaller than keys."""
+    count, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim", 192)
+    pattern = [_KINDS[layer > 0 and (layer + 1) % 6 != 0] for layer in range(count)]
+    kinds = layer_kinds(keys, *_KINDS, default=pattern)
+    bases = {"full_attention": keys.number("rope_theta", 5e6)}
+    bases["sliding_attention"] = keys.number("swa_rope_theta", 10000.0)
+    turning = keys.number("partial_rotary_factor", 0.334)
+    silent = {kind: {"rope_theta": base, "partial_rotary_factor": turning} for kind, base in bases.items()}
+    ropes = ropes_by_kind(keys.but(rope_parameters=keys.get("rope_parameters") or silent), head_dim, *_KINDS)
+    window = sliding_window(keys, 129)
+    if keys.get("sliding_window_size") is not None:
+        window = keys.size("sliding_window_size") + 1
+    more = 2 * keys.size("num_key_value_heads", 4)
+    layers = tuple(
+        LayerFacts(ropes[kind], window, kv_heads=more)
+        if kind == "sliding_attention"
+        else LayerFacts(ropes[kind])
+        for kind in kinds
+    )
+    facts = decoder(
+        with_defaults(keys, rms_norm_eps=1e-5),
+        head_dim=head_dim,
+        layers=layers,
+        qkv_bias=keys.flag("attention_bias"),
+        v_dim=keys.size("v_head_dim", 128),
+        attention_scales=(1.0, keys.number("attention_value_scale", 0.707)),
+        sinks=True,
+        unused=r"^model\.mtp\.",
+    )
+    moe = deepseek_experts(keys.but(n_shared_experts=None), "sigmoid")
+    return mixed(facts, moe, first_dense(keys, 1))
 
 
 def gpt_oss(keys: Keys) -> ArchFacts:
