@@ -130,8 +130,7 @@ def _ropes_of_sizes(keys: Keys, sizes: dict[str, int]) -> dict[str, RopeFacts]:
 
 def _inputs_of_layers(keys: Keys) -> AltUpFacts | None:
     unified = keys.get("model_type") == "gemma4_unified_text"
-    width = keys.get("hidden_size_per_layer_input")
-    if unified or width == 0:
+    if unified or not keys.values.get("hidden_size_per_layer_input", 256):  # null: there are none
         return None
     return AltUpFacts(
         inputs=1,
