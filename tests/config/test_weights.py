@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from oracle import make_tiny
-from zoo import ZOO
+from zoo import STORED, ZOO
 
 from quire.config.facts import ArchFacts
 from quire.config.families import FAMILIES
@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 @pytest.mark.parametrize("architecture", ZOO)
 def test_the_facts_of_a_model_tell_how_many_numbers_it_has(architecture: str, tmp_path: Path) -> None:
     """A gate, a tied head, a shared expert or a kind of mixer that is not counted."""
-    path, model = make_tiny(architecture, tmp_path)
+    path, model = make_tiny(architecture, tmp_path, **STORED.get(architecture, {}))
     facts = read_checkpoint(path).facts
     unused = re.compile(facts.unused or "$^")
     numbers = sum(numbers.numel() for name, numbers in model.named_parameters() if not unused.search(name))

@@ -86,6 +86,7 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mimo_v2": ("MiMoV2FlashForCausalLM", 2, {}),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", 2, {"indexer_types": ["full", "shared"]}),
     "mistral4": ("Mistral4ForCausalLM", 2, {}),
+    "longcat": ("LongcatFlashForCausalLM", 2, {}),
     "gpt-oss": ("GptOssForCausalLM", 2, {}),
     "mixtral": ("MixtralForCausalLM", 2, {}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", 2, {}),

@@ -18,7 +18,7 @@ from quire.models.decoder import Decoder
 
 PROMPTS = [[5, 9, 30, 31, 32, 2, 8], [7, 8, 11]]
 STEPS = [[4, 0], [2, 3], [1, 0]]
-SHARING = "Gemma3nForCausalLM", "Gemma4ForCausalLM", "Zamba2ForCausalLM"
+SHARING = "Gemma3nForCausalLM", "Gemma4ForCausalLM", "LongcatFlashForCausalLM", "Zamba2ForCausalLM"
 """Layers of all stages would share keys and values, or weights."""
 TWO_STAGES = [
     name for name in ZOO if name in MODELS and issubclass(MODELS[name], Decoder) and name not in SHARING
@@ -74,3 +74,9 @@ def test_layers_that_see_the_keys_of_others_stay_together(tmp_path: Path) -> Non
     path, _ = make_tiny("Gemma3nForCausalLM", tmp_path)
     with pytest.raises(ConfigError, match="pipeline_parallel_size cannot be had with Gemma 3n"):
         load_tiny(path, stage=Stage(0, 2))
+
+
+def test_a_stage_does_not_begin_with_what_another_picked(tmp_path: Path) -> None:
+    path, _ = make_tiny("GlmMoeDsaForCausalLM", tmp_path, indexer_types=["full", "shared"])
+    with pytest.raises(ConfigError, match=r"a stage cannot begin with layer 1.*pp_layer_partition"):
+        load_tiny(path, stage=Stage(1, 2, "1,1"))

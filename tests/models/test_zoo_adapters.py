@@ -9,7 +9,7 @@ import torch
 from encoders import ENCODERS, make, texts
 from lora_oracle import PLAIN, Adapted, save_adapter, slots_for
 from oracle import make_tiny, random_prompts, run_hf
-from zoo import ZOO
+from zoo import STORED, ZOO
 
 from quire import LLM, LoRARequest, PoolingParams
 
@@ -45,6 +45,7 @@ NOT_BY_PEFT = {
     "Gemma3nForCausalLM": {"modality_router", "prediction_coefs", "correction_coefs", "0", "1", "2"},
     "JambaForCausalLM": {"dt_proj"},
     "Llama4ForCausalLM": {"router"},
+    "LongcatFlashForCausalLM": {"classifier"},
     "Mamba2ForCausalLM": {"out_proj"},
     "MambaForCausalLM": {"out_proj", "dt_proj"},
     "NemotronHForCausalLM": {"out_proj"},
@@ -84,7 +85,7 @@ def chosen(architecture: str, hf: Any) -> dict[str, Any]:
 )
 def test_all_layers_that_peft_would_choose(architecture: str, tmp_path: Path) -> None:
     """A layer that transformers calls by another name; a single slot."""
-    path, hf = make_tiny(architecture, tmp_path)
+    path, hf = make_tiny(architecture, tmp_path, **STORED.get(architecture, {}))
     adapted = save_adapter(hf, tmp_path / "a", 1, **RANK, **chosen(architecture, hf))
     expected = [run_hf(adapted, PROMPTS[0]), run_hf(adapted.unload(), PROMPTS[1])]
     ours = Adapted(path, slots_for(1, 8))

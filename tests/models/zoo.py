@@ -634,6 +634,18 @@ ZOO: dict[str, Specimen] = {
     "YoutuForCausalLM": Specimen(
         _DEEPSEEK | TIED, {"straight-queries": {"q_lora_rank": None, "rope_interleave": False} | UNTIED}
     ),
+    "LongcatFlashForCausalLM": Specimen(
+        _DEEPSEEK
+        | {
+            "num_hidden_layers": 4,
+            "num_layers": 2,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+            "zero_expert_num": 3,
+            "moe_topk": 3,
+        },
+        {"none-idle": {"zero_expert_num": 0}},
+    ),
     "Mistral4ForCausalLM": Specimen(
         _DEEPSEEK
         | {"head_dim": 24}
@@ -791,6 +803,9 @@ ZOO: dict[str, Specimen] = {
         {"one-block": {"num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": False}},
     ),
 }
+STORED: dict[str, Settings] = {"LongcatFlashForCausalLM": {"zero_expert_num": 0}}
+"""What makes of a model one all of whose weights are stored: transformers has some for experts that do
+nothing."""
 UNTAPED = {
     "ApertusForCausalLM": "aten.clamp.default",
     "DbrxForCausalLM": "aten.clamp_.default",
@@ -799,6 +814,7 @@ UNTAPED = {
     "Gemma4ForCausalLM": "aten.lt.Scalar",
     "Gemma4UnifiedForCausalLM": "aten.square.default",
     "GlmMoeDsaForCausalLM": "aten.index.Tensor",
+    "LongcatFlashForCausalLM": "aten.ge.Scalar",
     "MiMoV2FlashForCausalLM": "aten.pad.default",
     "PersimmonForCausalLM": "aten.layer_norm.default",
     "PhimoeForCausalLM": "aten.max.dim",

@@ -65,6 +65,8 @@ class Batch:
     """What the attention backend's `plan(batch)` made of all this, once per step."""
     state: Any = None
     """The same for layers that keep a state."""
+    beside: Tensor | None = None
+    """[T, hidden], what a layer leaves for the next one to add, in models that have such layers."""
     picked: Any = None
     """What the last indexer picked for each token; see `attention/indexer.py`."""
     first: Tensor | None = None

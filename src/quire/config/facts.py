@@ -104,6 +104,8 @@ class MoeFacts:
     intermediate: int
     """The width of one expert."""
     routing: Routing
+    idle: int = 0
+    """How many more there are to choose from that say what they are given."""
     spread: float = 0.0
     """Of two experts that are chosen one after the other: how far, relative to itself, logits may be from the
     best to count in its weight."""
@@ -159,6 +161,8 @@ class MlaFacts:
     """None: queries come straight from the hidden state."""
     index: IndexFacts | None = None
     """None: all tokens are seen."""
+    scales: tuple[float, float] = (1.0, 1.0)
+    """Factors on queries, and on latents behind their norm."""
 
 
 @dataclass(frozen=True, slots=True)

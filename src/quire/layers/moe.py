@@ -74,6 +74,7 @@ NAMES = {
         shared_alias="mlp.shared_experts",
     ),
     "gemma4": Names("", "router.proj", "bare", ("experts", "gate_up_proj", "down_proj")),
+    "longcat": Names(router="router.classifier", choice_bias="router.e_score_correction_bias"),
     "hunyuan": Names(router="gate.wg", shared="mlp.shared_mlp"),
     "granite": Names(
         "block_sparse_moe",

@@ -110,6 +110,7 @@ MODELS = LazyTable(
         "AXK1ForCausalLM": "quire.models.deepseek:AXK1",
         "Gemma4ForCausalLM": "quire.models.gemma4:Gemma4",
         "Gemma4UnifiedForCausalLM": "quire.models.gemma4:Gemma4",
+        "LongcatFlashForCausalLM": "quire.models.longcat:LongCat",
         "MellumForCausalLM": "quire.models.llama:Llama",
         "MiMoV2FlashForCausalLM": "quire.models.mimo_v2:MiMoV2",
         "Mistral4ForCausalLM": "quire.models.deepseek:Deepseek",

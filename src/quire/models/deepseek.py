@@ -37,7 +37,9 @@ def latent_spec(facts: ArchFacts, layer: LayerFacts, heads: int) -> LatentSpec:
         nope_dim=mla.nope_dim,
         rope_dim=mla.rope_dim,
         v_dim=mla.v_dim,
-        scale=(mla.nope_dim + mla.rope_dim) ** -0.5 * (mscale(rope, stretched) ** 2 if stretched else 1.0),
+        scale=mla.scales[0]
+        * (mla.nope_dim + mla.rope_dim) ** -0.5
+        * (mscale(rope, stretched) ** 2 if stretched else 1.0),
         neighbours=rope.pairs,
     )
 
@@ -53,6 +55,7 @@ class Attention(nn.Module):
     """Queries and a latent of each token, what is seen of all latents, and the way back."""
 
     growth: Tensor | None
+    LatentNorm: type[RMSNorm] = RMSNorm
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class Attention(nn.Module):
         self.down = product(facts.hidden, parts, scope, bias=facts.qkv_bias)
         self.q_norm = RMSNorm(q_latent, _EPS, scope / "q_a_layernorm") if q_latent else None
         self.q_up = ColumnLinear(q_latent, queries, scope / "q_b_proj") if q_latent else None
-        kv_norm = RMSNorm(spec.rank, _EPS, scope / "kv_a_layernorm")
+        kv_norm = self.LatentNorm(spec.rank, _EPS, scope / "kv_a_layernorm")
         index = None if facts.mla is None else facts.mla.index
         self.indexer: Indexer | None = None
         self.is_indexed = index is not None

@@ -143,6 +143,7 @@ FAMILIES = {
     "AXK1ForCausalLM": Family("axk1", latent.axk1),
     "Gemma4ForCausalLM": Family("gemma4_text", windows.gemma4),
     "Gemma4UnifiedForCausalLM": Family("gemma4_unified_text", windows.gemma4),
+    "LongcatFlashForCausalLM": Family("longcat_flash", latent.longcat),
     "MellumForCausalLM": Family("mellum", moe.mellum),
     "MiMoV2FlashForCausalLM": Family("mimo_v2_flash", windows.mimo_v2),
     "Mistral4ForCausalLM": Family("mistral4", latent.mistral4),

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from quire.config.facts import ArchFacts, IndexFacts, LayerFacts, MlaFacts
+from quire.config.facts import ArchFacts, IndexFacts, LayerFacts, MlaFacts, MoeFacts, Routing
 from quire.config.families.decoder import decoder
 from quire.config.families.dense import only, query_growth, with_defaults
 from quire.config.families.moe import deepseek_experts, drafting, first_dense, mixed
@@ -50,6 +50,36 @@ def youtu(keys: Keys) -> ArchFacts:
     keys = keys.but(q_lora_rank=keys.values.get("q_lora_rank", 1536))  # null: there is none
     facts = _latent(keys, pairs=keys.flag("rope_interleave", True))
     return replace(facts, tied=keys.flag("tie_word_embeddings", True))
+
+
+def longcat(keys: Keys) -> ArchFacts:
+    """LongCat-Flash: two halves a layer, each with attention and a feed-forward half; beside the second and
+    what comes before it are experts, some of which do nothing."""
+    hidden, count = keys.size("hidden_size"), keys.size("num_layers", 28)
+    inner = keys.size("ffn_hidden_size", 12288)
+    sizes = {"q_lora_rank": 1536, "rope_theta": 1e7, "rms_norm_eps": 1e-5}
+    keys = with_defaults(keys, **sizes).but(num_hidden_layers=2 * count, intermediate_size=inner)
+    facts = _latent(keys, pairs=True)
+    assert facts.mla is not None and facts.mla.q_latent is not None
+    scales = tuple((hidden / size) ** 0.5 for size in (facts.mla.q_latent, facts.mla.kv_latent))
+    idle = keys.values.get("zero_expert_num", 256) or 0
+    experts = keys.size("n_routed_experts", 512)
+    moe = MoeFacts(
+        experts,
+        keys.size("expert_ffn_hidden_size", 2048),
+        Routing(keys.size("moe_topk", 12), scale=keys.number("routed_scaling_factor", 6.0)),
+        idle=idle,
+        shared_intermediate=inner,
+        choice_bias=True,
+        wide_router=True,
+        names="longcat",
+    )
+    unread = "|".join(str(experts + i) for i in range(idle)) or "none"
+    return replace(
+        mixed(facts, moe, set(range(0, 2 * count, 2))),
+        mla=replace(facts.mla, scales=(scales[0], scales[1])),
+        unused=rf"\.experts\.({unread})\.|^model\.mtp\.",
+    )
 
 
 def mistral4(keys: Keys) -> ArchFacts:
