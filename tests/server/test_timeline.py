@@ -107,3 +107,7 @@ def test_they_are_told_of_requests_with_one_answer_if_the_server_tells_them() ->
         assert ask_it(max_tokens=4).json()["metrics"] is None
         assert "metrics" not in events(ask_it(max_tokens=4, stream=True, **usage))[-1]
     assert complete(settings=told, prompt=["a", "b"]).json()["metrics"] is None
+    for num_talks, is_told in ((1, True), (2, False)):
+        body = {"messages": [MESSAGES] * num_talks, "max_tokens": 4}
+        reply = ask("POST", f"{CHAT}/batch", settings=told, json=body).json()
+        assert (reply["metrics"] is not None) == is_told

@@ -65,7 +65,8 @@ async def answer_chats(api: Api, body: ChatBatchBody, request: Request) -> Respo
         sum(answer["usage"]["completion_tokens"] for answer in answers),
         sum(output.num_cached_tokens or 0 for output in outputs),
     )
-    return json_response(answers[0] | {"choices": choices, "usage": usage})
+    metrics = answers[0]["metrics"] if len(answers) == 1 else None
+    return json_response(answers[0] | {"choices": choices, "usage": usage, "metrics": metrics})
 
 
 Shapes = dict[Any, Any]
