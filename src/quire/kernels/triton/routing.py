@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from quire.config.facts import Routing
 from quire.kernels.triton.dots import LONGEST, arrivals_of
-from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.launch import follow, launch, overlap, room
 from quire.kernels.triton.matmul import Tiles, aligned, has_room, multiply
 
 _HELD = 4096
@@ -205,7 +205,7 @@ def choose(
 
 
 def _results(num: int, routing: Routing, device: torch.device) -> tuple[Tensor, Tensor]:
-    ids = torch.empty(num, routing.per_token, dtype=torch.int32, device=device)
+    ids = room(num, routing.per_token, dtype=torch.int32, device=device)
     return ids, torch.empty(num, routing.per_token, dtype=torch.float32, device=device)
 
 
