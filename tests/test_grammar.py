@@ -91,3 +91,36 @@ def test_long_texts_that_grammars_force_are_not_remembered(vocabulary: Vocabular
     for text in ("short", "long" * grammar.MAX_KEPT_CHARS) * 2:
         assert wrapped(text) == vocabulary.encode(text)
     assert asked == [5, 4 * grammar.MAX_KEPT_CHARS, 4 * grammar.MAX_KEPT_CHARS]
+
+
+BYTES = Vocabulary(
+    [*(bytes([each]) for each in range(256)), b""], [256], (256,), lambda text: [*text.encode()]
+)
+FITS = [
+    (r"\d\w", "5a", "5_", "59"),
+    (r"[\d.]+", "5.5", "."),
+    (r"[]\d]\d", "]5", "55"),
+    (r"\\d", r"\d"),
+    (r"[^\d]\D", "٣a", "a٣", "éé"),
+    (r"[^]\W]\W", "aé", "_ "),
+    (r"[\[\d]\]", "[]", "5]"),
+]
+DOES_NOT = [
+    (r"\d", "٣", "a"),
+    (r"\w", "é", "-"),
+    (r"[\d.]", "٣"),
+    (r"[a\D]", "5"),
+    (r"\\d", r"\5"),
+    (r"\W", "a"),
+]
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "fits"),
+    [(regex, text, True) for regex, *texts in FITS for text in texts]
+    + [(regex, text, False) for regex, *texts in DOES_NOT for text in texts],
+)
+def test_digits_and_letters_of_a_regex_are_those_of_ascii(regex: str, text: str, fits: bool) -> None:
+    matcher = Grammars(lambda: BYTES).compile(StructuredOutputsParams(regex=regex))
+    verdicts = [matcher.advance(each) for each in text.encode()]
+    assert ("error" not in verdicts) == fits

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -53,6 +54,7 @@ one that plans,"""
 DEAR_S = 1.5e-3
 """unless filling takes so long, which only more of them help."""
 
+_CLASSES = {r"\d": "[:digit:]", r"\D": "[:^digit:]", r"\w": "[:word:]", r"\W": "[:^word:]"}
 _ENDS: dict[str, Verdict] = {
     "NotStopped": "",
     "EndOfSentence": "eos",
@@ -341,7 +343,21 @@ def _closed(schema: Any) -> Any:
 def _from_regex(regex: str, asked: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_regex(regex)
+    return LLMatcher.grammar_from_regex(plain_classes(regex))
+
+
+def plain_classes(regex: str) -> str:
+    r"""The same where \d and \w are of ASCII, as in the patterns of schemas; the library has all of Unicode."""
+    found, depth, begins = [], 0, False
+    for part in re.findall(r"\\.|\[\^?|.", regex, re.DOTALL):
+        named = _CLASSES.get(part)
+        found.append(part if named is None else named if depth else f"[{named}]")
+        if part[0] == "[":
+            depth += 1
+        elif part == "]" and depth and not begins:  # the first of a class is a character like others
+            depth -= 1
+        begins = part[0] == "["
+    return "".join(found)
 
 
 def _from_choice(choice: list[str], asked: StructuredOutputsParams) -> str:
