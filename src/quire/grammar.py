@@ -347,7 +347,7 @@ def _from_regex(regex: str, asked: StructuredOutputsParams) -> str:
 
 
 def plain_classes(regex: str) -> str:
-    r"""The same with \d and \w of ASCII, as in patterns of schemas; those of the library are of all Unicode."""
+    r"""The same with \d and \w of ASCII, as in patterns of schemas; the library's are of all Unicode."""
     found, depth, begins = [], 0, False
     for part in re.findall(r"\\.|\[\^?|.", regex, re.DOTALL):
         named = _CLASSES.get(part)
