@@ -17,7 +17,7 @@ _LAST_S = 5.0
 
 class AdapterReading:
     """A worker's adapters, read and dropped: what is told of one name happens in order. One whose disk never
-    answers holds up nobody but those of its name; threads that wait for it end with the process."""
+    answers holds up those of its name, four of them all; threads that wait for one end with the process."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
