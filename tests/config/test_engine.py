@@ -511,6 +511,7 @@ def test_resolved_values_are_concrete() -> None:
         "chat_template",
         "download_dir",
         "gguf_file",
+        "hf_config_path",
     }
     may_be_none |= {"kv_cache_memory_bytes", "num_gpu_blocks_override", "data_parallel_rank"}
     found = {

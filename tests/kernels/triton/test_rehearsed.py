@@ -10,7 +10,7 @@ from quire.capacity import ladder
 from quire.kernels.state import Given, Rates, Seqs
 from quire.kernels.triton import launch
 from quire.kernels.triton.state import TritonStateOps
-from quire.worker.cuda import _MIXED, _decodes
+from quire.worker.blanks import _MIXED, _decodes
 
 MOST_ROWS, SIZE = 256, 16
 OPS = TritonStateOps()
