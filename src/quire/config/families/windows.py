@@ -88,12 +88,8 @@ def gemma4(keys: Keys) -> ArchFacts:
     )
     return decoder(
         keys,
-        head_dim=256,
         layers=layers,
-        **_gemma(keys) | {"norm": "rms", "attention_scale": 1.0},
-        qk_norm="head",
-        max_len=max_len_of(keys),
-        logit_softcap=keys.optional_number("final_logit_softcapping"),
+        **_gemma_since_3n(keys),
         altup=_inputs_of_layers(keys),
         moe=_experts_beside(keys) if keys.flag("enable_moe_block") else None,
         unused=_not_read(range(first, count)),
@@ -189,12 +185,8 @@ def gemma3n(keys: Keys) -> ArchFacts:
         keys = keys.but(intermediate_size=inner[0])
     return decoder(
         keys,
-        head_dim=256,
         layers=layers,
-        **_gemma(keys) | {"norm": "rms", "attention_scale": 1.0},
-        qk_norm="head",
-        max_len=max_len_of(keys),
-        logit_softcap=keys.optional_number("final_logit_softcapping"),
+        **_gemma_since_3n(keys),
         altup=AltUpFacts(
             inputs=keys.size("altup_num_inputs", 4),
             active=keys.get("altup_active_idx") or 0,
@@ -233,6 +225,18 @@ def _gemma(keys: Keys) -> dict[str, Any]:
         "out_bias": biased,
         "attention_scale": keys.number("query_pre_attn_scalar", 256) ** -0.5,
         "embed_scale": math.sqrt(keys.size("hidden_size")),
+    }
+
+
+def _gemma_since_3n(keys: Keys) -> dict[str, Any]:
+    """Heads are normed, and scores not scaled."""
+    return _gemma(keys) | {
+        "norm": "rms",
+        "attention_scale": 1.0,
+        "head_dim": 256,
+        "qk_norm": "head",
+        "max_len": max_len_of(keys),
+        "logit_softcap": keys.optional_number("final_logit_softcapping"),
     }
 
 
