@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -141,6 +142,7 @@ def engine_over(
     max_model_len: int,
     tokenizer: Tokenizer | None = None,
     health_timeout_s: float = 30.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncEngine:
     """An API process's engine, whose cores are at `addresses`."""
     facts = EngineFacts(
@@ -166,4 +168,5 @@ def engine_over(
         metrics=EngineMetrics(pages, model_name="m", cache_info={}),
         addresses=dict(enumerate(addresses)),
         health_timeout_s=health_timeout_s,
+        clock=clock,
     )

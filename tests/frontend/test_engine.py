@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,10 +29,24 @@ from quire.metrics import EngineMetrics
 from quire.multimodal.larder import Larder
 
 LONGEST = 10**7
+PATIENCE_S = 120.0
+"""Ends a test that hangs."""
+HEALTH_TIMEOUT_S = 1000.0
+"""Longer than any test takes: only a clock that is set forward makes a core late."""
 FINAL = {"ignore_eos": True, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
 ENDLESS = SamplingParams(max_tokens=LONGEST - 10, **FINAL)
 SHORT = SamplingParams(max_tokens=3, **FINAL)
 STREAM = SamplingParams(max_tokens=LONGEST - 10, **FINAL | {"output_kind": RequestOutputKind.DELTA})
+
+
+class Clock:
+    """The real time, which a test can set forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
 
 
 class Cores:
@@ -39,6 +54,8 @@ class Cores:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.clock = Clock()
+        """Of the engine that uses the cores."""
         self.processes: dict[int, BaseProcess] = {}
 
     def address(self, rank: int) -> str:
@@ -68,18 +85,22 @@ def with_cores(tmp_path: Path) -> Iterator[Run]:
     """Runs a test with an engine and its cores, and ends all."""
     cores = Cores(tmp_path)
 
-    def run(test: Test, num: int = 1, health_timeout_s: float = 30.0) -> None:
+    def run(test: Test, num: int = 1) -> None:
         for rank in range(num):
             cores.start(rank)
 
         async def go() -> None:
             addresses = [cores.address(rank) for rank in range(num)]
             engine = engine_over(
-                *addresses, vocab=100, max_model_len=LONGEST, health_timeout_s=health_timeout_s
+                *addresses,
+                vocab=100,
+                max_model_len=LONGEST,
+                health_timeout_s=HEALTH_TIMEOUT_S,
+                clock=cores.clock,
             )
             engine.start()
             try:
-                await asyncio.wait_for(engine.ready(), 30)
+                await asyncio.wait_for(engine.ready(), PATIENCE_S)
                 await test(engine, cores)
             finally:
                 engine.close()
@@ -96,7 +117,7 @@ async def whole(engine: AsyncEngine, id: str, **options: Any) -> RequestOutput:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not holds():
             await asyncio.sleep(0.01)
 
@@ -121,7 +142,7 @@ def test_who_has_seen_something_of_a_dead_core_is_told_to_come_back(with_cores: 
             async for _ in read:
                 pass
         with pytest.raises(EngineDead, match="died while it worked on this request"):
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, PATIENCE_S)
         await read.aclose()
         await forwarded.aclose()
         assert engine.num_in_flight == 0
@@ -145,7 +166,7 @@ def test_what_nobody_has_seen_is_sent_again_when_the_core_is_back(with_cores: Ru
         await until(lambda: engine._links[0].core is None)
         assert engine.num_in_flight == 2 and running(engine) == [0]
         cores.start(0)
-        output = await asyncio.wait_for(short, 20)
+        output = await asyncio.wait_for(short, PATIENCE_S)
         assert output.outputs[0].token_ids == [50] * 3
         waiting.cancel()
         await long.aclose()
@@ -160,12 +181,17 @@ def test_a_core_that_stays_away_is_not_waited_for_longer_than_health_allows(with
         waiting = asyncio.create_task(anext(engine.generate(Prompt([5]), ENDLESS, "a")))
         await until(lambda: engine.num_in_flight == 1)
         cores.kill(0)
+        await until(lambda: engine._links[0].core is None)
+        cores.clock.ahead_s += 0.5 * HEALTH_TIMEOUT_S
+        engine._send_the_lost()
+        assert engine.num_in_flight == 1 and not waiting.done(), "it is waited for until the time is up"
+        cores.clock.ahead_s += HEALTH_TIMEOUT_S
         with pytest.raises(EngineDead, match="is not back"):
-            await asyncio.wait_for(waiting, 10)
+            await asyncio.wait_for(waiting, PATIENCE_S)
         assert engine.num_in_flight == 0
         assert engine.metrics.pages.value("request_success:error") == 1
 
-    with_cores(test, health_timeout_s=0.5)
+    with_cores(test)
 
 
 def test_another_core_takes_what_a_dead_one_had(with_cores: Run) -> None:
@@ -184,7 +210,8 @@ def test_another_core_takes_what_a_dead_one_had(with_cores: Run) -> None:
             RequestError, match="data_parallel_rank 2 is out of range: there are ranks 0 to 1"
         ):
             await whole(engine, "a", rank=2)
-        await asyncio.sleep(1.1)
+        cores.clock.ahead_s += 2 * HEALTH_TIMEOUT_S
+        await until(lambda: engine._links[0].silent_s < HEALTH_TIMEOUT_S)
         with pytest.raises(EngineDead, match="engine 1"):
             engine.check()
         assert (await whole(engine, "b")).finished, "the other still answers"
@@ -195,19 +222,25 @@ def test_another_core_takes_what_a_dead_one_had(with_cores: Run) -> None:
         assert running(engine) == [0, 0]
         assert [engine.metrics.pages.value("request_success:length", place) for place in (0, 1)] == [9, 1]
 
-    with_cores(test, num=2, health_timeout_s=1.0)
+    with_cores(test, num=2)
 
 
 def test_a_silent_core_is_passed_by(with_cores: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SILENT_S", 0.5)
+    silent_s = HEALTH_TIMEOUT_S / 4
+    monkeypatch.setattr(engine_module, "SILENT_S", silent_s)
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
+        stopped, beating = engine._links
         os.kill(cores.pid(0), signal.SIGSTOP)
-        await until(lambda: engine._links[0].silent_s > 0.5)
+        # The second time nothing is on its way any more that the core had sent before it was stopped.
+        for _ in range(2):
+            cores.clock.ahead_s += 2 * silent_s
+            await until(lambda: beating.silent_s < silent_s)
+        assert stopped.silent_s > silent_s
         for i in range(4):
-            assert (await asyncio.wait_for(whole(engine, str(i)), 5)).finished
+            assert (await asyncio.wait_for(whole(engine, str(i)), PATIENCE_S)).finished
         os.kill(cores.pid(0), signal.SIGCONT)
-        await until(lambda: engine._links[0].silent_s < 0.5)
+        await until(lambda: stopped.silent_s < silent_s)
         assert (await whole(engine, "a", rank=0)).finished
 
     with_cores(test, num=2)
@@ -222,7 +255,7 @@ def test_a_request_that_kills_every_core_ends(with_cores: Run) -> None:
             await until(lambda: engine._links[0].core is None)
             cores.start(0)
         with pytest.raises(EngineDead, match="died while it worked"):
-            await asyncio.wait_for(waiting, 10)
+            await asyncio.wait_for(waiting, PATIENCE_S)
 
     with_cores(test)
 
@@ -233,10 +266,10 @@ def test_a_core_that_beats_and_gets_nowhere_is_not_healthy(with_cores: Run) -> N
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         (link,) = engine._links
         engine.check()
-        link.handle(Beat(StepStats(), stalled_s=29.0))
+        link.handle(Beat(StepStats(), stalled_s=0.9 * HEALTH_TIMEOUT_S))
         engine.check()
-        link.handle(Beat(StepStats(), stalled_s=31.0))
-        with pytest.raises(EngineDead, match=r"no progress for 3\d\.\d s; the limit is 30 s"):
+        link.handle(Beat(StepStats(), stalled_s=1.1 * HEALTH_TIMEOUT_S))
+        with pytest.raises(EngineDead, match=r"no progress for 11\d\d\.\d s; the limit is 1000 s"):
             engine.check()
         link.handle(Beat(StepStats()))
         engine.check()
@@ -300,7 +333,7 @@ class Seeing:
         """Bytes that it took."""
         self.sent.clear()
         answer = self.engine.generate(prompt, SHORT.clone(), f"see{self.num_processed}")
-        assert (await asyncio.wait_for(anext(answer), 60)).finished
+        assert (await asyncio.wait_for(anext(answer), PATIENCE_S)).finished
         return sum(self.sent)
 
 
@@ -359,7 +392,7 @@ def test_what_is_in_shared_memory_is_never_sent(with_cores: Run) -> None:
         assert await asked < 4000 and seeing.num_processed == 3
 
         answer = engine.generate(prompt, SamplingParams(max_tokens=LONGEST - 100), "given up")
-        await asyncio.wait_for(anext(answer), 60)
+        await asyncio.wait_for(anext(answer), PATIENCE_S)
         assert arena.num_busy == 1
         await answer.aclose()
         del prompt, answer, asked

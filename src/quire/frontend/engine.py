@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,14 @@ class AsyncEngine:
         cores_return: bool = True,
         settings: Mapping[str, Any] | None = None,
         tracer: Tracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`addresses` of the cores by rank; `prefixes` may be shared with other processes; `first` is the
         core whose turn is first. Where dead cores do not return, nobody is kept waiting for them."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
+        self._clock = clock
         self._health_timeout_s = health_timeout_s
         self._patience_s = health_timeout_s if cores_return else 0.0
         self._links = [
@@ -98,6 +100,7 @@ class AsyncEngine:
                     inputs.tokenizer, stream_interval=stream_interval, tokenizer_of=inputs.tokenizer_of
                 ),
                 owner=self,
+                clock=clock,
             )
             for place, (rank, address) in enumerate(addresses.items())
         ]
@@ -152,7 +155,7 @@ class AsyncEngine:
         """Raise unless some core can be asked, and none has been unable to for longer than the health
         timeout: at the start, when it died, or because it finds no end of a step."""
         self._check_any()
-        now = time.monotonic()
+        now = self._clock()
         for link in self._links:
             problem = link.problem(self._health_timeout_s)
             back_soon = link.core is None and link.was_up and now - link.down_since <= self._health_timeout_s
@@ -230,12 +233,12 @@ class AsyncEngine:
         among = self._askable(flight.rank)
         if not among:
             flight.link = None
-            flight.lost_at = flight.lost_at or time.monotonic()
+            flight.lost_at = flight.lost_at or self._clock()
             return
         first, answer, larder = flight.requests[0], flight.answer, self.inputs.media.larder
         if first.media is not None and larder.lacks(first.media):
             flight.link = None
-            flight.lost_at = flight.lost_at or time.monotonic()
+            flight.lost_at = flight.lost_at or self._clock()
             flight.bringing = flight.bringing or asyncio.create_task(self._bring(id, flight))
             return
         tokens = marks(first)
@@ -385,7 +388,7 @@ class AsyncEngine:
 
     def _send_the_lost(self) -> None:
         """Those that wait for a core: off with them if one is there, or they have waited long enough."""
-        now = time.monotonic()
+        now = self._clock()
         for id, flight in [(id, flight) for id, flight in self._flights.items() if flight.link is None]:
             if self._askable(flight.rank):
                 self._send_off(id, flight)

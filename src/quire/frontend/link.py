@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,7 +69,15 @@ class CoreLink:
     """The connection to the core of one data-parallel rank: messages both ways, and whether it gets on."""
 
     def __init__(
-        self, place: int, rank: int, address: str | Path, *, name: str, outputs: OutputProcessor, owner: Owner
+        self,
+        place: int,
+        rank: int,
+        address: str | Path,
+        *,
+        name: str,
+        outputs: OutputProcessor,
+        owner: Owner,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`place` is its number among the links of its owner. `address` may be a file that will hold it, once
         the core's machine has told where it is."""
@@ -76,16 +85,17 @@ class CoreLink:
         self.rank = rank
         self.name = name
         self.outputs = outputs
+        self._clock = clock
         self.core: Ready | None = None
         self.stats = StepStats()
         """The core's gauges, when it last told of them."""
         self.was_up = False
-        self.down_since = time.monotonic()
+        self.down_since = self._clock()
         self._address = address
         self._connected_to = ""
         self._owner = owner
         self._why_down = f"{name} is starting"
-        self._heard_at = time.monotonic()
+        self._heard_at = self._clock()
         self._stalled_s = 0.0
         """How long the core had work and finished no step, when it was last heard of."""
         self._num_resets = 0
@@ -111,7 +121,7 @@ class CoreLink:
     @property
     def silent_s(self) -> float:
         """Since the core was last heard of."""
-        return time.monotonic() - self._heard_at
+        return self._clock() - self._heard_at
 
     def problem(self, health_timeout_s: float) -> str | None:
         """Why the core cannot be asked: it is down, or has work and finished no step for too long."""
@@ -146,7 +156,7 @@ class CoreLink:
         assert self.core is not None
         self._why_down = f"{self.name} (process {self.core.pid}) died and is being restarted"
         self.core = None
-        self.down_since = time.monotonic()
+        self.down_since = self._clock()
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(EngineDead(self._why_down))
@@ -223,7 +233,7 @@ class CoreLink:
 
     def _receive(self) -> bool:
         """Messages of the core, for a bounded time; whether that was all."""
-        deadline = time.monotonic() + TURN_S
+        deadline = self._clock() + TURN_S
         while self._socket is not None:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
@@ -235,7 +245,7 @@ class CoreLink:
         return True
 
     def handle(self, message: FromCore) -> None:
-        self._heard_at = time.monotonic()
+        self._heard_at = self._clock()
         match message:
             case Stepped(output):
                 self._stalled_s = 0.0

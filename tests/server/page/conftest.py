@@ -132,7 +132,7 @@ class Site:
         if self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.feed.close)
             self.server.should_exit = True
-            self.thread.join(10)
+            self.thread.join(60)
         assert not self.thread.is_alive(), "open event streams keep the server from stopping"
 
     async def guard(self, request: Request, call_next: Callable[[Request], Any]) -> Response:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -63,8 +63,9 @@ OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in ASSETS)})
 class Feed:
     """Snapshots of the engine as events: one per tick for all listeners, none while nobody listens."""
 
-    def __init__(self, engine: Watched) -> None:
+    def __init__(self, engine: Watched, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
+        self._clock = clock
         self._tick = -1
         self._event = b""
         self._closed = asyncio.Event()
@@ -77,10 +78,10 @@ class Feed:
         while not self._closed.is_set():
             yield self._latest()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), TICK_S - time.monotonic() % TICK_S)
+                await asyncio.wait_for(self._closed.wait(), TICK_S - self._clock() % TICK_S)
 
     def _latest(self) -> bytes:
-        tick = int(time.monotonic() / TICK_S)
+        tick = int(self._clock() / TICK_S)
         if tick != self._tick:
             self._tick = tick
             # msgspec writes NaN as null, which JSON.parse can read.
