@@ -43,7 +43,7 @@ _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 _SHORT = (1, 3, 5, 8, 12)
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{most}}}" for most in _SHORT), f"{_IN_STRINGS}+"]
 """Tokens that are looked at together: where all of a slice may come, none of them is tried. Those of a few
-characters are for strings that may not be longer than so many (tests/engine/masks_speed.py)."""
+characters are for strings that may not be longer than so many (benchmarks/grammar_masks.py)."""
 MAX_REASON_CHARS = 500
 COMPILING_THREADS = 2
 FEW = 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import triton
-from lora_speed import write_adapters
+from random_adapters import write_adapters
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.bench.gpu import prompts_of

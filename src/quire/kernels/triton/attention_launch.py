@@ -55,7 +55,7 @@ class Layer(NamedTuple):
         return max(1, 16 // self.group)
 
 
-# Measured on an H200 with head size 128: attention_speed.py among the tests of these kernels.
+# Measured on an H200 with head size 128: benchmarks/kernel_attention.py.
 def tile_shape(layer: Layer, dtype: torch.dtype, most_queries: int) -> Shape:
     """For `tiles`, where no sequence has more than `most_queries`."""
     wide = layer.head_dim > 128

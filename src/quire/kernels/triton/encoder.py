@@ -30,7 +30,7 @@ class Shape(NamedTuple):
     num_stages: int
 
 
-# Measured on an H200: encoder_speed.py among the tests of these kernels.
+# Measured on an H200: benchmarks/kernel_vision_encoder.py.
 def shape_of(dtype: torch.dtype, dim: int, height: int) -> Shape:
     """For tiles of so many queries."""
     if dtype == torch.float32:

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     """A cache of 8 bits holds numbers divided by this."""
 
 
-# Measured on an H200: latent_speed.py among the tests of these kernels.
+# Measured on an H200: benchmarks/kernel_mla.py.
 def share_shape(rows: int, dtype: torch.dtype, sm_bytes: int) -> Shape:
     """For `shares`, where a sequence has so many heads of queries."""
     if dtype == torch.float32:

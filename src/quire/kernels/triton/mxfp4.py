@@ -296,7 +296,7 @@ _TILES = {
 
 @functools.cache
 def plan_of(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Plan:
-    """How to multiply so many pairs; as measured on an H200: mxfp4_speed.py among the tests of kernels."""
+    """Return the tile shape for so many token-expert pairs (H200, benchmarks/kernel_mxfp4.py)."""
     if num_pairs <= num_experts // 2:
         return Rows(4, 4, 2, 2)
     if dtype == torch.float32:

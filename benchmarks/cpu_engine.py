@@ -1,4 +1,7 @@
-"""`python tests/engine/cpu_speed.py MODEL...`: prompts and decodes of an engine in this process, tok/s."""
+"""Measure prompt and decode tokens per second of an engine in this process.
+
+python benchmarks/cpu_engine.py MODEL...
+"""
 
 import sys
 import time

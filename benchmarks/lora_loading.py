@@ -1,21 +1,19 @@
-"""`python adapter_speed.py [FOLDER]`: ms to read an adapter of rank 16 on all seven projections of a
-Llama-3.1-8B, with dummy values, out of files that the system has in memory; the best of several times.
+"""Time the reading of a rank-16 LoRA adapter on all seven projections of a Llama-3.1-8B.
 
-Not a test.
+    python benchmarks/lora_loading.py [FOLDER]
+
+The files hold dummy values and are in the page cache. The best of several runs counts.
 """
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+import test_helpers  # noqa: F401, I001
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
-
-from lora_speed import write_adapter
+from random_adapters import write_adapter
 
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.layers.linear import GateUpLinear, QKVLinear, RowLinear

@@ -1,21 +1,20 @@
-"""`python lora_speed.py CONFIG_DIR`: ms of a decode step and prompt tokens per second by number of adapters,
-and ms until the first token of a request whose adapter was never used; random weights and adapters.
+"""Time decode steps, prompts and the first use of an adapter, by number of LoRA adapters.
 
-Not a test. `--adapters 0` is an engine without them.
+    python benchmarks/lora_engine.py CONFIG_DIR [--adapters N]
+
+Weights and adapters are random. `--adapters 0` is an engine without LoRA.
 """
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import save_file
+import test_helpers  # noqa: F401, I001
+from random_adapters import write_adapters
 
 from quire import LLM, LoRARequest
 from quire.bench.gpu import DECODE_PROMPT, DECODE_STEPS, no_collections, prompts_of
@@ -23,37 +22,6 @@ from quire.bench.gpu import random as chance
 from quire.data.params import SamplingParams
 
 REPEATS = 3
-PROJECTIONS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-
-
-def write_adapter(path: Path, model: dict[str, Any], rank: int) -> None:
-    """A random one on all seven projections of a Llama."""
-    hidden, inner = model["hidden_size"], model["intermediate_size"]
-    kv = hidden // model["num_attention_heads"] * model["num_key_value_heads"]
-    sizes = {
-        "self_attn": {"q_proj": (hidden, hidden), "k_proj": (hidden, kv), "v_proj": (hidden, kv)},
-        "mlp": {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)},
-    }
-    sizes["self_attn"]["o_proj"] = hidden, hidden
-    tensors = {}
-    for layer in range(model["num_hidden_layers"]):
-        for half, names in sizes.items():
-            for name, (size_in, size_out) in names.items():
-                at = f"base_model.model.model.layers.{layer}.{half}.{name}"
-                tensors[f"{at}.lora_A.weight"] = 0.02 * torch.randn(rank, size_in, dtype=torch.bfloat16)
-                tensors[f"{at}.lora_B.weight"] = 0.02 * torch.randn(size_out, rank, dtype=torch.bfloat16)
-    path.mkdir()
-    save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(PROJECTIONS)}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-
-
-def write_adapters(folder: Path, model: dict[str, Any], rank: int, count: int) -> list[LoRARequest]:
-    """All the same files."""
-    write_adapter(folder / "1", model, rank)
-    for number in range(2, count + 1):
-        shutil.copytree(folder / "1", folder / str(number), copy_function=os.link)
-    return [LoRARequest(f"a{number}", number, str(folder / str(number))) for number in range(1, count + 1)]
 
 
 def seconds(llm: LLM, prompts: list[list[int]], length: int, adapters: list[LoRARequest]) -> float:

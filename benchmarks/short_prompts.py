@@ -1,6 +1,8 @@
-"""First tokens of short prompts on a GPU, by graphs and without: `python tests/engine/prompts_speed.py DIR`.
+"""Time the first token of short prompts with and without CUDA graphs.
 
-One request at a time, random weights; then 32 prompts of mixed lengths at once, 40 tokens each.
+    python benchmarks/short_prompts.py DIR
+
+First one request at a time with random weights; then 32 prompts of mixed lengths at once, 40 tokens each.
 """
 
 import gc

@@ -1,13 +1,15 @@
-"""`python mxfp4_speed.py`: us of a layer's experts in CUDA graphs; `--sweep` tries other plans.
+"""Time the MXFP4 experts of a gpt-oss-20b layer in CUDA graphs; `--sweep` tries other tile shapes.
 
-Not a test. Of gpt-oss-20b, random routing, every layer with weights of its own. The floor is the packed bytes
-of the experts that are chosen over 4.28 TB/s, what an H200 copies.
+    python benchmarks/kernel_mxfp4.py [--sweep]
+
+Routing is random and every layer has weights of its own. The floor is the packed bytes of the chosen experts
+over 4.28 TB/s, the copy bandwidth of an H200.
 """
 
 import argparse
 
 import torch
-from layer_speed import graph_us, random
+from kernel_decode_layer import graph_us, random
 
 from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles
 from quire.kernels.triton.launch import compiling

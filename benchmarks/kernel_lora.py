@@ -1,7 +1,8 @@
-"""`python lora_speed.py`: ms of a decode step of the 8B without its attention, in a CUDA graph, and us of the
-products of a layer for prompts, by the number of adapters of rank 16 on all projections.
+"""Time a decode step of the 8B without attention, and the GEMMs of prompts, by number of LoRA adapters.
 
-Not a test.
+    python benchmarks/kernel_lora.py [--prompt]
+
+Adapters have rank 16 and are on all projections.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import functools
 import itertools
 
 import torch
-from layer_speed import EPS, MODELS, OPS, Model, graph_us, random
+from kernel_decode_layer import EPS, MODELS, OPS, Model, graph_us, random
 from torch import Tensor
 
 from quire.kernels.ops import Adapted, Entry

@@ -1,6 +1,8 @@
-"""`python layer_speed.py`: ms of a decode step without its attention, in a CUDA graph; us of sampling.
+"""Time a decode step without attention, and sampling, in CUDA graphs.
 
-Not a test. The floor is the weights' bytes over 4.28 TB/s, what an H200 copies.
+    python benchmarks/kernel_decode_layer.py
+
+The floor is the bytes of the weights over 4.28 TB/s, the copy bandwidth of an H200.
 """
 
 import functools

@@ -1,8 +1,10 @@
-"""CPU of an API process in turns about a known image: `python tests/multimodal/turns_cpu.py [SIDE ...]`.
+"""Measure the CPU time of an API process in chat turns about a known image.
 
-A tiny Qwen2.5-VL with the published processor and a core without a model in a process of its own: what is
-counted is from the socket to the core and back. A side of 0 is a turn of text; -SIDE a PNG of noise, whose
-body has megabytes. TURNS_PROFILE=FILE writes a profile of the last side.
+    python benchmarks/image_turns_cpu.py [SIDE ...]
+
+A tiny Qwen2.5-VL with the published processor runs against a core without a model in a process of its own,
+so the figure covers the way from the socket to the core and back. A SIDE of 0 is a turn of text; a negative
+one is a PNG of noise, whose body has megabytes. TURNS_PROFILE=FILE writes a profile of the last side.
 """
 
 import asyncio
@@ -20,14 +22,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "frontend")]
-
 import numpy as np
+import test_helpers  # noqa: F401, I001
 import uvloop
 from fast_core import FastCore
+from image_turns import image
 from PIL import Image
 from tiny_qwen import made
-from turns_speed import image
 
 from quire.api_process import make_engine
 from quire.dist.process import calm_allocator, calm_collector

@@ -1,6 +1,6 @@
-"""How fast towers are at the shapes of Qwen2.5-VL-3B's, against what the GPU could do; run on an idle one.
+"""Time vision encoders at the shapes of Qwen2.5-VL-3B against the GPU's peak, on an idle GPU.
 
-python tests/kernels/triton/encoder_speed.py [--shapes]
+python benchmarks/kernel_vision_encoder.py [--shapes]
 """
 
 import argparse

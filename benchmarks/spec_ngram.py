@@ -1,5 +1,9 @@
-"""Decodes with prompt lookup against plain ones on a GPU, with random weights, whose text soon repeats:
-`python tests/engine/drafts_speed.py CONFIG_DIR [DRAFTS]`; `... CONFIG_DIR DRAFTS wrong`: none ever holds."""
+"""Time decodes with n-gram speculation against plain ones, with random weights, whose text soon repeats.
+
+    python benchmarks/spec_ngram.py CONFIG_DIR [DRAFTS [wrong]]
+
+With `wrong` as the last argument no draft token is ever accepted.
+"""
 
 import collections
 import gc

@@ -1,10 +1,13 @@
-"""All products of the packaged model, by rows of x, on one thread: `python tests/kernels/few_rows_speed.py`.
+"""Time all GEMMs of the packaged model by number of rows, on one thread.
 
-Milliseconds: the sum over its weights of the best of many runs, which other work on the machine hardly moves.
+    python benchmarks/cpu_small_batches.py
+
+The figure is the sum over its weights of the best of many runs, which other work on the machine hardly moves.
 """
 
 import time
 
+import test_helpers  # noqa: F401, I001
 import torch
 from packed import stored
 

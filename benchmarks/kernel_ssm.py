@@ -1,6 +1,8 @@
-"""`python state_speed.py`: us of the kernels of states per layer, in a CUDA graph; `--sweep` tries shapes.
+"""Time the SSM state kernels of a layer in a CUDA graph; `--sweep` tries other tile shapes.
 
-Not a test. The floor of a decode is its states, read and written, over 4.28 TB/s, what an H200 copies.
+    python benchmarks/kernel_ssm.py [--sweep]
+
+The floor of a decode is its states, read and written once, over 4.28 TB/s, the copy bandwidth of an H200.
 """
 
 import itertools
@@ -11,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import triton
-from layer_speed import graph_us, random
+from kernel_decode_layer import graph_us, random
 from torch import Tensor
 
 from quire.kernels.state import Rates, Seqs

@@ -1,7 +1,9 @@
-"""`python fp8_speed.py`: us of products with weights in e4m3, in CUDA graphs; `--sweep` tries other plans.
+"""Time GEMMs with e4m3 weights of Llama-3.1-8B in CUDA graphs; `--sweep` tries other tile shapes.
 
-Not a test. Of Llama-3.1-8B, every product with weights of its own. The floor is the weight's bytes over
-4.28 TB/s, what an H200 copies, or the operations over 1,400 TFLOP/s.
+    python benchmarks/kernel_fp8.py [--sweep]
+
+Every GEMM has weights of its own, so that no cache helps. The floor is the larger of the weight bytes over
+4.28 TB/s, the copy bandwidth of an H200, and the operations over 1,400 TFLOP/s.
 """
 
 import argparse
@@ -10,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
-from layer_speed import graph_us, random
+from kernel_decode_layer import graph_us, random
 from torch import Tensor
 
 from quire.kernels.fp8 import Scaled, linear_reference, narrowed

@@ -1,5 +1,7 @@
-"""One stream, plain and with drafts, on texts that repeat themselves and on such as do not:
-`python tests/engine/drafts_workloads.py [MODEL] [--config JSON] [--streams N]`."""
+"""Time one stream with and without draft tokens, on texts that repeat themselves and on others.
+
+python benchmarks/spec_workloads.py [MODEL] [--config JSON] [--streams N]
+"""
 
 import argparse
 import json
@@ -19,8 +21,8 @@ ROUNDS = 3
 
 def workloads(vocab: int, encode: Any) -> dict[str, tuple[list[int], dict[str, Any]]]:
     """Prompts, and how they are asked."""
-    code = HERE.with_name("structured_speed.py").read_text()[1000:3200]
-    prose = HERE.with_name("prose.txt").read_text()[:1500]
+    code = HERE.with_name("benchmarks/structured_outputs.py").read_text()[1000:3200]
+    prose = (HERE.parents[1] / "tests/engine/prose.txt").read_text()[:1500]
     numbers = random.Random(1)
     greedy = {"temperature": 0.0}
     edited = (

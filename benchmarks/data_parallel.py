@@ -1,8 +1,9 @@
-"""Data parallelism in numbers, on a CPU: `python tests/e2e/dp_speed.py`.
+"""Measure data parallelism on a CPU: prefix hit rate by routing, then tokens per second of one and two cores.
 
-First the prefix hit rate of two cores by routing, on prompts that begin alike in groups: the cache of one
-core holds two fifths of the beginnings. Then tokens a second of one and two cores on a model so small that
-all is overhead.
+    python benchmarks/data_parallel.py
+
+Prompts share their beginnings in groups; the cache of one core holds two fifths of the beginnings. The
+model is so small that everything is overhead.
 """
 
 import json
@@ -12,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import test_helpers  # noqa: F401, I001
 from serve_process import ServeProcess
 
 CONFIG = {

@@ -1,7 +1,9 @@
-"""`python experts_speed.py`: us of a layer's experts in CUDA graphs, by part; `--sweep` tries other plans.
+"""Time the experts of a Qwen3-30B-A3B layer in CUDA graphs, by part; `--sweep` tries other tile shapes.
 
-Not a test. Of Qwen3-30B-A3B, random routing, every layer with weights of its own. The floor is the bytes of
-the experts that are chosen over 4.28 TB/s, what an H200 copies.
+    python benchmarks/kernel_moe.py [--sweep]
+
+Routing is random and every layer has weights of its own. The floor is the bytes of the chosen experts over
+4.28 TB/s, the copy bandwidth of an H200.
 """
 
 import argparse
@@ -10,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from layer_speed import graph_us, random
+from kernel_decode_layer import graph_us, random
 from torch import Tensor
 
 from quire.config.facts import Routing

@@ -1,7 +1,9 @@
-"""`python host_speed.py`: us of the host in a decode step, with a graph that computes nothing.
+"""Time the host's part of a decode step, with a graph that computes nothing.
 
-Not a test. plan and update are the scheduler's part, submit and wait the worker's; what calls of the GPU's
-driver take is not in it.
+    python benchmarks/host_step.py
+
+`plan` and `update` are the scheduler's part, `submit` and `wait` the worker's. Calls of the GPU driver are
+not included.
 """
 
 import gc
@@ -9,6 +11,7 @@ import time
 from collections import deque
 
 import numpy as np
+import test_helpers  # noqa: F401, I001
 import torch
 from test_graphs import stand_in
 from torch import Tensor

@@ -1,10 +1,11 @@
-"""Decodes with a model that drafts against plain ones on a GPU, with random weights and drafts that are
-accepted at a given rate: `python tests/engine/draft_model_speed.py TARGET_DIR DRAFT_DIR [DRAFTS [RATE]]`.
+"""Time decodes with a draft model against plain ones, with a forced acceptance rate.
 
-A step with K drafts should take what the target takes to verify them and K times what the draft takes for a
-token, and gives E = 1 + r + ... + r^K tokens of each row at a rate r. So the ideal gain is
-E * plain / (verify + K * draft), each of them measured here: plain and draft as decode steps of engines of
-their own, verify as steps in which nobody makes the drafts.
+    python benchmarks/spec_draft_model.py TARGET_DIR DRAFT_DIR [DRAFTS [RATE]]
+
+A step with K draft tokens should take one verification by the target and K decode steps of the draft model,
+and yields E = 1 + r + ... + r^K tokens per row at acceptance rate r. The ideal gain is E * plain / (verify
++ K * draft). Each term is measured here: plain and draft as decode steps of engines of their own, verify as
+steps whose draft tokens cost nothing.
 """
 
 import gc

@@ -1,6 +1,6 @@
-"""How fast the attention kernels are, by shape of tiles and number of shares; run on an idle GPU.
+"""Time the paged attention kernels by tile shape and number of KV splits, on an idle GPU.
 
-python tests/kernels/triton/attention_speed.py {decode,prefill} [--short] [--fp8]
+python benchmarks/kernel_attention.py {decode,prefill} [--short] [--fp8]
 """
 
 import argparse

@@ -1,7 +1,9 @@
-"""What windows save at 32,000 tokens, on a CPU: `python tests/engine/window_speed.py`.
+"""Time decode steps at 32,000 tokens with and without sliding windows.
+
+    python benchmarks/sliding_window_cpu.py
 
 A Gemma-3-shaped model with random weights, once with windows of 1,024 in five of six layers, once without.
-CPU time, so that a busy machine changes little.
+The figure is CPU time, so that a busy machine changes little.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""How fast latent attention is, by shape of tiles and number of shares; run on an idle GPU.
+"""Time MLA attention by tile shape and number of KV splits, on an idle GPU.
 
-python tests/kernels/triton/latent_speed.py {decode,prefill} [--short]
+python benchmarks/kernel_mla.py {decode,prefill} [--short]
 """
 
 import argparse

@@ -1,8 +1,10 @@
-"""What one mask costs, without a model: `python tests/engine/masks_speed.py FOLDER [--slices general]`.
+"""Time the computation of one grammar mask, without a model.
 
-FOLDER has a tokenizer.json. Microseconds of one thread: of texts as a model would write them, and of tokens
-drawn from all that are allowed, as a model of random weights does. Each is followed a few times, and the
-quickest counts: others may use the same cores.
+    python benchmarks/grammar_masks.py FOLDER [--slices general]
+
+FOLDER has a tokenizer.json. The figures are microseconds of one thread, for texts as a model would write
+them, and for tokens drawn from all allowed ones, as a model with random weights would. Each mask is
+computed a few times and the quickest counts, because other processes may use the same cores.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from structured_speed import ASKED
+from structured_outputs import ASKED
 
 from quire import grammar
 from quire.data.params import StructuredOutputsParams

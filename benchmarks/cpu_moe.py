@@ -1,12 +1,15 @@
-"""`python cpu_experts_speed.py KIND [TOKENS]`: us of a layer's routing and experts, and of a dense layer that
-reads as many bytes for one token; KIND is float32, bfloat16 or a GGUF type.
+"""Time a layer's routing and experts, beside a dense layer that reads as many bytes for one token.
 
-Not a test. Both are taped, in turns; the least of all rounds counts, by the clock and by the CPU's time.
+    python benchmarks/cpu_moe.py KIND [TOKENS]
+
+KIND is float32, bfloat16 or a GGUF type. Both are taped and run in turns; the least of all rounds counts, by
+wall clock and by CPU time.
 """
 
 import sys
 import time
 
+import test_helpers  # noqa: F401, I001
 import torch
 from packed import stored
 

@@ -1,6 +1,6 @@
-"""A server that sees: `python tests/multimodal/turns_speed.py URL MODEL SIDE [SIDE ...]`.
+"""Time the first token of a chat turn with a new image, and of the next turn, over HTTP.
 
-Milliseconds to the first token of a turn with a new image of so many pixels a side, and of the next turn.
+python benchmarks/image_turns.py URL MODEL SIDE [SIDE ...]
 """
 
 import base64

@@ -1,8 +1,10 @@
-"""`python packed_speed.py`: us of products with packed weights in CUDA graphs, and the share of the floor.
+"""Time GEMMs with GGUF, AWQ and GPTQ weights in CUDA graphs, and their share of the floor.
 
-Not a test. Layers of Llama-3.1-8B, each product with a weight of its own, so that no cache helps; `awq` is 4
-bits in groups of 128. The floor is the bytes of the weight over 4.28 TB/s, what an H200 copies. Results of
-each plan are compared with those of the weight unpacked.
+    python benchmarks/kernel_gguf.py [--sweep]
+
+The layers are those of Llama-3.1-8B. Every GEMM has weights of its own, so that no cache helps; `awq` is 4
+bits in groups of 128. The floor is the bytes of the weight over 4.28 TB/s, the copy bandwidth of an H200.
+The results of each tile shape are compared with those of the dequantized weight.
 """
 
 import argparse
@@ -12,7 +14,7 @@ from itertools import product as product_of
 from typing import Any
 
 import torch
-from layer_speed import graph_us, random
+from kernel_decode_layer import graph_us, random
 from torch import Tensor
 
 from quire.kernels.triton import grouped, packed_launch

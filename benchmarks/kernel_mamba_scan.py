@@ -1,14 +1,15 @@
-"""`python scan_speed.py`: us of Mamba's scan of prompts, by channels per warp, beside the kernel for single
-tokens launched once a token; all in CUDA graphs.
+"""Time Mamba's scan over prompts by channels per warp, beside the decode kernel launched once per token.
 
-Not a test. The floor is all that is read and written once, over 4.8 TB/s, what an H200 is said to have.
+    python benchmarks/kernel_mamba_scan.py
+
+The floor is everything read and written once, over 4.8 TB/s, the bandwidth that an H200 is sold with.
 """
 
 import itertools
 
 import numpy as np
 import torch
-from layer_speed import graph_us, random
+from kernel_decode_layer import graph_us, random
 
 from quire.kernels.state import Given, Rates, Seqs, StateReference
 from quire.kernels.triton import state as kernels
