@@ -11,7 +11,7 @@ from quire.data.plan import StepOutput
 from quire.data.request import Request
 from quire.sched.adapters import READ_S, AdapterGate
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def test_a_disk_that_never_answers_ends_its_request_though_nothing_else_happens() -> None:

@@ -28,6 +28,9 @@ from quire.executor.inprocess import InProcessExecutor
 from quire.prepare import configure
 from quire.worker.worker import Worker
 
+PATIENCE_S = 120.0
+"""Ends a test that hangs."""
+
 
 def address() -> str:
     return f"tcp://127.0.0.1:{_free_ports(1)}"
@@ -43,10 +46,10 @@ def test_rounds() -> None:
     """An engine that misses a round, one that stays in it when all rest, a call that comes late."""
     where, rounds = address(), [[3, 0, 1], [0, 2, 0], [5, 5, 5], [0, 0, 0], [0, 0, 9]]
     seen: list[list[tuple[int, ...] | None]] = [[] for _ in range(3)]
-    begin = [threading.Barrier(3, timeout=30) for _ in rounds]
+    begin = [threading.Barrier(3, timeout=PATIENCE_S) for _ in rounds]
 
     def engine(rank: int) -> None:
-        lockstep = Lockstep(rank, 3, where, timeout_s=30)
+        lockstep = Lockstep(rank, 3, where, timeout_s=PATIENCE_S)
         for number, counts in enumerate(rounds):
             begin[number].wait()
             if not counts[rank] and any(counts):
@@ -63,7 +66,7 @@ def test_rounds() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     expected = [tuple(counts) if any(counts) else None for counts in rounds]
     assert seen == [expected] * 3
 
@@ -78,9 +81,9 @@ def test_a_port_in_use_is_said() -> None:
 ENGINE = """
 import sys, time
 from quire.core.lockstep import Lockstep
-lockstep = Lockstep(int(sys.argv[1]), 2, sys.argv[2], timeout_s=30)
+lockstep = Lockstep(int(sys.argv[1]), 2, sys.argv[2], timeout_s=120)
 print("here", flush=True)
-time.sleep(30)
+time.sleep(300)
 """
 
 
@@ -94,7 +97,7 @@ def test_a_dead_engine_ends_the_others(victim: int) -> None:
     for engine in engines:
         assert engine.stdout is not None and engine.stdout.readline() == "here\n"
     engines[victim].kill()
-    assert engines[1 - victim].wait(10) == 1
+    assert engines[1 - victim].wait(PATIENCE_S) == 1
     engines[victim].wait()
 
 
@@ -116,7 +119,7 @@ class Together(Engine):
     def live(self, stop: threading.Event, late: dict[int, list[Any]]) -> None:
         """Until told to stop; requests of `late` come before the step of this number, or when it rests."""
         size = self.world.ep.size // self.world.tp.size
-        self.core.pipeline.lockstep = Lockstep(self.world.rank.dp, size, self.where, timeout_s=60)
+        self.core.pipeline.lockstep = Lockstep(self.world.rank.dp, size, self.where, timeout_s=PATIENCE_S)
         number = 0
         while not stop.is_set() or late or self.core.scheduler.has_work:
             if late and (number >= min(late) or not self.core.has_work):
@@ -155,7 +158,7 @@ def together(model: Path, num_engines: int, **given: Any) -> list[Together]:
     worlds = [World(Rank(dp=rank), ep=ThreadGroup(table, rank)) for rank in range(num_engines)]
     given |= {"enable_expert_parallel": True, "data_parallel_size": num_engines}
     engines = [Together(model, world, where, **given) for world in worlds]
-    left, stop, errors = threading.Barrier(num_engines + 1, timeout=60), threading.Event(), []
+    left, stop, errors = threading.Barrier(num_engines + 1, timeout=PATIENCE_S), threading.Event(), []
 
     def live(engine: Together) -> None:
         try:
@@ -168,7 +171,7 @@ def together(model: Path, num_engines: int, **given: Any) -> list[Together]:
     threads = [threading.Thread(target=live, args=(engine,), daemon=True) for engine in engines]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + PATIENCE_S
     wanted = [
         {request[0]: request[2] for some in traffic(rank).values() for request in some}
         for rank in range(num_engines)

@@ -18,15 +18,13 @@ class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(stats_log.time, "monotonic", clock.monotonic)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
@@ -36,8 +34,8 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def make_log(quiet: bool = False) -> StatsLog:
-    return StatsLog(INTERVAL_S, MetricsPages(Layout(64)), quiet=quiet)
+def make_log(clock: Clock, quiet: bool = False) -> StatsLog:
+    return StatsLog(INTERVAL_S, MetricsPages(Layout(64)), quiet=quiet, clock=clock)
 
 
 def rates(log: StatsLog) -> tuple[float, float]:
@@ -54,7 +52,7 @@ def preemptions(line: str) -> int:
 
 def test_preemptions_are_counted_from_the_start(clock: Clock, lines: list[str]) -> None:
     """Catches a count that starts again with each line."""
-    log = make_log()
+    log = make_log(clock)
     for num_preempted in (2, 0, 3):
         clock.now += INTERVAL_S
         log.add(StepStats(num_sampled_tokens=5, num_preempted=num_preempted))
@@ -65,7 +63,7 @@ def test_preemptions_are_counted_from_the_start(clock: Clock, lines: list[str]) 
 def test_rates_are_those_of_the_interval_and_an_idle_engine_says_so_once(
     clock: Clock, lines: list[str]
 ) -> None:
-    log = make_log()
+    log = make_log(clock)
     log.add(StepStats(num_prompt_tokens=70, num_cached_tokens=20, num_sampled_tokens=40))
     log.tick(StepStats())
     assert lines == []
@@ -78,7 +76,7 @@ def test_rates_are_those_of_the_interval_and_an_idle_engine_says_so_once(
 
 def test_a_run_ends_with_its_own_rates_and_a_line(clock: Clock, lines: list[str]) -> None:
     """Catches rates of 0 after a run shorter than the interval, and those of its last seconds only."""
-    log = make_log()
+    log = make_log(clock)
     clock.now += 500.0
     log.begin_run()
     log.add(StepStats(num_prompt_tokens=120))
@@ -99,7 +97,7 @@ def test_a_run_ends_with_its_own_rates_and_a_line(clock: Clock, lines: list[str]
 
 
 def test_a_quiet_log_still_keeps_the_rates(clock: Clock, lines: list[str]) -> None:
-    log = make_log(quiet=True)
+    log = make_log(clock, quiet=True)
     log.add(StepStats(num_sampled_tokens=40))
     clock.now += INTERVAL_S
     log.tick(StepStats())

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -117,9 +118,11 @@ class CoreServer:
         metrics: MetricsPages,
         stats_log: StatsLog,
         kept_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """It keeps so many bytes of media for its API process."""
         self.core = core
+        self._clock = clock
         self.ready = ready
         self.metrics = metrics
         self.stats_log = stats_log
@@ -127,7 +130,7 @@ class CoreServer:
         self._step_s = 0.0
         self._is_stuck = False
         """There is work, and none of it can be planned."""
-        self._progress_at = time.monotonic()
+        self._progress_at = self._clock()
         """When a step ended, or there was no work."""
         self._next_beat = 0.0
         self._next_page = 0.0 if address.startswith("tcp:") else float("inf")
@@ -150,7 +153,7 @@ class CoreServer:
         if self.core.has_work and not self.desk.is_busy:
             self._step()
         elif not self.core.has_work:
-            self._progress_at, self._is_stuck = time.monotonic(), False
+            self._progress_at, self._is_stuck = self._clock(), False
         self.borrower.settle()
         self.clients.flush()
         self._beat()
@@ -164,10 +167,10 @@ class CoreServer:
             if self._is_stuck and self.core.scheduler.gates.is_awaiting:
                 wait_s = 0.0  # a step waits for that
             self.clients.wait(wait_s, None if lockstep is None else lockstep.socket)
-        until = time.monotonic() + max(TURN_S, TURN_SHARE * self._step_s)
+        until = self._clock() + max(TURN_S, TURN_SHARE * self._step_s)
         while (received := self.clients.receive()) is not None:
             self._handle(*received)
-            if time.monotonic() >= until:
+            if self._clock() >= until:
                 return
 
     @property
@@ -198,14 +201,14 @@ class CoreServer:
             self.clients.owner.pop(request_id, None)
 
     def _step(self) -> None:
-        began = time.monotonic()
+        began = self._clock()
         step = self.core.step(BEAT_S)
         self._is_stuck = step is None and self.core.has_work and not len(self.core.pipeline)
         if step is None:
             if self._is_stuck and self.core.scheduler.gates.is_awaiting:
-                self._progress_at = time.monotonic()  # it is not the core that they wait for
+                self._progress_at = self._clock()  # it is not the core that they wait for
             return
-        self._progress_at = time.monotonic()
+        self._progress_at = self._clock()
         self._step_s = self._progress_at - began
         self._observe(step.stats)
         self.stats_log.add(step.stats)
@@ -213,7 +216,7 @@ class CoreServer:
 
     def _tell_ended(self, finished: dict[str, Finish]) -> None:
         """Those who waited for them did not end them."""
-        self._send_out(StepOutput([], [], finished=finished, at=time.monotonic()))
+        self._send_out(StepOutput([], [], finished=finished, at=self._clock()))
         self._observe(StepStats())
 
     def _send_out(self, step: StepOutput) -> None:
@@ -225,7 +228,7 @@ class CoreServer:
     def _beat(self) -> None:
         """Sent to all, whatever else was: an API process without requests wants to know, too. One that is
         behind would only get more of what it does not take."""
-        now = time.monotonic()
+        now = self._clock()
         if now < self._next_beat:
             return
         self._next_beat = now + BEAT_S

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import zip_longest
 
 from quire.data.stats import StepStats
@@ -17,13 +18,14 @@ WINDOW = 1000
 class Tally:
     """Tokens since it was made."""
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = clock()
         self.num_prompt = self.num_generated = 0
 
     @property
     def age_s(self) -> float:
-        return time.monotonic() - self._began
+        return self._clock() - self._began
 
     def add(self, stats: StepStats) -> None:
         self.num_prompt += stats.num_prompt_tokens - stats.num_cached_tokens
@@ -42,12 +44,21 @@ class StatsLog:
     the end of one is worth a line, too, unless the last is not `interval_s` old.
     """
 
-    def __init__(self, interval_s: float, pages: MetricsPages, *, quiet: bool = False, rank: int = 0) -> None:
+    def __init__(
+        self,
+        interval_s: float,
+        pages: MetricsPages,
+        *,
+        quiet: bool = False,
+        rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.interval_s = interval_s
         self.pages = pages
         self.quiet = quiet
         self.rank = rank
-        self._interval, self._run = Tally(), Tally()
+        self._clock = clock
+        self._interval, self._run = Tally(clock), Tally(clock)
         self._said_at = float("-inf")
         self._num_preempted = 0
         self._lookups: deque[tuple[int, int]] = deque(maxlen=WINDOW)
@@ -57,12 +68,12 @@ class StatsLog:
 
     def begin_run(self) -> None:
         """The first request comes to an engine at rest."""
-        self._interval, self._run = Tally(), Tally()
+        self._interval, self._run = Tally(self._clock), Tally(self._clock)
 
     def end_run(self, now: StepStats) -> None:
         """The last request has ended: the rates are those of the whole run."""
         self.pages.observe_rates(*self._run.rates())
-        if time.monotonic() - self._said_at >= self.interval_s:
+        if self._clock() - self._said_at >= self.interval_s:
             self._say(self._run, now)
 
     def add(self, stats: StepStats) -> None:
@@ -87,10 +98,10 @@ class StatsLog:
         idle = not (tally.num_prompt or tally.num_generated or now.num_running or now.num_waiting)
         self._say(tally, now, again=idle and self._was_idle)
         self._was_idle = idle
-        self._interval = Tally()
+        self._interval = Tally(self._clock)
 
     def _say(self, tally: Tally, now: StepStats, *, again: bool = False) -> None:
-        self._said_at = time.monotonic()
+        self._said_at = self._clock()
         if not self.quiet:
             (log.debug if again else log.info)("%s", self._line(*tally.rates(), now))
             if self._drafts.num_drafts:
