@@ -25,7 +25,7 @@ MAX_PLACES = 16
 SURE = 8
 """Tokens of agreement from which on a draft is. By chance, as in prose, hardly anything agrees for longer: of
 the first drafts there 39 % were right, and 99 % of those after such agreement in quotes and edited code
-(tests/engine/drafts_workloads.py)."""
+(benchmarks/spec_workloads.py)."""
 _NONE: Ints = np.empty(0, np.int32)
 
 
