@@ -1,4 +1,4 @@
-"""Compiling and loading the C kernels: cached, safe beside others, and never fatal."""
+"""Compiling and loading the C kernels: cached, safe beside others, fatal only where they were asked for."""
 
 import logging
 import platform
@@ -6,11 +6,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.native import NativeError, build, find_compiler, openmp_in_process
 
@@ -52,6 +54,14 @@ def test_a_header_counts_as_source(small: Path, tmp_path: Path) -> None:
     (small / "new.h").write_text("#define NEW\n")
     build(tmp_path / "k", ["cc"])
     assert len(list((tmp_path / "k").glob("*.so"))) == 2
+
+
+@needs_compiler
+def test_other_flags_are_another_library(small: Path, tmp_path: Path) -> None:
+    """A library of one CPU path loaded for another."""
+    (small / "small.c").write_text("int quire_answer(void) { return ANSWER; }\n")
+    for answer in (1, 2):
+        assert build(tmp_path / "k", ["cc"], (f"-DANSWER={answer}",)).quire_answer() == answer
 
 
 @needs_compiler
@@ -97,20 +107,49 @@ def test_a_source_that_does_not_compile_is_named(small: Path, tmp_path: Path) ->
         build(tmp_path / "k", ["cc"])
 
 
-def test_without_a_compiler_one_warning_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
+    """What is logged where the library is loaded anew, without a compiler."""
     records: list[logging.LogRecord] = []
     monkeypatch.setattr(native.log, "handle", records.append)
     monkeypatch.setenv("CC", f"missing-{time.monotonic_ns()}")
     native.library.cache_clear()
-    try:
-        assert native.library() is None
-        assert native.library() is None
-    finally:
-        native.library.cache_clear()
+    yield records
+    native.library.cache_clear()
+
+
+def test_without_a_compiler_one_warning_says_what_is_lost(
+    records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("QUIRE_CPU_KERNELS", raising=False)
+    assert native.library() is None
+    assert native.library() is None
     (record,) = records
     assert record.levelname == "WARNING"
     message = record.getMessage()
     assert "No native CPU kernels (CC=" in message and "slower" in message
+
+
+def test_kernels_that_are_not_wanted_are_no_warning(
+    records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "torch")
+    assert native.library() is None
+    assert native.library() is None
+    (record,) = records
+    assert record.levelname == "INFO" and "QUIRE_CPU_KERNELS=torch" in record.getMessage()
+
+
+def test_a_path_that_was_asked_for_is_not_left_for_another(
+    records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test of one path that passes on another."""
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "c")
+    with pytest.raises(
+        ConfigError, match=r"QUIRE_CPU_KERNELS=c: the C kernels cannot be compiled \(CC=.*or set"
+    ):
+        native.library()
+    assert not records
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")

@@ -23,7 +23,7 @@ class CPUAttention:
             return f"needs a head size that is a multiple of {attention.HEAD_DIM_STEP}, not {spec.head_dim}"
         if spec.kept_as is not None and spec.kept_as not in attention.KEPT:
             return f"cannot read a KV cache of {named(spec.kept_as)}"
-        return None if native.library() else "the native kernels could not be compiled"
+        return None if native.library() else "there are no native kernels"
 
     def plan(self, batch: Batch) -> None:
         """The kernel reads the batch as it is."""

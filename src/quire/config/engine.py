@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.config.args import checked
+from quire.config.cpu_kernels import Cpu, check_cpu_kernels
 from quire.config.draft import Draft
 from quire.config.env import Env
 from quire.config.experts import with_experts
@@ -114,6 +115,7 @@ def resolve(
     the config.json of the model that drafts.
     """
     env = env or Env.read(os.environ)
+    check_cpu_kernels(env.cpu_kernels, Cpu.read())
     values = checked(given)
     parallel = _parallel(values, machine)
     tp_size = parallel.tensor_parallel_size

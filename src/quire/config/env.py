@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from quire.config.cpu_kernels import CPU_KERNELS
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
 
@@ -88,6 +89,10 @@ class Env:
     """First port for messages between processes."""
     cpu_kvcache_space: float | None = None
     """KV cache on a CPU, GiB."""
+    cpu_kernels: str = "native"
+    """Which instructions the C kernels use: `native` (all that the CPU has), `avx512` (AVX-512 without VNNI),
+    `avx2`, `c` (plain C), or `torch` (no C kernels). What the CPU lacks is refused. For tests and for tracing
+    a fault; every path gives the same answers up to rounding, `native` the fastest."""
     allow_long_max_model_len: bool = False
     attention_backend: str | None = None
     server_dev_mode: bool = False
@@ -117,8 +122,10 @@ class Env:
             try:
                 found[name] = kind(environ[variable])
             except ValueError:
+                is_choice = isinstance(kind, _Choice)
+                remedy = f"choose from {', '.join(kind.words)}" if is_choice else "unset it or correct it"
                 raise ConfigError(
-                    f"{variable}={environ[variable]!r} is not a valid value; unset it or correct it"
+                    f"{variable}={environ[variable]!r} is not a valid value; {remedy}"
                 ) from None
         cache_home = environ.get("XDG_CACHE_HOME") or "~/.cache"
         found.setdefault("cache_root", Path(cache_home).expanduser() / "quire")
@@ -140,6 +147,18 @@ def _count(text: str) -> int:
     return int(text)
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One of some words, in either case."""
+
+    words: tuple[str, ...]
+
+    def __call__(self, text: str) -> str:
+        if text.lower() not in self.words:
+            raise ValueError(text)
+        return text.lower()
+
+
 _ENV_KINDS: dict[str, Any] = {
     "cache_root": lambda text: Path(text).expanduser(),
     "logging_level": str,
@@ -148,6 +167,7 @@ _ENV_KINDS: dict[str, Any] = {
     "host_ip": str,
     "port": int,
     "cpu_kvcache_space": float,
+    "cpu_kernels": _Choice(CPU_KERNELS),
     "allow_long_max_model_len": _switch,
     "attention_backend": str,
     "server_dev_mode": _switch,

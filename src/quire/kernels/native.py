@@ -20,7 +20,9 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
+from quire.config.cpu_kernels import Cpu, compiler_flags
 from quire.config.env import Env
+from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 
 log = get_logger(__name__)
@@ -28,7 +30,8 @@ log = get_logger(__name__)
 SOURCES = Path(__file__).with_name("csrc")
 TYPES = (torch.float32, torch.bfloat16)
 """Of what the kernels compute."""
-_COMPILE = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fopenmp")
+_COMPILE = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fopenmp")
+_NATIVE = ("-march=native",)
 _COMPILERS = ("cc", "gcc", "clang")
 _KEPT = {-3: 32 << 20, -1: 256 << 20}
 """Of glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: bytes of a piece, and of all that is free at the end."""
@@ -51,11 +54,23 @@ _recording = threading.local()
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels for this machine; None, after one warning, where they cannot be had."""
+    """The kernels for this machine, compiled for the instructions that QUIRE_CPU_KERNELS names; None, after
+    one warning, where they cannot be compiled, or after one line where they are not wanted."""
     keep_freed_memory()
+    env = Env.read(os.environ)
+    path = env.cpu_kernels
+    if path == "torch":
+        log.info("The C kernels are off (QUIRE_CPU_KERNELS=torch); %s", _LOST)
+        return None
+    flags = compiler_flags(path, Cpu.read())
     try:
-        return build(Env.read(os.environ).cache_root / "kernels", find_compiler(os.environ.get("CC")))
+        return build(env.cache_root / "kernels", find_compiler(os.environ.get("CC")), flags)
     except NativeError as error:
+        if path != "native":
+            raise ConfigError(
+                f"QUIRE_CPU_KERNELS={path}: the C kernels cannot be compiled ({error}); "
+                "install a compiler that knows these instructions, or set it to torch"
+            ) from error
         warn_once(log, f"No native CPU kernels ({error}); {_LOST}")
         return None
 
@@ -142,27 +157,27 @@ def find_compiler(asked: str | None) -> list[str]:
     raise NativeError(f"{missing}; install gcc or clang, or set CC")
 
 
-def build(folder: Path, compiler: list[str]) -> ctypes.CDLL:
-    """Load the library that fits sources, compiler and CPU from `folder`; compile it first if need be."""
+def build(folder: Path, compiler: list[str], flags: tuple[str, ...] = _NATIVE) -> ctypes.CDLL:
+    """Load the library for these sources, this compiler and this CPU from `folder`; compile it if need be."""
     runtime = openmp_in_process()
     if runtime is None:
-        return _load(folder, compiler, link=("-fopenmp",))
+        return _load(folder, compiler, flags, link=("-fopenmp",))
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     try:
-        return _load(folder, compiler, link=())
+        return _load(folder, compiler, flags, link=())
     except NativeError:  # a compiler with another runtime: it costs a second pool of threads
-        return _load(folder, compiler, link=("-fopenmp",))
+        return _load(folder, compiler, flags, link=("-fopenmp",))
 
 
-def _load(folder: Path, compiler: list[str], *, link: tuple[str, ...]) -> ctypes.CDLL:
-    path = folder / f"quire-{_key(compiler, link)}.so"
+def _load(folder: Path, compiler: list[str], flags: tuple[str, ...], *, link: tuple[str, ...]) -> ctypes.CDLL:
+    path = folder / f"quire-{_key(compiler, flags, link)}.so"
     try:
         if path.is_file():
             return ctypes.CDLL(str(path))
     except OSError:
         path.unlink(missing_ok=True)
     try:
-        _compile(path, compiler, link)
+        _compile(path, compiler, flags, link)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeError(str(error)) from error
@@ -177,9 +192,9 @@ def openmp_in_process(maps: Path = Path("/proc/self/maps")) -> str | None:
     return found[1] if found else None
 
 
-def _key(compiler: list[str], link: tuple[str, ...]) -> str:
-    """Another CPU, compiler or source is another library."""
-    key = hashlib.sha256(repr((compiler, _COMPILE, link, platform.machine(), _cpu())).encode())
+def _key(compiler: list[str], flags: tuple[str, ...], link: tuple[str, ...]) -> str:
+    """Another CPU, compiler, flag or source is another library."""
+    key = hashlib.sha256(repr((compiler, _COMPILE, flags, link, platform.machine(), _cpu())).encode())
     for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())
     return key.hexdigest()[:16]
@@ -193,8 +208,9 @@ def _cpu() -> list[str]:
     return sorted(set(re.findall(r"^(?:flags|Features|model name|CPU part)\s*:.*$", info, re.MULTILINE)))
 
 
-def _compile(path: Path, compiler: list[str], link: tuple[str, ...]) -> None:
+def _compile(path: Path, compiler: list[str], flags: tuple[str, ...], link: tuple[str, ...]) -> None:
     """Other processes see the whole file or none."""
+    command = [*compiler, *_COMPILE, *flags, "-c"]
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         if path.is_file():
@@ -204,7 +220,7 @@ def _compile(path: Path, compiler: list[str], link: tuple[str, ...]) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(lambda source: _run([*compiler, *_COMPILE, "-c", source], scratch), sources))
+                list(pool.map(lambda source: _run([*command, source], scratch), sources))
             objects = [f"{Path(source).stem}.o" for source in sources]
             _run([*compiler, "-shared", *objects, *link, "-lm", "-o", "built.so"], scratch)
             os.replace(Path(scratch) / "built.so", path)
