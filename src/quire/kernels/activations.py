@@ -1,8 +1,8 @@
 """Activations in plain torch, by the names that configurations use.
 
 Finite numbers give the same on every CPU, up to rounding. What torch makes of infinity is left as it is: some
-of its kernels give NaN where the limit is infinity, on some CPUs. Either makes the row NaN by the next norm, so
-that a check here would cost time and change no answer.
+of its kernels give NaN where the limit is infinity, on some CPUs. Either makes the row NaN by the next norm:
+a check here would cost time and change no answer.
 
 `silu<7` is one with a bound: what it makes of the gate is 7 at most, and what that is multiplied with is cut
 to -7 and 7.
