@@ -100,7 +100,7 @@ def test_two_processes_at_once_fetch_once(pip: Path, tmp_path: Path) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(30)
+        worker.join(120)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert num_calls(pip) == 1
 

@@ -188,6 +188,7 @@ def test_the_adapters_of_all_engines_are_one_series_with_the_time_of_the_news() 
     pages = MetricsPages(Layout(64), num_engines=2)
     assert "lora_requests_info" not in EngineMetrics(pages, model_name="m", cache_info={}).text()
     metrics = EngineMetrics(pages, model_name="m", cache_info={}, max_loras=4)
+    began = time.time()
     metrics.note_adapters(0, ["b"], ["c"])
     metrics.note_adapters(1, ["a", "b"], [])
     (found,) = [each for each in metrics.snapshot() if each.name == "vllm:lora_requests_info"]
@@ -196,4 +197,4 @@ def test_the_adapters_of_all_engines_are_one_series_with_the_time_of_the_news() 
         "waiting_lora_adapters": "c",
         "running_lora_adapters": "a,b",
     }
-    assert isinstance(found, Gauge) and found.value == pytest.approx(time.time(), abs=60)
+    assert isinstance(found, Gauge) and began <= found.value <= time.time()

@@ -28,7 +28,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     """Says what it got; listens for a hang-up meanwhile, as servers do."""
     message = await receive()
     hang_up = asyncio.create_task(receive())
-    await asyncio.sleep(0.01)
+    for _ in range(20):
+        await asyncio.sleep(0)
     assert not hang_up.done(), "the client seemed to hang up"
     hang_up.cancel()
     headers = {name.decode(): value.decode() for name, value in scope["headers"]}

@@ -16,7 +16,7 @@ from pathlib import Path
 from quire.dist.scratch import Scratch
 scratch = Scratch(Path(sys.argv[1]))
 print(scratch.path, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

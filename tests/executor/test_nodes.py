@@ -5,8 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +66,6 @@ def ends_of(config: EngineConfig, *others: EngineConfig, timeout_s: float = PATI
     threads = [threading.Thread(target=join, args=(number,), daemon=True) for number in range(len(others))]
     for thread in threads:
         thread.start()
-        time.sleep(0.05)
     with pytest.raises(ConfigError) as problem:
         NodesCrew(config, timeout_s)
     for thread in threads:
@@ -124,18 +121,21 @@ def test_a_first_machine_that_falls_silent_may_come_again(config: EngineConfig, 
     assert head.is_closed
 
 
-def test_a_port_in_use_and_strangers(config: EngineConfig) -> None:
+def test_a_port_in_use_and_strangers(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     where = "127.0.0.2", config.parallel.master_port
     with socket.create_server(where):
         (head,) = ends_of(config)
         assert f"cannot listen for other machines on 127.0.0.2:{where[1]} (Address already in use)" in head
 
-    def pester() -> None:
-        for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\5hello"):
-            with suppress(OSError), socket.create_connection(where) as stranger:
-                stranger.sendall(noise)
+    await_all = NodesCrew.await_all
 
-    threading.Timer(0.1, pester).start()
+    def pestered(crew: NodesCrew, deadline: float) -> bool:
+        for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\5hello"):
+            with socket.create_connection(where) as stranger:
+                stranger.sendall(noise)
+        return await_all(crew, deadline)
+
+    monkeypatch.setattr(NodesCrew, "await_all", pestered)
     (head,) = ends_of(config, timeout_s=0.5)
     assert head.startswith("no word from node 1")
 

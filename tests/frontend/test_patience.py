@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -22,7 +23,7 @@ def in_a_thread(work: object) -> list[object]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     return found
 
@@ -48,16 +49,41 @@ def test_work_cannot_swallow_the_end() -> None:
     assert isinstance(error, RequestError)
 
 
-def test_what_is_done_in_time_is_left_alone() -> None:
-    def work() -> int:
-        for _ in range(50):
-            with limited(0.01, "a moment"):
-                pass
-        end = time.monotonic() + 0.1
-        while time.monotonic() < end:  # a late interrupt would arrive here
+class TimerByHand:
+    """A timer whose time is up when the test says so."""
+
+    made: "list[TimerByHand]" = []
+
+    def __init__(self, seconds: float, interrupt: Callable[[], None]) -> None:
+        self.interrupt = interrupt
+        self.made.append(self)
+
+    def start(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+def test_what_is_done_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the timer's thread is late, and looks whether the work is over after its end."""
+    monkeypatch.setattr(threading, "Timer", TimerByHand)
+    monkeypatch.setattr(TimerByHand, "made", [])
+
+    def rest() -> None:
+        for _ in range(1000):  # an interrupt would arrive here
             pass
+
+    def work() -> int:
+        with limited(0.01, "a moment"):
+            pass
+        TimerByHand.made[-1].interrupt()
+        rest()
         with pytest.raises(KeyError), limited(5.0, "failing"):
             raise KeyError
+        TimerByHand.made[-1].interrupt()
+        rest()
+        with pytest.raises(RequestError, match="a while took longer than 3 s"), limited(3.0, "a while"):
+            TimerByHand.made[-1].interrupt()
+            rest()
         return 7
 
     assert in_a_thread(work) == [7]

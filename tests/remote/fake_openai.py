@@ -22,6 +22,9 @@ class FakeServer:
         self.usage = usage
         self.delay_s = delay_s
         """Before each whole (not streamed) answer."""
+        self.num_answers = 0
+        self.most_answers = 10**9
+        """Whole answers that are given; further requests wait until this is raised."""
         self.requests: list[dict[str, Any]] = []
         """Body of every POST, with its headers under `_headers` and path under `_path`."""
         self.num_connections = 0
@@ -106,6 +109,9 @@ class FakeServer:
             return await self._stream(prompt, request, chat, writer)
         else:
             await asyncio.sleep(self.delay_s)
+            while self.num_answers >= self.most_answers:
+                await asyncio.sleep(0.01)
+            self.num_answers += 1
             text = f"echo {prompt}"
             choice = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
             whole(writer, 200, {"id": "x", "choices": [{"index": 0, "finish_reason": "stop", **choice}]})

@@ -146,13 +146,14 @@ def test_a_cancelled_request_hangs_up() -> None:
     with FakeServer() as server:
 
         async def ask(client: HttpClient) -> None:
-            body = b'{"stream": true, "prompt": "slow", "max_tokens": 500}'
-            request = client.request("POST", "/v1/completions", body, on_body=lambda _: None)
+            arrived = asyncio.Event()
+            body = b'{"stream": true, "prompt": "slow", "max_tokens": 10000}'
+            request = client.request("POST", "/v1/completions", body, on_body=lambda _: arrived.set())
             task = asyncio.create_task(request)
-            await asyncio.sleep(0.1)
+            await asyncio.wait_for(arrived.wait(), 60)
             task.cancel()
             await asyncio.wait([task])
-            deadline = time.monotonic() + 5  # the answer itself would take 25 s
+            deadline = time.monotonic() + 60  # the answer itself would take 500 s
             while server.busy and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
             assert not server.busy

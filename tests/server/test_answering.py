@@ -21,8 +21,10 @@ async def disconnected() -> dict[str, Any]:
 class Work:
     def __init__(self) -> None:
         self.cancelled = False
+        self.begun = asyncio.Event()
 
     async def run(self, result: int | None = None) -> int:
+        self.begun.set()
         try:
             if result is None:
                 await asyncio.Event().wait()
@@ -57,7 +59,7 @@ def test_work_is_cancelled_when_the_handler_is() -> None:
     async def go() -> None:
         running, work = Answering(), Work()
         task = asyncio.create_task(running.until_gone(never, work.run()))
-        await asyncio.sleep(0.01)
+        await work.begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -70,7 +72,7 @@ def test_abort_ends_what_runs_and_what_comes_later() -> None:
     async def go() -> None:
         running, work = Answering(), Work()
         task = asyncio.create_task(running.until_gone(never, work.run()))
-        await asyncio.sleep(0.01)
+        await work.begun.wait()
         running.abort()
         with pytest.raises(EngineError, match="shutting down"):
             await task

@@ -124,7 +124,18 @@ def test_whatever_is_large_is_rendered_off_the_loop(
     assert threads == [False, True]
 
 
-def test_a_template_that_takes_too_long_is_400_and_others_are_answered() -> None:
+def test_a_template_that_takes_too_long_is_400_and_others_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, others_answered = threading.Event(), threading.Event()
+
+    def rendering(*args: Any, **given: Any) -> Prompt:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert others_answered.wait(60)
+        return chat_prompt(*args, **given)
+
+    monkeypatch.setattr("quire.server.prompts.chat_prompt", rendering)
     engine = FakeEngine()
     application = Application(engine, make_settings({"trust_request_chat_template": True}))
     transport = httpx.ASGITransport(application.asgi)
@@ -134,9 +145,11 @@ def test_a_template_that_takes_too_long_is_400_and_others_are_answered() -> None
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             body = {"messages": MESSAGES, "chat_template": loops}
             slow = asyncio.create_task(client.post(CHAT, json=body, timeout=60))
-            await asyncio.sleep(0.1)
+            async with asyncio.timeout(60):
+                while not begun.is_set():
+                    await asyncio.sleep(0.01)
             assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 200
-            assert not slow.done()
+            others_answered.set()
             error = refused(await slow)
             assert "rendering the chat template took longer than 1 s" in error["message"]
             assert len(engine.seen) == 1

@@ -185,6 +185,6 @@ def test_a_server_answers_what_it_is_dealt(tmp_path: Path) -> None:
         asyncio.get_running_loop().remove_reader(listener)
         dealer.close()
         stop.set()
-        await asyncio.wait_for(asyncio.gather(*servers), 10)
+        await asyncio.wait_for(asyncio.gather(*servers), 60)
 
-    asyncio.run(asyncio.wait_for(go(), 30))
+    asyncio.run(asyncio.wait_for(go(), 120))

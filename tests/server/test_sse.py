@@ -72,6 +72,12 @@ class Texts:
         return b""
 
 
+async def rounds_of_the_loop() -> None:
+    """More rounds of the event loop than anything here needs to get on."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 def delta(text: str, id: str = "a") -> RequestOutput:
     return RequestOutput(id, None, [1], None, [CompletionOutput(0, text, [1], None, None)], False)
 
@@ -93,10 +99,10 @@ def test_a_slow_client_gets_late_what_a_fast_one_gets_at_once() -> None:
         script.push_text("three ", 1)
         script.push(delta("four"))
         script.push(delta("other", id="b"))
-        await asyncio.sleep(0.01)
+        await rounds_of_the_loop()
         assert connection.written == [b"one", b" "]
         script.over.set()
-        await asyncio.sleep(0.01)
+        await rounds_of_the_loop()
         assert not task.done(), "an answer is not over before all of it is sent"
         connection.reads.set()
         await task
@@ -114,7 +120,7 @@ def test_a_stream_that_is_given_up_leaves_nothing_behind() -> None:
         script.push(delta("never read"))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await asyncio.sleep(0.01)
+        await rounds_of_the_loop()
         assert len(asyncio.all_tasks()) == 1 and connection.written == []
 
     asyncio.run(go())
