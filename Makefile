@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
-.PHONY: serve test lint types unit slow clients docs dist sbom clean
+.PHONY: serve test lint types unit slow mutants clients docs dist sbom clean
 
 serve: .venv/ready
 	@$(BIN)/quire serve $(ARGS)
@@ -22,6 +22,10 @@ unit: .venv/ready-test
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Whether the tests fail on sources with a mistake in them, for each mistake of tests/mutants/mutants.toml.
+mutants: .venv/ready-test
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # The pages of docs/ as a site, in build/site.
 docs: .venv-docs/ready

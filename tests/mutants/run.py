@@ -1,0 +1,408 @@
+"""Runs the tests on sources with one mistake in them, for each mistake of mutants.toml.
+
+A mutant is a copy of the sources with one text edit. It is killed if a test fails on it, or hangs. A mutant
+that survives shows a mistake that no test notices. Only the test files that import the edited module are run,
+and those closest to it first; the imports are known from the text of the files.
+"""
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
+from itertools import groupby
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+MAX_FILES = 48
+"""Test files that are run for one mutant."""
+LIMIT_S = 240.0
+"""Seconds that all runs of one mutant may take. A mutant that no test has failed on by then survives."""
+SILENT_S = 120.0
+"""Seconds without any output of pytest after which a run counts as hung."""
+POLL_S = 0.2
+TAIL_LINES = 25
+DESELECTED = ("gpu", "clients")
+"""Test folders of which the chosen markers leave nothing."""
+SLOW = ("bench", "e2e", "arch")
+"""Test folders that start whole processes: they are run after the others of the same distance."""
+PYTEST = (
+    *("-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"),
+    *("--hypothesis-seed=0", "-m", "not slow and not gpu"),
+)
+_REFERENCE = re.compile(r"(quire(?:\.\w+)+)(?::\w*)?")
+"""A module, or a name in it, as the tables of lazily imported classes have them."""
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+class EditError(Exception):
+    """The edit of a mutant does not fit the sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One mistake, as a text edit."""
+
+    id: str
+    file: str
+    """Below src/quire."""
+    old: str
+    """Occurs once in the file."""
+    new: str
+    mistake: str
+    """What a user would suffer."""
+
+    def applied(self, text: str) -> str:
+        """The text of the file with the mistake in it."""
+        count = text.count(self.old)
+        if count != 1:
+            raise EditError(f"`old` occurs {count} times in {self.file}, and must occur once")
+        return text.replace(self.old, self.new)
+
+
+def read_mutants(path: Path = HERE / "mutants.toml") -> list[Mutant]:
+    """All mutants of a file, in its order."""
+    return [Mutant(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]]
+
+
+# ---- which tests
+
+
+class ImportGraph:
+    """Which file imports which, over the sources and the tests of a checkout."""
+
+    def __init__(self, tests: Path) -> None:
+        self.tests = tests
+        self.root = tests.parent
+        self.package = self.root / "src" / "quire"
+        self.modules = {self._module_name(path): path for path in self.package.rglob("*.py")}
+        settings = tomllib.loads((self.root / "pyproject.toml").read_text(encoding="utf-8"))
+        folders = settings["tool"]["pytest"]["ini_options"].get("pythonpath", [])
+        self.helpers = {path.stem: path for folder in folders for path in (self.root / folder).glob("*.py")}
+        """Modules that tests import by their bare name."""
+
+    def _module_name(self, path: Path) -> str:
+        parts = path.relative_to(self.package.parent).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @cached_property
+    def test_files(self) -> list[Path]:
+        files = sorted(self.tests.rglob("test_*.py"))
+        return [path for path in files if self.folder(path) not in DESELECTED]
+
+    def folder(self, path: Path) -> str:
+        """The folder of tests/ that a test file lies in."""
+        return path.relative_to(self.tests).parts[0]
+
+    @cached_property
+    def imports(self) -> dict[Path, set[Path]]:
+        """The files that each file imports; a test file imports the conftest.py of each folder above it."""
+        imported = {path: self._imported(path) for path in self.modules.values()}
+        for path in self.tests.rglob("*.py"):
+            folders = [folder for folder in path.parents if folder.is_relative_to(self.tests)]
+            conftests = {folder / "conftest.py" for folder in folders if (folder / "conftest.py").is_file()}
+            imported[path] = (self._imported(path) | conftests) - {path}
+        return imported
+
+    def _imported(self, path: Path) -> set[Path]:
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.update(self._from(node.module, [alias.name for alias in node.names]))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                reference = _REFERENCE.fullmatch(node.value)
+                names.update([reference[1]] if reference else [])
+        known = self.modules | self.helpers
+        return {known[name] for name in names if name in known}
+
+    def _from(self, module: str, names: Sequence[str]) -> Iterator[str]:
+        """The modules that `from module import names` is about."""
+        for name in names:
+            inner = f"{module}.{name}"
+            yield inner if inner in self.modules else module
+
+    @cached_property
+    def importers(self) -> dict[Path, set[Path]]:
+        """The files that import each file."""
+        importers: dict[Path, set[Path]] = defaultdict(set)
+        for importer, imported in self.imports.items():
+            for path in imported:
+                importers[path].add(importer)
+        return importers
+
+    def distances(self, source: Path) -> dict[Path, int]:
+        """How many imports of quire's modules lie between each test file and a source file. Imports of test
+        helpers cost nothing."""
+        distances, waiting = {source: 0}, deque([source])
+        while waiting:
+            path = waiting.popleft()
+            is_source = path.is_relative_to(self.package)
+            for importer in self.importers.get(path, ()):
+                distance = distances[path] + is_source
+                if distance < distances.get(importer, distance + 1):
+                    distances[importer] = distance
+                    (waiting.append if is_source else waiting.appendleft)(importer)
+        return {path: distances[path] for path in self.test_files if path in distances}
+
+    @cache  # noqa: B019 - there is one graph in a run
+    def reach(self, path: Path) -> int:
+        """How many source files a test file imports in the end: the fewer, the more it is about each."""
+        seen, waiting = {path}, [path]
+        while waiting:
+            fresh = self.imports[waiting.pop()] - seen
+            seen |= fresh
+            waiting += fresh
+        return sum(imported.is_relative_to(self.package) for imported in seen)
+
+    # ---- the order
+
+    def mirrored_folder(self, source: Path) -> Path | None:
+        """The folder of tests that stands for the folder of a source file, or for the next one above it."""
+        inner = source.relative_to(self.package).parent
+        for part in (inner, *inner.parents):
+            if part.parts and (self.tests / part).is_dir():
+                return self.tests / part
+        return None
+
+    def stages(self, source: Path) -> list[list[Path]]:
+        """The test files for a source file, closest first, in runs of equal distance. The mirrored folder
+        belongs to the first two whether its files import the module or not."""
+        distances = self.distances(source)
+        mirrored = self.mirrored_folder(source)
+        names = {f"test_{source.stem}.py", f"test_{source.parent.name}.py"}
+        parent = self.tests if mirrored is None else mirrored
+        twins = {path for path in self.test_files if path.name in names and path.parent == parent}
+        beside = set() if mirrored is None else {path for path in self.test_files if mirrored in path.parents}
+        stage_of = (
+            distances | {path: min(distances.get(path, 2), 2) for path in beside} | dict.fromkeys(twins, 1)
+        )
+
+        def order(path: Path) -> tuple[object, ...]:
+            closeness = path not in twins, self.folder(path) in SLOW, distances.get(path, MAX_FILES)
+            return stage_of[path], *closeness, path not in beside, self.reach(path), str(path)
+
+        chosen = sorted(stage_of, key=order)[:MAX_FILES]
+        return [list(files) for _, files in groupby(chosen, key=stage_of.__getitem__)]
+
+
+# ---- runs
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What became of a mutant."""
+
+    id: str
+    file: str
+    mistake: str
+    status: str = "SURVIVED"
+    """killed, SURVIVED, broken (no test could run) or unfit (the edit does not apply)."""
+    detail: str = ""
+    """The test that failed, or why there is none."""
+    seconds: float = 0.0
+    num_files: int = 0
+    """Test files that were run."""
+    tail: list[str] = field(default_factory=list)
+    """The last lines of the output, where it is broken."""
+
+    def line(self) -> str:
+        return f"{self.status:8} {self.id:36} {self.seconds:6.1f} s  {self.detail or self.mistake}"
+
+
+class Runner:
+    """Runs the tests of a checkout on mutants of its sources."""
+
+    def __init__(self, tests: Path) -> None:
+        self.graph = ImportGraph(tests)
+        self.root = self.graph.root
+        self.stopped = threading.Event()
+        assert self.graph.importers  # read here, since mutants run in threads
+
+    def verdict(self, mutant: Mutant) -> Verdict:
+        """Runs one mutant, stage by stage, until a test fails or its time is over."""
+        verdict, started = Verdict(mutant.id, mutant.file, mutant.mistake), time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            try:
+                self._plant(mutant, folder)
+            except (EditError, OSError) as error:
+                verdict.status, verdict.detail = "unfit", str(error)
+                return verdict
+            has_run = False
+            for stage in self.graph.stages(self.graph.package / mutant.file):
+                left_s = started + LIMIT_S - time.monotonic()
+                if left_s <= 0:
+                    break
+                code = self._pytest(stage, folder, left_s)
+                verdict.num_files += len(stage)
+                has_run |= code != 5
+                if self._judge(verdict, code, folder / "output.txt"):
+                    break
+        if not has_run and verdict.status == "SURVIVED":
+            verdict.status, verdict.detail = "broken", "no test was collected"
+        verdict.seconds = round(time.monotonic() - started, 1)
+        return verdict
+
+    def _plant(self, mutant: Mutant, folder: Path) -> None:
+        """A copy of the sources with the mistake in it."""
+        shutil.copytree(self.root / "src", folder / "src")
+        path = folder / "src" / "quire" / mutant.file
+        path.write_text(mutant.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+    def _judge(self, verdict: Verdict, code: int | str, output: Path) -> bool:
+        """Takes in the end of a run; whether it is the last."""
+        if code in (0, 5):
+            return False
+        text = output.read_text(encoding="utf-8", errors="replace")
+        if code == 1:
+            failed = _FAILED.search(text)
+            verdict.status, verdict.detail = "killed", failed[1] if failed else "a test failed"
+        elif code == "hung":
+            verdict.status, verdict.detail = "killed", f"hung: no output for {SILENT_S:.0f} s"
+        elif code == "late":
+            verdict.detail = f"no test failed in {LIMIT_S:.0f} s: {verdict.mistake}"
+        else:
+            verdict.status, verdict.detail = "broken", f"pytest ended with {code}"
+            verdict.tail = text.splitlines()[-TAIL_LINES:]
+        return True
+
+    def _pytest(self, files: Sequence[Path], folder: Path, left_s: float) -> int | str:
+        """The exit code of pytest, `hung` if its output stopped, or `late` if the time was over first."""
+        paths = [str(folder / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),
+        }
+        names = [str(path.relative_to(self.root)) for path in files]
+        command = [sys.executable, *PYTEST, f"--basetemp={folder / 't'}", f"--rootdir={self.root}", *names]
+        with (folder / "output.txt").open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            return self._ended(process, folder / "output.txt", left_s)
+        finally:
+            _end_group(process)
+
+    def _ended(self, process: "subprocess.Popen[bytes]", output: Path, left_s: float) -> int | str:
+        deadline, size, grown_at = time.monotonic() + left_s, 0, time.monotonic()
+        while (code := process.poll()) is None:
+            time.sleep(POLL_S)
+            now = time.monotonic()
+            if output.stat().st_size > size:
+                size, grown_at = output.stat().st_size, now
+            if now - grown_at > SILENT_S:
+                return "hung"
+            if now > deadline or self.stopped.is_set():
+                return "late"
+        return code
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """Ends pytest, if it still runs, and what its tests have left behind."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    finally:
+        process.wait()
+
+
+# ---- the command
+
+
+def run_all(runner: Runner, mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
+    """The verdicts as they come, of so many mutants at a time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        open_runs: set[Future[Verdict]] = {pool.submit(runner.verdict, mutant) for mutant in mutants}
+        try:
+            while open_runs:
+                done, open_runs = wait(open_runs, timeout=None, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        except BaseException:
+            runner.stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def show(verdicts: Iterable[Verdict], total: int) -> list[Verdict]:
+    """Prints a line for each verdict and, on a terminal, the progress below them."""
+    shown: list[Verdict] = []
+    for verdict in verdicts:
+        shown.append(verdict)
+        print(f"[{len(shown):{len(str(total))}}/{total}] {verdict.line()}", flush=True)
+        for line in verdict.tail:
+            print(f"    {line}", flush=True)
+        if sys.stderr.isatty():
+            progress = f"{len(shown)} of {total} run, {num_killed(shown)} killed"
+            print(progress, end="\r", file=sys.stderr, flush=True)
+    return shown
+
+
+def num_killed(verdicts: Iterable[Verdict]) -> int:
+    return sum(verdict.status == "killed" for verdict in verdicts)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tests",
+        type=Path,
+        default=HERE.parent,
+        help="the tests folder that is run, with the sources and settings of its checkout; default: this one",
+    )
+    parser.add_argument("--only", nargs="+", metavar="ID", default=[], help="run these mutants alone")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time; default: 2")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a report there")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = options()
+    mutants = read_mutants()
+    if unknown := set(args.only) - {mutant.id for mutant in mutants}:
+        print(f"unknown mutants: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    chosen = [mutant for mutant in mutants if not args.only or mutant.id in args.only]
+    started = time.monotonic()
+    verdicts = show(run_all(Runner(args.tests.resolve()), chosen, args.jobs), len(chosen))
+    killed, seconds = num_killed(verdicts), round(time.monotonic() - started, 1)
+    if args.json is not None:
+        report = {
+            "killed": killed,
+            "total": len(chosen),
+            "seconds": seconds,
+            "mutants": [asdict(verdict) for verdict in verdicts],
+        }
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(f"{seconds:.0f} s\n{killed} of {len(chosen)} mutants killed")
+    return int(killed < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

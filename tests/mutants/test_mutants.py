@@ -1,0 +1,132 @@
+"""Tests that the mutants fit the sources, that the runner picks the right test files, and that it judges the
+end of a run correctly. The runs themselves take too long for the suite: they are `make mutants`."""
+
+import ast
+import importlib.util
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parents[1] / "src" / "quire"
+
+
+def load_runner() -> ModuleType:
+    """The module run.py, which lies in no folder that Python searches."""
+    spec = importlib.util.spec_from_file_location("mutants_run", HERE / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+runner = load_runner()
+MUTANTS = runner.read_mutants()
+
+CHECKOUT = {
+    "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["tests/models"]\n',
+    "src/quire/__init__.py": "",
+    "src/quire/sched/__init__.py": "",
+    "src/quire/sched/blocks.py": "SIZE = 16\n",
+    "src/quire/sched/table.py": 'ENTRIES = {"blocks": "quire.sched.blocks:SIZE"}\n',
+    "src/quire/core.py": "from quire.sched import table\n",
+    "tests/conftest.py": "",
+    "tests/models/oracle.py": "from quire.sched.blocks import SIZE\n",
+    "tests/models/test_parity.py": "import oracle\n",
+    "tests/sched/test_blocks.py": "from quire.sched import blocks, table\n",
+    "tests/sched/test_other.py": "import json\n",
+    "tests/sched/test_table.py": "import quire.sched.table\n",
+    "tests/test_core.py": "from quire import core\n",
+    "tests/test_unrelated.py": "import json\n",
+    "tests/gpu/test_gpu.py": "from quire.sched import blocks\n",
+}
+"""A checkout in which a lazy table refers to a module, and a helper imports it."""
+
+
+@pytest.fixture
+def tests(tmp_path: Path) -> Path:
+    for name, text in CHECKOUT.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "tests"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_the_edit_applies(mutant: object) -> None:
+    assert isinstance(mutant, runner.Mutant)
+    assert mutant.new != mutant.old
+    text = (SOURCES / mutant.file).read_text(encoding="utf-8")
+    mutated = mutant.applied(text)  # raises unless the old text is there exactly once
+    assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(text))
+
+
+def test_ids_and_mistakes_can_be_read() -> None:
+    assert max(Counter(mutant.id for mutant in MUTANTS).values()) == 1
+    for mutant in MUTANTS:
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", mutant.id)
+        assert re.fullmatch(r"([A-Z]|\w+_\w+ )[^\n]+\.", mutant.mistake), mutant.id
+
+
+def test_an_edit_must_fit_exactly_once() -> None:
+    mutant = runner.Mutant("id", "file.py", "a", "b", "A mistake.")
+    assert mutant.applied("a c") == "b c"
+    for text in ("c", "a a"):
+        with pytest.raises(runner.EditError, match="must occur once"):
+            mutant.applied(text)
+
+
+def test_closest_test_files_come_first(tests: Path) -> None:
+    graph = runner.ImportGraph(tests)
+    stages = graph.stages(graph.package / "sched" / "blocks.py")
+    assert [[str(path.relative_to(tests)) for path in stage] for stage in stages] == [
+        ["sched/test_blocks.py", "models/test_parity.py"],
+        ["sched/test_table.py", "sched/test_other.py"],
+        ["test_core.py"],
+    ]
+
+
+def test_the_number_of_test_files_has_a_limit(tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MAX_FILES", 3)
+    graph = runner.ImportGraph(tests)
+    assert [len(stage) for stage in graph.stages(graph.package / "sched" / "blocks.py")] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "detail"),
+    [
+        (0, "SURVIVED", ""),
+        (5, "SURVIVED", ""),
+        (1, "killed", "tests/sched/test_blocks.py::test_reuse"),
+        ("hung", "killed", "hung: no output for 120 s"),
+        ("late", "SURVIVED", "no test failed in 240 s: A mistake."),
+        (2, "broken", "pytest ended with 2"),
+        (-11, "broken", "pytest ended with -11"),
+    ],
+)
+def test_the_end_of_a_run_is_judged(
+    tests: Path, tmp_path: Path, code: int | str, status: str, detail: str
+) -> None:
+    output = tmp_path / "output.txt"
+    output.write_text("..F\nFAILED tests/sched/test_blocks.py::test_reuse - assert 1 == 2\n")
+    verdict = runner.Verdict("id", "sched/blocks.py", "A mistake.")
+    is_last = runner.Runner(tests)._judge(verdict, code, output)
+    assert (verdict.status, verdict.detail, is_last) == (status, detail, code not in (0, 5))
+    assert bool(verdict.tail) == (status == "broken")
+
+
+def test_a_mutant_is_a_copy_of_the_sources(tests: Path, tmp_path: Path) -> None:
+    mutant = runner.Mutant("id", "sched/blocks.py", "SIZE = 16", "SIZE = 17", "A mistake.")
+    runner.Runner(tests)._plant(mutant, tmp_path / "copy")
+    assert (tmp_path / "copy/src/quire/sched/blocks.py").read_text() == "SIZE = 17\n"
+    assert (tmp_path / "src/quire/sched/blocks.py").read_text() == "SIZE = 16\n"
+
+
+def test_an_edit_that_does_not_fit_is_told(tests: Path) -> None:
+    mutant = runner.Mutant("id", "sched/blocks.py", "SIZE = 32", "SIZE = 17", "A mistake.")
+    verdict = runner.Runner(tests).verdict(mutant)
+    assert (verdict.status, verdict.num_files) == ("unfit", 0)
