@@ -3,7 +3,9 @@ what the first of them has compiled, and clients share what is known of certific
 kernels run in Triton's interpreter, which must be asked for before its import."""
 
 import os
+import shutil
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ sys.dont_write_bytecode = False
 if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import pytest  # noqa: E402
 from httpx._transports import default as transport  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
@@ -24,6 +27,17 @@ settings.register_profile(
     "quire", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("quire")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name a folder for the tiny models of this run, before the workers start and inherit the variable."""
+    if not hasattr(config, "workerinput"):
+        os.environ["QUIRE_TEST_TINY_MODELS"] = tempfile.mkdtemp(prefix="quire-tiny-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop("QUIRE_TEST_TINY_MODELS"), ignore_errors=True)
 
 
 class Kept:

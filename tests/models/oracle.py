@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_cache import built_once
 from torch import Tensor
-from zoo import SHARED, ZOO, architecture_of
+from zoo import SHARED, ZOO, Settings, architecture_of
 
 from quire.attention.backend import AttentionBackend
 from quire.attention.batch import Batch
@@ -22,32 +23,42 @@ MAX_ROWS = 8
 
 
 def make_tiny(family: str, tmp_path: Path, **overrides: Any) -> tuple[Path, Any]:
-    """A seeded random float32 model of the zoo: (directory with config.json + safetensors, HF model).
+    """Return a folder with a seeded random float32 checkpoint of the zoo, and the transformers model of it.
 
-    `family` is an architecture or its model_type.
+    `family` is an architecture or its model_type. The folder and the model belong to the caller.
     """
-    import transformers
-
     architecture = architecture_of(family)
-    specimen = ZOO[architecture]
-    settings = SHARED | specimen.settings | overrides
-    torch.manual_seed(0)
-    if specimen.twin is not None:
-        model = specimen.twin(settings)
-    else:
-        model_class = getattr(transformers, architecture)
-        model = model_class(model_class.config_class(**settings))
-    model.float().eval()
+    settings = SHARED | ZOO[architecture].settings | overrides
+    path = tmp_path / family
+    return path, built_once(
+        (architecture, settings), path, lambda folder: _build(architecture, settings, folder)
+    )
+
+
+def _build(architecture: str, settings: Settings, path: Path) -> Any:
+    """Write a checkpoint with these settings to `path` and return the transformers model."""
+    model = _twin(architecture, settings)
     # Norms start as ones, biases and some routers as zeros, which would hide a layer that ignores them.
     for tensor in model.state_dict().values():
         if tensor.is_floating_point() and (tensor.ndim == 1 or not tensor.any()):
             tensor.add_(torch.randn_like(tensor) * 0.2)
-    path = tmp_path / family
     model.save_pretrained(path)
-    if specimen.twin is not None:
+    if ZOO[architecture].twin is not None:
         config = json.loads((path / "config.json").read_text()) | {"architectures": [architecture]}
         (path / "config.json").write_text(json.dumps(config))
-    return path, model
+    return model
+
+
+def _twin(architecture: str, settings: Settings) -> Any:
+    """Return the transformers model with these settings and seeded random weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    twin = ZOO[architecture].twin
+    if twin is not None:
+        return twin(settings).float().eval()
+    model_class = getattr(transformers, architecture)
+    return model_class(model_class.config_class(**settings)).float().eval()
 
 
 def load_tiny(
