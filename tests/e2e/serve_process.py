@@ -37,13 +37,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def eventually(what: str, holds: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
-    """Wait until it holds; how long that took."""
+def eventually(what: str, holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
+    """Wait until it holds; the limit only ends a test that would hang."""
     start = time.monotonic()
     while not holds():
         assert time.monotonic() - start < within_s, f"not within {within_s:g} s: {what}"
         time.sleep(0.02)
-    return time.monotonic() - start
 
 
 def as_vllm(folder: Path, *flags: str) -> Path:
@@ -116,7 +115,7 @@ class ServeProcess:
     def exit_code(self, within_s: float = PATIENCE_S) -> int:
         """Of the supervisor, once it has ended; nothing may be left of the server then."""
         code = self.process.wait(within_s)
-        eventually("no orphan is left", lambda: not self.members(), 5.0)
+        eventually("no orphan is left", lambda: not self.members())
         return code
 
     def end_cleanly(self) -> None:
@@ -133,7 +132,7 @@ class ServeProcess:
     def health(self) -> int:
         """The status of /health; 0 when nobody answers."""
         try:
-            with httpx.Client(base_url=self.url, timeout=2.0) as fresh:
+            with httpx.Client(base_url=self.url, timeout=10.0) as fresh:
                 return fresh.get("/health").status_code
         except httpx.TransportError:
             return 0

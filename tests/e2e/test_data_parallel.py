@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serve_process import SHARED_FLAGS, ServeProcess, Start, eventually, free_port
+from serve_process import PATIENCE_S, SHARED_FLAGS, ServeProcess, Start, eventually, free_port
 from tiny_text import TextModel
 
 PROMPTS = ["The quick", "A page is", "One two three", "a book; a quire", "naïve café", "dog"]
@@ -21,7 +20,7 @@ PROMPTS = ["The quick", "A page is", "One two three", "a book; a quire", "naïve
 @pytest.fixture(scope="module")
 def pair(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     log = tmp_path_factory.mktemp("pair") / "log"
-    flags = ("-dp", "2", "--health-timeout", "4")
+    flags = ("-dp", "2", "--health-timeout", "10")
     with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=log) as started:
         started.until_healthy(num_api=2)
         yield started
@@ -56,7 +55,7 @@ def at_rest(server: ServeProcess) -> bool:
 def ask(server: ServeProcess, rank: int | None = None, **body: Any) -> httpx.Response:
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
     asked = {"model": "tiny", "prompt": "The quick", "temperature": 0, "ignore_eos": True} | body
-    with httpx.Client(base_url=server.url, timeout=60) as fresh:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh:
         return fresh.post("/v1/completions", json=asked, headers=headers)
 
 
@@ -102,11 +101,10 @@ def test_a_core_is_lost_under_load(pair: ServeProcess, how: int) -> None:
         running = [pool.submit(ask, pair, max_tokens=2000) for _ in range(8)]
         eventually("it works", lambda: by_engine(pair, "num_requests_running")["1"] > 0)
         os.kill(victim, how)
-        time.sleep(0.3)
         later = [pool.submit(ask, pair, max_tokens=5, rank=0) for _ in range(3)]
         assert all(each.result().status_code == 200 for each in later)
         if how == signal.SIGSTOP:
-            eventually("a core that stands still is told of", lambda: pair.health() == 503, 15)
+            eventually("a core that stands still is told of", lambda: pair.health() == 503)
             assert ask(pair, max_tokens=5).status_code == 200
             os.kill(victim, signal.SIGCONT)
         replies = [each.result() for each in running]
@@ -148,7 +146,7 @@ def test_a_head_and_a_headless_server(start: Start, tiny: TextModel) -> None:
     rpc = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
     two = ("--data-parallel-size", "2", "--data-parallel-size-local", "1", *rpc)
     node = start(*two, "--headless", "--data-parallel-start-rank", "1")
-    time.sleep(1.0)
+    eventually("it has begun before the head", lambda: bool(node.text()))
     head = start(*two, "--api-server-count", "1")
     wrong = start("--headless", "-dp", "4", "-dpl", "1", "-dpr", "3", *rpc)
     head.until_healthy()

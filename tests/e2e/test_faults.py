@@ -1,6 +1,7 @@
 """Processes killed or stopped under a running server: honest health, clear errors, and a way back."""
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import pytest
 from serve_process import SHARED_FLAGS, ServeProcess, Start, eventually
 from tiny_text import TextModel
 
-HEALTH_TIMEOUT_S = 2.0
+HEALTH_TIMEOUT_S = 10.0
+"""Longer than a busy machine keeps a core from its next step."""
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +38,22 @@ def runs_without(server: ServeProcess, dead: int) -> bool:
 
 def test_a_stopped_engine_is_unhealthy_and_goes_on_where_it_was(tough: ServeProcess) -> None:
     """Catches a /health that stays 200 with a hung engine, and a stream that is lost over a pause."""
-    whole = tough.complete(max_tokens=800)["choices"][0]["text"]
-    with tough.streaming(max_tokens=800) as stream:
+    whole = tough.complete(max_tokens=2000)["choices"][0]["text"]
+    core = tough.core
+    with tough.streaming(max_tokens=2000) as stream:
         found = [next(stream)]
-        os.kill(tough.core, signal.SIGSTOP)
+        os.kill(core, signal.SIGSTOP)
         try:
-            took_s = eventually("it is unhealthy", lambda: tough.health() == 503, 15)
+            eventually("it is unhealthy", lambda: tough.health() == 503)
             # The other API process may be a moment behind, and would still accept a request.
             eventually("both say so", lambda: all(tough.health() == 503 for _ in range(8)))
             refused = tough.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         finally:
-            os.kill(tough.core, signal.SIGCONT)
+            os.kill(core, signal.SIGCONT)
         found += stream
-    assert took_s >= HEALTH_TIMEOUT_S - 1, "a short pause is no reason to be unhealthy"
     assert refused.status_code == 503
-    assert "no progress" in refused.json()["error"]["message"]
+    said = re.search(r"no progress for (\d+\.\d) s; the limit is 10 s", refused.json()["error"]["message"])
+    assert said is not None and float(said[1]) >= HEALTH_TIMEOUT_S, "a short pause is no reason"
     eventually("it is healthy again", lambda: steady(tough))
     assert found[-1] == "[DONE]"
     assert "".join(each["choices"][0]["text"] for each in found[:-1] if isinstance(each, dict)) == whole
@@ -63,7 +66,7 @@ def test_a_killed_engine_tells_its_clients_and_comes_back(tough: ServeProcess) -
     with tough.streaming(max_tokens=8000) as stream:
         next(stream)
         os.kill(dead, signal.SIGKILL)
-        eventually("it is unhealthy", lambda: tough.health() == 503, 5)
+        eventually("it is unhealthy", lambda: tough.health() == 503)
         found = list(stream)
     assert found[-1] == "[DONE]"
     assert isinstance(found[-2], dict)
@@ -81,10 +84,11 @@ def test_a_killed_engine_tells_its_clients_and_comes_back(tough: ServeProcess) -
 
 def test_numbers_of_a_dead_engine_go_with_it(tough: ServeProcess) -> None:
     """Catches gauges that show the requests of a dead engine until the first request of the next."""
+    core = tough.core
     with tough.streaming(max_tokens=8000) as stream:
         next(stream)
         eventually("it runs", lambda: tough.metrics()["num_requests_running"] == 1)
-        os.kill(tough.core, signal.SIGKILL)
+        os.kill(core, signal.SIGKILL)
         list(stream)
     eventually("it is healthy again and rests", lambda: steady(tough))
     assert tough.metrics()["kv_cache_usage_perc"] == 0

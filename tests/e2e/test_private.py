@@ -3,11 +3,14 @@
 import asyncio
 import shutil
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from serve_process import PATIENCE_S
 from tiny_text import TextModel
 
 from quire.config.engine import EngineConfig
@@ -30,14 +33,25 @@ def config_of(path: Path, **given: Any) -> EngineConfig:
     return configure({"model": str(path), "use_tqdm_on_load": False} | sizes | given)
 
 
-def engines() -> list[psutil.Process]:
-    """The cores that this process has started."""
-    return [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
+Cores = Callable[[], list[psutil.Process]]
 
 
-def check_nothing_is_left(folder: Path) -> None:
+@pytest.fixture
+def cores() -> Cores:
+    """Finds the cores that the test has started."""
+    before = {child.pid for child in psutil.Process().children()}
+
+    def is_core(child: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return child.pid not in before and "spawn_main" in " ".join(child.cmdline())
+        return False
+
+    return lambda: [child for child in psutil.Process().children() if is_core(child)]
+
+
+def check_nothing_is_left(folder: Path, cores: Cores) -> None:
     assert list(folder.glob("quire-*")) == []
-    assert engines() == []
+    assert cores() == []
 
 
 @pytest.fixture
@@ -55,50 +69,50 @@ async def use(config: EngineConfig) -> None:
         raise AssertionError("it started")
 
 
-def test_a_core_that_cannot_start_says_why(broken: Path, folder: Path) -> None:
+def test_a_core_that_cannot_start_says_why(broken: Path, folder: Path, cores: Cores) -> None:
     """Catches an AttributeError in place of the reason."""
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         asyncio.run(use(config_of(broken)))
-    check_nothing_is_left(folder)
+    check_nothing_is_left(folder, cores)
 
 
-def test_a_tokenizer_that_cannot_be_read(tiny: TextModel, tmp_path: Path, folder: Path) -> None:
+def test_a_tokenizer_that_cannot_be_read(tiny: TextModel, tmp_path: Path, folder: Path, cores: Cores) -> None:
     """Catches a core that goes on loading for nobody."""
     copy = tmp_path / "copy"
     shutil.copytree(tiny.path, copy)
     (copy / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError):
         asyncio.run(use(config_of(copy)))
-    check_nothing_is_left(folder)
+    check_nothing_is_left(folder, cores)
 
 
-def test_a_core_that_is_killed_while_it_starts(tiny: TextModel, folder: Path) -> None:
+def test_a_core_that_is_killed_while_it_starts(tiny: TextModel, folder: Path, cores: Cores) -> None:
     async def go() -> None:
         task = asyncio.create_task(use(config_of(tiny.path)))
-        while not engines():
+        while not cores():
             await asyncio.sleep(0.01)
-        engines()[0].kill()
-        await asyncio.wait_for(task, 30)
+        cores()[0].kill()
+        await asyncio.wait_for(task, PATIENCE_S)
 
     with pytest.raises(ConfigError, match="the engine"):
         asyncio.run(go())
-    check_nothing_is_left(folder)
+    check_nothing_is_left(folder, cores)
 
 
-def test_a_start_that_is_given_up(tiny: TextModel, folder: Path) -> None:
+def test_a_start_that_is_given_up(tiny: TextModel, folder: Path, cores: Cores) -> None:
     async def go() -> None:
         task = asyncio.create_task(use(config_of(tiny.path)))
-        while not engines():
+        while not cores():
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(go())
-    check_nothing_is_left(folder)
+    check_nothing_is_left(folder, cores)
 
 
-def test_an_engine_whose_user_fails(tiny: TextModel, folder: Path) -> None:
+def test_an_engine_whose_user_fails(tiny: TextModel, folder: Path, cores: Cores) -> None:
     async def go() -> None:
         async with private_engine(config_of(tiny.path)) as engine:
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -109,4 +123,4 @@ def test_an_engine_whose_user_fails(tiny: TextModel, folder: Path) -> None:
 
     with pytest.raises(KeyError, match="mine"):
         asyncio.run(go())
-    check_nothing_is_left(folder)
+    check_nothing_is_left(folder, cores)

@@ -49,7 +49,7 @@ def test_a_command_is_answered(page: str, code: str, server: ServeProcess) -> No
     for line in typed.splitlines():
         if not line.startswith("$ "):
             continue
-        done = subprocess.run(["sh", "-c", line[2:]], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(["sh", "-c", line[2:]], capture_output=True, text=True, timeout=240)
         assert done.returncode == 0 and done.stdout, done.stderr
         if '"stream": true' in line:
             assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]")

@@ -9,7 +9,8 @@ import pytest
 from serve_process import SHARED_FLAGS, ServeProcess, eventually
 from tiny_text import TextModel
 
-HEALTH_TIMEOUT_S = 2.0
+HEALTH_TIMEOUT_S = 10.0
+"""Longer than a busy machine keeps a rank from its next step."""
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +36,17 @@ def at_rest(server: ServeProcess) -> bool:
 
 def test_a_stopped_rank_is_unhealthy_and_goes_on(pair: ServeProcess) -> None:
     """Catches a core that says nothing while it waits for a rank, and a stream lost over a pause."""
-    whole = pair.complete(max_tokens=300)["choices"][0]["text"]
-    with pair.streaming(max_tokens=300) as stream:
+    whole = pair.complete(max_tokens=1000)["choices"][0]["text"]
+    _, second = ranks(pair)
+    with pair.streaming(max_tokens=1000) as stream:
         found = [next(stream)]
-        os.kill(ranks(pair)[1], signal.SIGSTOP)
+        os.kill(second, signal.SIGSTOP)
         try:
-            eventually("it is unhealthy", lambda: pair.health() == 503, 15)
+            eventually("it is unhealthy", lambda: pair.health() == 503)
             refused = pair.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
             assert "no progress" in refused.json()["error"]["message"]
         finally:
-            os.kill(ranks(pair)[1], signal.SIGCONT)
+            os.kill(second, signal.SIGCONT)
         found += stream
     assert "".join(each["choices"][0]["text"] for each in found[:-1] if isinstance(each, dict)) == whole
     eventually("it is healthy again", lambda: at_rest(pair))
@@ -57,7 +59,7 @@ def test_a_killed_process_takes_the_engine_along_and_it_comes_back(pair: ServePr
     with pair.streaming(max_tokens=8000) as stream:
         next(stream)
         os.kill(before[1] if victim == "rank" else core, signal.SIGKILL)
-        eventually("all of them end", lambda: not {core, *before} & {*psutil.pids()}, 10)
+        eventually("all of them end", lambda: not {core, *before} & {*psutil.pids()})
         found = list(stream)
     assert isinstance(found[-2], dict) and found[-2]["error"]["code"] == 503
     eventually("it is back", lambda: at_rest(pair))

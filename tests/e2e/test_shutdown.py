@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from serve_process import PATIENCE_S, ServeProcess, Start, eventually
 
@@ -51,7 +50,7 @@ def test_sigterm_lets_running_requests_finish(start: Start) -> None:
     server.until_healthy(num_api=2)
     crowd = Crowd(server, 8, max_tokens=LENGTH)
     server.process.send_signal(signal.SIGTERM)
-    eventually("new connections are refused", server.refuses, 10)
+    eventually("new connections are refused", server.refuses)
     still_running = "[DONE]" not in [found[-1] for found in crowd.found]
     crowd.join()
     assert server.exit_code() == 0, server.text()
@@ -69,7 +68,7 @@ def test_a_shutdown_timeout_of_0_aborts_at_once(start: Start) -> None:
     server.until_healthy()
     crowd = Crowd(server, 4, max_tokens=8000)
     server.process.send_signal(signal.SIGTERM)
-    assert server.exit_code(within_s=25) == 0, server.text()
+    assert server.exit_code() == 0, server.text()
     crowd.join()
     for found in crowd.found:
         assert found[-1] == "[DONE]"
@@ -85,7 +84,7 @@ def test_a_second_sigint_ends_at_once(start: Start) -> None:
     server.process.send_signal(signal.SIGINT)
     eventually("it drains", lambda: "Shutting down" in server.text())
     server.process.send_signal(signal.SIGINT)
-    assert server.exit_code(within_s=25) == 130, server.text()
+    assert server.exit_code() == 130, server.text()
     crowd.join()
     assert "[DONE]" not in [found[-1] for found in crowd.found], "there was nothing to hurry"
 
@@ -123,7 +122,8 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next(
 
 def test_sigterm_while_the_model_loads(start: Start) -> None:
     """Catches a server that can only be stopped once it is up."""
-    server = start()
-    eventually("the engine's process runs", lambda: len(psutil.Process(server.process.pid).children()) >= 2)
+    server = start("--shutdown-timeout", "0")
+    eventually("the engine's process runs", lambda: bool(server.with_role("EngineCore")))
+    os.kill(server.core, signal.SIGSTOP)  # it is never up
     server.process.send_signal(signal.SIGTERM)
-    assert server.exit_code(within_s=15) == 0, server.text()
+    assert server.exit_code() == 0, server.text()

@@ -6,7 +6,7 @@ from collections import Counter
 
 import psutil
 import pytest
-from serve_process import ServeProcess, Start, eventually
+from serve_process import PATIENCE_S, ServeProcess, Start, eventually
 
 NUM_API = 4
 ASK = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -26,7 +26,7 @@ def open_by_process(server: ServeProcess) -> Counter[int]:
 
 
 def connect(server: ServeProcess) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
 
 
 def check_even(server: ServeProcess, expected: int) -> None:
@@ -73,7 +73,7 @@ def test_a_unix_socket_is_shared_too(
     eventually("both serve", lambda: server.text().count("Started server process") == 2)
     for _ in range(4):
         with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(30)
+            client.settimeout(PATIENCE_S)
             client.connect(str(path))
             client.sendall(ASK)
             assert client.recv(12) == b"HTTP/1.1 200"

@@ -14,7 +14,7 @@ from serve_process import PATIENCE_S, ServeProcess, Start, eventually, greedy
 from tiny_text import TextModel
 
 
-def only_line(server: ServeProcess, within_s: float = 60) -> str:
+def only_line(server: ServeProcess, within_s: float = PATIENCE_S) -> str:
     """What a server that could not start has to say."""
     assert server.exit_code(within_s) == 1, server.text()
     lines = [line for line in server.text().splitlines() if "error" in line.lower()]
