@@ -35,7 +35,7 @@ NAMES = {
 }
 """One of each kind of attention: full, windows, sinks, latent; what it calls its scales."""
 SCALES = 0.013, 0.021
-needs_native = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+needs_native = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 
 def rounded(x: Tensor, scale: float, kind: torch.dtype) -> Tensor:

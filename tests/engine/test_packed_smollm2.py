@@ -14,7 +14,7 @@ from quire.kernels import native
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here"),
+    pytest.mark.skipif(native.library() is None, reason="there are no native kernels here"),
 ]
 NUM_TOKENS = 2000
 PROMPTS = [

@@ -17,7 +17,7 @@ from quire.kernels.linear import Matrix
 from quire.kernels.quantized import TYPES, interleaves, pack, unpack_reference
 from quire.kernels.tape import record
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 PLAIN = [torch.float32, torch.bfloat16]
 LAYOUTS = [False, True] if interleaves() else [False]
 ROUTINGS = {

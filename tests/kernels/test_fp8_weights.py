@@ -16,7 +16,7 @@ from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import FP8_FORMS, Matrix, Product, linear_reference
 from quire.kernels.quantized import Lookup
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 KINDS = sorted(FP8_FORMS, key=str)
 BLOCKS = [None, (128, 128), (7, 32), (1000, 10000)]
 

@@ -10,7 +10,7 @@ from quire.attention import latent as reference
 from quire.attention.latent import LatentSpec
 from quire.kernels import latent, native
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 

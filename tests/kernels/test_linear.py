@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels import native
 from quire.kernels.linear import Matrix, Product, linear_reference
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 TYPES = [torch.float32, torch.bfloat16]
 
 

@@ -7,7 +7,7 @@ from quire.kernels import native
 from quire.kernels.masks import apply_masks
 from quire.sampling.confine import apply_masks as reference
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

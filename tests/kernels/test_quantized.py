@@ -14,7 +14,7 @@ from quire.kernels import native
 from quire.kernels.linear import Matrix, Product
 from quire.kernels.quantized import TYPES, Lookup, interleaves, pack, product_reference, unpack_reference
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 KINDS = sorted(TYPES)
 LAYOUTS = [False, True] if interleaves() else [False]
 ONE_OF_EACH_FORM = ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "Q4_K", "Q2_K", "Q6_K", "MXFP4")

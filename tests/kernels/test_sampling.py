@@ -16,7 +16,7 @@ from quire.sampling import chance
 from quire.sampling.chance import floors, uniform
 from quire.sampling.confine import apply_masks
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 THREADS = st.sampled_from([1, 2, 3])
 SEEDS = st.integers(0, 99)
 

@@ -12,7 +12,7 @@ from quire.kernels.state_cpu import CPUStateOps, HalfStateOps
 from quire.kernels.tape import record
 
 theirs = StateReference()
-compiled = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+compiled = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 SCAN, DELTA = (4, 16, 24, 2), (4, 20, 40, 2)
 """heads, then both dimensions of the state, then groups or heads of keys"""
 

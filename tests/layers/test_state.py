@@ -55,7 +55,7 @@ def test_parts_of_groups_are_taken_apart() -> None:
     assert apart(2, 2, 4).tolist() == [0, 3, 1, 2, 4, 5]
 
 
-@pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+@pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 @pytest.mark.parametrize("kind", MIXERS)
 @torch.inference_mode()
 def test_a_decode_is_one_tape(kind: str) -> None:

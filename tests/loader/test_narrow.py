@@ -9,7 +9,7 @@ from oracle import load_tiny, make_tiny, random_prompts, run_paged
 
 from quire.kernels import native
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from quire.worker.rows import Rows
 
 RUNS = [(3, 9), (15, 2)]
 """Longer than the window, and shorter."""
-NATIVE = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+NATIVE = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 
 @torch.inference_mode()

@@ -38,7 +38,7 @@ def near(ours: list[Tensor], expected: list[Tensor]) -> None:
 def test_logits_match_transformers_and_rows_are_used_again(twins: tuple[Path, Any], ops: StateOps) -> None:
     """A state that a chunk loses, that another sequence gets, or that a row's last owner left."""
     if isinstance(ops, CPUStateOps) and native.library() is None:
-        pytest.skip("the native kernels do not compile here")
+        pytest.skip("there are no native kernels here")
     path, hf_model = twins
     prompts = random_prompts(23, 9, 80)
     expected = [run_hf(hf_model, ids) for ids in prompts]

@@ -14,7 +14,7 @@ from quire.kernels import native
 from quire.kernels.tape import record
 from quire.layers.attention import attention_layers, caching_layers
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 
 class Memory:

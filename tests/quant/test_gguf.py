@@ -24,7 +24,7 @@ from quire.quant.weight import LinearShape, Weight
 CPU = torch.device("cpu")
 NEVER_PACKED = re.compile(r"norm|bias|sinks|router|shared_gate|before|after")
 ELSEWHERE = torch.device("meta")
-needs_native = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+needs_native = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 
 def format_of(parts: list[tuple[Any, ...]]) -> GGUFFormat:

@@ -41,7 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "gptq act-order": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": True},
 }
-needs_native = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+needs_native = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 
 def linear_of(scheme: Grouped, sizes: tuple[int, ...], inputs: int = 128, **options: Any) -> Weight:

@@ -26,7 +26,7 @@ def test_logits_are_those_of_the_numbers(
 ) -> None:
     """Gate and up in turns, nibbles or scales in the wrong order, experts unpacked to memory."""
     if kernels and native.library() is None:
-        pytest.skip("the native kernels do not compile here")
+        pytest.skip("there are no native kernels here")
     if not kernels:
         monkeypatch.setattr("quire.quant.mxfp4.native.library", lambda: None)
     path, hf_model = gpt_oss(tmp_path)

@@ -75,7 +75,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 def test_a_large_batch_takes_no_more_than_was_reckoned(mode: str, how: str) -> None:
     """Float32 copies of all logits at once: with 1,024 rows and 150,000 tokens several gigabytes."""
     if how == "kernel" and native.library() is None:
-        pytest.skip("the native kernels do not compile here")
+        pytest.skip("there are no native kernels here")
     sampler = Sampler(VOCAB, CPU, mode, kernel if how == "kernel" else None)
     logits = torch.randn(8 * AT_ONCE, VOCAB).bfloat16()
     sampled(sampler, logits[:1].clone())

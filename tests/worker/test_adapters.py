@@ -128,7 +128,7 @@ def test_rows_of_one_batch_have_adapters_of_their_own(tiny: Tiny) -> None:
     assert found == {1: tiny.expected[1, 2], 0: tiny.expected[0, 0]}
 
 
-@pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+@pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 def test_decodes_with_adapters_are_taped(tiny: Tiny) -> None:
     """An operation of torch among the kernels, by which every step is computed call by call."""
     worker = tiny.start()

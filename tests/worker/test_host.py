@@ -16,7 +16,7 @@ from quire.worker import host as module
 from quire.worker.host import Host
 from quire.worker.worker import Worker
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 ROWS, TAPED, BLOCK, LONGEST = 20, 12, 4, 256
 WIDTH = LONGEST // BLOCK
