@@ -1,11 +1,17 @@
 """Settings that every test shares. Two pytest workers on two cores: one thread each. Processes of tests read
 what the first of them has compiled, and clients share what is known of certificates. Without a GPU the Triton
-kernels run in Triton's interpreter, which must be asked for before its import."""
+kernels run in Triton's interpreter, which must be asked for before its import.
+
+A test sees the same numbers alone, after others and in any order: random numbers start anew for every fixture
+and every test, Hypothesis makes the same examples in every run, and warnings that are given once are given
+once in each test."""
 
 import os
+import random
 import shutil
 import sys
 import tempfile
+import zlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,13 +25,21 @@ if not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
+from httpx._config import DEFAULT_TIMEOUT_CONFIG  # noqa: E402
 from httpx._transports import default as transport  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from quire.logs import warn_once  # noqa: E402
+
+PATIENCE_S = 60.0
+"""What a client waits for an answer unless a test says otherwise: only a server that hangs takes so long."""
+
 transport.create_ssl_context = cache(transport.create_ssl_context)
-settings.register_profile(
-    "quire", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
+for phase in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, phase, PATIENCE_S)
+EXAMPLES: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("quire", derandomize=True, **EXAMPLES)
+settings.register_profile("explore", print_blob=True, **EXAMPLES)
 settings.load_profile("quire")
 
 
@@ -33,11 +47,40 @@ def pytest_configure(config: pytest.Config) -> None:
     """Name a folder for the tiny models of this run, before the workers start and inherit the variable."""
     if not hasattr(config, "workerinput"):
         os.environ["QUIRE_TEST_TINY_MODELS"] = tempfile.mkdtemp(prefix="quire-tiny-")
+    config.option.randomly_reset_seed = False  # pytest-randomly only chooses the order
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop("QUIRE_TEST_TINY_MODELS"), ignore_errors=True)
+
+
+def seed_from(name: str) -> None:
+    """Start the random numbers of every library that is imported anew; `name` alone decides on them."""
+    seed = zlib.crc32(name.encode())
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    """A fixture of a module is made for whichever of its tests comes first: it must not matter which."""
+    seed_from(fixturedef.argname)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    warn_once.cache_clear()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    seed_from("test")
 
 
 class Kept:

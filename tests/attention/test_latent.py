@@ -177,7 +177,7 @@ def test_more_sequences_than_are_counted_at_once(monkeypatch: pytest.MonkeyPatch
 def test_prompts_in_rounds(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Little memory: a sequence at a time, and a head at a time of a long one."""
     monkeypatch.setattr(triton_latent, "EXPANDED_BYTES", num_bytes)
-    triton_latent._cut.cache_clear()
+    monkeypatch.setattr(triton_latent, "_cut", triton_latent._cut.__wrapped__)
     check(TritonLatent(), MANY, SPEC, torch.float32, DEVICE)
 
 

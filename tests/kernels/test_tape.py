@@ -24,7 +24,7 @@ from quire.layers.scope import Scope
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
 OPS = CPUOps()
-WEIGHT = torch.randn(24)
+WEIGHT = torch.randn(24, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
