@@ -1,0 +1,86 @@
+"""Every path of QUIRE_CPU_KERNELS that this CPU has: all C sources, and an engine against transformers.
+
+The rest of the suite runs on one path, `native` unless the variable says otherwise. Here a short part of it
+runs once more on each of the others, in a process of its own, since a process loads one library.
+"""
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from quire.config.cpu_kernels import Cpu, paths_of
+from quire.kernels.native import NativeError, find_compiler
+
+ROOT = Path(__file__).parents[2]
+KERNELS = [
+    "tests/kernels/test_cpu_ops.py::test_norms",
+    "tests/kernels/test_cpu_ops.py::test_activations",
+    "tests/kernels/test_cpu_ops.py::test_activations_at_the_ends",
+    "tests/kernels/test_cpu_ops.py::test_rotate_and_write",
+    "tests/kernels/test_cpu_ops.py::test_lora",
+    "tests/kernels/test_linear.py::test_matches_torch_on_random_shapes",
+    "tests/kernels/test_linear.py::test_the_same_bits_alone_in_a_batch_and_with_other_threads",
+    "tests/kernels/test_fp8_weights.py::test_every_code_is_what_torch_makes_of_it",
+    "tests/kernels/test_quantized.py::test_every_row_comes_back_exactly",
+    "tests/kernels/test_quantized.py::test_the_largest_codes_do_not_overflow",
+    "tests/kernels/test_quantized.py::test_matches_float64_on_random_shapes",
+    "tests/kernels/test_cpu_experts.py::test_the_same_experts_and_weights",
+    "tests/kernels/test_cpu_experts.py::test_plain_weights",
+    "tests/kernels/test_masks.py",
+    "tests/kernels/test_sampling.py::test_argmax_of_what_is_not_finite",
+    "tests/kernels/test_sampling.py::test_draws",
+    "tests/kernels/test_state.py::test_states_in_c",
+    "tests/kernels/test_state.py::test_conv_in_c",
+    "tests/kernels/test_state.py::test_gates_in_c",
+    "tests/attention/test_cpu_attn.py::test_sinks",
+    "tests/attention/test_cpu_attn.py::test_prompts_longer_than_a_block_of_rows",
+    "tests/attention/test_cpu_attn.py::test_sequences_of_many_tiles_and_ranges",
+    "tests/attention/test_cpu_attn.py::test_bfloat16_is_summed_in_float32",
+]
+"""What has no meaning without the C library, and is skipped there."""
+ANSWERS = [
+    "tests/worker/test_alignment.py::test_the_cheapest_way_is_the_one_that_transformers_takes",
+    "tests/engine/test_parity.py::test_whole_prompts_and_prefix_hits[LlamaForCausalLM]",
+    "tests/engine/test_parity.py::test_whole_prompts_and_prefix_hits[Qwen3NextForCausalLM]",
+    "tests/engine/test_parity.py::test_whole_prompts_and_prefix_hits[DeepseekV3ForCausalLM]",
+]
+"""What every path answers, with C kernels or without: dense; states and experts; latent attention."""
+PATHS = [path for path in paths_of(Cpu.read()) if path != "native"]
+
+
+def outcomes(report: Path) -> dict[str, str]:
+    """The outcome of each test of a JUnit report, by its name: `passed`, or the reason why it was skipped."""
+    by_name = {}
+    for case in ET.parse(report).iter("testcase"):
+        skipped = case.find("skipped")
+        by_name[case.attrib["name"]] = "passed" if skipped is None else skipped.attrib["message"]
+    return by_name
+
+
+@pytest.mark.timeout(900)  # the first run on a machine compiles
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_gives_the_same_answers(path: str, tmp_path: Path) -> None:
+    """An instruction set whose branch of a C source computes something else, or does not compile."""
+    if path != "torch":
+        try:
+            find_compiler(os.environ.get("CC"))
+        except NativeError as error:
+            pytest.skip(str(error))
+    report = tmp_path / "report.xml"
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, f"--junitxml={report}"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environ |= {"QUIRE_CPU_KERNELS": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *KERNELS, *ANSWERS], cwd=ROOT, env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    results = outcomes(report)
+    answered = [outcome for name, outcome in results.items() if name.startswith("test_whole_prompts_and")]
+    assert answered == ["passed"] * 3
+    skipped = {outcome for outcome in results.values() if outcome != "passed"}
+    assert skipped == ({"there are no native kernels here"} if path == "torch" else set())
