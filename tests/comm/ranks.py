@@ -12,7 +12,7 @@ from quire.comm.world import World, join
 from quire.config.ranks import Rank
 from quire.config.sections import ParallelSection
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 def run_ranks(folder: Path, what: Callable[..., Any], *args: Any, **sizes: Any) -> list[Any]:

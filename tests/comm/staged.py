@@ -20,7 +20,7 @@ from quire.data.request import Request
 from quire.prepare import configure
 from quire.worker.worker import Worker
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 class Outcome:

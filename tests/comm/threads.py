@@ -11,7 +11,7 @@ from quire.comm.group import Group
 from quire.comm.world import World
 from quire.config.ranks import Rank
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 class Table:
@@ -104,7 +104,7 @@ def run_threads(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * TIMEOUT_S)
+        thread.join(TIMEOUT_S + 60)
     for error in errors:
         if not isinstance(error, threading.BrokenBarrierError):
             raise error

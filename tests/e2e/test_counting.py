@@ -28,7 +28,7 @@ OF_THE_PROCESS = ("process_", "python_")
 @pytest.fixture(params=["server", "pair"], ids=["one API process", "two API processes"])
 def counted(request: pytest.FixtureRequest) -> ServeProcess:
     found: ServeProcess = request.getfixturevalue(request.param)
-    assert scrape(found)["num_requests_running"] == 0
+    eventually("what others asked has ended", lambda: found.metrics()["num_requests_running"] == 0)
     return found
 
 

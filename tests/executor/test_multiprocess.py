@@ -15,6 +15,7 @@ from oracle import make_tiny
 from quire import LLM, SamplingParams
 from quire.data.plan import Admission, StepPlan
 from quire.errors import ConfigError, EngineDead, EngineError
+from quire.executor import multiprocess
 from quire.executor.crew import LocalCrew
 from quire.executor.multiprocess import MultiprocessExecutor
 from quire.executor.rank import Place, own_places
@@ -32,6 +33,13 @@ SETTINGS: dict[str, Any] = {
     "use_tqdm_on_load": False,
     "disable_log_stats": True,
 }
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a busy machine may tell of a failure long after each other."""
+    monkeypatch.setattr(multiprocess, "ALIKE_S", PATIENCE_S)
+    monkeypatch.setattr(multiprocess, "CAUSE_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
