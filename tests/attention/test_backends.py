@@ -18,6 +18,7 @@ from quire.attention.torch_sdpa import TorchSDPA
 from quire.attention.triton_attn import TritonAttention
 from quire.config.machine import Machine
 from quire.errors import ConfigError
+from quire.kernels import native
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "TORCH_SDPA": TorchSDPA,
@@ -27,6 +28,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 }
 SPEC = AttentionSpec(4, 2, 16, torch.float32)
 MIXED: Chunks = [(19, 3), (1, 150), (3, 100), (36, 20), (1, 0)]
+needs_native = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -92,7 +94,7 @@ def test_wide_heads(dtype: torch.dtype, full: AttentionBackend) -> None:
     check(full, [(19, 3), (1, 40), (1, 0)], AttentionSpec(8, 2, 512, dtype, scale=0.05), block=16)
 
 
-@pytest.mark.parametrize("kind", ["TORCH_SDPA", "TRITON_ATTN", "CPU_ATTN"])
+@pytest.mark.parametrize("kind", ["TORCH_SDPA", "TRITON_ATTN", pytest.param("CPU_ATTN", marks=needs_native)])
 def test_layers_side_by_side(kind: str) -> None:
     """A token's keys that lie further apart than they are wide: those of another layer read for them."""
     case = make_case(MIXED, AttentionSpec(4, 2, 8, torch.float32, 33), block=16)

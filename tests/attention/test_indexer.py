@@ -11,12 +11,14 @@ from quire.attention.cpu_latent import CPULatent
 from quire.attention.indexer import Picked
 from quire.attention.latent import Latent, LatentSpec, TorchLatent
 from quire.attention.triton_latent import TritonLatent
+from quire.kernels import native
 from quire.kernels.triton.indexer import scores
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MANY: Chunks = [(1, 40), (19, 0), (2, 70), (40, 33), (1, 0)]
 MOST = 16
 IMPLEMENTATIONS: dict[str, type[Latent]] = {"torch": TorchLatent, "cpu": CPULatent, "triton": TritonLatent}
+needs_native = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 
 def case_of(chunks: Chunks, heads: int = 5, dim: int = 24) -> tuple[Case, Tensor, Tensor]:
@@ -27,7 +29,8 @@ def case_of(chunks: Chunks, heads: int = 5, dim: int = 24) -> tuple[Case, Tensor
 
 
 def test_each_token_sees_those_that_it_scores_best() -> None:
-    """A key of another sequence, one that comes later, a head's score that counts below 0."""
+    """A key of another sequence, one that comes later, a head's score that counts below 0. Keys that no head
+    likes all score 0: which of them are picked does not matter, so scores are compared, not keys."""
     case, weights, keys = case_of(MANY)
     picked = indexer.pick(case.q, weights, keys, case.batch, MOST)
     assert picked is not None
@@ -35,12 +38,17 @@ def test_each_token_sees_those_that_it_scores_best() -> None:
     for own, new in zip(case.keys, case.batch.query_lens_host.tolist(), strict=True):
         for token in range(at, at + new):
             seen = own[: len(own) - new + token - at + 1, 0]
-            score = (weights[token] @ (case.q[token] @ seen.t()).relu()).double()
             count = min(MOST, len(seen))
             assert picked.lens[token] == count
-            best = seen[score.topk(count).indices]
-            found = flat[picked.slots[token, :count].long()]
-            torch.testing.assert_close(found.sort(0).values, best.sort(0).values)
+            slots = picked.slots[token, :count].long()
+            assert len(slots.unique()) == count
+            found = flat[slots]
+            assert (found[:, None] == seen).all(-1).any(-1).all()
+            best, ours = (
+                (weights[token] @ (case.q[token] @ of.t()).relu()).sort(descending=True).values[:count]
+                for of in (seen, found)
+            )
+            torch.testing.assert_close(ours, best, atol=1e-4, rtol=1e-4)
         at += new
 
 
@@ -59,7 +67,7 @@ def test_the_kernel_scores_as_torch_does(heads: int, dim: int) -> None:
     torch.testing.assert_close(scores(*given), indexer.reference(*given), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", ["torch", pytest.param("cpu", marks=needs_native), "triton"])
 def test_latents_that_were_picked_are_all_that_is_seen(kind: str) -> None:
     """A slot that is read as a block, what is behind a token's own picks."""
     spec = LatentSpec(heads=3, rank=32, nope_dim=16, rope_dim=8, v_dim=24, scale=0.2)

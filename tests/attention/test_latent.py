@@ -13,6 +13,7 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.cpu_latent import CPULatent
 from quire.attention.latent import Latent, LatentAdapted, LatentEntry, LatentSpec, TorchLatent, choose
 from quire.attention.triton_latent import TritonLatent
+from quire.kernels import native
 from quire.kernels.cpu import CPUOps
 from quire.kernels.ops import Ops
 from quire.kernels.reference import Reference
@@ -27,6 +28,9 @@ HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the int
 SPEC = LatentSpec(heads=3, rank=32, nope_dim=16, rope_dim=8, v_dim=24, scale=0.2)
 MANY: Chunks = [(1, 40), (19, 0), (1, -1), (2, 70), (40, 33), (1, 0), (9, 5), (8, 12)]
 IMPLEMENTATIONS = {"torch": TorchLatent, "cpu": CPULatent, "triton": TritonLatent}
+needs_native = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
+ON_CPU = pytest.param("cpu", marks=needs_native)
+NAMES = ["torch", ON_CPU, "triton"]
 
 
 def case_of(
@@ -68,7 +72,7 @@ def check(
     torch.testing.assert_close(ours, expected(case, q, weight, spec), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunks", [*CHUNKS.values(), MANY], ids=[*CHUNKS, "many"])
 def test_latents_are_attended_to_as_the_keys_and_values_they_stand_for(name: str, chunks: Chunks) -> None:
     """A wrong half of the weight, a key that is not seen, a share that is not merged."""
@@ -78,7 +82,7 @@ def test_latents_are_attended_to_as_the_keys_and_values_they_stand_for(name: str
 ADAPTED: dict[str, type[Ops]] = {"torch": Reference, "cpu": CPUOps, "triton": TritonOps}
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_sequence_has_its_own_adapter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A half of the weight that an adapter does not reach, or reaches for another's latents; an infinity of
     one that nobody has."""
@@ -109,14 +113,14 @@ def test_each_sequence_has_its_own_adapter(monkeypatch: pytest.MonkeyPatch, name
     torch.testing.assert_close(ours, right, atol=3e-4, rtol=3e-4)
 
 
-@pytest.mark.parametrize("name", ["cpu", "triton"])
+@pytest.mark.parametrize("name", [ON_CPU, "triton"])
 def test_half_precision(name: str) -> None:
     dtype, device = (HALF, DEVICE) if name == "triton" else (torch.bfloat16, "cpu")
     check(IMPLEMENTATIONS[name](), MANY, SPEC, dtype, device)
 
 
 @pytest.mark.parametrize("kept_as", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_8_bit_caches(monkeypatch: pytest.MonkeyPatch, name: str, kept_as: torch.dtype) -> None:
     """A scale left out of the scores, of the sums, or of what is multiplied out."""
     monkeypatch.setattr(cpu_latent, "FEW_QUERIES", 8)
@@ -125,7 +129,7 @@ def test_8_bit_caches(monkeypatch: pytest.MonkeyPatch, name: str, kept_as: torch
 
 
 @pytest.mark.parametrize("kept_as", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("name", ["cpu", "triton"])
+@pytest.mark.parametrize("name", [ON_CPU, "triton"])
 def test_tokens_enter_an_8_bit_cache(name: str, kept_as: torch.dtype) -> None:
     """What is too large becomes the largest, and never NaN."""
     spec, device = LatentSpec(3, 24, 16, 8, 24, 0.2, k_scale=0.25), DEVICE if name == "triton" else "cpu"
@@ -181,6 +185,7 @@ def test_prompts_in_rounds(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> N
     check(TritonLatent(), MANY, SPEC, torch.float32, DEVICE)
 
 
+@needs_native
 @pytest.mark.parametrize("num_bytes", [1, 1 << 20])
 def test_long_chunks_on_a_cpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Their keys are multiplied out, a head at a time or all; other sequences of the batch are absorbed."""
@@ -189,6 +194,7 @@ def test_long_chunks_on_a_cpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -
     check(CPULatent(), MANY, SPEC, torch.float32, "cpu")
 
 
+@needs_native
 @pytest.mark.parametrize(("rank", "nope_dim"), [(30, 16), (32, 10), (32, 8)])
 def test_sizes_that_the_native_kernel_does_not_take(
     monkeypatch: pytest.MonkeyPatch, rank: int, nope_dim: int
@@ -202,7 +208,12 @@ def test_sizes_that_the_native_kernel_does_not_take(
 @pytest.mark.parametrize("neighbours", [True, False])
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("triton", torch.float32), ("triton", HALF), ("cpu", torch.float32), ("cpu", torch.bfloat16)],
+    [
+        ("triton", torch.float32),
+        ("triton", HALF),
+        pytest.param("cpu", torch.float32, marks=needs_native),
+        pytest.param("cpu", torch.bfloat16, marks=needs_native),
+    ],
     ids=str,
 )
 def test_tokens_enter_the_cache(name: str, dtype: torch.dtype, neighbours: bool) -> None:
@@ -233,5 +244,6 @@ def test_tokens_enter_the_cache(name: str, dtype: torch.dtype, neighbours: bool)
 
 
 def test_a_cpu_is_served_by_the_native_kernel() -> None:
-    assert isinstance(choose(torch.device("cpu"), torch.float32), CPULatent)
+    expected = TorchLatent if native.library() is None else CPULatent
+    assert type(choose(torch.device("cpu"), torch.float32)) is expected
     assert type(choose(torch.device("cpu"), torch.float64)) is TorchLatent
