@@ -31,7 +31,9 @@ def on(model: TextModel | Path, *words: str) -> list[str]:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "quire", *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "quire", *words], capture_output=True, text=True, timeout=240
+    )
 
 
 def check_one_line(code: int, errors: str, *, expected: int, says: Sequence[str]) -> None:

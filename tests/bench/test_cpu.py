@@ -33,15 +33,17 @@ def test_children_count_and_idle_processes_do_not() -> None:
         child.stdout.readline()
         spent = {each.pid: each for each in watch.spent()}
         child.stdin.close()
-    assert spent[child.pid].user_s + spent[child.pid].system_s > 0.25
-    assert spent[os.getpid()].user_s < 0.2 and spent[os.getpid()].role == "client (this process)"
+    burnt = spent[child.pid].user_s + spent[child.pid].system_s
+    assert burnt > 0.25
+    assert spent[os.getpid()].user_s < burnt and spent[os.getpid()].role == "client (this process)"
 
 
 def test_a_process_that_went_away_is_left_out() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     watch = CpuWatch([os.getpid()])
     child.wait()
-    assert {each.pid for each in watch.spent()} == {os.getpid()}
+    pids = {each.pid for each in watch.spent()}  # perhaps with children that other tests share
+    assert os.getpid() in pids and child.pid not in pids
     assert CpuWatch([child.pid]).spent() == []
 
 

@@ -85,6 +85,7 @@ def test_a_server_that_is_gone_fails_every_request() -> None:
 @pytest.mark.parametrize("limit", [1, 3])
 def test_no_more_at_a_time_than_allowed(limit: int) -> None:
     with FakeServer() as server:
+        server.held_until = limit
         driven(server, ["slow"] * 6, max_concurrency=limit)
         assert server.peak == limit
 

@@ -30,6 +30,8 @@ class FakeServer:
         self.num_connections = 0
         self.peak = self.busy = 0
         """Most POSTs at a time, and those of this moment."""
+        self.held_until = 0
+        """Streams begin when so many POSTs have been there at a time."""
         self.close_after = 10**9
         """Answers after which the server closes an idle connection without a word."""
         self.metrics = ""
@@ -123,6 +125,8 @@ class FakeServer:
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
+        while self.peak < self.held_until:
+            await asyncio.sleep(0.01)
         count = request.get("max_tokens") or request.get("max_completion_tokens") or 4
         if chat:
             event(writer, choices(chat, "", None))

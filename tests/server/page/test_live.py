@@ -111,9 +111,10 @@ def test_the_key_is_asked_for_kept_and_sent(serve: Open, open_page: Open) -> Non
     assert page.locator("dialog[open]").count() == 0
 
 
-def test_a_phone_needs_no_sideways_scrolling(serve: Open, open_page: Open) -> None:
+def test_a_phone_needs_no_sideways_scrolling(serve: Open, open_page: Open, until: Open) -> None:
     """Catches a layout wider than the screen, in the chat and in the engine view."""
-    page = open_page(serve(), viewport=PHONE, is_mobile=True, device_scale_factor=2)
+    site = serve()
+    page = open_page(site, viewport=PHONE, is_mobile=True, device_scale_factor=2)
     widths = "nodes => nodes.map(node => node.scrollWidth)"
     ask(page, "How is a linked list reversed?")
     answered(page)
@@ -122,7 +123,8 @@ def test_a_phone_needs_no_sideways_scrolling(serve: Open, open_page: Open) -> No
     assert max(page.eval_on_selector_all("html, body, main, .log, .engine", widths)) <= PHONE["width"]
     page.click("#show-engine")
     assert page.locator(".engine").is_visible()
-    page.wait_for_timeout(600)
+    shown = site.engine.num_snapshots
+    until(lambda: site.engine.num_snapshots >= shown + 3)
     assert max(page.eval_on_selector_all("html, body, main, .log, .engine", widths)) <= PHONE["width"]
 
 
@@ -142,7 +144,8 @@ def test_pictures(serve: Open, open_page: Open, tmp_path: Path, monkeypatch: pyt
         page = open_page(serve(), **settings)
         ask(page, "How is a linked list reversed?")
         answered(page)
-        page.wait_for_timeout(6000 if kept else 100)
+        if kept:
+            page.wait_for_timeout(6000)
         page.screenshot(path=folder / f"{name}.png")
         paper[name] = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert paper == {
