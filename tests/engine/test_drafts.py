@@ -1,5 +1,6 @@
 """Speculation changes no answer: with drafts, right and wrong ones, everything is as without."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from tiny_text import VOCAB, TextModel, open_text, text_model
 
 from quire import LLM, SamplingParams
 from quire.data.outputs import RequestOutput
+from quire.kernels import native
 
 PROMPTS = [[40 + at, 300, 77, 310, 90, 77, 310, 90 + at] * (1 + at) for at in range(4)]
 CHOICE = ["a page is a leaf of a book", "a leaf is a page of a book", "a book is a leaf"]
@@ -114,20 +116,43 @@ def ask(llm: LLM, fields: dict[str, Any]) -> list[RequestOutput]:
     return llm.generate(PROMPTS, SamplingParams(**fields), use_tqdm=False)
 
 
-def facts(outputs: list[RequestOutput]) -> list[Any]:
+def exact(logprob: float) -> Any:
+    return logprob
+
+
+def rounded(logprob: float) -> Any:
+    return pytest.approx(logprob, abs=1e-4)
+
+
+def values(positions: Any, number: Callable[[float], Any]) -> Any:
+    """The logprobs of each position by token, with their ranks and texts."""
+    return positions and [
+        one
+        and {token: (number(entry.logprob), entry.rank, entry.decoded_token) for token, entry in one.items()}
+        for one in positions
+    ]
+
+
+def facts(outputs: list[RequestOutput], number: Callable[[float], Any] = exact) -> list[Any]:
     """All that must be equal."""
     return [
         (
-            output.prompt_logprobs,
-            each.token_ids,
-            each.text,
-            each.finish_reason,
-            each.stop_reason,
-            each.logprobs,
+            values(output.prompt_logprobs, number),
+            answer.token_ids,
+            answer.text,
+            answer.finish_reason,
+            answer.stop_reason,
+            values(answer.logprobs, number),
         )
         for output in outputs
-        for each in output.outputs
+        for answer in output.outputs
     ]
+
+
+def expected_facts(outputs: list[RequestOutput]) -> list[Any]:
+    """What the C kernels compute for a token has the same bits in any batch; torch's products may add up in
+    another order for a larger one, so that their logprobs are equal up to rounding."""
+    return facts(outputs, rounded if native.library() is None else exact)
 
 
 def sequences(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -151,7 +176,7 @@ def test_answers_are_those_without_drafts(asked: str, plain: LLM, drafting: LLM)
     expected = ask(plain, ASKED[asked])
     pace = let(drafting, Knowing(sequences(expected)))
     found = ask(drafting, ASKED[asked])
-    assert facts(found) == facts(expected)
+    assert facts(found) == expected_facts(expected)
     assert 0 < pace.num_held < pace.num_drafts
 
 
@@ -166,11 +191,12 @@ def test_so_are_they_where_room_is_scarce(settings: dict[str, Any], model: TextM
     config = {"method": "ngram", "num_speculative_tokens": 5}
     llm = open_text(model, speculative_config=config, max_model_len=128, **settings)
     pace = let(llm, Knowing(sequences(expected)))
-    assert facts(ask(llm, asked)) == facts(expected)
+    assert facts(ask(llm, asked)) == expected_facts(expected)
     if "num_gpu_blocks_override" in settings:
         assert llm.llm_engine.core.scheduler.num_preemptions
     again = ask(llm, asked)  # prefixes that accepted drafts have written, too
-    assert facts(again) == facts(expected) and any(output.num_cached_tokens for output in again)
+    assert facts(again) == expected_facts(expected)
+    assert any(output.num_cached_tokens for output in again)
     assert 0 < pace.num_held < pace.num_drafts
     assert llm.llm_engine.core.scheduler.kv.pool.usage == 0.0
 
@@ -182,7 +208,7 @@ def test_prompt_lookup_finds_what_repeats_itself(model: TextModel, plain: LLM) -
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     llm = open_text(model, speculative_config=config)
     pace = let(llm)
-    assert facts(ask(llm, asked)) == facts(ask(plain, asked))
+    assert facts(ask(llm, asked)) == expected_facts(ask(plain, asked))
     assert pace.num_held > 40
 
 
@@ -208,7 +234,7 @@ def test_a_grammar_holds_where_a_model_drafts(model: TextModel, plain: LLM) -> N
     llm = open_text(model, speculative_config=config, max_model_len=99, block_size=16)
     pace = let(llm)
     for asked in ("json", "choice", "greedy"):
-        assert facts(ask(llm, ASKED[asked])) == facts(ask(plain, ASKED[asked]))
+        assert facts(ask(llm, ASKED[asked])) == expected_facts(ask(plain, ASKED[asked]))
     whole = {"temperature": 0, "max_tokens": 99 - 8, "ignore_eos": True}
     found = [each.generate(PROMPTS[:1], SamplingParams(**whole), use_tqdm=False) for each in (llm, plain)]
-    assert facts(found[0]) == facts(found[1]) and pace.num_held > 20
+    assert facts(found[0]) == expected_facts(found[1]) and pace.num_held > 20
