@@ -31,4 +31,4 @@ def test_weights_stay_narrow_and_logits_are_those_of_wide_ones(
     steps = [[8, 5], [1, 0]]
     for ours, theirs in zip(run_paged(narrow, prompts, steps), run_paged(wide, prompts, steps), strict=True):
         assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
