@@ -63,11 +63,13 @@ def mamba2(keys: Keys) -> ArchFacts:
     head_dim = keys.size("head_dim", 64)
     if heads * head_dim != inner:
         raise keys.wrong("head_dim", f"{inner} / num_heads")
+    groups = keys.size("n_groups", 8)
     state = StateFacts(
         heads=heads,
         head_dim=head_dim,
         state=keys.size("state_size", 128),
-        groups=keys.size("n_groups", 8),
+        groups=groups,
+        norm_groups=groups,
         conv=keys.size("conv_kernel", 4),
         conv_bias=keys.flag("use_conv_bias", True),
         proj_bias=keys.flag("use_bias"),
@@ -326,6 +328,7 @@ def bamba(keys: Keys) -> ArchFacts:
 
 def _mamba(keys: Keys, inner: int) -> StateFacts:
     heads, named = keys.size("mamba_n_heads", 128), keys.get("mamba_d_head") not in (None, "auto")
+    groups = keys.size("mamba_n_groups", 1)
     head_dim = keys.size("mamba_d_head") if named else inner // heads
     if heads * head_dim != inner:
         raise keys.wrong("mamba_d_head", f"{inner} / mamba_n_heads")
@@ -333,7 +336,8 @@ def _mamba(keys: Keys, inner: int) -> StateFacts:
         heads=heads,
         head_dim=head_dim,
         state=keys.size("mamba_d_state", 256),
-        groups=keys.size("mamba_n_groups", 1),
+        groups=groups,
+        norm_groups=groups,
         conv=keys.size("mamba_d_conv", 4),
         conv_bias=keys.flag("mamba_conv_bias", True),
         proj_bias=keys.flag("mamba_proj_bias"),
