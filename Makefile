@@ -18,7 +18,7 @@ types: .venv/ready-test
 	$(BIN)/mypy
 
 unit: .venv/ready-test
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -57,8 +57,8 @@ clients: .venv-clients/ready
 	$(PIP) -e .
 	@touch $@
 
-.venv/ready-test: .venv/ready
-	$(PIP) -e '.[test]'
+.venv/ready-test: .venv/ready constraints-test.txt
+	$(PIP) -c constraints-test.txt -e '.[test]'
 	@touch $@
 
 .venv-clients/ready: pyproject.toml constraints.txt tests/clients/requirements.txt
