@@ -49,17 +49,20 @@ sbom: .venv/ready
 clients: .venv-clients/ready
 	.venv-clients/bin/python -m pytest -m slow tests/clients $(ARGS)
 
-# A stamp is newer than what it was made from: a second call installs nothing.
-.venv/ready: pyproject.toml constraints.txt
+.venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quire needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 ..."; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv
+
+# A stamp is newer than what it was made from: a second call installs nothing.
+.venv/ready: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) -e .
 	@touch $@
 
-.venv/ready-test: .venv/ready constraints-test.txt
+# The test environment serves, too, so that its stamp is both.
+.venv/ready-test: pyproject.toml constraints.txt constraints-test.txt | .venv/bin/python
 	$(PIP) -c constraints-test.txt -e '.[test]'
-	@touch $@
+	@touch .venv/ready $@
 
 .venv-clients/ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
