@@ -47,11 +47,16 @@ class Placed(NamedTuple):
     """[T, hidden], which are added to them."""
 
 
-def stretched(table: Tensor, places: Tensor, sizes: Tensor) -> Tensor:
-    """Of each patch the mean of the four learned positions around its own, weighed by nearness: corners of
-    the grid are those of the square. [side^2, hidden], [T, 2] and [T, 2] -> [T, hidden]"""
+def stretched(table: Tensor, places: Tensor, sizes: Tensor, *, align_corners: bool = True) -> Tensor:
+    """Return the learned position of each patch, interpolated bilinearly from a square of them.
+
+    Shapes: [side^2, hidden], [T, 2] and [T, 2] -> [T, hidden].
+    """
     side = math.isqrt(len(table))
-    at = places.float() * (side - 1) / (sizes - 1).clamp(min=1)
+    if align_corners:
+        at = places.float() * (side - 1) / (sizes - 1).clamp(min=1)
+    else:
+        at = ((places + 0.5) * side / sizes - 0.5).clamp(0, side - 1)
     first = at.floor()
     part = at - first
     first = first.long()

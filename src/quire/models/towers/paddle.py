@@ -70,7 +70,7 @@ class PaddleOCRVL(GridTower):
 
     def layout(self, grids: Sequence[Grid]) -> Placed:
         places = self.places(grids)
-        positions = stretched(self.learned.vectors, places, self.sizes(grids))
+        positions = stretched(self.learned.vectors, places, self.sizes(grids), align_corners=False)
         return Placed(self.images(grids), self.angles(places), positions)
 
     def forward(self, x: Tensor, layout: Placed) -> Tensor:
