@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tiny_cache import built_once
 
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BertModel": ("Bert", {}),
@@ -54,6 +55,13 @@ class Tiny(NamedTuple):
 
 
 def make(path: Path, family: str, **overrides: Any) -> Tiny:
+    """Return a tiny encoder of a transformers family with a classification head, saved to `path`."""
+    return Tiny(
+        path, built_once(("encoder", family, overrides), path, lambda to: _build(to, family, overrides))
+    )
+
+
+def _build(path: Path, family: str, overrides: dict[str, Any]) -> Any:
     import transformers
 
     torch.manual_seed(0)
@@ -64,7 +72,7 @@ def make(path: Path, family: str, **overrides: Any) -> Tiny:
             if "norm" in name.lower() or name.endswith(".bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(path)
-    return Tiny(path, model)
+    return model
 
 
 def texts(*lengths: int) -> list[list[int]]:

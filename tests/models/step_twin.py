@@ -54,7 +54,7 @@ def step35(settings: Settings) -> Any:
             return SimpleNamespace(logits=self.lm_head(self.model(input_ids).last_hidden_state))
 
         def save_pretrained(self, path: Path, **_: Any) -> None:
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)
             save_file(stored(self.state_dict()), path / "model.safetensors")
             (path / "config.json").write_text(json.dumps(settings | {"model_type": "step3p5"}))
 

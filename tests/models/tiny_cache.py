@@ -38,7 +38,7 @@ def built_once(description: object, folder: Path, build: Callable[[Path], Any]) 
                 _in_memory[key] = pickle.loads(pickled.read_bytes())
             else:
                 shutil.rmtree(place, ignore_errors=True)
-                place.mkdir()
+                files.mkdir(parents=True)
                 _in_memory[key] = build(files)
                 _store(pickled, _in_memory[key])
     shutil.copytree(files, folder, dirs_exist_ok=True)

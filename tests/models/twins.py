@@ -38,7 +38,7 @@ class Twin(nn.Module):
         return SimpleNamespace(logits=logits * self.settings.get("mup_width_scale", 1.0))
 
     def save_pretrained(self, path: Path) -> None:
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
         tensors = {name: each.contiguous() for name, each in self.stored(self.model.state_dict()).items()}
         save_file({name: each.clone() for name, each in tensors.items()}, path / "model.safetensors")
         (path / "config.json").write_text(json.dumps(self.settings))

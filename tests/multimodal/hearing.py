@@ -157,11 +157,13 @@ def save_voxtral(path: Path) -> tuple[Any, Any]:
 def _saved(path: Path, architecture: str, config: Any, processor: Any) -> Any:
     model = save_tiny(path, architecture, config, processor)
     if architecture != "Qwen2AudioForConditionalGeneration":
-        return model  # transformers 5.22 writes one part of its names twice
-    # The names of the checkpoints that there are.
+        return model
+    # Published checkpoints have `language_model.model.`; transformers 5.22 writes one part more.
     weights = load_file(path / "model.safetensors")
-    once = {name.replace("model.model.", "model."): weight for name, weight in weights.items()}
-    save_file(once, path / "model.safetensors", {"format": "pt"})
+    published = {
+        name.replace("model.model.model.", "model.model."): weight for name, weight in weights.items()
+    }
+    save_file(published, path / "model.safetensors", {"format": "pt"})
     return model
 
 

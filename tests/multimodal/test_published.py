@@ -39,7 +39,7 @@ def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @torch.inference_mode()
 @pytest.mark.parametrize("side", [56, 42])
 def test_the_plain_tower_of_step_is_that_of_transformers(side: int) -> None:
-    """But that patches turn by their column first, as in other engines; transformers has the row there."""
+    """A layer left out, or patches rotated by their row first: transformers took the row before 5.23."""
     from transformers.models.step3p7.configuration_step3p7 import Step3p7VisionConfig
     from transformers.models.step3p7.modeling_step3p7 import Step3p7VisionModel
 
@@ -52,8 +52,4 @@ def test_the_plain_tower_of_step_is_that_of_transformers(side: int) -> None:
     theirs = Step3p7VisionModel(Step3p7VisionConfig(**sizes)).eval()
     theirs.load_state_dict(renamed(plain.state_dict()))
     square = torch.randn(3, side, side)
-    away = (theirs(square[None]).last_hidden_state[0] - plain(square)).abs().max()
-    turns = theirs.rotary_emb.recomposition_frequencies
-    theirs.rotary_emb.recomposition_frequencies = lambda freqs: turns(freqs.flip(1))
     torch.testing.assert_close(theirs(square[None]).last_hidden_state[0], plain(square), atol=1e-5, rtol=1e-5)
-    assert away > 1e-3
