@@ -29,14 +29,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 KINDS = ["llama", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next", "mamba", "lfm2"]
-"""One family for each kind of layer: full attention, windows, both, experts, MLA, and three kinds of states."""
+"""One family for each kind of layer: full attention, windows, both, experts, MLA, three kinds of states."""
 
 Tiny = tuple[Path, Any]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_after_chunks_prefix_hits_and_preemption(variant: str, tmp_path: Path) -> None:
-    """A wrong logit in one run that has it all: chunks that cut blocks, prompts beside decodes, prompts with a
+    """A wrong logit in a run that has it all: chunks that cut blocks, prompts beside decodes, prompts with a
     cached beginning, and requests that are preempted in a prompt and in an answer."""
     family, overrides = VARIANTS[variant]
     path, hf_model = make_tiny(family, tmp_path, **overrides)
