@@ -22,7 +22,7 @@ from quire.layers.attention import PagedAttention
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 OPS = CPUOps()
 WEIGHT = torch.randn(24, generator=torch.Generator().manual_seed(0))
 

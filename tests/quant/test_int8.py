@@ -102,9 +102,8 @@ def test_only_one_layer_is_wide_at_a_time() -> None:
         part["bias"].tensor.zero_()
     values = torch.cat([part["weight"].tensor for part in weight.parts()])
     weight.finish()
-    assert {parameter.dtype for name, parameter in weight.named_parameters() if name != "bias"} <= {
-        torch.uint8
-    }
+    kept_as = torch.float32 if native.library() is None else torch.uint8
+    assert {parameter.dtype for name, parameter in weight.named_parameters() if name != "bias"} == {kept_as}
     x = torch.randn(2, 64)
     torch.testing.assert_close(weight(x), product_reference(x, narrow(values)), rtol=1e-3, atol=1e-3)
 
@@ -178,7 +177,9 @@ def test_narrowed_experts_in_bfloat16_on_every_device(device: str) -> None:
         x, ids = torch.randn(num, 64).bfloat16(), torch.rand(num, 3).topk(2).indices.to(torch.int32)
         weights = torch.rand(num, 2)
         ours = experts(x.to(device), ids.to(device), weights.to(device))
-        close(ours, mix(x.float(), ids, weights, ExpertWeights(*wide), "silu"))
+        # A code of 8 bits is within 1/254 of the largest weight, about 6e-3 of a usual one; three weights
+        # are multiplied. Where there are no kernels, they are rounded to bfloat16 besides.
+        close(ours, mix(x.float(), ids, weights, ExpertWeights(*wide), "silu"), 2.5e-2)
 
 
 def test_gate_and_up_with_one_scale_are_refused() -> None:

@@ -64,7 +64,7 @@ def test_a_cpu_has_no_fused_products() -> None:
     assert isinstance(weight.product, Product) == (native.library() is not None)
 
 
-@pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+@pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 def test_rows_of_a_narrow_weight_are_wide() -> None:
     """An embedding in the type of its weight, where the model computes in another."""
     narrow = made(SHAPE, torch.bfloat16)
