@@ -14,7 +14,7 @@ from quire.config.layout import most_blocks
 from quire.data.outputs import RequestOutput
 from quire.sched.kv_manager import KVManager
 
-LENGTH, WINDOW, BLOCK, CHUNK = 4096, 64, 16, 512
+LENGTH, WINDOW, BLOCK, CHUNK = 2048, 64, 16, 256
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, all windows": ("mistral", {"attn_implementation": "sdpa"}),
     "gemma-3, five windows to one full": (
@@ -72,7 +72,7 @@ def most(chunk: int) -> int:
     return most_blocks(LENGTH, WINDOW, block_size=BLOCK, max_chunk=chunk)
 
 
-def test_4k_tokens_after_a_preemption_and_a_prefix_hit(tiny: Tiny) -> None:
+def test_2k_tokens_after_a_preemption_and_a_prefix_hit(tiny: Tiny) -> None:
     """A block that was given back too early, never, or found again with other tokens in it."""
     llm, hf_model = tiny
     scheduler, (prompt,) = llm.llm_engine.core.scheduler, prompts_of(LENGTH, vocab=64)

@@ -82,7 +82,7 @@ def test_mixed_requests_say_what_each_says_alone(
 @pytest.mark.parametrize(
     "layout",
     [
-        {"distributed_executor_backend": "mp"},
+        pytest.param({"distributed_executor_backend": "mp"}, marks=pytest.mark.slow),
         {"pipeline_parallel_size": 2},
         {"tensor_parallel_size": 2, "fully_sharded_loras": True},
     ],

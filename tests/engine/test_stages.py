@@ -7,8 +7,9 @@ import pytest
 from oracle import make_tiny
 from tiny import check_against, generate, open_tiny, prompts_of
 
+STAGES_ALONE = "windows and a tied head in two stages"
 WORLDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "windows and a tied head in two stages": (
+    STAGES_ALONE: (
         "gemma2",
         {"num_hidden_layers": 4, "sliding_window": 5},
         {"pipeline_parallel_size": 2, "pp_layer_partition": "1,3"},
@@ -21,7 +22,9 @@ WORLDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(STAGES_ALONE, marks=pytest.mark.slow), "experts in two stages of two"]
+)
 def test_a_pipeline_says_what_transformers_says(world: str, tmp_path: Path) -> None:
     """Prompts in chunks, prefixes that are shared, rows that give way."""
     family, overrides, sizes = WORLDS[world]

@@ -258,17 +258,17 @@ ENGINES: dict[str, dict[str, Any]] = {
     "few blocks": {"num_gpu_blocks_override": 40, "async_scheduling": True, "max_model_len": 128},
     "no graphs": {"enforce_eager": True, "enable_prefix_caching": False},
     "two ranks": {"tensor_parallel_size": 2, "cpu_threads": 1, "async_scheduling": True},
-    "two stages": {"pipeline_parallel_size": 2, "cpu_threads": 1},
 }
+TWO_STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "cpu_threads": 1}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, pytest.param("two stages", marks=pytest.mark.slow)])
 def test_rows_of_all_kinds_say_what_they_say_alone(
     engine: str, model: TextModel, alone: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches masks that reach the wrong row, the wrong step or the wrong rank, and neighbours they touch."""
     monkeypatch.setattr(Grammars, "is_beside", engine == "masks beside the layers")
-    other = open_text(model, **ENGINES[engine])
+    other = open_text(model, **ENGINES.get(engine, TWO_STAGES))
     try:
         assert mixed(other) == alone
         if engine == "few blocks":
