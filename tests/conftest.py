@@ -6,6 +6,7 @@ A test sees the same numbers alone, after others and in any order: random number
 and every test, Hypothesis makes the same examples in every run, and warnings that are given once are given
 once in each test."""
 
+import gc
 import os
 import random
 import shutil
@@ -83,24 +84,11 @@ def pytest_runtest_call() -> None:
     seed_from("test")
 
 
-class Kept:
-    """Of Triton's language made one that Python runs, by the interpreter: it stays so."""
-
-    def restore(self) -> None: ...
-
-
 def pytest_collection_finish() -> None:
-    """Triton's interpreter looks through its whole language at every call of every function, which is most of
-    what kernels take in it: here it does so once for each module of kernels."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or not hasattr(interpreter, "_patch_lang"):
-        return
-    patch, seen = interpreter._patch_lang, set[int]()
+    """Leave what was imported out of every later garbage collection, and prepare Triton's interpreter."""
+    gc.collect()
+    gc.freeze()
+    if "triton" in sys.modules:
+        from interpreter import quicken
 
-    def once(fn: Any) -> Kept:
-        if id(fn.__globals__) not in seen:
-            seen.add(id(fn.__globals__))
-            patch(fn)
-        return Kept()
-
-    interpreter._patch_lang = once
+        quicken()
