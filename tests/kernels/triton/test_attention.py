@@ -3,6 +3,7 @@
 import pytest
 import torch
 from by_hand import Chunks, check
+from interpreter import more
 from torch import Tensor
 
 from quire.attention.backend import AttentionSpec
@@ -38,13 +39,15 @@ def test_all_heads_of_a_query_fit_a_tile(group: int, dtype: torch.dtype) -> None
     assert launch.share_shape(layer, dtype, dtype).block_m >= group * layer.few
 
 
-@pytest.mark.parametrize("window", [None, 90])
-@pytest.mark.parametrize("num_sms", [1, 3, 4, 40])
+@pytest.mark.parametrize(
+    ("num_sms", "window"),
+    [(1, None), (3, 90), (40, None), *more((1, 90), (3, None), (4, None), (4, 90), (40, 90))],
+)
 def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int, window: int | None) -> None:
     """A share that ends within a sequence, spans several or has nothing; one that starts at a wrong key."""
     monkeypatch.setattr(launch, "MIN_KEYS", 32)
     monkeypatch.setattr(launch, "sms", lambda device: (num_sms, 1 << 18))
-    chunks: Chunks = [(1, 5), (1, 140), (3, 31), (1, -1), (2, 100), (1, 63), (1, 700)]
+    chunks: Chunks = [(1, 5), (1, 140), (3, 31), (1, -1), (2, 100), (1, 63), (1, 260)]
     check(
         TritonAttention(), chunks, AttentionSpec(4, 2, 16, torch.float32, window), sinks=True, device=DEVICE
     )
@@ -81,8 +84,15 @@ class AsDecodes(TritonAttention):
         super().plan(batch)
 
 
-@pytest.mark.parametrize(("heads", "num_queries"), [((4, 1), 5), ((6, 2), 9), ((32, 1), 5)])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("heads", "num_queries", "window"),
+    [
+        ((4, 1), 5, 20),
+        ((6, 2), 9, None),
+        ((32, 1), 5, None),
+        *more(((4, 1), 5, None), ((6, 2), 9, 20), ((32, 1), 5, 20)),
+    ],
+)
 def test_decodes_with_drafts(
     heads: tuple[int, int], num_queries: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

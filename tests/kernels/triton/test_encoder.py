@@ -1,8 +1,11 @@
 """Attention in both directions: the tiles of a GPU against one sequence after the other."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from interpreter import more
 
 from quire.kernels.encoder import HEIGHTS, Spans, attend, tiles_of, turn
 from quire.kernels.triton import encoder
@@ -12,17 +15,22 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 TYPES = [torch.float32, *([torch.float16, torch.bfloat16] if CUDA else [])]
 
 
+SHAPES = [
+    *((2, 16, window) for window in (None, 5, 64)),
+    *((3, 24, window) for window in (None, 5)),
+    *((1, dim, None) for dim in (8, 20, 64, 72, 80, 88, 96, 128, 160)),
+    (1, 80, 64),
+]
+BRANCHES = [(2, 16, 64, 64), (3, 24, 5, 128), (1, 72, None, 64), (1, 160, None, 128)]
+"""Heads that fill a tile and that do not, whole and in two parts, with a window and without; each height."""
+OTHERS = [(*shape, height) for shape, height in itertools.product(SHAPES, HEIGHTS)]
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
-    ("heads", "dim", "window"),
-    [
-        *((2, 16, window) for window in (None, 5, 64)),
-        *((3, 24, window) for window in (None, 5)),
-        *((1, dim, None) for dim in (8, 20, 64, 72, 80, 88, 96, 128, 160)),
-        (1, 80, 64),
-    ],
+    ("heads", "dim", "window", "height"),
+    [*BRANCHES, *more(*(case for case in OTHERS if case not in BRANCHES))],
 )
-@pytest.mark.parametrize("height", HEIGHTS)
 def test_ragged_sequences(heads: int, dim: int, window: int | None, dtype: torch.dtype, height: int) -> None:
     """Numbers beyond the head, or of the next one; a tile of keys that is masked, or is not."""
     torch.manual_seed(0)

@@ -1,9 +1,11 @@
 """Products with weights in groups against torch, in float64."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from interpreter import more
 from torch import Tensor
 
 from quire.kernels.experts import ExpertWeights
@@ -28,6 +30,15 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float16
 PLANS = [Whole(2, 1), Tiles(16, 32, 64, 1, 4, 3), Tiles(16, 16, 32, 3, 2, 3), Tiles(64, 64, 128, 1, 4, 3)]
 SHAPES = [(4, 64, 192), (4, 32, 96), (8, -1, 80)]
+BRANCHES = [
+    (PLANS[0], *SHAPES[1]),
+    (PLANS[0], *SHAPES[2]),
+    (PLANS[1], *SHAPES[0]),
+    (PLANS[1], *SHAPES[2]),
+    (PLANS[2], *SHAPES[1]),
+]
+"""Rows and tiles, each with codes of both sizes, with several groups and with one; sums in several parts."""
+OTHERS = [(plan, *shape) for plan, shape in itertools.product(PLANS, SHAPES)]
 gpu = pytest.mark.gpu
 
 
@@ -77,8 +88,11 @@ def test_what_is_packed_can_be_unpacked(bits: int, group: int, inputs: int) -> N
     close(unpack(weight, DTYPE), expected)
 
 
-@pytest.mark.parametrize(("bits", "group", "inputs"), SHAPES)
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(
+    ("plan", "bits", "group", "inputs"),
+    [*BRANCHES, *more(*(case for case in OTHERS if case not in BRANCHES))],
+    ids=str,
+)
 def test_products_of_odd_sizes(plan: Whole | Tiles, bits: int, group: int, inputs: int) -> None:
     num = 2 if isinstance(plan, Whole) else 19
     (weight, plain), x, bias = weight_of(22, inputs, bits, group), random(num, inputs + 8)[:, 8:], random(22)
@@ -89,7 +103,7 @@ def test_products_of_odd_sizes(plan: Whole | Tiles, bits: int, group: int, input
 
 @pytest.mark.parametrize("num", [1, 40])
 def test_what_is_chosen_multiplies(num: int) -> None:
-    (weight, plain), x = weight_of(64, 256, 4, 64), random(num, 256)
+    (weight, plain), x = weight_of(32, 128, 4, 64), random(num, 128)
     close(linear(x, weight), product(x, plain))
     close(gated(x, weight), Reference().gated(product(x, plain).to(DTYPE), "silu"))
 
@@ -112,18 +126,18 @@ def test_experts(bits: int, activation: str) -> None:
     close(ours, mix_reference(x.float(), ids, weights, wide, activation))
 
 
-@pytest.mark.parametrize("num", [1, 2, 16, 17, 64, 100, 128, 256, 300, 512])
-@pytest.mark.parametrize("unit", [16, 32])
-def test_every_shape_has_a_plan_that_fits(num: int, unit: int) -> None:
-    for size_out, size_in in [(6144, 4096), (4096, 14336), (28672, 4096), (576, 1536), (100, 96)]:
-        for parts in (1, 2):
-            plan = choose(num, size_out, size_in, parts, unit)
-            assert plan is not None or parts == 2 and num > 64
-            assert isinstance(plan, Whole) == (num == 1)
-            if isinstance(plan, Tiles):
-                held = plan.stages * plan.length * (2 * plan.num + parts * plan.rows * 16 // unit)
-                assert held < 225 * 1024 and plan.splits * 256 <= max(size_in, 256)
-                assert plan.length % unit == 0 and 256 % plan.length == 0
+def test_every_shape_has_a_plan_that_fits() -> None:
+    nums = 1, 2, 16, 17, 64, 100, 128, 256, 300, 512
+    sizes = (6144, 4096), (4096, 14336), (28672, 4096), (576, 1536), (100, 96)
+    for case in itertools.product(nums, sizes, (1, 2), (16, 32)):
+        num, (size_out, size_in), parts, unit = case
+        plan = choose(num, size_out, size_in, parts, unit)
+        assert plan is not None or parts == 2 and num > 64, case
+        assert isinstance(plan, Whole) == (num == 1), case
+        if isinstance(plan, Tiles):
+            held = plan.stages * plan.length * (2 * plan.num + parts * plan.rows * 16 // unit)
+            assert held < 225 * 1024 and plan.splits * 256 <= max(size_in, 256), case
+            assert plan.length % unit == 0 and 256 % plan.length == 0, case
 
 
 @gpu

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from interpreter import more
 from torch import Tensor
 
 from quire.kernels import experts as reference
@@ -62,11 +63,18 @@ def close(ours: Tensor, expected: Tensor) -> None:
     assert error < (1e-5 if ours.dtype == torch.float32 else 6e-3), error
 
 
+BEHIND = [(1, 72, (40, 24, 24), 16), (3, 300, (37,), 8), (20, 530, (130, 21), 64), (150, 72, (40, 24), 8)]
+
+
 @pytest.mark.parametrize(
-    ("num", "size_in", "sizes", "rank"),
-    [(1, 72, (40, 24, 24), 16), (3, 300, (37,), 8), (20, 530, (130, 21), 64), (150, 72, (40, 24), 8)],
+    ("num", "size_in", "sizes", "rank", "dtype"),
+    [
+        *((*shape, DTYPE) for shape in BEHIND),
+        (*BEHIND[1], torch.float32),
+        *more(*((*shape, torch.float32) for shape in BEHIND if shape != BEHIND[1])),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
 def test_behind_any_product(
     num: int, size_in: int, sizes: tuple[int, ...], rank: int, dtype: torch.dtype
 ) -> None:
@@ -114,7 +122,7 @@ def test_in_the_kernel_of_gate_and_up(plan: Rows | Tiles, num: int, sizes: tuple
     close(multiply(x, weight, None, plan, gated=True, adapted=point.adapted(slots)), expected)
 
 
-@pytest.mark.parametrize("num", [1, 5, 130])
+@pytest.mark.parametrize("num", [1, 130, *more(5)])
 def test_whatever_is_chosen(num: int) -> None:
     point, slots = Point(256, (48, 16), 16), slots_of(num)
     x, weight = random(num, 256), random(64, 256)
@@ -173,10 +181,14 @@ def test_rows_without_adapters_stay_as_they_are() -> None:
 SMALL = kernels.Tile(32, 32, 4, 2)
 
 
+ROWS, TILES = kernels.Rows(16, 32, 4, 4), kernels.Tiles(16, SMALL, SMALL)
+
+
 @pytest.mark.parametrize(
-    ("plan", "num"), [(kernels.Rows(16, 32, 4, 4), 3), (kernels.Tiles(16, SMALL, SMALL), 40)], ids=str
+    ("plan", "num", "biased"),
+    [(ROWS, 3, True), (TILES, 12, False), *more((ROWS, 3, False), (TILES, 40, False), (TILES, 40, True))],
+    ids=str,
 )
-@pytest.mark.parametrize("biased", [False, True])
 def test_experts(plan: kernels.Plan, num: int, biased: bool) -> None:
     """Each pair of a token and an expert has the expert's part of the token's adapter."""
     experts, hidden, inner, rank = 5, 72, 40, 8

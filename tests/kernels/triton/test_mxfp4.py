@@ -69,11 +69,9 @@ def test_mixes_of_odd_sizes(plan: Plan, num: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, (packed, plain) = random(num, 104, dtype=dtype)[:, 8:], layer(5, 96, 160)
     ids, weights = pairs(num, 3, 5)
-    for absent in (False, True):
-        if absent:  # experts that are elsewhere; of some tokens all
-            ids[::2, 0], ids[1::3] = -1, -1
-        ours = mixed(x, ids, weights, packed, "clamped_swiglu", plan)
-        close(ours, x, ids, weights, plain, "clamped_swiglu")
+    ids[::2, 0], ids[1::3] = -1, -1  # experts that are elsewhere; of some tokens all
+    ours = mixed(x, ids, weights, packed, "clamped_swiglu", plan)
+    close(ours, x, ids, weights, plain, "clamped_swiglu")
 
 
 def test_without_biases_and_without_tokens() -> None:

@@ -1,7 +1,10 @@
 """The Triton kernels of states against the torch ones; in the interpreter where there is no GPU."""
 
+import itertools
+
 import pytest
 import torch
+from interpreter import more
 from state_cases import LENS, ROWS, make_case, run_select, select_case
 from torch import Tensor
 
@@ -14,6 +17,11 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float32, *([torch.bfloat16] if CUDA else [])]
 NEAR = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 LIMITS = (0.2, 0.9)
+LENS_AND_SIZES = [
+    *(("one decode", "even"), ("decodes", "odd"), ("mixed", "odd"), ("short", "even")),
+    *more(("one decode", "odd"), ("decodes", "even"), ("mixed", "even"), ("short", "odd")),
+    *more(("long", "even"), ("long", "odd")),
+]
 ours, theirs = TritonStateOps(), StateReference()
 
 
@@ -23,7 +31,7 @@ def same(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lens", LENS)
+@pytest.mark.parametrize("lens", ["decodes", "mixed", "short", *more("one decode", "long")])
 def test_conv(lens: str, dtype: torch.dtype) -> None:
     """A window that reaches into another sequence, a state that a starting sequence should not see."""
     channels, kernel = 70, 4
@@ -41,10 +49,9 @@ def test_conv(lens: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(4, 16, 16, 2), (3, 20, 24, 1)], ids=["even", "odd"])
-@pytest.mark.parametrize("lens", LENS)
-def test_scan(lens: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    heads, head_dim, size, groups = shape
+@pytest.mark.parametrize(("lens", "sizes"), LENS_AND_SIZES)
+def test_scan(lens: str, sizes: str, dtype: torch.dtype) -> None:
+    heads, head_dim, size, groups = (4, 16, 16, 2) if sizes == "even" else (3, 20, 24, 1)
     width = heads * head_dim + 2 * groups * size
     case = make_case(LENS[lens], width, (heads, head_dim, size), dtype=dtype, device=DEVICE)
     twin, dt = case.state.clone(), case.small[:, 1 : 1 + heads]
@@ -53,9 +60,21 @@ def test_scan(lens: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -
     same(case.state, twin, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(16, 16), (11, 5)], ids=["even", "odd"])
-@pytest.mark.parametrize("lens", ["decodes", "mixed", "short"])
+EVEN, ODD = (16, 16), (11, 5)
+SELECTED = [
+    ("decodes", EVEN, torch.bfloat16),
+    ("decodes", ODD, torch.float32),
+    ("mixed", ODD, torch.float32),
+    ("short", EVEN, torch.bfloat16),
+]
+OTHERS = [
+    case
+    for case in itertools.product(("decodes", "mixed", "short"), (EVEN, ODD), (torch.float32, torch.bfloat16))
+    if case not in SELECTED
+]
+
+
+@pytest.mark.parametrize(("lens", "shape", "dtype"), [*SELECTED, *more(*OTHERS)])
 def test_select(lens: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     compare_select(LENS[lens], shape, dtype)
 
@@ -78,14 +97,13 @@ def test_select_by_four_two_and_one_threads_a_channel(block: int, monkeypatch: p
 
 def test_select_of_a_long_prompt() -> None:
     """An error that grows with each token."""
-    compare_select([250], (8, 16), torch.float32)
+    compare_select([150], (8, 16), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(4, 16, 16, 2), (3, 20, 40, 1)], ids=["even", "odd"])
-@pytest.mark.parametrize("lens", LENS)
-def test_delta(lens: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    heads, key_dim, value_dim, key_heads = shape
+@pytest.mark.parametrize(("lens", "sizes"), LENS_AND_SIZES)
+def test_delta(lens: str, sizes: str, dtype: torch.dtype) -> None:
+    heads, key_dim, value_dim, key_heads = (4, 16, 16, 2) if sizes == "even" else (3, 20, 40, 1)
     width = 2 * key_heads * key_dim + heads * value_dim
     case = make_case(LENS[lens], width, (heads, key_dim, value_dim), dtype=dtype, device=DEVICE)
     twin, (a, b) = case.state.clone(), case.small.chunk(2, 1)
