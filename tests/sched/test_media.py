@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from symbolic import LAYOUTS, BreakableWorker, Engine, continuation, meant, widened
@@ -119,7 +120,7 @@ def check_answers(engine: Engine, traffic: list[Arrival], but: frozenset[str] = 
     engine.check_empty()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(TRAFFIC, LIMITS)
 def test_every_request_sees_its_own_items(traffic: list[Arrival], limits: dict[str, Any]) -> None:
     engine = Watched(**limits)
@@ -135,7 +136,7 @@ def test_every_request_sees_its_own_items(traffic: list[Arrival], limits: dict[s
     assert engine.scheduler.media.reset() and not engine.scheduler.media.num_kept
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(TRAFFIC, LIMITS, st.data())
 def test_aborts_resets_and_preemptions_lose_no_vector(
     traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
@@ -158,7 +159,7 @@ def test_aborts_resets_and_preemptions_lose_no_vector(
     check_answers(engine, traffic, frozenset(aborted))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(TRAFFIC, LIMITS, st.data())
 def test_prompts_that_see_themselves_are_not_divided_and_share_nothing_with_others(
     traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
@@ -180,6 +181,18 @@ def test_prompts_that_see_themselves_are_not_divided_and_share_nothing_with_othe
     engine.check_empty()
 
 
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None)
+@given(TRAFFIC, LIMITS, st.data())
+def test_many_more_runs(traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject) -> None:
+    """The tests above with many times the examples."""
+    test_every_request_sees_its_own_items.hypothesis.inner_test(traffic, limits)
+    test_aborts_resets_and_preemptions_lose_no_vector.hypothesis.inner_test(traffic, limits, data)
+    test_prompts_that_see_themselves_are_not_divided_and_share_nothing_with_others.hypothesis.inner_test(
+        traffic, limits, data
+    )
+
+
 class Blind(BreakableWorker):
     """Cannot read items with this name; whatever else was to be encoded with one is not."""
 
@@ -187,7 +200,7 @@ class Blind(BreakableWorker):
         return any(item.key[0] == 0 for item in plan.encodes)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(TRAFFIC, LIMITS)
 def test_only_those_end_whose_items_cannot_be_encoded(traffic: list[Arrival], limits: dict[str, Any]) -> None:
     """Steps behind the one that failed have counted on its vectors, and are forgotten with it."""
@@ -222,7 +235,7 @@ def crossed_of(arrival: Arrival) -> tuple[list[int], Media]:
     return [(5 * i) % 97 for i in range(text + 1)], Media([item])
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(TRAFFIC, LIMITS, st.integers(1, 3), st.data())
 def test_items_that_no_tokens_stand_for_stay_as_long_as_their_rows(
     traffic: list[Arrival], limits: dict[str, Any], most_made: int, data: st.DataObject

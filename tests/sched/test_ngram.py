@@ -28,7 +28,7 @@ def ints(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.array(tokens, np.int32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     pieces=st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=8),
     min_n=st.integers(1, 3),

@@ -5,6 +5,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from symbolic import LAYOUTS, Engine, continuation, logprobs_of, widened
@@ -145,7 +146,7 @@ def check_stats(engine: Engine, traffic: list[Arrival]) -> None:
     assert sorted(first_runs) == sorted(engine.outputs)
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(TRAFFIC, ONE_BY_ONE)
 def test_every_admitted_request_finishes_with_its_own_tokens(
     traffic: list[Arrival], limits: dict[str, Any]
@@ -155,7 +156,7 @@ def test_every_admitted_request_finishes_with_its_own_tokens(
     check_stats(engine, traffic)
 
 
-@settings(max_examples=250)
+@settings(max_examples=60)
 @given(TRAFFIC, OVERLAPPED)
 def test_steps_in_flight_change_no_answer(traffic: list[Arrival], limits: dict[str, Any]) -> None:
     engine = drive(traffic, limits)
@@ -163,7 +164,7 @@ def test_steps_in_flight_change_no_answer(traffic: list[Arrival], limits: dict[s
     check_stats(engine, traffic)
 
 
-@settings(max_examples=100)
+@settings(max_examples=25)
 @given(TRAFFIC, OVERLAPPED)
 def test_a_sequence_that_ends_wastes_at_most_the_steps_behind_it(
     traffic: list[Arrival], limits: dict[str, Any]
@@ -178,7 +179,7 @@ def test_a_sequence_that_ends_wastes_at_most_the_steps_behind_it(
     assert needed <= engine.worker.num_computed <= needed + ends * (limits["depth"] - 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(TRAFFIC, ONE_BY_ONE | OVERLAPPED)
 def test_outputs_do_not_depend_on_when_requests_arrive(
     traffic: list[Arrival], limits: dict[str, Any]
@@ -186,7 +187,7 @@ def test_outputs_do_not_depend_on_when_requests_arrive(
     assert drive(traffic, limits).outputs == drive(traffic, limits, at_once=True).outputs
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(TRAFFIC, ONE_BY_ONE | OVERLAPPED, st.data())
 def test_aborts_at_any_moment_hurt_nobody_else(
     traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
@@ -206,7 +207,7 @@ def test_aborts_at_any_moment_hurt_nobody_else(
     check_answers(engine, traffic, aborted)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(TRAFFIC, OVERLAPPED, st.data())
 def test_after_clear_the_engine_is_as_new(
     traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
@@ -226,6 +227,15 @@ def test_after_clear_the_engine_is_as_new(
     check_answers(engine, traffic)
 
 
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None)
+@given(TRAFFIC, ONE_BY_ONE | OVERLAPPED, st.data())
+def test_many_more_runs(traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject) -> None:
+    """The tests above with many times the examples."""
+    test_steps_in_flight_change_no_answer.hypothesis.inner_test(traffic, limits)
+    test_aborts_at_any_moment_hurt_nobody_else.hypothesis.inner_test(traffic, limits, data)
+
+
 _SIZES = [(0, 1, 1), (0, 1, 0), (0, 7, 0), (2, 22, 0), *[(0, 1, 0)] * 9, (1, 25, 0)]
 CLAIMED = (
     [Arrival(*size[:2], 1, size[2], 0, None, False, False, False) for size in _SIZES],
@@ -238,7 +248,7 @@ CLAIMED = (
 """Tokens are left to one who is next in line, in a step that lets nobody in: somebody was preempted."""
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @example(*CLAIMED)
 @given(TRAFFIC, ONE_BY_ONE)
 def test_without_chunked_prefill_only_what_no_step_can_hold_is_split(
@@ -253,7 +263,7 @@ def test_without_chunked_prefill_only_what_no_step_can_hold_is_split(
             assert given[new.row] == pending or pending > engine.scheduler.limits.max_chunk
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(TRAFFIC, ONE_BY_ONE)
 def test_a_running_decode_never_skips_a_step_unless_preempted(
     traffic: list[Arrival], limits: dict[str, Any]

@@ -57,7 +57,7 @@ def _guess(
 answer = st.lists(st.integers(0, 2), min_size=MIN_MATCH + 1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     answers=st.lists(answer, max_size=2),
     prompt=st.lists(st.integers(0, 2), max_size=10),
