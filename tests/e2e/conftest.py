@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from preloaded import Preloaded
 from serve_process import SHARED_FLAGS, ServeProcess, Start
 from tiny_text import EOS, IM_END, TextModel, text_model, variant
 
@@ -17,8 +18,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 
 @pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """The process that most servers are forked from."""
+    with Preloaded() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
 def server(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    """The server that tests share which leave it as they found it."""
+    """The server that tests share which leave it as they found it. Its processes import their modules
+    themselves."""
     log = tmp_path_factory.mktemp("shared") / "log"
     with ServeProcess(str(tiny.path), *SHARED_FLAGS, log=log) as started:
         started.until_healthy()
@@ -27,12 +36,14 @@ def server(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture
-def start(tiny: TextModel, tmp_path: Path) -> Iterator[Start]:
-    """Starts a server with these flags; it is gone after the test, whatever happens."""
+def start(tiny: TextModel, tmp_path: Path, preloaded: Preloaded) -> Iterator[Start]:
+    """Starts a server with these flags; it is gone after the test, whatever happens. The processes of a
+    `fresh` one import their modules themselves."""
     with ExitStack() as stack:
 
-        def make(*flags: str, model: str = str(tiny.path)) -> ServeProcess:
+        def make(*flags: str, model: str = str(tiny.path), fresh: bool = False) -> ServeProcess:
             log = tmp_path / f"log{len(list(tmp_path.glob('log*')))}"
-            return stack.enter_context(ServeProcess(model, *SHARED_FLAGS, *flags, log=log))
+            origin = None if fresh else preloaded
+            return stack.enter_context(ServeProcess(model, *SHARED_FLAGS, *flags, log=log, preloaded=origin))
 
         yield make

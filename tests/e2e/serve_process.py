@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import httpx
 import psutil
+from preloaded import ForkedServer, Preloaded
 from prometheus_client.parser import text_string_to_metric_families
 
 LONGEST = 8192
@@ -39,10 +40,11 @@ def free_port() -> int:
 
 def eventually(what: str, holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     """Wait until it holds; the limit only ends a test that would hang."""
-    start = time.monotonic()
+    start, pause_s = time.monotonic(), 0.02
     while not holds():
         assert time.monotonic() - start < within_s, f"not within {within_s:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.2)
 
 
 def as_vllm(folder: Path, *flags: str) -> Path:
@@ -57,27 +59,40 @@ def as_vllm(folder: Path, *flags: str) -> Path:
 class ServeProcess:
     """A running `quire serve`. Leaving the context kills its whole process group."""
 
+    process: "subprocess.Popen[bytes] | ForkedServer"
+
     def __init__(
-        self, model: str | None, *flags: str, log: Path, script: Path | None = None, cwd: Path | None = None
+        self,
+        model: str | None,
+        *flags: str,
+        log: Path,
+        script: Path | None = None,
+        cwd: Path | None = None,
+        preloaded: Preloaded | None = None,
     ) -> None:
         """`script` is run by the shell in place of a command that is made of `model` and `flags`; it calls
-        `vllm`, which adds where to listen."""
+        `vllm`, which adds where to listen. With `preloaded` the server is forked from a process that has
+        imported all modules."""
         self.log, self.by_script = log, script is not None
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        words = [sys.executable, "-m", "quire", "serve", *([] if model is None else [model])]
+        python = [sys.executable, "-m", "quire"]
         place = () if "--uds" in flags or "--port" in flags else ("--port", str(self.port))
-        command = [*words, "--host", "127.0.0.1", *place, *flags]
+        words = ["serve", *([] if model is None else [model]), "--host", "127.0.0.1", *place, *flags]
+        command = [*python, *words]
         environment = {name: text for name, text in os.environ.items() if "API_KEY" not in name}
         environment["OMP_NUM_THREADS"] = "1"
         if script is not None:
             shim = as_vllm(log.parent, "--host", "127.0.0.1", *place)
             environment["PATH"] = f"{shim.parent}:{environment['PATH']}"
             command = ["sh", str(script)]
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environment, start_new_session=True, cwd=cwd
-            )
+        if preloaded is not None:
+            self.process = preloaded.open(words, environment=environment, cwd=cwd, log=log)
+        else:
+            with log.open("wb") as output:
+                self.process = subprocess.Popen(
+                    command, stdout=output, stderr=output, env=environment, start_new_session=True, cwd=cwd
+                )
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
 
     def __enter__(self) -> Self:
@@ -174,7 +189,7 @@ class ServeProcess:
 
 
 Start = Callable[..., ServeProcess]
-"""Takes flags, and `model`."""
+"""Takes flags, `model` and `fresh`."""
 
 
 def greedy(**body: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from preloaded import Preloaded
 from serve_process import SHARED_FLAGS, ServeProcess, eventually, greedy, parse_metrics
 from tiny_text import TextModel
 
@@ -14,9 +15,13 @@ PROMPT = list(range(100, 100 + 3 * BLOCK))
 
 
 @pytest.fixture(scope="module")
-def pair(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+def pair(
+    tiny: TextModel, tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[ServeProcess]:
     log = tmp_path_factory.mktemp("pair") / "log"
-    with ServeProcess(str(tiny.path), *SHARED_FLAGS, "--api-server-count", "2", log=log) as started:
+    with ServeProcess(
+        str(tiny.path), *SHARED_FLAGS, "--api-server-count", "2", log=log, preloaded=preloaded
+    ) as started:
         started.until_healthy(num_api=2)
         yield started
         started.end_cleanly()

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from preloaded import Preloaded
 from serve_process import PATIENCE_S, SHARED_FLAGS, ServeProcess, eventually, greedy
 from tiny_text import TextModel
 
@@ -24,11 +25,15 @@ ENDLESS: dict[str, Any] = {"prompt": [[number + 5] * 9 for number in range(48)],
 
 
 @pytest.fixture(scope="module")
-def keyed(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+def keyed(
+    tiny: TextModel, tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[ServeProcess]:
     folder = tmp_path_factory.mktemp("keyed")
     (folder / "keys.json").write_text(json.dumps({"keys": KEYS}))
     flags = ("--max-num-seqs", "4", "--api-server-count", "2", "--api-key", str(folder / "keys.json"))
-    with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=folder / "log") as started:
+    with ServeProcess(
+        str(tiny.path), *SHARED_FLAGS, *flags, log=folder / "log", preloaded=preloaded
+    ) as started:
         started.until_healthy(num_api=2)
         yield started
         started.end_cleanly()

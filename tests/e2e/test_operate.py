@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from preloaded import Preloaded
 from serve_process import SHARED_FLAGS, ServeProcess, eventually, joined
 from tiny_text import TextModel
 
@@ -15,11 +16,13 @@ FLAGS = ("--enable-sleep-mode", "--api-server-count", "2")
 
 
 @pytest.fixture(scope="module")
-def server(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+def server(
+    tiny: TextModel, tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[ServeProcess]:
     log = tmp_path_factory.mktemp("operate") / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        started = ServeProcess(str(tiny.path), *SHARED_FLAGS, *FLAGS, log=log)
+        started = ServeProcess(str(tiny.path), *SHARED_FLAGS, *FLAGS, log=log, preloaded=preloaded)
     with started:
         eventually("it is up", lambda: started.health() == 200, STARTING_S)
         started.until_healthy(num_api=2)

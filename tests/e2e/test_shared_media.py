@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from preloaded import Preloaded
 from serve_process import ServeProcess, eventually
 from tiny_qwen import made
 
@@ -44,12 +45,12 @@ URLS = [url_of(seed) for seed in range(12)]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded) -> Iterator[ServeProcess]:
     path, _ = made("Qwen2_5_VL", tmp_path_factory.getbasetemp())
     folder = tmp_path_factory.mktemp("shared_media")
     (folder / "template").write_text(TEMPLATE)
     flags = (*FLAGS, "--chat-template", str(folder / "template"))
-    with ServeProcess(str(path), *flags, log=folder / "log") as started:
+    with ServeProcess(str(path), *flags, log=folder / "log", preloaded=preloaded) as started:
         started.until_healthy()
         yield started
         started.end_cleanly()

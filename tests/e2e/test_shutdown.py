@@ -10,8 +10,8 @@ import httpx
 import pytest
 from serve_process import PATIENCE_S, ServeProcess, Start, eventually
 
-LENGTH = 3000
-"""Tokens that take longer than a busy machine needs to tell everybody to stop."""
+LENGTH = 1200
+"""Tokens that take longer than a busy machine needs to open some more streams."""
 
 
 class Crowd:
@@ -48,10 +48,13 @@ def test_sigterm_lets_running_requests_finish(start: Start) -> None:
     """Catches requests that a deployment cuts off, and a port that still takes what nobody will answer."""
     server = start("--api-server-count", "2", "--shutdown-timeout", "100")
     server.until_healthy(num_api=2)
-    crowd = Crowd(server, 8, max_tokens=LENGTH)
+    crowd = Crowd(server, 6, max_tokens=LENGTH)
+    core = server.core
+    os.kill(core, signal.SIGSTOP)  # no stream ends before new connections are refused
     server.process.send_signal(signal.SIGTERM)
     eventually("new connections are refused", server.refuses)
     still_running = "[DONE]" not in [found[-1] for found in crowd.found]
+    os.kill(core, signal.SIGCONT)
     crowd.join()
     assert server.exit_code() == 0, server.text()
     assert still_running, "new ones were refused only when the old ones had finished"

@@ -11,6 +11,7 @@ import openai
 import torch
 from fake_inputs import wav
 from hearing import SECONDS, save_scribe
+from preloaded import Preloaded
 from serve_process import PATIENCE_S, ServeProcess, eventually
 
 from quire.frontend.speech import RATE, pieces_of
@@ -54,7 +55,7 @@ def check_moments(found: Any, said: list[list[int]], starts: list[int], zero: in
     assert times and all(start <= end for start, end in times) and times[-1][1] <= found.duration
 
 
-def test_sounds_are_written_down(tmp_path: Path) -> None:
+def test_sounds_are_written_down(tmp_path: Path, preloaded: Preloaded) -> None:
     path = tmp_path / "whisper"
     model, processor = save_scribe(path)
     samples = np.random.default_rng(0).normal(0, 0.2, 5 * RATE).astype(np.float32)
@@ -65,7 +66,7 @@ def test_sounds_are_written_down(tmp_path: Path) -> None:
     expected = "".join(decode(heard(model, processor, piece)) for piece in pieces)
     timed = [heard(model, processor, piece, timed=True) for piece in pieces]
     flags = ("--dtype", "float32", "--served-model-name", "tiny")
-    with ServeProcess(str(path), *flags, log=tmp_path / "log") as server:
+    with ServeProcess(str(path), *flags, log=tmp_path / "log", preloaded=preloaded) as server:
         server.until_healthy()
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S)
         few = {"max_completion_tokens": NUM_TOKENS}

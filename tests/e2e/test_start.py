@@ -70,7 +70,7 @@ def test_an_api_process_that_cannot_start_ends_the_server(
     """Catches a process that says that it is up before it serves, and is then started again for ever."""
     (tmp_path / "uvicorn.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    server = start("--api-server-count", "2")
+    server = start("--api-server-count", "2", fresh=True)
     assert server.exit_code() == 1, server.text()
     said = [line for line in server.text().splitlines() if line.startswith("quire serve: error: ")]
     assert len(said) == 1 and re.search(words, said[0]), server.text()
