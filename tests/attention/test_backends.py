@@ -1,5 +1,6 @@
 """Every backend against attention in float64: Triton in its interpreter or, marked gpu, on the GPU."""
 
+import itertools
 import sys
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 import stand_ins
 import torch
 from by_hand import CHUNKS, Case, Chunks, Runs, attend, check, make_case
+from interpreter import more
 
 from quire.attention import flash_attn
 from quire.attention.backend import AttentionBackend, AttentionSpec, choose
@@ -62,14 +64,19 @@ def full(request: pytest.FixtureRequest) -> AttentionBackend:
     return BACKENDS[request.param]()
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 100])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS.keys())
-def test_small_sequences(
-    backend: AttentionBackend, chunks: Chunks, heads: tuple[int, int], window: int | None
-) -> None:
-    """A wrong mask, head grouping, window edge, slot, row; or NaN leaking from slots that nobody wrote."""
-    check(backend, chunks, AttentionSpec(*heads, 8, torch.float32, window))
+HEADS = (4, 4), (4, 2), (6, 1)
+
+
+@pytest.mark.parametrize("shift", [0, *more(1, 2)])
+def test_small_sequences(backend: AttentionBackend, shift: int) -> None:
+    """A wrong mask, head grouping, window edge, slot, row; or NaN leaking from slots that nobody wrote. Each
+    batch with each window, and the heads in turn: with every shift, all with all."""
+    for number, (name, window) in enumerate(itertools.product(CHUNKS, (None, 1, 4, 100))):
+        spec = AttentionSpec(*HEADS[(number + shift) % len(HEADS)], 8, torch.float32, window)
+        try:
+            check(backend, CHUNKS[name], spec)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {spec}") from error
 
 
 @pytest.mark.parametrize("window", [None, 33])
@@ -172,8 +179,16 @@ def test_packages_without_slopes_say_so(name: str) -> None:
         choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, leans=True), H200)
 
 
-@pytest.mark.parametrize(("heads", "window", "sinks"), [((4, 2), None, True), ((6, 1), 9, False)])
-@pytest.mark.parametrize("pad", [1, 6, 70])
+@pytest.mark.parametrize(
+    ("heads", "window", "sinks", "pad"),
+    [
+        ((4, 2), None, True, 1),
+        ((6, 1), 9, False, 70),
+        *more(
+            ((4, 2), None, True, 6), ((4, 2), None, True, 70), ((6, 1), 9, False, 1), ((6, 1), 9, False, 6)
+        ),
+    ],
+)
 def test_lengths_that_only_the_device_knows(
     heads: tuple[int, int], window: int | None, sinks: bool, pad: int
 ) -> None:

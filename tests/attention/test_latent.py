@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton.language as tl
 from by_hand import CHUNKS, TOLERANCE, Case, Chunks, by_hand, make_case
+from interpreter import more
 from torch import Tensor
 
 from quire.attention import cpu_latent, triton_latent
@@ -160,11 +161,11 @@ def test_more_heads_than_a_tile_has_rows() -> None:
     check(TritonLatent(), [(1, 90), (2, 20), (1, 5)], spec, torch.float32, DEVICE)
 
 
-@pytest.mark.parametrize("num_sms", [1, 3, 40])
+@pytest.mark.parametrize("num_sms", [3, 40, *more(1)])
 def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> None:
     """A share that ends within a sequence, spans several or has nothing."""
     monkeypatch.setattr(launch, "sms", lambda device: (num_sms, 1 << 18))
-    chunks: Chunks = [(1, 5), (1, 140), (3, 31), (1, -1), (2, 100), (1, 63), (1, 300)]
+    chunks: Chunks = [(1, 5), (1, 140), (3, 31), (1, -1), (2, 100), (1, 63), (1, 200)]
     check(TritonLatent(), chunks, SPEC, torch.float32, DEVICE)
 
 
