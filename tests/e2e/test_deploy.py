@@ -38,6 +38,7 @@ def kubectl() -> str:
     return path
 
 
+@functools.cache
 def documents(overlay: str) -> dict[str, dict[str, Any]]:
     words = [kubectl(), "kustomize", str(DEPLOY / "kubernetes" / "overlays" / overlay)]
     made = subprocess.run(words, capture_output=True, text=True, check=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from preloaded import Preloaded
 from serve_process import SHARED_FLAGS, ServeProcess, Start, eventually
 from tiny_text import TextModel
 
@@ -18,10 +19,12 @@ HEALTH_TIMEOUT_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def tough(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+def tough(
+    tiny: TextModel, tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[ServeProcess]:
     log = tmp_path_factory.mktemp("tough") / "log"
     flags = ("--api-server-count", "2", "--health-timeout", str(HEALTH_TIMEOUT_S))
-    with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=log) as started:
+    with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=log, preloaded=preloaded) as started:
         started.until_healthy(num_api=2)
         yield started
         started.end_cleanly()
@@ -38,9 +41,9 @@ def runs_without(server: ServeProcess, dead: int) -> bool:
 
 def test_a_stopped_engine_is_unhealthy_and_goes_on_where_it_was(tough: ServeProcess) -> None:
     """Catches a /health that stays 200 with a hung engine, and a stream that is lost over a pause."""
-    whole = tough.complete(max_tokens=2000)["choices"][0]["text"]
+    whole = tough.complete(max_tokens=1000)["choices"][0]["text"]
     core = tough.core
-    with tough.streaming(max_tokens=2000) as stream:
+    with tough.streaming(max_tokens=1000) as stream:
         found = [next(stream)]
         os.kill(core, signal.SIGSTOP)
         try:

@@ -122,10 +122,14 @@ OTHER_NUMBERS = {"16_fp8.sh", "18_fp8_cache.sh", "18_deep_gemm.sh"}
 """Which need not say word for word what the model says as it is."""
 OFTEN = {
     *("14_flashinfer_variable.sh", "18_fp8_cache.sh", "20_adapters.sh"),
-    *(file.name for file in SNIPPETS.glob("*.py") if file.name[:2] not in ("06", "07", "08", "10", "21")),
+    *(
+        file.name
+        for file in SNIPPETS.glob("*.py")
+        if file.name[:2] not in ("06", "07", "08", "10", "21") and "shared_cache" not in file.name
+    ),
     "08_experts.py",
 }
-"""The others start servers or many ranks, and are slow."""
+"""The others start servers or many ranks, and are slow; images in shared memory are in test_guide.py, too."""
 
 
 def snippets(suffix: str) -> list[Any]:

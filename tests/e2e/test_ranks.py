@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from preloaded import Preloaded
 from serve_process import SHARED_FLAGS, ServeProcess, eventually
 from tiny_text import TextModel
 
@@ -14,10 +15,12 @@ HEALTH_TIMEOUT_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def pair(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+def pair(
+    tiny: TextModel, tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[ServeProcess]:
     log = tmp_path_factory.mktemp("pair") / "log"
     flags = ("-tp", "2", "--health-timeout", str(HEALTH_TIMEOUT_S))
-    with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=log) as started:
+    with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=log, preloaded=preloaded) as started:
         started.until_healthy()
         yield started
         started.end_cleanly()
@@ -36,9 +39,9 @@ def at_rest(server: ServeProcess) -> bool:
 
 def test_a_stopped_rank_is_unhealthy_and_goes_on(pair: ServeProcess) -> None:
     """Catches a core that says nothing while it waits for a rank, and a stream lost over a pause."""
-    whole = pair.complete(max_tokens=1000)["choices"][0]["text"]
+    whole = pair.complete(max_tokens=400)["choices"][0]["text"]
     _, second = ranks(pair)
-    with pair.streaming(max_tokens=1000) as stream:
+    with pair.streaming(max_tokens=400) as stream:
         found = [next(stream)]
         os.kill(second, signal.SIGSTOP)
         try:
