@@ -70,15 +70,15 @@ def test_an_answer_as_a_process(model: TextModel) -> None:
     assert tps.startswith("TPS: ") and "tokens/s (" in tps
 
 
-def test_a_broken_weight_file_as_a_process(model: TextModel, tmp_path: Path) -> None:
+# ---- the command itself
+
+
+def test_a_broken_weight_file(model: TextModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = shutil.copytree(model.path, tmp_path / "broken")
     (weights,) = path.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:5000])
-    shown = command("chat", *on(path, "-q", "hi"))
-    check_one_line(shown.returncode, shown.stderr, expected=1, says=[weights.name])
-
-
-# ---- the command itself
+    code = main(["chat", *on(path, "-q", "hi")])
+    check_one_line(code, capfd.readouterr().err, expected=1, says=[weights.name])
 
 
 def test_help_and_version(capsys: Capture) -> None:

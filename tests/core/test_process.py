@@ -299,8 +299,8 @@ def test_a_client_that_takes_nothing_is_given_up_and_told_when_it_does(
     deaf = bench.join(rcvhwm=1)
     (deaf_id,) = clients.known
     good = bench.join()
-    deaf.send(Add([make_request(f"deaf-{number}", prompt(number), 3000) for number in range(40)]))
-    good.send(Add([make_request("good", prompt(5), 2000)]))
+    deaf.send(Add([make_request(f"deaf-{number}", prompt(number), 1500) for number in range(40)]))
+    good.send(Add([make_request("good", prompt(5), 1000)]))
     fullest = 0
     while "good" not in good.reasons:
         bench.turn_and_read(good)
@@ -310,7 +310,7 @@ def test_a_client_that_takes_nothing_is_given_up_and_told_when_it_does(
             good.read()
             clients.flush()
     assert most / 2 < fullest <= most
-    assert good.tokens == {"good": continuation(prompt(5), 2000)}
+    assert good.tokens == {"good": continuation(prompt(5), 1000)}
     assert not bench.engine.core.has_work, "what nobody takes is not computed"
     assert "takes nothing" in caplog.text
     bench.turn_until(lambda: len(deaf.reasons) == 40, deaf)

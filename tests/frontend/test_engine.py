@@ -28,6 +28,9 @@ from quire.frontend.inputs import Prompt
 from quire.metrics import EngineMetrics
 from quire.multimodal.larder import Larder
 
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Cores are started by a process that has imported what they need, so that each is there at once."""
+CONTEXT.set_forkserver_preload(["quire.frontend.engine", "quire.metrics", "quire.sched.pantry"])
 LONGEST = 10**7
 PATIENCE_S = 120.0
 """Ends a test that hangs."""
@@ -62,9 +65,7 @@ class Cores:
         return f"ipc://{self.folder}/core{rank}"
 
     def start(self, rank: int) -> None:
-        process = multiprocessing.get_context("spawn").Process(
-            target=run_fast_core, args=(self.address(rank), 50, LONGEST), daemon=True
-        )
+        process = CONTEXT.Process(target=run_fast_core, args=(self.address(rank), 50, LONGEST), daemon=True)
         process.start()
         self.processes[rank] = process
 

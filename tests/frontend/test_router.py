@@ -260,7 +260,7 @@ class Fleet:
 
 @pytest.mark.parametrize(
     "num_requests",
-    [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    [8_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
     ids=["some", "a million"],
 )
 def test_load_stays_even_through_deaths_and_restarts(num_requests: int) -> None:
