@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # Triton's library complains at exit of objects that are never collected
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop("QUIRE_TEST_TINY_MODELS"), ignore_errors=True)
 
