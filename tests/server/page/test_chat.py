@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from browse import answered, ask
 
 Open = Callable[..., Any]
@@ -84,26 +83,27 @@ def test_an_impossible_value_is_not_sent(serve: Open, open_page: Open) -> None:
     assert [body["top_p"] for body in site.bodies] == [0.5]
 
 
-@pytest.mark.parametrize("way", ["button", "key", "new chat"])
-def test_stop_aborts_on_the_server(serve: Open, open_page: Open, until: Open, way: str) -> None:
+def test_stop_aborts_on_the_server(serve: Open, open_page: Open, until: Open) -> None:
     """Catches a stop that only hides the text while the engine goes on."""
     site = serve()
     page = open_page(site)
-    ask(page, "endless")
-    holds(page, "() => document.querySelector('.prose')?.textContent.length > 30")
-    if way == "key":
-        page.keyboard.press("Escape")
-    else:
-        page.click({"button": "#stop", "new chat": "#new"}[way])
-    page.wait_for_selector("#send")
-    until(lambda: site.num_aborted == 1)
-    if way == "new chat":
-        assert page.locator(".answer, .question").count() == 0
-    else:
-        assert answered(page).locator(".stats").inner_text().endswith("stopped")
-    ask(page, "again")
-    assert answered(page).locator(".prose").inner_text() == "The sky is blue."
-    assert len(site.bodies[-1]["messages"]) == (1 if way == "new chat" else 3)
+    for num_stopped, way in enumerate(("button", "key", "new chat"), 1):
+        ask(page, "endless")
+        holds(page, "() => document.querySelector('.prose')?.textContent.length > 30")
+        if way == "key":
+            page.keyboard.press("Escape")
+        else:
+            page.click({"button": "#stop", "new chat": "#new"}[way])
+        page.wait_for_selector("#send")
+        until(lambda num=num_stopped: site.num_aborted == num)
+        if way == "new chat":
+            assert page.locator(".answer, .question").count() == 0
+        else:
+            assert answered(page).locator(".stats").inner_text().endswith("stopped"), way
+        ask(page, "again")
+        assert answered(page).locator(".prose").inner_text() == "The sky is blue.", way
+        assert len(site.bodies[-1]["messages"]) == (1 if way == "new chat" else 3), way
+        page.click("#new")
 
 
 def test_retry_asks_the_same_again(serve: Open, open_page: Open) -> None:
@@ -117,21 +117,19 @@ def test_retry_asks_the_same_again(serve: Open, open_page: Open) -> None:
     assert page.locator(".answer").count() == 1
 
 
-@pytest.mark.parametrize(
-    ("question", "problem"),
-    [
-        ("refuse", "max_tokens is too large."),
-        ("overload", "The server answered with status 503."),
-        ("fail", "The engine stopped."),
-        ("cut", "The connection ended before the answer did."),
-    ],
-)
-def test_failures_are_told(serve: Open, open_page: Open, question: str, problem: str) -> None:
+def test_failures_are_told(serve: Open, open_page: Open) -> None:
     """Catches an error of the server that leaves the page waiting for ever, or says nothing."""
     page = open_page(serve())
-    ask(page, question)
-    assert answered(page).locator(".note").inner_text() == problem
-    assert page.locator("#send").is_visible()
+    for question, problem in {
+        "refuse": "max_tokens is too large.",
+        "overload": "The server answered with status 503.",
+        "fail": "The engine stopped.",
+        "cut": "The connection ended before the answer did.",
+    }.items():
+        ask(page, question)
+        assert answered(page).locator(".note").inner_text() == problem, question
+        assert page.locator("#send").is_visible(), question
+        page.click("#new")
 
 
 def test_markdown_becomes_structure(serve: Open, open_page: Open) -> None:

@@ -128,12 +128,11 @@ def test_a_phone_needs_no_sideways_scrolling(serve: Open, open_page: Open, until
     assert max(page.eval_on_selector_all("html, body, main, .log, .engine", widths)) <= PHONE["width"]
 
 
-def test_pictures(serve: Open, open_page: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures(serve: Open, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a dark scheme that is not dark. QUIRE_PICTURES=docs keeps the pictures there."""
     kept = os.environ.get("QUIRE_PICTURES")
     if kept:  # a minute of numbers in a few seconds, to fill the lines
         monkeypatch.setattr(page_module, "TICK_S", 0.02)
-    folder = Path(kept) if kept else tmp_path
     looks: dict[str, dict[str, Any]] = {
         "page": {"color_scheme": "light"},
         "page-dark": {"color_scheme": "dark"},
@@ -146,7 +145,7 @@ def test_pictures(serve: Open, open_page: Open, tmp_path: Path, monkeypatch: pyt
         answered(page)
         if kept:
             page.wait_for_timeout(6000)
-        page.screenshot(path=folder / f"{name}.png")
+            page.screenshot(path=Path(kept) / f"{name}.png")
         paper[name] = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert paper == {
         "page": "rgb(250, 249, 246)",
