@@ -8,7 +8,8 @@ import httpx
 from fake_engine import FakeEngine
 
 from quire.config.pooling import PoolingFacts
-from quire.server.app import Application
+from quire.server.app import Application, _surrounded
+from quire.server.keys import Ledger
 from quire.server.settings import make_settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -16,6 +17,30 @@ EMBEDDER = PoolingFacts(task="embed", type="LAST", size=6, is_matryoshka=True)
 CROSS_ENCODER = PoolingFacts(task="classify", type="CLS", size=1, labels=("fits",))
 CLASSIFIER = PoolingFacts(task="classify", type="CLS", size=3, labels=("bad", "fair", "good"))
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+_APPLICATIONS: dict[str, Application] = {}
+_NEVER_SHARED = {"api_key", "lora_modules", "middleware"}
+
+
+def application_of(engine: FakeEngine, settings: dict[str, Any]) -> Application:
+    """An application over this engine. Declaring its routes takes most of the time of a small test, so they
+    are declared once for each set of settings; all that depends on the engine or keeps state between requests
+    is made anew. An application with keys, adapters or middleware shares nothing."""
+    made = make_settings(settings)
+    if _NEVER_SHARED & settings.keys():
+        return Application(engine, made)
+    kind = (type(engine), engine.inputs.pooling, engine.facts, engine.operation.settings)
+    declared_by = repr((settings, kind))
+    application = _APPLICATIONS.get(declared_by)
+    if application is None:
+        application = _APPLICATIONS[declared_by] = Application(engine, made)
+    else:
+        # The routes refer to this object of Api and to this feed: both get the new engine in place.
+        application.api.__init__(engine, made)  # type: ignore[misc]
+        application.feed.__init__(engine)  # type: ignore[misc]
+        application.asgi = _surrounded(application.routes, application.api, made, Ledger(made.keys, None))
+    return application
 
 
 def ask(
@@ -26,7 +51,7 @@ def ask(
     settings: dict[str, Any] | None = None,
     **given: Any,
 ) -> httpx.Response:
-    application = Application(engine or FakeEngine(), make_settings(settings or {}))
+    application = application_of(engine or FakeEngine(), settings or {})
     transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
 
     async def go() -> httpx.Response:

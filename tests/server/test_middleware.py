@@ -116,11 +116,13 @@ def restored() -> Iterator[None]:
     """Loggers as they were."""
     names = ("quire", "vllm", "uvicorn.error", "uvicorn.access")
     loggers = [logging.getLogger(name) for name in names]
-    before = [(each.handlers, each.level, each.propagate) for each in loggers]
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
     yield
-    for each, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        each.handlers, each.propagate = handlers, propagate
-        each.setLevel(level)
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        for handler in set(logger.handlers) - set(handlers):
+            handler.close()
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 def config(file: Path, out: Path, name: str) -> dict[str, Any]:

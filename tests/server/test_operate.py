@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ask import refused
+from ask import application_of, refused
 from fake_engine import FakeEngine
 
 from quire.config.env import Env
@@ -24,8 +24,11 @@ ENV = Env.read({"HOME": "/", "VLLM_SERVER_DEV_MODE": "1"})
 def ask(
     method: str, path: str, engine: FakeEngine | None = None, env: Env | None = ENV, **given: Any
 ) -> httpx.Response:
-    settings = make_settings(given.pop("settings", {}), env=env)
-    application = Application(engine or FakeEngine(), settings)
+    engine, settings = engine or FakeEngine(), given.pop("settings", {})
+    if env is None:
+        application = application_of(engine, settings)
+    else:
+        application = Application(engine, make_settings(settings, env=env))
     transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
 
     async def go() -> httpx.Response:
