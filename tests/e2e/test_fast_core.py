@@ -22,7 +22,7 @@ from quire.text.tokenizer import load_tokenizer
 
 LONGEST = 131072
 NUM_STREAMS = 64
-NUM_TOKENS = 3000
+NUM_TOKENS = 4000
 
 
 def run_server(model: Path, address: str, listener: socket.socket) -> None:
@@ -128,4 +128,4 @@ def test_streams_flow_and_health_answers_while_the_core_floods(tiny: TextModel, 
     assert max(each.longest_gap for each in seen) < clock.now / 4
     assert max(waits) < clock.now / 4
     assert all(len(each.arrivals) < NUM_TOKENS for each in seen), "what comes at once goes out at once"
-    assert sizes[-1] - sizes[len(sizes) // 4] < 32 << 20
+    assert sizes[-1] - sizes[len(sizes) // 4] < 100 << 20
