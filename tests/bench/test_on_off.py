@@ -18,11 +18,18 @@ def words(folder: Path, model: Path, *more: str) -> list[str]:
     return ["bench", "on-off", *small, *files, *more]
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["prefix", "chunks"],
+        pytest.param([name for name in PARTS if name != "encoder"], marks=pytest.mark.slow),
+    ],
+    ids=["two", "all"],
+)
 def test_each_part_is_measured_off_and_on(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: Capture
+    parts: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: Capture
 ) -> None:
     model = text_model(tmp_path_factory.getbasetemp()).path
-    parts = [name for name in PARTS if name != "encoder"]
     assert main(words(tmp_path, model, "--parts", ",".join(parts))) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + len(parts)

@@ -42,7 +42,12 @@ def test_the_rates_alone_are_near(row: Measured) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "out_tok_s"), [("qwen3-0.6b", 27_021), ("llama-3.1-8b", 10_400), ("qwen3-30b-a3b", 6_412)]
+    ("model", "out_tok_s"),
+    [
+        pytest.param("qwen3-0.6b", 27_021, marks=pytest.mark.slow),
+        pytest.param("llama-3.1-8b", 10_400, marks=pytest.mark.slow),
+        ("qwen3-30b-a3b", 6_412),
+    ],
 )
 def test_a_whole_run_takes_what_it_was_measured_at(model: str, out_tok_s: float) -> None:
     """The offline workload of `quire.bench.gpu`, which no rate is fitted to."""

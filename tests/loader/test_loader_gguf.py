@@ -32,8 +32,13 @@ def _pattern_by_layer(config: Any) -> dict[str, Any]:
     return gemma3_keys(config) | {"attention.sliding_window_pattern": near}
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(("llama", kind) for kind in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1")),
+        *((family, kind) for family in ("qwen2", "qwen3", "qwen3_moe") for kind in ("BF16", "Q4_0")),
+    ],
+)
 def test_logits_match_the_model_it_was_written_from(family: str, kind: str, tmp_path: Path) -> None:
     """A wrong name, a block read wrongly, Llama's rows left interleaved (or Qwen's taken apart)."""
     path, hf_model = make_tiny_gguf(family, tmp_path, kind)

@@ -98,7 +98,24 @@ def test_rates_stay_below_the_floors(name: str) -> None:
     assert many.decode_tok_s > 20 * one.decode_tok_s
 
 
-@pytest.mark.parametrize("architecture", ZOO)
+CACHES = {
+    *("LlamaForCausalLM", "GPT2LMHeadModel", "MistralForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM"),
+    *("Gemma4ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "MiMoV2FlashForCausalLM"),
+    *("Step3p5ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "LongcatFlashForCausalLM"),
+    *("MambaForCausalLM", "Mamba2ForCausalLM", "Lfm2ForCausalLM", "NemotronHForCausalLM"),
+    *("Qwen3NextForCausalLM", "Zamba2ForCausalLM", "Qwen3MoeForCausalLM"),
+}
+"""One architecture for each layout of the cache, with and without experts. The long run takes all."""
+
+
+def test_the_chosen_architectures_are_known() -> None:
+    assert set(ZOO) >= CACHES
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [name if name in CACHES else pytest.param(name, marks=pytest.mark.slow) for name in ZOO],
+)
 def test_a_plan_holds_against_the_started_engine(architecture: str, tmp_path: Path) -> None:
     """Weights, and the blocks of the cache beside them."""
     path, _ = make_tiny(architecture, tmp_path)

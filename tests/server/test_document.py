@@ -36,7 +36,7 @@ CHECKS = [
 ]
 
 FEW = settings(
-    max_examples=10,
+    max_examples=8,
     derandomize=True,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
@@ -47,12 +47,17 @@ FEW = settings(
 FEWER = settings(FEW, max_examples=4)
 """For bodies that are mostly those of another route: making them takes the time."""
 DOORS = (
-    *("^/v1/responses", "^/v1/messages|derender"),
+    *("^/v1/responses", "^/v1/messages$"),
     "^/(server|tokenizer)_info|^/reset_(mm|enc)|^/infer|lora",
 )
 OPEN = "|".join(DOORS)
 """Asked of a server with every door open."""
-ALIKE = "/render|batch|^/invocations"
+at_borders = pytest.mark.parametrize(
+    "stride", [6, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+"""One in so many of the cases that schemathesis makes at the borders of a schema, of which a route may have
+hundreds, is sent; the long run sends all of them."""
+ALIKE = "/(de)?render|batch|^/invocations|count_tokens"
 """Routes whose bodies are mostly those of others: no cases at every border of these."""
 STOPS = "^/(pause|resume|is_paused|abort_requests|sleep|wake_up|is_sleeping|collective_rpc|get_world_size)$"
 """What stops an engine has one of its own."""
@@ -80,13 +85,23 @@ def check(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS)
 
 
-def check_all(schema: BaseSchema, few: settings) -> None:
-    """As `parametrize()` does, but cases are made by who runs them, not by all who collect tests."""
-    tests = list(get_all_tests(schema=schema, test_func=check, settings=few, given_kwargs=None))
-    assert tests
-    for found in tests:
-        _, test = found.ok()
+def check_all(schema: BaseSchema, few: settings, stride: int) -> None:
+    """As `parametrize()` does, but cases are made by who runs them, not by all who collect tests. Of cases at
+    borders one in `stride` is sent, of right and wrong ones, so that every route gets both."""
+    num_tests = 0
+    for operation in get_all_tests(schema=schema, test_func=check, settings=few, given_kwargs=None):
+        _, test = operation.ok()
+        by_mode: dict[Any, list[Any]] = {}
+        for example in getattr(test, "hypothesis_explicit_examples", []):
+            case = example.kwargs.get("case")
+            mode = case.meta.generation.mode if case is not None and case.meta is not None else None
+            by_mode.setdefault(mode, []).append(example)
+        test.hypothesis_explicit_examples = [
+            example for examples in by_mode.values() for example in examples[::stride]
+        ]
         test()
+        num_tests += 1
+    assert num_tests
 
 
 plain, talker, stopped, other = (FakeEngine("Hi") for _ in range(4))
@@ -96,9 +111,12 @@ scorer, embedder = (FakeEngine(pooling=facts) for facts in (CROSS_ENCODER, EMBED
 writer = Writer()
 
 
-def test_answers_are_as_described() -> None:
+@at_borders
+def test_answers_are_as_described(stride: int) -> None:
     elsewhere = f"{OPEN}|{ALIKE}|audio"
-    check_all(document_of(plain).exclude(path=list(POOLING_ROUTES)).exclude(path_regex=elsewhere), FEW)
+    check_all(
+        document_of(plain).exclude(path=list(POOLING_ROUTES)).exclude(path_regex=elsewhere), FEW, stride
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,19 +124,24 @@ def talking() -> BaseSchema:
     return document_of(talker, OPENED)
 
 
+@at_borders
 @pytest.mark.parametrize("doors", DOORS)
-def test_answers_are_as_described_with_every_door_open(doors: str, talking: BaseSchema) -> None:
-    check_all(talking.include(path_regex=doors), FEWER)
+def test_answers_are_as_described_with_every_door_open(doors: str, stride: int, talking: BaseSchema) -> None:
+    check_all(talking.include(path_regex=doors), FEWER, stride)
 
 
-def test_bodies_of_other_routes_are_answered_as_described() -> None:
+@pytest.mark.parametrize(
+    "borders", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+def test_bodies_of_other_routes_are_answered_as_described(borders: bool) -> None:
     schema = document_of(other, OPENED)
-    schema.config.phases.coverage.enabled = False
-    check_all(schema.include(path_regex=ALIKE), FEW)
+    schema.config.phases.coverage.enabled = borders
+    check_all(schema.include(path_regex=ALIKE), FEWER, 1)
 
 
-def test_stops_are_as_described() -> None:
-    check_all(document_of(stopped, OPENED).include(path_regex=STOPS), FEWER)
+@at_borders
+def test_stops_are_as_described(stride: int) -> None:
+    check_all(document_of(stopped, OPENED).include(path_regex=STOPS), FEWER, stride)
 
 
 ROUTES = dict.fromkeys(
@@ -138,16 +161,19 @@ def test_many_answers_are_as_described(path: str, talking: BaseSchema) -> None:
         settings(FEW, max_examples=300)(given(case=right | wrong)(check))()
 
 
-def test_scores_are_as_described() -> None:
-    check_all(document_of(scorer).include(path_regex="^/(score|rerank|classify)$"), FEW)
+@at_borders
+def test_scores_are_as_described(stride: int) -> None:
+    check_all(document_of(scorer).include(path_regex="^/(score|rerank|classify)$"), FEW, stride)
 
 
-def test_vectors_are_as_described() -> None:
-    check_all(document_of(embedder).include(path_regex="^/(v1/embeddings|pooling|v1/rerank)$"), FEW)
+@at_borders
+def test_vectors_are_as_described(stride: int) -> None:
+    check_all(document_of(embedder).include(path_regex="^/(v1/embeddings|pooling|v1/rerank)$"), FEW, stride)
 
 
-def test_speech_is_as_described() -> None:
-    check_all(document_of(writer).include(path_regex="^/v1/audio/"), FEW)
+@at_borders
+def test_speech_is_as_described(stride: int) -> None:
+    check_all(document_of(writer).include(path_regex="^/v1/audio/"), FEW, stride)
 
 
 def test_nothing_is_left_running() -> None:
