@@ -44,9 +44,9 @@ KERNELS = [
 """What has no meaning without the C library, and is skipped there."""
 ANSWERS = [
     "tests/worker/test_alignment.py::test_the_cheapest_way_is_the_one_that_transformers_takes",
-    "tests/engine/test_parity.py::test_whole_prompts_and_prefix_hits[LlamaForCausalLM]",
-    "tests/engine/test_parity.py::test_whole_prompts_and_prefix_hits[Qwen3NextForCausalLM]",
-    "tests/engine/test_parity.py::test_whole_prompts_and_prefix_hits[DeepseekV3ForCausalLM]",
+    "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[LlamaForCausalLM]",
+    "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[Qwen3NextForCausalLM]",
+    "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[DeepseekV3ForCausalLM]",
 ]
 """What every path answers, with C kernels or without: dense; states and experts; latent attention."""
 PATHS = [path for path in paths_of(Cpu.read()) if path != "native"]
