@@ -162,7 +162,7 @@ LOADS = st.lists(
 )
 
 
-@settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(LOADS, st.sampled_from([8, 12, 24]), st.sampled_from([1, 2]), st.booleans(), st.integers(0, 2**31))
 def test_while_all_wait_tokens_are_shared_by_weight(
     loads: list[Any], max_num_seqs: int, depth: int, share: bool, seed: int
@@ -170,7 +170,7 @@ def test_while_all_wait_tokens_are_shared_by_weight(
     """Within 10 % of each share, whatever the lengths; nobody starves and nobody overtakes its own."""
     keys = Keys(max_num_seqs=max_num_seqs, num_blocks=max_num_seqs * 20, depth=depth, share=share)
     draw, longest = Random(seed), 0
-    for _ in range(250):
+    for _ in range(400):
         for tenant, (weight, *shapes) in enumerate(loads, 1):
             for _ in range(keys.num_waiting(tenant), ENOUGH):
                 length, count = (draw.randint(1, most) for most in draw.choice(shapes))
