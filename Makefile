@@ -1,6 +1,8 @@
 # `make serve` and `make test` do everything, on a machine with Python 3.11+, pip, git, a C compiler and make.
 PYTHON ?= python3
 BIN := .venv/bin
+# One pytest worker more than cores, up to 8: while a test waits for a process, another one computes.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -le 7 ] || n=7; expr $$n + 1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
 .PHONY: serve test lint types unit slow mutants clients docs dist sbom clean
@@ -18,7 +20,7 @@ types: .venv/ready-test
 	$(BIN)/mypy
 
 unit: .venv/ready-test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -1,4 +1,4 @@
-"""Settings that every test shares. Two pytest workers on two cores: one thread each. Processes of tests read
+"""Settings that every test shares. Workers of pytest have one thread each. Processes of tests read
 what the first of them has compiled, and clients share what is known of certificates. Without a GPU the Triton
 kernels run in Triton's interpreter, which must be asked for before its import.
 

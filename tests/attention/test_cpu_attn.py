@@ -6,7 +6,7 @@ import torch
 from by_hand import CHUNKS, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import make_batch
+from paged_batch import make_batch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend, AttentionSpec

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from by_hand import BLOCK, CHUNKS, by_hand, check
-from oracle import make_batch
+from paged_batch import make_batch
 
 from quire.attention import torch_sdpa
 from quire.attention.backend import AttentionSpec
