@@ -2,13 +2,15 @@
 
 A mutant is a copy of the sources with one text edit. It is killed if a test fails on it, or hangs. A mutant
 that survives shows a mistake that no test notices. Only the test files that import the edited module are run,
-and those closest to it first; the imports are known from the text of the files.
+and those closest to it first; the imports are known from the text of the files. A test that fails without a
+mistake, too, proves nothing: it is left out, and the mutants that it has killed are run again.
 """
 
 import argparse
 import ast
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -19,34 +21,40 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MAX_FILES = 48
 """Test files that are run for one mutant."""
 LIMIT_S = 240.0
-"""Seconds that all runs of one mutant may take. A mutant that no test has failed on by then survives."""
-SILENT_S = 120.0
-"""Seconds without any output of pytest after which a run counts as hung."""
+"""Seconds that all runs of one mutant may take. A mutant that no test has failed on by then survives. A run
+without any output for half as long counts as hung."""
 POLL_S = 0.2
+MAX_ROUNDS = 4
+"""How often mutants are run again because of tests that fail without a mistake."""
 TAIL_LINES = 25
+FIRST_FILES = 8
+"""Test files of one distance that are run first. For most mutants the others need not be collected then."""
+MOST_RELEVANT = 8
+"""Test files at any distance that are run after those at distance 1: the ones with most words in common."""
 DESELECTED = ("gpu", "clients")
 """Test folders of which the chosen markers leave nothing."""
 SLOW = ("bench", "e2e", "arch")
 """Test folders that start whole processes: they are run after the others of the same distance."""
 PYTEST = (
-    *("-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"),
-    *("--hypothesis-seed=0", "-m", "not slow and not gpu"),
+    *("-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"),
+    *("-p", "no_shrinking", "--hypothesis-seed=0", "-m", "not slow and not gpu"),
 )
 _REFERENCE = re.compile(r"(quire(?:\.\w+)+)(?::\w*)?")
 """A module, or a name in it, as the tables of lazily imported classes have them."""
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - .*)?$", re.MULTILINE)
+"""A line of pytest's summary, which names a test."""
 
 
 class EditError(Exception):
@@ -77,6 +85,11 @@ class Mutant:
 def read_mutants(path: Path = HERE / "mutants.toml") -> list[Mutant]:
     """All mutants of a file, in its order."""
     return [Mutant(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]]
+
+
+def words_of(text: str) -> set[str]:
+    """The words of four letters and more in a text, without the s of a plural."""
+    return {word.removesuffix("s") for word in re.findall("[a-z]{4,}", text.lower())}
 
 
 # ---- which tests
@@ -160,15 +173,19 @@ class ImportGraph:
                     (waiting.append if is_source else waiting.appendleft)(importer)
         return {path: distances[path] for path in self.test_files if path in distances}
 
-    @cache  # noqa: B019 - there is one graph in a run
-    def reach(self, path: Path) -> int:
-        """How many source files a test file imports in the end: the fewer, the more it is about each."""
-        seen, waiting = {path}, [path]
-        while waiting:
-            fresh = self.imports[waiting.pop()] - seen
-            seen |= fresh
-            waiting += fresh
-        return sum(imported.is_relative_to(self.package) for imported in seen)
+    @cached_property
+    def words(self) -> dict[Path, set[str]]:
+        """The words of each test file."""
+        return {path: words_of(path.read_text(encoding="utf-8")) for path in self.test_files}
+
+    def relevance(self, words: set[str]) -> dict[Path, float]:
+        """How much each test file has to do with these words. Rare words count more, as does a short file."""
+        counts = Counter(word for in_file in self.words.values() for word in in_file & words)
+        weights = {word: math.log(len(self.words) / count) for word, count in counts.items()}
+        return {
+            path: sum(weights[word] for word in in_file & words) / math.sqrt(len(in_file) + 1)
+            for path, in_file in self.words.items()
+        }
 
     # ---- the order
 
@@ -180,10 +197,13 @@ class ImportGraph:
                 return self.tests / part
         return None
 
-    def stages(self, source: Path) -> list[list[Path]]:
-        """The test files for a source file, closest first, in runs of equal distance. The mirrored folder
-        belongs to the first two whether its files import the module or not."""
+    def stages(self, mutant: Mutant) -> list[list[Path]]:
+        """The test files for a mutant, in the runs that are made of them: those at distance 1 from its
+        module, those at any distance that have most words in common with the edit, then the others, closest
+        first. Files of the mirrored folder count as close whether they import the module or not."""
+        source = self.package / mutant.file
         distances = self.distances(source)
+        relevance = self.relevance(words_of(f"{mutant.old} {mutant.new} {mutant.mistake}"))
         mirrored = self.mirrored_folder(source)
         names = {f"test_{source.stem}.py", f"test_{source.parent.name}.py"}
         parent = self.tests if mirrored is None else mirrored
@@ -194,11 +214,26 @@ class ImportGraph:
         )
 
         def order(path: Path) -> tuple[object, ...]:
-            closeness = path not in twins, self.folder(path) in SLOW, distances.get(path, MAX_FILES)
-            return stage_of[path], *closeness, path not in beside, self.reach(path), str(path)
+            is_far = path not in distances
+            return stage_of[path], path not in twins, self._is_slow(path), is_far, -relevance[path]
 
-        chosen = sorted(stage_of, key=order)[:MAX_FILES]
-        return [list(files) for _, files in groupby(chosen, key=stage_of.__getitem__)]
+        ranked = sorted(stage_of, key=order)
+        direct = [path for path in ranked if stage_of[path] == 1]
+        relevant = sorted(ranked[len(direct) :], key=lambda path: -relevance[path])[:MOST_RELEVANT]
+        runs = [direct[:FIRST_FILES], direct[FIRST_FILES:], sorted(relevant, key=self._is_slow)]
+        rest = (path for path in ranked[len(direct) :] if path not in relevant)
+        runs += [list(files) for _, files in groupby(rest, key=stage_of.__getitem__)]
+        return _first(runs, MAX_FILES)
+
+    def _is_slow(self, path: Path) -> bool:
+        return self.folder(path) in SLOW
+
+
+def _first(runs: list[list[Path]], most: int) -> list[list[Path]]:
+    """The same, of so many files at most, without empty runs."""
+    left = list(accumulate((len(run) for run in runs), lambda before, size: before - size, initial=most))
+    kept = [run[: max(count, 0)] for run, count in zip(runs, left, strict=False)]
+    return [run for run in kept if run]
 
 
 # ---- runs
@@ -214,7 +249,9 @@ class Verdict:
     status: str = "SURVIVED"
     """killed, SURVIVED, broken (no test could run) or unfit (the edit does not apply)."""
     detail: str = ""
-    """The test that failed, or why there is none."""
+    """More about it, in words."""
+    killed_by: str = ""
+    """The test that failed, if one did."""
     seconds: float = 0.0
     num_files: int = 0
     """Test files that were run."""
@@ -222,17 +259,21 @@ class Verdict:
     """The last lines of the output, where it is broken."""
 
     def line(self) -> str:
-        return f"{self.status:8} {self.id:36} {self.seconds:6.1f} s  {self.detail or self.mistake}"
+        told = self.killed_by or self.detail or self.mistake
+        return f"{self.status:8} {self.id:32} {self.seconds:6.1f} s  {told}"
 
 
 class Runner:
     """Runs the tests of a checkout on mutants of its sources."""
 
-    def __init__(self, tests: Path) -> None:
+    def __init__(self, tests: Path, limit_s: float = LIMIT_S) -> None:
         self.graph = ImportGraph(tests)
         self.root = self.graph.root
+        self.limit_s = limit_s
         self.stopped = threading.Event()
-        assert self.graph.importers  # read here, since mutants run in threads
+        self.left_out: set[str] = set()
+        """Tests that fail without a mistake."""
+        assert self.graph.importers and self.graph.words  # read here, since mutants run in threads
 
     def verdict(self, mutant: Mutant) -> Verdict:
         """Runs one mutant, stage by stage, until a test fails or its time is over."""
@@ -245,11 +286,12 @@ class Runner:
                 verdict.status, verdict.detail = "unfit", str(error)
                 return verdict
             has_run = False
-            for stage in self.graph.stages(self.graph.package / mutant.file):
-                left_s = started + LIMIT_S - time.monotonic()
+            for stage in self.graph.stages(mutant):
+                left_s = started + self.limit_s - time.monotonic()
                 if left_s <= 0:
                     break
-                code = self._pytest(stage, folder, left_s)
+                names = [str(path.relative_to(self.root)) for path in stage]
+                code = self._pytest(["-x", *names], folder, left_s)
                 verdict.num_files += len(stage)
                 has_run |= code != 5
                 if self._judge(verdict, code, folder / "output.txt"):
@@ -273,26 +315,38 @@ class Runner:
         text = output.read_text(encoding="utf-8", errors="replace")
         if code == 1:
             failed = _FAILED.search(text)
-            verdict.status, verdict.detail = "killed", failed[1] if failed else "a test failed"
+            verdict.status, verdict.killed_by = "killed", failed[1] if failed else ""
         elif code == "hung":
-            verdict.status, verdict.detail = "killed", f"hung: no output for {SILENT_S:.0f} s"
+            verdict.status, verdict.detail = "killed", f"hung: no output for {self.limit_s / 2:.0f} s"
         elif code == "late":
-            verdict.detail = f"no test failed in {LIMIT_S:.0f} s: {verdict.mistake}"
+            verdict.detail = f"no test failed in {self.limit_s:.0f} s: {verdict.mistake}"
         else:
             verdict.status, verdict.detail = "broken", f"pytest ended with {code}"
             verdict.tail = text.splitlines()[-TAIL_LINES:]
         return True
 
-    def _pytest(self, files: Sequence[Path], folder: Path, left_s: float) -> int | str:
+    def failing(self, tests: Iterable[str]) -> set[str]:
+        """Those of these tests that fail on the sources as they are."""
+        if not (names := sorted(tests)):
+            return set()
+        with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
+            shutil.copytree(self.root / "src", Path(folder) / "src")
+            self._pytest(names, Path(folder), max(self.limit_s, 60.0 * len(names)))
+            output = (Path(folder) / "output.txt").read_text(encoding="utf-8", errors="replace")
+        return {match[1] for match in _FAILED.finditer(output)} & set(names)
+
+    def _pytest(self, arguments: Sequence[str], folder: Path, left_s: float) -> int | str:
         """The exit code of pytest, `hung` if its output stopped, or `late` if the time was over first."""
-        paths = [str(folder / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(folder / "src"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
+            "COLUMNS": "400",  # of the summary
             "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),
         }
-        names = [str(path.relative_to(self.root)) for path in files]
-        command = [sys.executable, *PYTEST, f"--basetemp={folder / 't'}", f"--rootdir={self.root}", *names]
+        left_out = [f"--deselect={name}" for name in sorted(self.left_out)]
+        places = [f"--basetemp={folder / 't'}", f"--rootdir={self.root}"]
+        command = [sys.executable, *PYTEST, *places, *left_out, *arguments]
         with (folder / "output.txt").open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -314,7 +368,7 @@ class Runner:
             now = time.monotonic()
             if output.stat().st_size > size:
                 size, grown_at = output.stat().st_size, now
-            if now - grown_at > SILENT_S:
+            if now - grown_at > self.limit_s / 2:
                 return "hung"
             if now > deadline or self.stopped.is_set():
                 return "late"
@@ -348,6 +402,26 @@ def run_all(runner: Runner, mutants: Sequence[Mutant], jobs: int) -> Iterator[Ve
             raise
 
 
+def confirmed(runner: Runner, verdicts: list[Verdict], mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
+    """The verdicts, once no mutant is killed by a test that fails without a mistake, too."""
+    by_id = {mutant.id: mutant for mutant in mutants}
+    passing: set[str] = set()
+    for _ in range(MAX_ROUNDS):
+        killers = {verdict.killed_by for verdict in verdicts if verdict.killed_by} - passing
+        runner.left_out |= (failing := runner.failing(killers))
+        passing |= killers - failing
+        doubtful = [by_id[verdict.id] for verdict in verdicts if verdict.killed_by in failing]
+        if not doubtful:
+            return verdicts
+        print(f"{len(failing)} tests fail without a mistake, too; {len(doubtful)} mutants are run again:")
+        kept = [verdict for verdict in verdicts if verdict.killed_by not in failing]
+        verdicts = kept + show(run_all(runner, doubtful, jobs), len(doubtful))
+    for verdict in verdicts:
+        if verdict.killed_by and verdict.killed_by not in passing:
+            verdict.status, verdict.detail = "broken", "the tests that fail on it may fail without it, too"
+    return verdicts
+
+
 def show(verdicts: Iterable[Verdict], total: int) -> list[Verdict]:
     """Prints a line for each verdict and, on a terminal, the progress below them."""
     shown: list[Verdict] = []
@@ -378,6 +452,13 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", metavar="ID", default=[], help="run these mutants alone")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time; default: 2")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="S",
+        help=f"seconds for a mutant; default: {LIMIT_S:g}",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a report there")
     return parser.parse_args()
 
@@ -390,13 +471,16 @@ def main() -> int:
         return 2
     chosen = [mutant for mutant in mutants if not args.only or mutant.id in args.only]
     started = time.monotonic()
-    verdicts = show(run_all(Runner(args.tests.resolve()), chosen, args.jobs), len(chosen))
+    runner = Runner(args.tests.resolve(), args.limit)
+    verdicts = show(run_all(runner, chosen, args.jobs), len(chosen))
+    verdicts = confirmed(runner, verdicts, chosen, args.jobs)
     killed, seconds = num_killed(verdicts), round(time.monotonic() - started, 1)
     if args.json is not None:
         report = {
             "killed": killed,
             "total": len(chosen),
             "seconds": seconds,
+            "left_out": sorted(runner.left_out),
             "mutants": [asdict(verdict) for verdict in verdicts],
         }
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -39,12 +39,16 @@ CHECKOUT = {
     "tests/models/test_parity.py": "import oracle\n",
     "tests/sched/test_blocks.py": "from quire.sched import blocks, table\n",
     "tests/sched/test_other.py": "import json\n",
+    "tests/sched/test_salt.py": "import json  # the salt of a request\n",
     "tests/sched/test_table.py": "import quire.sched.table\n",
     "tests/test_core.py": "from quire import core\n",
     "tests/test_unrelated.py": "import json\n",
     "tests/gpu/test_gpu.py": "from quire.sched import blocks\n",
 }
 """A checkout in which a lazy table refers to a module, and a helper imports it."""
+MUTANT = runner.Mutant(
+    "id", "sched/blocks.py", "SIZE = 16", "SIZE = 17", "Requests with other salts share it."
+)
 
 
 @pytest.fixture
@@ -80,11 +84,12 @@ def test_an_edit_must_fit_exactly_once() -> None:
             mutant.applied(text)
 
 
-def test_closest_test_files_come_first(tests: Path) -> None:
-    graph = runner.ImportGraph(tests)
-    stages = graph.stages(graph.package / "sched" / "blocks.py")
+def test_closest_test_files_come_first(tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MOST_RELEVANT", 1)
+    stages = runner.ImportGraph(tests).stages(MUTANT)
     assert [[str(path.relative_to(tests)) for path in stage] for stage in stages] == [
         ["sched/test_blocks.py", "models/test_parity.py"],
+        ["sched/test_salt.py"],
         ["sched/test_table.py", "sched/test_other.py"],
         ["test_core.py"],
     ]
@@ -92,16 +97,15 @@ def test_closest_test_files_come_first(tests: Path) -> None:
 
 def test_the_number_of_test_files_has_a_limit(tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "MAX_FILES", 3)
-    graph = runner.ImportGraph(tests)
-    assert [len(stage) for stage in graph.stages(graph.package / "sched" / "blocks.py")] == [2, 1]
+    assert [len(stage) for stage in runner.ImportGraph(tests).stages(MUTANT)] == [2, 1]
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "detail"),
+    ("code", "status", "told"),
     [
         (0, "SURVIVED", ""),
         (5, "SURVIVED", ""),
-        (1, "killed", "tests/sched/test_blocks.py::test_reuse"),
+        (1, "killed", "tests/sched/test_blocks.py::test_reuse[2 blocks]"),
         ("hung", "killed", "hung: no output for 120 s"),
         ("late", "SURVIVED", "no test failed in 240 s: A mistake."),
         (2, "broken", "pytest ended with 2"),
@@ -109,19 +113,25 @@ def test_the_number_of_test_files_has_a_limit(tests: Path, monkeypatch: pytest.M
     ],
 )
 def test_the_end_of_a_run_is_judged(
-    tests: Path, tmp_path: Path, code: int | str, status: str, detail: str
+    tests: Path, tmp_path: Path, code: int | str, status: str, told: str
 ) -> None:
     output = tmp_path / "output.txt"
-    output.write_text("..F\nFAILED tests/sched/test_blocks.py::test_reuse - assert 1 == 2\n")
+    output.write_text(
+        "..F\nERROR 16:56:54 [blocks.py:24] a line of the log\n"
+        "FAILED tests/sched/test_blocks.py::test_reuse[2 blocks] - assert 1 == 2\n"
+    )
     verdict = runner.Verdict("id", "sched/blocks.py", "A mistake.")
     is_last = runner.Runner(tests)._judge(verdict, code, output)
-    assert (verdict.status, verdict.detail, is_last) == (status, detail, code not in (0, 5))
+    assert (verdict.status, verdict.killed_by or verdict.detail, is_last) == (
+        status,
+        told,
+        code not in (0, 5),
+    )
     assert bool(verdict.tail) == (status == "broken")
 
 
 def test_a_mutant_is_a_copy_of_the_sources(tests: Path, tmp_path: Path) -> None:
-    mutant = runner.Mutant("id", "sched/blocks.py", "SIZE = 16", "SIZE = 17", "A mistake.")
-    runner.Runner(tests)._plant(mutant, tmp_path / "copy")
+    runner.Runner(tests)._plant(MUTANT, tmp_path / "copy")
     assert (tmp_path / "copy/src/quire/sched/blocks.py").read_text() == "SIZE = 17\n"
     assert (tmp_path / "src/quire/sched/blocks.py").read_text() == "SIZE = 16\n"
 
@@ -130,3 +140,33 @@ def test_an_edit_that_does_not_fit_is_told(tests: Path) -> None:
     mutant = runner.Mutant("id", "sched/blocks.py", "SIZE = 32", "SIZE = 17", "A mistake.")
     verdict = runner.Runner(tests).verdict(mutant)
     assert (verdict.status, verdict.num_files) == ("unfit", 0)
+
+
+def test_a_test_that_fails_without_a_mistake_kills_nothing(
+    tests: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = runner.Runner(tests)
+    mutants = [
+        runner.Mutant(name, "sched/blocks.py", "a", "b", "A mistake.") for name in ("one", "two", "three")
+    ]
+    first = [
+        runner.Verdict(name, "", "", "killed", killed_by=test)
+        for name, test in (("one", "t1"), ("two", "t2"))
+    ]
+    first.append(runner.Verdict("three", "", ""))
+    later = {"t1": ("killed", "t3"), "t3": ("SURVIVED", "")}
+
+    def verdict(mutant: object) -> object:
+        assert isinstance(mutant, runner.Mutant)
+        status, killed_by = later[max(made.left_out)]
+        return runner.Verdict(mutant.id, "", "", status, killed_by=killed_by)
+
+    monkeypatch.setattr(made, "failing", lambda names: {"t1", "t3"} & set(names))
+    monkeypatch.setattr(made, "verdict", verdict)
+    verdicts = runner.confirmed(made, first, mutants, 1)
+    assert {verdict.id: verdict.status for verdict in verdicts} == {
+        "one": "SURVIVED",
+        "two": "killed",
+        "three": "SURVIVED",
+    }
+    assert made.left_out == {"t1", "t3"}
