@@ -10,7 +10,6 @@ from finished import finished
 from PIL import Image
 from seeing_latest import LATEST
 from seeing_more import MORE
-from tiny_cache import built_once
 from tiny_seeing import STRONG, TEXT, VISION, Stand, make_tokenizer, save_tiny
 from tiny_seeing import close as close
 from tiny_seeing import picture as picture
@@ -32,11 +31,7 @@ class Twin:
     def __init__(self, path: Path, family: str) -> None:
         self.path = path
         self.architecture, config, self.processor, self.mark = FAMILIES[family]()
-        self.model = built_once(
-            ("seeing", family),
-            path,
-            lambda folder: save_tiny(folder, self.architecture, config, self.processor),
-        )
+        self.model = save_tiny(path, self.architecture, config, self.processor)
         self.reread()
 
     def reread(self) -> None:
