@@ -1,8 +1,8 @@
 # `make serve` and `make test` do everything, on a machine with Python 3.11+, pip, git, a C compiler and make.
 PYTHON ?= python3
 BIN := .venv/bin
-# One pytest worker more than cores, up to 8: while a test waits for a process, another one computes.
-WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -le 7 ] || n=7; expr $$n + 1)
+# Workers of pytest: as many as cores, from 2 to 8.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -ge 2 ] || n=2; [ $$n -le 8 ] || n=8; echo $$n)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
 .PHONY: serve test lint types unit slow mutants clients docs dist sbom clean
