@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from preloaded import Preloaded
 from prometheus_client.parser import text_string_to_metric_families
@@ -130,14 +131,24 @@ def reaches_its_end(stream: Iterator[Any]) -> bool:
         return False
 
 
+def clients_of(pid: int, port: int) -> set[int]:
+    """The ports of the clients that are connected to a process on `port`."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return {each.raddr.port for each in connections if each.laddr.port == port and each.raddr}
+
+
 def test_an_api_process_is_lost_under_load(pair: ServeProcess) -> None:
-    """Catches cores that go on computing for nobody."""
+    """Catches cores that go on computing for a client that is gone."""
     eventually("it is at rest", lambda: at_rest(pair))
-    dead = pair.with_role("APIServer")[0]
+    processes = pair.with_role("APIServer")
+    dead = processes[0]
+    earlier = {pid: clients_of(pid, pair.port) for pid in processes}
     with ExitStack() as stack:
-        streams = [stack.enter_context(pair.streaming(max_tokens=LENGTH)) for _ in range(6)]
-        for stream in streams:
-            next(stream)
+        streams: list[Iterator[Any]] = []
+        while not all(clients_of(pid, pair.port) - earlier[pid] for pid in processes):
+            assert len(streams) < 40, "the kernel gives every connection to one process"
+            streams.append(stack.enter_context(pair.streaming(max_tokens=LENGTH)))
+            next(streams[-1])
         os.kill(dead, signal.SIGKILL)
         alive = [reaches_its_end(stream) for stream in streams]
     assert True in alive and False in alive, "only those of the other process live on"
