@@ -1,7 +1,8 @@
 """The exception tree. Every error that a caller can cause names the value, the limit and the way out."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class QuireError(Exception):
@@ -38,6 +39,23 @@ class EngineDead(EngineError):
     """The engine is not there: starting, dead or hung. The same request may succeed later."""
 
     status = 503
+
+
+class RequestsFailed(EngineError):
+    """Some requests of one offline call failed, and the others are done.
+
+    `outputs` has the outputs of all requests in the order of the prompts, also what the failed ones had so
+    far. `errors` has the error of every failed request by the index of its prompt.
+    """
+
+    def __init__(self, outputs: Sequence[Any], errors: Mapping[int, Exception]) -> None:
+        index, error = min(errors.items())
+        super().__init__(
+            f"{len(errors)} of {len(outputs)} requests failed, the first at prompt {index}: {error}; the "
+            "outputs of the others are in `outputs` of this exception"
+        )
+        self.outputs = list(outputs)
+        self.errors = dict(errors)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ from quire.data.pooled_outputs import (
     ScoringRequestOutput,
 )
 from quire.data.pooling import PoolingParams
-from quire.errors import EngineError, RequestError
+from quire.errors import RequestError, RequestsFailed
 from quire.frontend.beam import BeamSearch, continued, round_params, start_of
 from quire.frontend.chat import chat_prompt, read_template
 from quire.frontend.inputs import Prompt, PromptType
@@ -81,7 +81,8 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt. Outputs stand in the order of the prompts."""
+        """Continue each prompt. Outputs stand in the order of the prompts. `RequestsFailed` is raised when
+        the engine failed on some of them, with the outputs of the others."""
         ids = self.enqueue(
             prompts,
             sampling_params,
@@ -168,8 +169,8 @@ class LLM:
         return self._run(list(self._queued), use_tqdm)
 
     def _run(self, ids: list[str], use_tqdm: Progress) -> list[AnyOutput]:
-        """Step until these queued requests are done. If that fails or is interrupted, nothing is left
-        running."""
+        """Step until these queued requests are done, then raise if some of them failed. If stepping fails
+        or is interrupted, nothing is left running."""
         queued = self._queued
         missing = {id for id in ids if queued[id] is None}
         if missing:
@@ -187,7 +188,11 @@ class LLM:
             self.llm_engine.abort_request(queued)
             queued.clear()
             raise
-        return [cast(AnyOutput, queued.pop(id)) for id in ids]
+        outputs = [cast(AnyOutput, queued.pop(id)) for id in ids]
+        errors = {index: output.error for index, output in enumerate(outputs) if output.error is not None}
+        if errors:
+            raise RequestsFailed(outputs, errors) from errors[min(errors)]
+        return outputs
 
     def _queue(
         self,
@@ -306,11 +311,7 @@ class LLM:
         given = _one_each("params", params or PoolingParams(), PoolingParams, len(prompts))
         each = [msgspec.structs.replace(own, task=own.task or task) for own in given]
         ids = self._add(prompts, each, [0] * len(prompts), _loras_of(loras, len(prompts)))
-        outputs = cast(list[PoolingRequestOutput[PoolingOutput]], self._run(ids, use_tqdm))
-        for output in outputs:
-            if output.outputs.data.shape == (0,):
-                raise EngineError(f"the engine failed on request {output.request_id}")
-        return outputs
+        return cast(list[PoolingRequestOutput[PoolingOutput]], self._run(ids, use_tqdm))
 
     # ---- beam search
 

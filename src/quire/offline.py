@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
 from quire.data.lora import LoRARequest
+from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
@@ -99,7 +100,7 @@ class SpreadEngine:
             async for output in answer:
                 output.request_id = request_id
                 self._arrived.put((request_id, output))
-        except Exception as error:  # handed to the caller, who raises it in `step`
+        except Exception as error:  # becomes the `error` of the request's last output
             self._arrived.put((request_id, error))
         finally:
             await answer.aclose()
@@ -120,7 +121,7 @@ class SpreadEngine:
         return bool(self._tasks)
 
     def step(self) -> list[AnyOutput]:
-        """What has come, at least one output. If a request fails, all are gone and the engine is usable."""
+        """What has come, at least one output. That of a failed request has its `error`."""
         if not self._tasks:
             return []
         found: list[AnyOutput] = []
@@ -134,8 +135,7 @@ class SpreadEngine:
         if request_id not in self._tasks:
             return []  # of one that was given up
         if isinstance(item, Exception):
-            self.abort_request(list(self._tasks))
-            raise item
+            item = _failed(request_id, item)
         if item.finished:
             del self._tasks[request_id]
         return [item]
@@ -176,6 +176,13 @@ class SpreadEngine:
 
     def profile(self, start: bool, prefix: str | None = None) -> None:
         self._wait(self._engine.operation.profile(start, prefix))
+
+
+def _failed(request_id: str, error: Exception) -> RequestOutput:
+    """The last output of a request that failed."""
+    output = RequestOutput(request_id, None, None, None, outputs=[], finished=True)
+    output.error = error
+    return output
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, stack: contextlib.AsyncExitStack) -> None:

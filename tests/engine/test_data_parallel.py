@@ -13,7 +13,7 @@ import pytest
 from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM, SamplingParams
-from quire.errors import EngineDead, RequestError
+from quire.errors import EngineError, RequestError, RequestsFailed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, n=3)
@@ -65,6 +65,27 @@ def test_what_is_wrong_with_a_prompt_is_said_at_once_and_nothing_stays(pair: LLM
     assert len(ids(pair, PROMPTS[:2], GREEDY)) == 2
 
 
+def test_a_request_that_fails_leaves_the_others(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches answers that are lost because another request of the same call failed."""
+    expected, engine = ids(pair, PROMPTS[:3], GREEDY), pair.llm_engine._engine  # type: ignore[attr-defined]
+    generate = engine.generate
+
+    def fail_the_second(prompt: Any, *arguments: Any, **options: Any) -> Any:
+        answer = generate(prompt, *arguments, **options)
+        if prompt.token_ids == PROMPTS[1]:
+            answer.fail(EngineError("broken"))
+        return answer
+
+    monkeypatch.setattr(engine, "generate", fail_the_second)
+    with pytest.raises(
+        RequestsFailed, match="1 of 3 requests failed.*prompt 1: broken"
+    ) as failed:
+        pair.generate(PROMPTS[:3], GREEDY, use_tqdm=False)
+    first, second, third = failed.value.outputs
+    assert [[list(output.outputs[0].token_ids)] for output in (first, third)] == [expected[0], expected[2]]
+    assert second.error is failed.value.errors[1] and not pair.llm_engine.has_unfinished_requests()
+
+
 def test_beams(model: TextModel, pair: LLM) -> None:
     from quire import BeamSearchParams
 
@@ -88,7 +109,7 @@ def test_a_dead_core_costs_nothing_while_there_is_another(model: TextModel) -> N
     outputs: Any = llm.wait_for_completion(use_tqdm=False)
     assert [[list(output.outputs[0].token_ids)] for output in outputs] == expected
     os.kill(first.pid, signal.SIGKILL)
-    with pytest.raises(EngineDead):
+    with pytest.raises(EngineError):
         for _ in range(100):
             ids(llm, PROMPTS, long)
     assert not engine.has_unfinished_requests()

@@ -1,5 +1,6 @@
 """Engines whose requests have adapters: together they say what each says alone, wherever the worker is."""
 
+import contextlib
 import gc
 import itertools
 import json
@@ -16,7 +17,7 @@ from tiny_adapter import write_adapter
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quire.core.operator import done
 from quire.data.outputs import RequestOutput
-from quire.errors import RequestError
+from quire.errors import RequestError, RequestsFailed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = prompts_of(*[9, 14, 5, 22] * 3)
@@ -94,8 +95,8 @@ def test_so_they_do_in_other_processes(
     llm = LLM(str(tiny), **SETTINGS, **layout)
     try:
         assert tokens(llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)) == alone
-        missing = llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("none", 9, "/nowhere"))
-        assert missing[0].outputs[0].finish_reason == "error"
+        with pytest.raises(RequestsFailed, match="No adapter found for /nowhere"):
+            llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("none", 9, "/nowhere"))
     finally:
         llm.llm_engine.close()
 
@@ -103,16 +104,17 @@ def test_so_they_do_in_other_processes(
 def test_an_adapter_that_is_not_there_ends_its_own_requests(
     llm: LLM, adapters: list[LoRARequest], alone: list[list[int]]
 ) -> None:
-    wanted = asked(adapters)
-    wanted[0] = wanted[5] = LoRARequest("none", 9, "/nowhere")
-    outputs = llm.generate(PROMPTS, GREEDY, lora_request=wanted, use_tqdm=False)
-    for number, output in enumerate(outputs):
-        answer = output.outputs[0]
-        if number in (0, 5):
-            assert answer.finish_reason == "error" and not answer.token_ids
-            assert answer.stop_reason == "Loading lora none failed: No adapter found for /nowhere"
-        else:
-            assert list(answer.token_ids) == alone[number]
+    """Catches an empty answer in place of an error, and answers that are lost with another's error."""
+    loras = asked(adapters)
+    loras[0] = loras[5] = LoRARequest("none", 9, "/nowhere")
+    with pytest.raises(RequestsFailed, match=f"^2 of {len(PROMPTS)} requests failed") as failed:
+        llm.generate(PROMPTS, GREEDY, lora_request=loras, use_tqdm=False)
+    assert {index: str(error) for index, error in failed.value.errors.items()} == dict.fromkeys(
+        (0, 5), "Loading lora none failed: No adapter found for /nowhere"
+    )
+    for number, output in enumerate(failed.value.outputs):
+        assert list(output.outputs[0].token_ids) == ([] if number in (0, 5) else alone[number])
+    assert tokens(llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)) == alone
 
 
 def test_prefixes_are_those_of_the_content_and_what_is_read_again_has_others(
@@ -173,7 +175,8 @@ def test_nothing_is_left_of_adapters_that_have_gone(
         for _ in range(count):
             lora = LoRARequest(f"guest-{next(numbers)}", 1, adapters[0].lora_path)
             broken = LoRARequest(f"{lora.lora_name}-broken", 2, "/nowhere")
-            llm.generate(PROMPTS[:2], GREEDY, lora_request=[lora, broken], use_tqdm=False)
+            with contextlib.suppress(RequestsFailed):
+                llm.generate(PROMPTS[:2], GREEDY, lora_request=[lora, broken], use_tqdm=False)
             inplace = LoRARequest(lora.lora_name, 1, lora.lora_path, load_inplace=True)
             llm.generate(PROMPTS[0], GREEDY, lora_request=inplace, use_tqdm=False)
             done(engine.operator.remove_adapter(lora.lora_name))

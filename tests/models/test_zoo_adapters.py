@@ -12,6 +12,7 @@ from oracle import make_tiny, random_prompts, run_hf
 from zoo import STORED, ZOO
 
 from quire import LLM, LoRARequest, PoolingParams
+from quire.errors import RequestsFailed
 
 PROMPTS = random_prompts(9, 7)
 RANK: dict[str, Any] = {"r": 4, "lora_alpha": 8}
@@ -119,7 +120,7 @@ def test_all_layers_of_an_encoder(name: str, tmp_path: Path) -> None:
     lora = LoRARequest("a", 1, str(tmp_path / "a"))
     # States are read in front of the pooler of two; files of the others have layers under other names.
     if family in ("Bert", "Ernie", "NomicBert", "Gte", "JinaEmbeddingsV3"):
-        with pytest.raises(Exception, match="failed on request"):
+        with pytest.raises(RequestsFailed):
             llm.encode([ids], RAW, pooling_task="token_embed", lora_request=lora, use_tqdm=False)
         return
     found = llm.encode([ids], RAW, pooling_task="token_embed", lora_request=lora, use_tqdm=False)

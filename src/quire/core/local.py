@@ -18,6 +18,7 @@ from quire.data.plan import StepOutput
 from quire.data.pooling import PoolingParams
 from quire.errors import EngineError, RequestError
 from quire.frontend.embeds import embeds_reader
+from quire.frontend.flight import failure
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.media import media_reader
 from quire.frontend.outputs import AnyOutput, OutputProcessor
@@ -129,6 +130,9 @@ class LocalEngine:
             self.metrics.note_adapters(0, step.stats.running_adapters, step.stats.waiting_adapters)
             self.stats_log.add(step.stats)
             (self.stats_log.tick if self.has_unfinished_requests() else self.stats_log.end_run)(step.stats)
+        for output in processed.outputs:
+            if (finish := processed.failed.get(output.request_id)) is not None:
+                output.error = failure(finish)
         return processed.outputs
 
     def reset_prefix_cache(self) -> bool:

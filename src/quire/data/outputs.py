@@ -162,6 +162,8 @@ class RequestOutput:
     ec_transfer_params: dict[str, Any] | None = None
     aligned: list[int] | None = None
     """Of a prompt that was: the state of its sound at which each token begins."""
+    error: Exception | None = None
+    """Why the request failed; None for one that did not. `LLM` raises it."""
 
     def __init__(
         self,

@@ -53,6 +53,8 @@ class PoolingRequestOutput(Generic[Out]):
     prompt_token_ids: list[int]
     num_cached_tokens: int
     finished: bool
+    error: Exception | None = None
+    """Why the request failed; None for one that did not. `LLM` raises it."""
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
