@@ -5,7 +5,7 @@ BIN := .venv/bin
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -ge 2 ] || n=2; [ $$n -le 8 ] || n=8; echo $$n)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
-.PHONY: serve test lint types unit slow mutants clients docs dist sbom clean
+.PHONY: serve test lint types unit slow mutants siege clients docs dist sbom clean
 
 serve: .venv/ready
 	@$(BIN)/quire serve $(ARGS)
@@ -28,6 +28,10 @@ slow: .venv/ready-test
 # Whether the tests fail on sources with a mistake in them, for each mistake of tests/mutants/mutants.toml.
 mutants: .venv/ready-test
 	$(BIN)/python tests/mutants/run.py $(ARGS)
+
+# Three good clients beside a hostile one, for ten minutes: tests/siege/run.py.
+siege: .venv/ready-test
+	$(BIN)/python tests/siege/run.py $(ARGS)
 
 # The pages of docs/ as a site, in build/site.
 docs: .venv-docs/ready

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +17,6 @@ from typing import Any, Self
 import httpx
 import psutil
 from preloaded import ForkedServer, Preloaded
-from prometheus_client.parser import text_string_to_metric_families
 
 LONGEST = 8192
 SHARED_FLAGS = (
@@ -27,6 +27,9 @@ SHARED_FLAGS = (
     *("--disable-uvicorn-access-log", "--enable-prompt-embeds"),
 )
 """A context far longer than the tests need, so that a stream can be made to last."""
+
+SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 PATIENCE_S = 150.0
 """For what takes a second on an idle machine."""
@@ -212,10 +215,16 @@ def joined(found: list[dict[str, Any] | str]) -> str:
     )
 
 
+def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """The name, labels and value of every sample of a /metrics page. Prometheus' own parser takes a hundred
+    times as long; test_counting.py compares the two."""
+    for name, labels, value in SAMPLE.findall(text):
+        yield name, dict(LABEL.findall(labels)), float(value)
+
+
 def parse_metrics(text: str) -> dict[str, float]:
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            telling = [value for name, value in sample.labels.items() if name not in ("model_name", "engine")]
-            found[":".join([sample.name.removeprefix("vllm:"), *telling])] = sample.value
-    return found
+    values = {}
+    for name, labels, value in samples(text):
+        telling = [text for label, text in labels.items() if label not in ("model_name", "engine")]
+        values[":".join([name.removeprefix("vllm:"), *telling])] = value
+    return values

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from preloaded import Preloaded
-from serve_process import SHARED_FLAGS, ServeProcess, eventually, greedy, parse_metrics
+from prometheus_client.parser import text_string_to_metric_families
+from serve_process import SHARED_FLAGS, ServeProcess, eventually, greedy, parse_metrics, samples
 from tiny_text import TextModel
 
 from quire.metrics import COUNTERS, HISTOGRAMS, LENGTHS
@@ -69,6 +70,16 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
         for name in names
         if not name.startswith("http_") and after[name] != before[name]
     }
+
+
+def test_prometheus_reads_the_same_samples(counted: ServeProcess) -> None:
+    """Catches a page that Prometheus refuses or reads differently."""
+    text = counted.client.get("/metrics").text
+    families = text_string_to_metric_families(text)
+    expected = [
+        (sample.name, sample.labels, sample.value) for family in families for sample in family.samples
+    ]
+    assert list(samples(text)) == expected and len(expected) > 100
 
 
 def test_every_name_is_there_from_the_start(counted: ServeProcess) -> None:

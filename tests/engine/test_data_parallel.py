@@ -77,9 +77,7 @@ def test_a_request_that_fails_leaves_the_others(pair: LLM, monkeypatch: pytest.M
         return answer
 
     monkeypatch.setattr(engine, "generate", fail_the_second)
-    with pytest.raises(
-        RequestsFailed, match="1 of 3 requests failed.*prompt 1: broken"
-    ) as failed:
+    with pytest.raises(RequestsFailed, match="1 of 3 requests failed.*prompt 1: broken") as failed:
         pair.generate(PROMPTS[:3], GREEDY, use_tqdm=False)
     first, second, third = failed.value.outputs
     assert [[list(output.outputs[0].token_ids)] for output in (first, third)] == [expected[0], expected[2]]

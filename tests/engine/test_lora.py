@@ -34,6 +34,12 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleep does not look through the objects of all imported modules, which takes a second in tests."""
+    monkeypatch.setattr("quire.worker.sleep.collect_all", gc.collect)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("lora"))[0]

@@ -12,6 +12,7 @@ import torch
 from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM, SamplingParams
+from quire.dist.process import collect_all
 from quire.errors import ConfigError, EngineError, RequestError
 from quire.executor.calls import open_methods
 from quire.worker.sleep import Stowed, pin
@@ -24,6 +25,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "two ranks": {"tensor_parallel_size": 2},
     "two cores": {"data_parallel_size": 2},
 }
+LEVELS = {"one worker": (1, 2), "two ranks": (2,), "two cores": (1,)}
+"""Levels of sleep that are tried with each engine: ranks and cores differ in how the order reaches them."""
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def llm(model: TextModel, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    made = open_text(model, enable_sleep_mode=True, **ENGINES[request.param])
-    yield made
-    made.llm_engine.close()
+    llm = open_text(model, enable_sleep_mode=True, **ENGINES[request.param])
+    yield llm
+    llm.llm_engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -45,27 +48,33 @@ def alone(model: TextModel) -> Iterator[LLM]:
     made.llm_engine.close()
 
 
+@pytest.fixture(autouse=True)
+def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleep does not look through the objects of all imported modules, which takes a second in tests."""
+    monkeypatch.setattr("quire.worker.sleep.collect_all", gc.collect)
+
+
 def said(llm: LLM) -> list[list[int]]:
     return [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_the_same_tokens_after_sleep(llm: LLM, level: int) -> None:
+def test_the_same_tokens_after_sleep(llm: LLM, request: pytest.FixtureRequest) -> None:
     """Catches tapes that play over memory that is gone, a cache or weights that did not come back, and a
     prefix that is found in an empty cache."""
     before = said(llm)
     assert said(llm) == before  # taped by now
-    llm.sleep(level)
-    llm.sleep(level)
-    with pytest.raises(RequestError, match="wake_up"):
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    llm.wake_up(["weights"])
-    with pytest.raises(RequestError, match="wake_up"):
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    llm.wake_up(["kv_cache"])
-    assert said(llm) == before
-    llm.wake_up()  # awake already
-    assert said(llm) == before
+    for level in LEVELS[request.node.callspec.params["llm"]]:
+        llm.sleep(level)
+        llm.sleep(level)
+        with pytest.raises(RequestError, match="wake_up"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        llm.wake_up(["weights"])
+        with pytest.raises(RequestError, match="wake_up"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        llm.wake_up(["kv_cache"])
+        assert said(llm) == before
+        llm.wake_up()  # awake already
+        assert said(llm) == before
 
 
 def test_methods_of_all_workers(llm: LLM) -> None:
@@ -102,13 +111,16 @@ def test_level_2_drops_the_model(alone: LLM) -> None:
     assert alone.collective_rpc("memory_stats")[0]["weights"] > 0
 
 
-def test_level_2_drops_what_the_collector_was_told_to_pass_over(alone: LLM) -> None:
+def test_level_2_drops_what_the_collector_was_told_to_pass_over(
+    alone: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in the process of a core, where all that was there at its start is frozen, dead circles too."""
 
     def make_a_circle(worker: Any) -> Any:
         worker.model.itself = [worker.model]
         return weakref.ref(worker.model)
 
+    monkeypatch.setattr("quire.worker.sleep.collect_all", collect_all)
     (model,) = alone.collective_rpc(make_a_circle)
     gc.freeze()
     try:

@@ -162,7 +162,7 @@ LOADS = st.lists(
 )
 
 
-@settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(LOADS, st.sampled_from([8, 12, 24]), st.sampled_from([1, 2]), st.booleans(), st.integers(0, 2**31))
 def test_while_all_wait_tokens_are_shared_by_weight(
     loads: list[Any], max_num_seqs: int, depth: int, share: bool, seed: int

@@ -36,7 +36,7 @@ CHECKS = [
 ]
 
 FEW = settings(
-    max_examples=8,
+    max_examples=6,
     derandomize=True,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
@@ -44,7 +44,7 @@ FEW = settings(
 )
 
 
-FEWER = settings(FEW, max_examples=4)
+FEWER = settings(FEW, max_examples=3)
 """For bodies that are mostly those of another route: making them takes the time."""
 DOORS = (
     *("^/v1/responses", "^/v1/messages$"),
@@ -53,7 +53,7 @@ DOORS = (
 OPEN = "|".join(DOORS)
 """Asked of a server with every door open."""
 at_borders = pytest.mark.parametrize(
-    "stride", [6, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+    "stride", [12, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 """One in so many of the cases that schemathesis makes at the borders of a schema, of which a route may have
 hundreds, is sent; the long run sends all of them."""
