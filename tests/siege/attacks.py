@@ -55,6 +55,7 @@ class Target:
             async with asyncio.timeout(read_s):
                 writer.write(data)
                 sending = asyncio.ensure_future(writer.drain())
+                sending.add_done_callback(lambda task: task.cancelled() or task.exception())
                 line = await reader.readline()
                 status = int(line.split()[1]) if line.startswith(b"HTTP/") else "closed"
                 while await reader.read(1 << 16):
@@ -100,7 +101,7 @@ async def many_prompts(target: Target) -> list[Status]:
 
 
 async def long_prompts(target: Target) -> list[Status]:
-    body = completion(prompt=[text_of(5000) for _ in range(8)], max_tokens=2, prompt_logprobs=20, logprobs=20)
+    body = completion(prompt=[text_of(2500) for _ in range(8)], max_tokens=2, prompt_logprobs=20, logprobs=20)
     return [await target.post("/v1/completions", body, read_s=8)]
 
 
@@ -109,7 +110,7 @@ async def many_logprobs(target: Target) -> list[Status]:
 
 
 async def beams(target: Target) -> list[Status]:
-    body = completion(use_beam_search=True, n=16, max_tokens=32, temperature=0)
+    body = completion(use_beam_search=True, n=10, max_tokens=32, temperature=0)
     return [await target.post("/v1/completions", body, read_s=8)]
 
 
@@ -168,7 +169,9 @@ async def conversations(target: Target) -> list[Status]:
     references = [{"type": "item_reference", "id": "rs_1"}] * 20_000
     return [
         await target.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1}, read_s=5),
-        await target.post("/v1/chat/completions", {"messages": question, "tools": tools}, read_s=5),
+        await target.post(
+            "/v1/chat/completions", {"messages": question, "tools": tools, "tool_choice": "none"}, read_s=5
+        ),
         await target.post("/v1/chat/completions", {"messages": question, "chat_template": endless}, read_s=5),
         await target.post("/v1/responses", {"input": references}, read_s=5),
         await target.post("/v1/responses", {"input": text_of(500_000)}, read_s=5),
