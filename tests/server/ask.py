@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 from fake_engine import FakeEngine
 
+from quire.config.env import Env
 from quire.config.pooling import PoolingFacts
 from quire.server.app import Application, _surrounded
 from quire.server.keys import Ledger
@@ -49,9 +50,15 @@ def ask(
     *,
     engine: FakeEngine | None = None,
     settings: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
     **given: Any,
 ) -> httpx.Response:
-    application = application_of(engine or FakeEngine(), settings or {})
+    """Send one request. With `env`, variables of the environment, the application is made for it alone."""
+    engine, settings = engine or FakeEngine(), settings or {}
+    if env is None:
+        application = application_of(engine, settings)
+    else:
+        application = Application(engine, make_settings(settings, env=Env.read(env)))
     transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
 
     async def go() -> httpx.Response:
