@@ -1,6 +1,6 @@
-"""Sounds that are small as files and large in memory: an hour of silence compresses to kilobytes, and a header
-may claim any rate or length. Quire limits the bytes of a file, the samples of a sound and its rate before it
-makes numbers of them. The class is that of CVE-2026-34755 for sounds."""
+"""Sounds that are small as files and large in memory: an hour of silence compresses to kilobytes, and a
+header may claim any rate or length. Quire limits the bytes of a file, the samples of a sound and its rate
+before it makes numbers of them. The class is that of CVE-2026-34755 for sounds."""
 
 import io
 from typing import Any

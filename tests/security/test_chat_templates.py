@@ -1,7 +1,7 @@
 """Chat templates as programs (CVE-2025-61620, CVE-2025-62426): a template in a request could loop for ever,
-and chat_template_kwargs could replace the template or have the server tokenize on its event loop. Quire
-takes a template from a request only with --trust-request-chat-template, renders in an immutable sandbox
-with a time limit, and refuses variables with the names of the renderer's arguments."""
+and chat_template_kwargs could replace the template or have the server tokenize on its event loop. Quire takes
+a template from a request only with --trust-request-chat-template, renders in an immutable sandbox with a time
+limit, and refuses variables with the names of the renderer's arguments."""
 
 import asyncio
 import threading

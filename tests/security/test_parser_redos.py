@@ -1,6 +1,6 @@
 """Regular expressions that never end in parsers of answers (CVE-2025-48887): a few dozen characters of a
-model kept the pattern of the pythonic parser busy for years, and the event loop with it. Quire's parsers
-walk over the text once; none of their patterns repeats something that repeats itself."""
+model kept the pattern of the pythonic parser busy for years, and the event loop with it. Quire's parsers walk
+over the text once; none of their patterns repeats something that repeats itself."""
 
 import importlib
 import pkgutil

@@ -1,6 +1,6 @@
-"""Videos that are small as files and large in memory (CVE-2026-34755, CVE-2026-5497): the frames of a video had
-no limit, and FFmpeg opened playlists that name other files. Quire limits frames, pixels and time before it
-decodes, and tells FFmpeg which kind of file it reads."""
+"""Videos that are small as files and large in memory (CVE-2026-34755, CVE-2026-5497): a video/jpeg url could
+list any number of frames, all of which were decoded. Quire limits frames, pixels and time before it decodes;
+and it tells FFmpeg which kind of file it reads, so that a playlist opens no other file."""
 
 import base64
 import math

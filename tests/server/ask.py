@@ -68,6 +68,25 @@ def ask(
     return asyncio.run(go())
 
 
+def status_of(
+    application: Application, path: str, headers: dict[bytes, bytes], *, method: str = "GET"
+) -> int:
+    """The status of a request with exactly this path and these headers; no client changes them."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {"scheme": "http", "root_path": "", "http_version": "1.1", "server": ("127.0.0.1", 80)}
+    asyncio.run(application.asgi({**scope, "headers": [*headers.items()]}, receive, send))
+    status: int = sent[0]["status"]
+    return status
+
+
 def chat(
     engine: FakeEngine | None = None, settings: dict[str, Any] | None = None, **body: Any
 ) -> httpx.Response:
