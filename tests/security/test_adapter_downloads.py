@@ -78,3 +78,4 @@ def test_downloads_have_an_upper_bound(lies: bool, tmp_path: Path, monkeypatch: 
     reply, engine = load("memory://open/good")
     assert "--lora-max-download-bytes" in refused(reply)["message"]
     assert not engine.adapters and "adapter_model.bin" not in kept(tmp_path)
+    assert lies or not kept(tmp_path), "what is known to be too large is not fetched"

@@ -46,14 +46,14 @@ def test_template_variables_replace_no_argument(path: str, kwargs: dict[str, Any
         "{{ messages.__class__.__base__.__subclasses__() }}",
         "{{ raise_exception.__globals__['json'] }}",
         "{{ cycler.__init__.__globals__.os }}",
-        "{% set _ = messages.append(1) %}",
-        "{% set _ = messages[0].update({'role': 'x'}) %}",
-        "{% for i in range(10**9) %}{% endfor %}",
+        "{% set _ = messages.append(1) %}changed",
+        "{% set _ = messages[0].update({'role': 'x'}) %}changed",
+        "{% for i in range(10**6) %}{% endfor %}looped",
     ],
 )
 def test_hostile_templates_are_refused(template: str) -> None:
-    """A template that reaches into Python, changes the request, or loops for ever over range()."""
-    engine = FakeEngine()
+    """A template that reaches into Python, changes the request, or loops over a large range()."""
+    engine = FakeEngine(max_model_len=10**6)
     refused(chat(engine, TRUSTED, chat_template=template))
     assert not engine.seen
 

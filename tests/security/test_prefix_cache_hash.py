@@ -45,6 +45,9 @@ def test_a_block_is_found_behind_the_same_beginning_only(llm: LLM) -> None:
         other = [*PROMPT]
         other[place] += 1
         assert num_cached(llm, other) == place // 4 * 4, f"token {place} differs"
+    beginning = [90, 91, 92, 93]
+    assert num_cached(llm, [*beginning, *PROMPT[::-1]]) == 0
+    assert num_cached(llm, [*beginning, *PROMPT[4:]]) == 4, "the other blocks came behind another beginning"
 
 
 def test_a_salt_keeps_prompts_apart(llm: LLM) -> None:

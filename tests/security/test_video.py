@@ -61,9 +61,12 @@ def test_the_pixels_of_all_frames_are_limited() -> None:
 
 @pytest.mark.parametrize("count", [10**9, 0, -2, 1.5, "all", True])
 def test_the_number_of_frames_is_no_way_around_it(count: Any) -> None:
+    """The frames that are passed are within the limit, and those that would be kept are not."""
     engine, processor = watching(max_image_pixels=1000)
-    watch(engine, data_url(moving(30, 5), "video/gif"), media_io_kwargs={"video": {"num_frames": count}})
-    assert not processor.seen and not engine.seen
+    url = data_url(moving(25, 5), "video/gif")
+    error = watch(engine, url, media_io_kwargs={"video": {"num_frames": count}})
+    words = "VLLM_MAX_IMAGE_PIXELS" if count == 10**9 else "video.num_frames must be a positive integer"
+    assert words in error["message"] and not processor.seen and not engine.seen
 
 
 @pytest.mark.parametrize(
