@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any, NoReturn
 
 import httptools
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.server.errors import error_info
@@ -57,6 +57,12 @@ class HttpLimits:
 class HttpProtocol(HttpToolsProtocol):
     """One connection. Further arguments are uvicorn's."""
 
+    __slots__ = (  # beside uvicorn's, which Python finds faster if they are at most 30
+        *("_ahead", "_answered_early", "_held", "_is_ended", "_limits", "_max_bytes", "_max_headers"),
+        *("_network", "_num_unparsed", "_on_closed", "_open_connections", "_refusals", "_refused", "_since"),
+        *("_timer", "_was_paused"),
+    )
+
     def __init__(
         self,
         *,
@@ -69,33 +75,35 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(**settings)
         self._limits = limits
         self._max_bytes = limits.max_header_bytes
+        self._max_headers = limits.max_headers
         self._open_connections = open_connections
         self._refusals = refusals
         self._on_closed = on_closed
         self._network: str | None = None
         """What this connection is counted by; None if it is refused."""
-        self._unanswered: deque[RequestResponseCycle] = deque()
-        """Requests whose headers are complete and whose response is not, the running one first."""
-        self._is_parsing = True
-        """Whether received bytes are parsed now. They are kept while a complete request is being answered."""
+        self._ahead: deque[RequestResponseCycle] = deque()
+        """Requests without a complete response in front of `cycle`, the running one first: there are some
+        only if requests are pipelined."""
         self._held = bytearray()
+        """Bytes behind a complete request that is being answered."""
         self._is_ended = False
         """Whether whatever else the client sends is discarded."""
-        self._in_body = False
         self._num_unparsed = 0
         """Bytes since the end of the last headers or message, or the last piece of a body."""
         self._since = 0.0
         """When the headers began, or the last bytes of a body came."""
+        self._was_paused = False
+        """Whether the server did not read for some time since `_since`."""
         self._timer: asyncio.TimerHandle | None = None
         self._refused: tuple[int, str] | None = None
         """The status and the cause with which a callback of the parser has stopped it."""
         self._answered_early: RequestResponseCycle | None = None
+        """The request that had its response before its body ended, when the time was looked at."""
 
     # ---- the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _Flow(transport, self._restart_clock)
         network = network_of(self.client[0] if self.client else "")
         if problem := self._open_connections.problem(network):
             self._count_refusal(problem)
@@ -120,33 +128,39 @@ class HttpProtocol(HttpToolsProtocol):
         self._on_closed()
 
     def data_received(self, data: bytes | memoryview) -> None:
-        if not self._is_parsing:
+        cycle = self.cycle
+        if self._is_ended or (cycle is not None and not cycle.response_complete and self._is_answering()):
             self._hold(data)
             return
         self._unset_keepalive_if_required()
-        if self._in_body or not self._num_unparsed:
+        num_unparsed = self._num_unparsed
+        if not num_unparsed or cycle is not None and cycle.more_body:
             self._since = self.loop.time()
-        num_unparsed = self._num_unparsed + len(data)
+        num_unparsed += len(data)
         if num_unparsed > self._max_bytes:
             self._parse_in_pieces(memoryview(data))
-        else:
-            self._num_unparsed = num_unparsed
-            self._parse(data)
-
-    def _parse(self, data: bytes | memoryview) -> None:
+            return
+        self._num_unparsed = num_unparsed
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as stop:
-            # The parser stops behind the headers. There is no body: the next request begins here.
-            if rest := data[stop.args[0] :]:
-                self.data_received(rest)
-        except httptools.HttpParserError:
-            self._refuse(*(self._refused or _INVALID))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as stop:
+            self._on_stop(stop, data)
+
+    def _is_answering(self) -> bool:
+        """Whether received bytes belong behind a complete request that has no complete response yet."""
+        cycle = self.cycle
+        return (
+            cycle is not None and not cycle.response_complete and (not cycle.more_body or bool(self._ahead))
+        )
+
+    def _in_body(self) -> bool:
+        """Whether headers are complete, and the body behind them is not."""
+        return self.cycle is not None and self.cycle.more_body
 
     def _parse_in_pieces(self, data: memoryview) -> None:
         """Let the parser have no more bytes than headers may have, until it reports a part of a message."""
         while data:
-            if not self._is_parsing:
+            if self._is_ended or self._is_answering():
                 self._hold(data)
                 return
             room = self._max_bytes - self._num_unparsed
@@ -159,41 +173,65 @@ class HttpProtocol(HttpToolsProtocol):
                 return
             piece, data = data[:room], data[room:]
             self._num_unparsed += len(piece)
-            self._parse(piece)
+            try:
+                self.parser.feed_data(piece)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade) as stop:
+                self._on_stop(stop, piece)
+
+    def _on_stop(self, stop: Exception, data: bytes | memoryview) -> None:
+        """Handle what the parser did not take."""
+        if not isinstance(stop, httptools.HttpParserUpgrade):
+            self._refuse(*(self._refused or _INVALID))
+        elif rest := data[stop.args[0] :]:
+            # It stops behind the headers. There is no body, so the next request begins here.
+            self.data_received(rest)
 
     def _hold(self, data: bytes | memoryview) -> None:
-        """Keep pipelined requests until the running one is answered."""
+        """Keep pipelined requests until those in front of them are answered. The connection is read all the
+        while: a hang-up would not be noticed otherwise."""
         if self._is_ended:
             return
         self._held += data
+        self.cycle.on_response = self._on_pipelined_response
         if len(self._held) > MAX_HELD_BYTES:
             self._close_after_responses()
 
+    def _on_pipelined_response(self) -> None:
+        """Go on with the request behind the one that is answered."""
+        if self._ahead:
+            self._ahead.popleft()
+        self.on_response_complete()
+        if self._held and not self._is_answering() and not self.transport.is_closing():
+            held, self._held = bytes(self._held), bytearray()
+            self.data_received(held)
+
     # ---- callbacks of the parser
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
     def on_headers_complete(self) -> None:
-        if len(self.headers) > self._limits.max_headers:
-            self._stop_parser(
-                431,
-                f"the request has more than {self._limits.max_headers} headers; send fewer or raise "
-                "--h11-max-header-count",
-            )
-        headers = dict(self.headers)
+        previous, headers = self.cycle, dict(self.headers)
         if len(headers) != len(self.headers):
             self._check_repeated()
+        if len(headers) > self._max_headers:
+            self._stop_at_count()
         if b"transfer-encoding" in headers:
             self._check_coding(headers[b"transfer-encoding"])
+            self.headers = []  # of trailers: the request keeps the list that it has
+        if b"expect" in headers:
+            self.expect_100_continue = headers[b"expect"].lower() == b"100-continue"
         if self.parser.should_upgrade():
             self._check_upgrade(headers)
-        if len(self._unanswered) > MAX_PIPELINED:
+        is_pipelined = previous is not None and not previous.response_complete
+        if is_pipelined and len(self._ahead) >= MAX_PIPELINED:
             self._stop_parser(400, f"more than {MAX_PIPELINED} pipelined requests wait; send fewer")
         super().on_headers_complete()
-        self._unanswered.append(self.cycle)
-        if len(self._unanswered) > 1:
-            self.flow.resume_reading()  # uvicorn pauses, and would not notice a hang-up
-        self.headers = []  # of trailers, which the scope of the request does not see
-        self._in_body = True
         self._num_unparsed = 0
+        if is_pipelined:
+            self._ahead.append(previous)
+            previous.on_response = self._on_pipelined_response
+            self.flow.resume_reading()  # which uvicorn has paused
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
@@ -201,38 +239,32 @@ class HttpProtocol(HttpToolsProtocol):
         if cycle.response_complete:
             return
         cycle.body += body
-        if len(cycle.body) > HIGH_WATER_LIMIT and cycle is self._unanswered[0]:
+        if len(cycle.body) > HIGH_WATER_LIMIT and not self._ahead:
+            self._was_paused = True
             self.flow.pause_reading()
         cycle.message_event.set()
 
     def on_message_complete(self) -> None:
-        self._in_body = False
         self._num_unparsed = 0
-        cycle = self.cycle
-        if cycle.response_complete:
-            return
-        self._is_parsing = False
-        cycle.more_body = False
-        cycle.message_event.set()
-
-    def on_response_complete(self) -> None:
-        unanswered = self._unanswered
-        unanswered.popleft()
-        super().on_response_complete()
-        if self._is_ended:
-            return
-        self._is_parsing = not unanswered or (len(unanswered) == 1 and unanswered[0].more_body)
-        if self._held and self._is_parsing and not self.transport.is_closing():
-            held, self._held = bytes(self._held), bytearray()
-            self.data_received(held)
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
 
     # ---- requests that are refused
 
     def _check_repeated(self) -> None:
+        if len(self.headers) > self._max_headers:
+            self._stop_at_count()
         names = [name for name, _ in self.headers]
         for name in sorted(_SINGLE.intersection(names)):
             if names.count(name) > 1:
                 self._stop_parser(400, f"the request has more than one {name.decode()} header; send one")
+
+    def _stop_at_count(self) -> NoReturn:
+        self._stop_parser(
+            431,
+            f"the request has more than {self._max_headers} headers; send fewer or raise "
+            "--h11-max-header-count",
+        )
 
     def _check_coding(self, coding: bytes) -> None:
         if coding.strip().lower() != b"chunked":
@@ -256,15 +288,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer the request that is being received with an error, and close the connection. Where responses
-        of earlier requests come first, or a part of its own is sent, the connection is closed behind those."""
+        of earlier requests come first, or a part of its own was sent, it is closed behind those."""
         self._count_refusal(message)
-        running = self._unanswered[0] if self._unanswered else None
-        is_running = running is self.cycle and self._in_body
-        if running is not None and (running.response_started or not is_running):
+        if self._is_answering() or (self._in_body() and self.cycle.response_started):
             self._close_after_responses()
-            return
-        if self._in_body and self.cycle.response_complete:
-            self.transport.close()
             return
         self._disconnect()
         self._end_input()
@@ -277,24 +304,25 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _close_after_responses(self) -> None:
         """Answer the requests that are complete, discard what is behind them, and close."""
-        if self._in_body and len(self._unanswered) > 1:
-            self._unanswered.pop()
-            self.pipeline.popleft()
-        self._unanswered[-1].keep_alive = False
         self._end_input()
-        self.flow.resume_reading()  # a hang-up is to be noticed
+        last = self.cycle
+        if self._ahead and last.more_body:  # it will never be complete
+            self.pipeline.popleft()
+            last = self._ahead[-1]
+        last.keep_alive = False
+        self.flow.resume_reading()
+        if last.response_complete:
+            self.transport.close()
 
     def _end_input(self) -> None:
         self._is_ended = True
-        self._is_parsing = False
         self._held.clear()
 
     def _disconnect(self) -> None:
-        """End the requests of this connection, as uvicorn does for the last of them only."""
-        for cycle in self._unanswered:
-            cycle.disconnected = True
+        """End all requests of this connection; uvicorn ends the last of them only."""
+        for cycle in (*self._ahead, *([self.cycle] if self.cycle is not None else [])):
+            cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
-        self._unanswered.clear()
         self.pipeline.clear()
 
     def _count_refusal(self, cause: str) -> None:
@@ -319,36 +347,34 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer.cancel()
         self._timer = timer
 
-    def _restart_clock(self) -> None:
-        self._since = self.loop.time()
-
     def _check_progress(self) -> None:
         """Look whether the client is late, now and again when it could be. Requests only note the time, so
         that they need no timer of their own."""
-        limit_s = self._limits.body_timeout_s if self._in_body else self._limits.header_timeout_s
+        in_body = self._in_body()
+        limit_s = self._limits.body_timeout_s if in_body else self._limits.header_timeout_s
         if not self._awaits_client():
-            self._restart_clock()
-        elif self._in_body and self.cycle.response_complete:
+            self._since = self.loop.time()
+        elif in_body and self.cycle.response_complete:
             # A body that is not read any more may end, but not go on for ever.
             if self._answered_early is self.cycle:
                 self.transport.close()
                 return
-            self._answered_early = self.cycle
-            self._restart_clock()
+            self._answered_early, self._since = self.cycle, self.loop.time()
         elif self.loop.time() - self._since >= limit_s:
-            self._time_out()
+            self._time_out(in_body)
             return
         self._set_timer(self.loop.call_at(self._since + limit_s, self._check_progress))
 
     def _awaits_client(self) -> bool:
-        """Whether the client is to send something: not while a complete request is answered, an idle
-        connection is kept, or the server does not read."""
-        if not self._is_parsing or self.timeout_keep_alive_task is not None or self.flow.read_paused:
+        """Whether the client had to send something all the while: not if a complete request is answered, an
+        idle connection is kept, or the server did not read."""
+        was_paused, self._was_paused = self._was_paused, self.flow.read_paused
+        if self._is_ended or self.timeout_keep_alive_task is not None or was_paused or self._is_answering():
             return False
-        return not (self._in_body and self.cycle.waiting_for_100_continue)
+        return not (self._in_body() and self.cycle.waiting_for_100_continue)
 
-    def _time_out(self) -> None:
-        if self._in_body:
+    def _time_out(self, in_body: bool) -> None:
+        if in_body:
             limit_s = self._limits.body_timeout_s
             cause = f"no byte of the body came for {limit_s:g} s, the limit of --request-body-timeout"
         elif self._num_unparsed:
@@ -358,16 +384,3 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self._refuse(408, f"{cause}; send the request without a pause, or raise the limit")
-
-
-class _Flow(FlowControl):
-    """Tells when reading goes on, as a client is not late for as long as it is not read."""
-
-    def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], object]) -> None:
-        super().__init__(transport)
-        self._on_resume = on_resume
-
-    def resume_reading(self) -> None:
-        if self.read_paused:
-            self._on_resume()
-            super().resume_reading()

@@ -3,7 +3,6 @@
 import asyncio
 import ipaddress
 import resource
-from collections import Counter
 from dataclasses import dataclass, field
 
 from quire.logs import get_logger
@@ -58,7 +57,7 @@ class OpenConnections:
         self._max_total = max_total
         self._max_per_address = max_per_address
         self._num_open = 0
-        self._by_network: Counter[str] = Counter()
+        self._by_network: dict[str, int] = {}
 
     @classmethod
     def limited_by(cls, http: HttpSection) -> "OpenConnections":
@@ -75,7 +74,7 @@ class OpenConnections:
                 f"{self._max_total} connections are open, the limit of --max-connections; try again later, "
                 "or raise it together with the limit of open files (ulimit -n)"
             )
-        if network and self._by_network[network] >= self._max_per_address:
+        if network and self._by_network.get(network, 0) >= self._max_per_address:
             return (
                 f"{self._max_per_address} connections of one address are open, the limit of "
                 "--max-connections-per-address; close some, or raise it"
@@ -84,7 +83,7 @@ class OpenConnections:
 
     def add(self, network: str) -> None:
         self._num_open += 1
-        self._by_network[network] += 1
+        self._by_network[network] = self._by_network.get(network, 0) + 1
 
     def remove(self, network: str) -> None:
         self._num_open -= 1
