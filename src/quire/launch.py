@@ -21,6 +21,7 @@ from quire.config.topology import Topology, lay_out
 from quire.core.process import Seat, config_of_rank, core_name, run_core
 from quire.dist.child import Child
 from quire.dist.platform import hardware_threads, thread_advice
+from quire.dist.process import raise_file_limit
 from quire.dist.roll import Announcer, Roll, free_address, own_address
 from quire.dist.scratch import Scratch
 from quire.errors import ConfigError
@@ -295,6 +296,7 @@ def launch(config: EngineConfig, settings: ServerSettings) -> int:
             f"there are {topology.num_api} of them: give --api-server-count 1, or do without the store"
         )
     check_modules(settings.modules, enabled=config.lora.enable_lora, served=config.model.served_model_name)
+    raise_file_limit()
     with Scratch() as scratch:
         return Supervisor(config, settings, topology, scratch.path).run()
 

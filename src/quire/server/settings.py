@@ -54,6 +54,19 @@ class HttpSection:
     """Allowed TLS ciphers, in OpenSSL's notation."""
     max_request_body_bytes: Annotated[int, Rule(at_least=1, human=True)] = 64 << 20
     """Largest body of a request; a larger one is answered with 413."""
+    h11_max_incomplete_event_size: Annotated[int, Rule(at_least=1, human=True)] = 64 << 10
+    """Most bytes of a request's first line and headers; more are answered with 431."""
+    h11_max_header_count: Annotated[int, Rule(at_least=1)] = 128
+    """Most headers of a request; more are answered with 431."""
+    request_header_timeout: Annotated[float, Rule(above=0)] = 30.0
+    """Seconds from the first byte of a request, or from a new connection, to the end of the headers."""
+    request_body_timeout: Annotated[float, Rule(above=0)] = 30.0
+    """Seconds between two pieces of a request's body."""
+    max_connections: Annotated[int | None, Rule(at_least=1)] = None
+    """Most open connections of each API process; further ones are answered with 503. Default: seven eighths
+    of the files that a process may open, and at most 65536."""
+    max_connections_per_address: Annotated[int | None, Rule(at_least=1)] = None
+    """Most of them from one IPv4 address or IPv6 /64 network. Default: three quarters of max_connections."""
     shutdown_timeout: Annotated[float, Rule(at_least=0)] = 30.0
     """Seconds that running requests get to finish when the server is told to stop; 0 aborts them at once."""
     health_timeout: Annotated[float, Rule(above=0)] = 30.0
@@ -226,8 +239,6 @@ IGNORED: dict[str, bool] = {
     "enable_log_deltas": True,
     "enable_offline_docs": True,
     "enable_ssl_refresh": True,
-    "h11_max_header_count": False,
-    "h11_max_incomplete_event_size": False,
 }
 """vLLM's server flags without a use here, and whether they are switches: accepted, with one warning."""
 

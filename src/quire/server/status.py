@@ -107,6 +107,10 @@ def add_status_routes(app: FastAPI, api: Api) -> None:
     async def show_version() -> Response:
         return json_response({"version": api.engine.facts.version})
 
+    # Probes of load balancers ask so. A server sends no body then, and the headers are the same.
+    for path, answer in (("/health", health), ("/ping", health), ("/version", show_version)):
+        app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
+
     @app.get("/load", **replies_of(replies.LoadReply))
     async def show_load() -> Response:
         """Requests being answered by this process."""
