@@ -27,7 +27,10 @@ def sparse() -> torch.Tensor:
 def test_tensors_that_are_not_strided_are_refused(tmp_path: Path, tensor: torch.Tensor) -> None:
     file = tmp_path / "pytorch_model.bin"
     torch.save({"good": torch.ones(2), "bad": tensor}, file)
-    for load in (lambda: load_pickle(file), lambda: load_pickle_bytes(file.name, memoryview(file.read_bytes()))):
+    for load in (
+        lambda: load_pickle(file),
+        lambda: load_pickle_bytes(file.name, memoryview(file.read_bytes())),
+    ):
         with pytest.raises(ConfigError, match=r"pytorch_model\.bin"):
             load()
 

@@ -1,5 +1,5 @@
-"""Server-side request forgery by urls of media (CVE-2025-6242, CVE-2026-24779): no url and no redirect leads to
-an address that is not public, and none is an error of the server."""
+"""Server-side request forgery by urls of media (CVE-2025-6242, CVE-2026-24779): no url and no redirect leads
+to an address that is not public, and none is an error of the server."""
 
 import asyncio
 from collections.abc import Iterator
@@ -31,7 +31,8 @@ def fetch(url: str, domains: tuple[str, ...] = ()) -> bytes:
 @pytest.mark.parametrize(
     "address",
     [
-        "127.0.0.1", "10.0.0.1", "169.254.169.254", "192.0.0.8", "192.88.99.1", "224.0.0.1", "255.255.255.255",
+        "127.0.0.1", "10.0.0.1", "169.254.169.254", "192.0.0.8", "192.88.99.1", "224.0.0.1",
+        "255.255.255.255",
         "::1", "fe80::1%eth0", "fd00::1", "fec0::1", "feff::1", "3fff::1", "3fff:fff::1", "64:ff9b::7f00:1",
         "::ffff:127.0.0.1", "2002:7f00:1::", "2001:db8::1", "::127.0.0.1",
     ],

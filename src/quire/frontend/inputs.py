@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from quire.config.pooling import PoolingFacts
+from quire.data.cache_scope import scoped_salt
 from quire.data.embeds import Embeds
 from quire.data.lora import LoRARequest
 from quire.data.media import Media
@@ -364,7 +365,7 @@ class InputProcessor:
                     eos_id=own.eos_ids[0] if own.eos_ids and not params.ignore_eos else -1,
                     priority=priority,
                     arrived_at=arrived_at,
-                    cache_salt=prompt.cache_salt,
+                    cache_salt=scoped_salt(prompt.cache_salt),
                     embeds=prompt.embeds,
                     media=prompt.media,
                     timed=timed,
@@ -396,7 +397,7 @@ class InputProcessor:
             seed=0,
             priority=priority,
             arrived_at=time.time() if arrived_at is None else arrived_at,
-            cache_salt=prompt.cache_salt,
+            cache_salt=scoped_salt(prompt.cache_salt),
             media=prompt.media,
             pooling=params,
             lora=lora,

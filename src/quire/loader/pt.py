@@ -45,7 +45,9 @@ class PickleSource:
 
 def load_pickle(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint's file by name; their bytes are mapped, not copied."""
-    return _plain_tensors(str(path), lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    return _plain_tensors(
+        str(path), lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    )
 
 
 def load_pickle_bytes(name: str, data: memoryview) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ _NOT_PUBLIC = tuple(
         "fec0::/10",  # site-local (RFC 3879)
     )
 )
-"""Networks that lead to private addresses or nowhere, and that `is_global` of some Pythons counts as public."""
+"""Networks that lead to private addresses or nowhere, and that `is_global` of some Pythons calls public."""
 _URL_SAFE = "/?&=%:@!$'()*+,;~[]|"
 _SHOWN = 80
 """Characters of a url in errors."""

@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from quire.config.env import MediaEnv
 from quire.config.sections import MultimodalSection
+from quire.data.cache_scope import CACHE_SCOPE
 from quire.data.lru import Lru
 from quire.data.media import Arrays
 from quire.dist.tasks import ended
@@ -112,8 +115,10 @@ class Kitchen:
         self, given: Sequence[Given], arguments: Options | None = None, reading: Options | None = None
     ) -> list[Prepared]:
         """`prepare` for those who wait for it, whether a loop runs in their thread or not."""
+        context = copy_context()
         with ThreadPoolExecutor(1) as waiter:
-            return waiter.submit(lambda: asyncio.run(self.prepare(given, arguments, reading))).result()
+            work = waiter.submit(lambda: context.run(asyncio.run, self.prepare(given, arguments, reading)))
+            return work.result()
 
     async def prepare(
         self, given: Sequence[Given], arguments: Options | None = None, reading: Options | None = None
@@ -131,6 +136,8 @@ class Kitchen:
     ) -> list[list[Prepared]]:
         """The same of several prompts of one request."""
         told = {**self._arguments, **(arguments or {})}
+        for item in chain.from_iterable(prompts):
+            item.scope = CACHE_SCOPE.get()
         places, share, twins = asyncio.Semaphore(_AT_ONCE), Share(self._max_bytes), Twins()
         num_tokens = [0] * len(prompts)
 

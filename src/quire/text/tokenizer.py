@@ -329,7 +329,9 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
         raise ConfigError(f"cannot read {file}: {error}; download the model's tokenizer again") from error
 
 
-def _convert_with_transformers(path: Path, trust_remote_code: bool) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def _convert_with_transformers(
+    path: Path, trust_remote_code: bool
+) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Vocabularies in older files: transformers knows how each model family meant them."""
     known = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
     file = next((path / name for name in known if (path / name).is_file()), None)
