@@ -27,7 +27,7 @@ OPERATOR_PATHS = frozenset(
     }
 )
 """Routes that change the engine for everybody. They exist where the operator asks for them: in developer
-mode, with a profiler, or, to end requests, with --tokens-only. No limit of a key keeps operators from them."""
+mode, with a profiler, or, to end requests, with --tokens-only. No limit of a key applies to them."""
 FREE_PATHS: dict[str, str] = {
     "/ping": "a read of one number, for health checks that can only post",
     **dict.fromkeys(OPERATOR_PATHS, "for operators, and there only if the operator has asked for it"),
