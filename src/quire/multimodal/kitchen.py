@@ -16,7 +16,7 @@ from quire.data.lru import Lru
 from quire.data.media import Arrays
 from quire.dist.tasks import ended
 from quire.errors import RequestError
-from quire.multimodal.decode import decode
+from quire.multimodal.decode import Limits, decode
 from quire.multimodal.families import Foresees, Processed, Processor, Video
 from quire.multimodal.fetch import Blob, Fetcher
 from quire.multimodal.given import Base64, Given, Keys, Link
@@ -109,6 +109,8 @@ class Kitchen:
         self._reading, self._arguments = section.media_io_kwargs, section.mm_processor_kwargs
         self._max_pixels, self._max_bytes = env.max_image_pixels, int(env.media_max_mb * 2**20)
         self._room = Room(_REQUESTS * self._max_bytes)
+        self._decoding = Room(_REQUESTS * self._max_bytes)
+        """For what is decoded. Its own: what takes of it waits for nothing that holds some of the other."""
         allow_pixels(self._max_pixels)
 
     def prepare_now(
@@ -237,13 +239,14 @@ class Kitchen:
         """A file of sound as samples at this rate."""
 
         def heard() -> Samples:
-            sound = decode_sound(data)
-            if len(sound.samples) > max_seconds * sound.rate:
-                raise RequestError(
-                    f"the sound is {len(sound.samples) / sound.rate:.1f} seconds long, and {max_seconds:g} "
-                    "are the most: send it in parts"
-                )
-            return resampled(sound, rate, int(max_seconds * rate))
+            with self._decoding.hold() as hold:
+                sound = decode_sound(data, hold.take_here)
+                if len(sound.samples) > max_seconds * sound.rate:
+                    raise RequestError(
+                        f"the sound is {len(sound.samples) / sound.rate:.1f} seconds long, and "
+                        f"{max_seconds:g} are the most: send it in parts"
+                    )
+                return resampled(sound, rate, int(max_seconds * rate))
 
         return await self._in_thread(heard)
 
@@ -263,11 +266,13 @@ class Kitchen:
             raise RequestError(f"there is no content, and nothing is kept of the uuid {item.uuid!r:.80}")
         if isinstance(content, dict):
             return self.processor.process_embeds(item.modality, content)
-        if isinstance(content, Blob):
-            check = partial(self._check_video, arguments)
-            content = decode(item.modality, content, options, max_pixels=self._max_pixels, check=check)
-        assert not isinstance(content, Link | Base64)
-        return self.processor.process(item.modality, content, arguments)
+        with self._decoding.hold() as hold:
+            if isinstance(content, Blob):
+                check = partial(self._check_video, arguments)
+                limits = Limits(self._max_pixels, check, hold.take_here)
+                content = decode(item.modality, content, options, limits)
+            assert not isinstance(content, Link | Base64)
+            return self.processor.process(item.modality, content, arguments)
 
     def _check_video(self, arguments: Options, video: Video) -> None:
         """Before it is decoded: one that has no place in a prompt may take all memory."""

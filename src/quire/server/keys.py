@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from quire.errors import ConfigError, nearest
 from quire.metrics.keys import Account, KeyPages
@@ -144,7 +144,7 @@ def _key(where: str, entry: Any) -> Key:
     )
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= _MAX_NAME and value.isprintable()
 
 
