@@ -75,7 +75,6 @@ def test_two_cores_answer_as_one_and_are_told_apart(pair: ServeProcess, server: 
     assert by_engine(pair, "cache_config_info") == {"0": 1, "1": 1}
     refused = ask(pair, rank=2)
     assert refused.status_code == 400 and "ranks 0 to 1" in refused.json()["error"]["message"]
-    assert pair.client.post("/reset_prefix_cache").json() == {"success": True}
     eventually("the log names both", lambda: len(cores(pair)) == 2)
 
 

@@ -130,7 +130,7 @@ class Guesses:
     def __init__(self) -> None:
         self.texts: dict[int, list[int]] = {}
 
-    def admit(self, row: int, tokens: Any) -> None:
+    def admit(self, row: int, tokens: Any, salt: str | None = None) -> None:
         self.texts[row] = tokens.tolist()
 
     def extend(self, row: int, tokens: Any) -> None:

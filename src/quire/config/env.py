@@ -68,7 +68,7 @@ class MediaEnv:
     """Threads of each API process that decode and process."""
     media_max_mb: float = 256.0
     """MiB of one item, as it is sent or fetched, and of all of a request; four times as much of all requests
-    that are on their way, and others wait."""
+    that are on their way, and four times as much of what is decoded at once; others wait."""
     max_image_pixels: int = 178956970
     """Of an image, and of all frames of a video together twice as many."""
     max_audio_clip_filesize_mb: float = 25.0

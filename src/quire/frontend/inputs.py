@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from quire.config.pooling import PoolingFacts
+from quire.data.cache_scope import scoped_salt
 from quire.data.embeds import Embeds
 from quire.data.lora import LoRARequest
 from quire.data.media import Media
@@ -28,6 +29,9 @@ from quire.grammar import Grammars
 from quire.multimodal.kitchen import Prepared
 from quire.text.tokenizer import Tokenizer
 
+CHARS_PER_TOKEN = 256
+"""Tokens are at most a few dozen characters long: a text with more for each token of the context is refused
+before it is tokenized."""
 _POOLED = {
     skip: SamplingParams(
         max_tokens=1,
@@ -116,6 +120,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.vocab = self.model_vocab = vocab
         self.max_model_len = max_model_len
+        self.max_chars = max_model_len * CHARS_PER_TOKEN
+        """The longest text that is tokenized."""
         self.max_prompt_len = max_prompt_len
         """The longest prompt that the engine can run at all; None if it is bounded by max_model_len alone."""
         self.pooling = pooling
@@ -239,15 +245,23 @@ class InputProcessor:
             raise RequestError(
                 "a text prompt needs a tokenizer, and skip_tokenizer_init is set: pass token ids"
             )
-        # A token is at most a few dozen characters long: text far beyond the limit is refused before it is
-        # tokenized.
-        if len(text) > self.max_model_len * 256:
-            raise self._too_long(len(text) // 256, "at least ")
+        if len(text) > self.max_model_len * CHARS_PER_TOKEN:
+            raise self._too_long(len(text) // CHARS_PER_TOKEN, "at least ")
+        self.check_chars(text)
         spelled = self.media.spelled(text) if prepared else text
         is_begun = self.media.crossed or (self.media.prefix and bool(prepared))
         with_special = add_special_tokens and not is_begun
         token_ids = self.tokenizer.encode(spelled, add_special_tokens=with_special)
         return self._checked(Prompt(token_ids, text, salt))
+
+    def check_chars(self, text: str) -> None:
+        """Refuse a text that takes too long to tokenize, where prompts may have more tokens than fit."""
+        if len(text) > self.max_chars:
+            raise RequestError(
+                f"the text has {len(text)} characters, and the {self.max_chars // CHARS_PER_TOKEN} tokens of "
+                f"this model have at most {self.max_chars}: send it in parts, or raise max_model_len",
+                param="prompt",
+            )
 
     def _from_embeds(self, given: Any, text: str | None, salt: str | None) -> Prompt:
         if self.pooling is not None:
@@ -364,7 +378,7 @@ class InputProcessor:
                     eos_id=own.eos_ids[0] if own.eos_ids and not params.ignore_eos else -1,
                     priority=priority,
                     arrived_at=arrived_at,
-                    cache_salt=prompt.cache_salt,
+                    cache_salt=scoped_salt(prompt.cache_salt),
                     embeds=prompt.embeds,
                     media=prompt.media,
                     timed=timed,
@@ -396,7 +410,7 @@ class InputProcessor:
             seed=0,
             priority=priority,
             arrived_at=time.time() if arrived_at is None else arrived_at,
-            cache_salt=prompt.cache_salt,
+            cache_salt=scoped_salt(prompt.cache_salt),
             media=prompt.media,
             pooling=params,
             lora=lora,

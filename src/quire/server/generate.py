@@ -30,6 +30,7 @@ from quire.server.engine import Engine, Facts, Outputs
 from quire.server.errors import NotFound, json_response
 from quire.server.gate import account_of
 from quire.server.logprobs import Speller
+from quire.server.long_work import LongWork
 from quire.server.merged import InOrder, Logged, Merged, Pauses, last_of_each
 from quire.server.prompts import PromptReader
 from quire.server.requests import CallBody, GenerateBody
@@ -81,6 +82,7 @@ class Api:
         self.reader = PromptReader(engine, settings.api, self.adapters.request_of)
         self.parsers = parsers_of(settings.api)
         self.answering = Answering()
+        self.long_work = LongWork()
         facts = engine.facts
         self.fingerprint = _fingerprint(settings.api, facts)
 

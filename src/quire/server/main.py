@@ -17,6 +17,7 @@ from quire.metrics.keys import KeyPages
 from quire.server.adapters.roster import Roster
 from quire.server.app import Application
 from quire.server.engine import Engine
+from quire.server.exposure import exposures
 from quire.server.log_config import apply_log_config
 from quire.server.protocol import HttpLimits, HttpProtocol
 from quire.server.refusals import OpenConnections, RefusalLog
@@ -104,6 +105,8 @@ async def serve(
         if not settings.http.uds:
             shown = settings.address.replace("://0.0.0.0", "://localhost")
             logger.info("Chat and live view: %s/", shown)
+        for what, remedy in exposures(settings):
+            logger.warning("%s; %s", what, remedy)
         _log_routes(application)
     serving = asyncio.create_task(server.serve(sockets=list(sockets)))
     stopping = asyncio.create_task(stop.wait())

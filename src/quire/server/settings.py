@@ -85,8 +85,9 @@ class AccessSection:
     """Paths that need no key, with commas between them."""
     allow_credentials: bool = False
     """CORS: whether browsers may send cookies and keys from other origins."""
-    allowed_origins: list[str] = field(default_factory=lambda: ["*"])
-    """CORS: JSON list of the origins that may ask."""
+    allowed_origins: list[str] = field(default_factory=list)
+    """CORS: JSON list of the origins whose web pages may ask. Default: all (`["*"]`) if there is an API key,
+    else none but the server's own page."""
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])
     """CORS: JSON list of the methods that other origins may use."""
     allowed_headers: list[str] = field(default_factory=lambda: ["*"])
@@ -286,8 +287,10 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
             raise ConfigError(f"unknown server setting {name!r}")
     for name, value in _from_env(env).items():
         values.setdefault(name, value)
+    keys = read_keys(values.get("api_key", ()))
+    values.setdefault("allowed_origins", ["*"] if keys else [])
     settings = ServerSettings(
-        keys=read_keys(values.get("api_key", ())),
+        keys=keys,
         modules=read_modules(values.get("lora_modules", ())),
         changes_adapters=env is not None and env.adapters.allow_runtime_lora_updating,
         max_sequences=MAX_SEQUENCES if env is None else env.max_n_sequences,
