@@ -7,6 +7,7 @@ from quire.data.lora import LoRARequest
 from quire.data.media import Media
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
+from quire.data.repetition import RepetitionCounts
 
 
 class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
@@ -60,6 +61,18 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Prefix-cache keys of the full blocks hashed so far."""
     queued_at: float = 0.0
     """Monotonic."""
+    stop_ids: frozenset[int] = frozenset()
+    """`params.stop_token_ids`, for a lookup per token."""
+    repetition: RepetitionCounts | None = None
+    """What `params.repetition_detection` has counted."""
+
+    def prepare_stops(self) -> None:
+        """Set the two fields above from the params, once."""
+        if self.params.stop_token_ids and not self.stop_ids:
+            self.stop_ids = frozenset(self.params.stop_token_ids)
+        detection = self.params.repetition_detection
+        if detection is not None and detection.max_pattern_size and self.repetition is None:
+            self.repetition = RepetitionCounts(detection)
 
     @property
     def num_output(self) -> int:

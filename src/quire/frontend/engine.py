@@ -13,13 +13,14 @@ import msgspec
 
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
-from quire.data.params import SamplingParams
+from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import Finish, StepOutput
 from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import PoolingParams
 from quire.data.wire import Abort
 from quire.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.frontend.answer import Answer
+from quire.frontend.checked import CheckedParams
 from quire.frontend.flight import Flight, failure, marks, prefix_extra
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.link import CALL_TIMEOUT_S, CoreLink
@@ -172,7 +173,7 @@ class AsyncEngine:
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | CheckedParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -189,7 +190,8 @@ class AsyncEngine:
         requests = self.inputs.requests(
             id, prompt, params, priority=priority, max_logprobs=max_logprobs, timed=timed, lora=lora
         )
-        return self._answer(id, Flight(prompt, requests, rank, account))
+        is_delta = requests[0].params.output_kind is RequestOutputKind.DELTA
+        return self._answer(id, Flight(prompt, requests, rank, account), is_delta=is_delta)
 
     def encode(
         self,
@@ -215,7 +217,7 @@ class AsyncEngine:
             raise RequestError(f"data_parallel_rank {rank} is out of range: there {known}")
         return f"{request_id}-{self._tag}{next(self._numbers):x}"
 
-    def _answer(self, id: str, flight: Flight) -> Answer[Any]:
+    def _answer(self, id: str, flight: Flight, *, is_delta: bool = False) -> Answer[Any]:
         if flight.account is not None:
             for request in flight.requests:
                 request.tenant, request.weight = flight.account.tenant, flight.account.weight
@@ -226,7 +228,7 @@ class AsyncEngine:
             self._flights[id] = flight
             self._send_off(id, flight)
 
-        return Answer(id, begin, self._abort)
+        return Answer(id, begin, self._abort, is_delta=is_delta)
 
     def _send_off(self, id: str, flight: Flight) -> None:
         """To the core that is best for it; if there is none, it waits for one."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from quire.data.plan import DEAD_END, Finish
+from quire.data.plan import DEAD_END, TOO_COMPLEX, Finish
 from quire.data.request import Request
 from quire.data.wire import Add
 from quire.errors import EngineError, QuireError, RequestError
@@ -64,6 +64,12 @@ def failure(finish: Finish) -> QuireError:
         return RequestError(
             "structured_outputs: the text has come to a point where nothing fits the grammar any more; give "
             "every part of it an end",
+            param="structured_outputs",
+        )
+    if finish.stop_reason == TOO_COMPLEX:
+        return RequestError(
+            "structured_outputs: at this point of the text the grammar has more states or more alternatives "
+            "than the grammar library can follow; simplify it, or give fewer alternatives that begin alike",
             param="structured_outputs",
         )
     if isinstance(finish.stop_reason, str):

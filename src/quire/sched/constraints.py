@@ -15,7 +15,7 @@ from quire.data.coming import Coming
 from quire.data.params import SamplingParams, StructuredOutputsParams
 from quire.data.plan import Ints, Masks, StepPlan, Verdict
 from quire.data.request import Request
-from quire.logs import get_logger
+from quire.logs import get_logger, printable
 from quire.sched.beside import Beside
 from quire.sched.follower import Follower, Matcher
 from quire.sched.in_flight import Flight
@@ -137,7 +137,7 @@ class Constraints:
             if not coming.done():
                 continue
             if (error := coming.exception()) is not None:
-                log.error("The grammar of request %s cannot be compiled: %s", id, error)
+                log.error("The grammar of request %s cannot be compiled: %r", printable(id), str(error))
                 broken[id] = None
             else:
                 self.opened = True

@@ -107,7 +107,7 @@ class Follower:
             if self._matcher is not None and self._instead is None:
                 return "error"
             self._reasoning, self._matcher = None, self._instead
-        elif verdict == "error":
+        elif verdict in ("error", "limit"):
             self._instead, verdict = None, ""
         return verdict
 
