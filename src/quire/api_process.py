@@ -47,6 +47,7 @@ def make_engine(
     config: EngineConfig,
     *,
     addresses: Mapping[int, str | Path],
+    token: str,
     metrics: MetricsPages,
     health_timeout_s: float,
     prefixes: PrefixMap | None = None,
@@ -56,7 +57,7 @@ def make_engine(
     num_api: int = 1,
 ) -> AsyncEngine:
     """The engine as one of `num_api` API processes sees it: tokenizer and limits here, the cores at
-    `addresses`, by rank."""
+    `addresses`, by rank, which expect the `token`."""
     model, tokenizer = config.model, open_tokenizer(config)
     facts = _facts(config, num_cores=len(addresses))
     inputs = InputProcessor(
@@ -93,6 +94,7 @@ def make_engine(
         inputs=inputs,
         metrics=named,
         addresses=addresses,
+        token=token,
         health_timeout_s=health_timeout_s,
         stream_interval=config.scheduler.stream_interval,
         routing=config.parallel.data_parallel_routing if shares else "load",
@@ -127,6 +129,7 @@ def run_api(
     settings: ServerSettings,
     entrance: socket.socket | Hand,
     addresses: Mapping[int, str | Path],
+    token: str,
     metrics_file: Path,
     prefix_file: Path,
     key_file: Path,
@@ -143,6 +146,7 @@ def run_api(
         engine = make_engine(
             config,
             addresses=addresses,
+            token=token,
             metrics=MetricsPages(
                 Layout.of(config),
                 metrics_file,

@@ -30,6 +30,7 @@ from quire.worker.worker import Worker
 
 PATIENCE_S = 120.0
 """Ends a test that hangs."""
+TOKEN = "shared"
 
 
 def address() -> str:
@@ -49,7 +50,7 @@ def test_rounds() -> None:
     begin = [threading.Barrier(3, timeout=PATIENCE_S) for _ in rounds]
 
     def engine(rank: int) -> None:
-        lockstep = Lockstep(rank, 3, where, timeout_s=PATIENCE_S)
+        lockstep = Lockstep(rank, 3, where, token=TOKEN, timeout_s=PATIENCE_S)
         for number, counts in enumerate(rounds):
             begin[number].wait()
             if not counts[rank] and any(counts):
@@ -75,13 +76,13 @@ def test_a_port_in_use_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="choose another data_parallel_rpc_port"):
-            Lockstep(0, 2, where)
+            Lockstep(0, 2, where, token=TOKEN)
 
 
 ENGINE = """
 import sys, time
 from quire.core.lockstep import Lockstep
-lockstep = Lockstep(int(sys.argv[1]), 2, sys.argv[2], timeout_s=120)
+lockstep = Lockstep(int(sys.argv[1]), 2, sys.argv[2], token="t", timeout_s=120)
 print("here", flush=True)
 time.sleep(300)
 """
@@ -119,7 +120,7 @@ class Together(Engine):
     def live(self, stop: threading.Event, late: dict[int, list[Any]]) -> None:
         """Until told to stop; requests of `late` come before the step of this number, or when it rests."""
         size = self.world.ep.size // self.world.tp.size
-        self.core.pipeline.lockstep = Lockstep(self.world.rank.dp, size, self.where, timeout_s=PATIENCE_S)
+        self.core.pipeline.lockstep = Lockstep(self.world.rank.dp, size, self.where, token=TOKEN, timeout_s=PATIENCE_S)
         number = 0
         while not stop.is_set() or late or self.core.scheduler.has_work:
             if late and (number >= min(late) or not self.core.has_work):

@@ -36,6 +36,8 @@ from quire.data.wire import (
 from quire.metrics import Layout, MetricsPages
 from quire.sched.adapters import AdapterGate
 
+TOKEN = "shared"
+
 
 class Client:
     """An API process, as far as the core can tell."""
@@ -94,13 +96,13 @@ class Bench:
         pages = MetricsPages(Layout(4096))
         ready = Ready(pid=1, max_model_len=4096, num_blocks=64, num_tokens=63 * 16)
         stats_log = StatsLog(3600, pages, quiet=True)
-        self.server = CoreServer(self.engine.core, self.address, ready, pages, stats_log, clock=clock)
+        self.server = CoreServer(self.engine.core, self.address, ready, pages, stats_log, token=TOKEN, clock=clock)
         self.clients: list[Client] = []
 
     def join(self, **options: Any) -> Client:
         client = Client(self.address, **options)
         self.clients.append(client)
-        client.send(Hello())
+        client.send(Hello(TOKEN))
         while not client.is_ready:
             self.turn_and_read(client)
         return client
@@ -295,7 +297,7 @@ def test_a_client_that_takes_nothing_is_given_up_and_told_when_it_does(
     bench = make_bench(num_blocks=8000, max_num_seqs=80, max_num_batched_tokens=512)
     server = bench.server
     server.clients.close()
-    server.clients = clients = Clients(bench.address, server._abort, high_water=8, max_queued_bytes=most)
+    server.clients = clients = Clients(bench.address, server._abort, token=TOKEN, high_water=8, max_queued_bytes=most)
     deaf = bench.join(rcvhwm=1)
     (deaf_id,) = clients.known
     good = bench.join()

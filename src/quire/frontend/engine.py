@@ -72,6 +72,7 @@ class AsyncEngine:
         inputs: InputProcessor,
         metrics: EngineMetrics,
         addresses: Mapping[int, str | Path],
+        token: str,
         health_timeout_s: float,
         stream_interval: int = 1,
         routing: str = "affinity",
@@ -82,7 +83,7 @@ class AsyncEngine:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`addresses` of the cores by rank; `prefixes` may be shared with other processes; `first` is the
+        """`addresses` of the cores by rank, which expect the `token`; `prefixes` may be shared with other processes; `first` is the
         core whose turn is first. Where dead cores do not return, nobody is kept waiting for them."""
         self.facts = facts
         self.inputs = inputs
@@ -99,6 +100,7 @@ class AsyncEngine:
                 outputs=OutputProcessor(
                     inputs.tokenizer, stream_interval=stream_interval, tokenizer_of=inputs.tokenizer_of
                 ),
+                token=token,
                 owner=self,
                 clock=clock,
             )
