@@ -120,7 +120,9 @@ class Together(Engine):
     def live(self, stop: threading.Event, late: dict[int, list[Any]]) -> None:
         """Until told to stop; requests of `late` come before the step of this number, or when it rests."""
         size = self.world.ep.size // self.world.tp.size
-        self.core.pipeline.lockstep = Lockstep(self.world.rank.dp, size, self.where, token=TOKEN, timeout_s=PATIENCE_S)
+        self.core.pipeline.lockstep = Lockstep(
+            self.world.rank.dp, size, self.where, token=TOKEN, timeout_s=PATIENCE_S
+        )
         number = 0
         while not stop.is_set() or late or self.core.scheduler.has_work:
             if late and (number >= min(late) or not self.core.has_work):

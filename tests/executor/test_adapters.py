@@ -9,10 +9,10 @@ import pytest
 
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.errors import EngineDead, EngineError, RequestError
+from quire.executor import reading as lora_reading
 from quire.executor.multiprocess import RankedExecutor
 from quire.executor.orders import Order, Returned, decode_order, decode_word, encode
 from quire.executor.rank import _read_adapters
-from quire.executor import reading as lora_reading
 from quire.executor.reading import AT_ONCE, MAX_HUNG, AdapterReading
 from quire.sched.adapters import READ_S
 

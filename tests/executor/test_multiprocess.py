@@ -212,7 +212,9 @@ def test_a_rank_that_fails_in_warm_up_is_named_though_another_waits_for_it(
     assert all(process.poll() is not None for process in executor.crew.processes)  # type: ignore[attr-defined]
 
 
-def test_ranks_that_wait_in_a_warm_up_for_one_that_failed_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_in_a_warm_up_for_one_that_failed_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After sleep: the engine is started again, rather than waiting until the timeout of its collectives."""
 
     class HalfWarm:

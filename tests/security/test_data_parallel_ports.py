@@ -1,7 +1,7 @@
 """Sockets between processes and machines: strangers reach the ports of data parallelism and change nothing.
 
-Guards against the classes of CVE-2025-30202 (sockets that anybody can reach) and CVE-2025-29783, CVE-2025-32444
-and CVE-2025-47277 (services between nodes that trust whatever connects).
+Guards against the classes of CVE-2025-30202 (sockets that anybody can reach) and CVE-2025-29783,
+CVE-2025-32444 and CVE-2025-47277 (services between nodes that trust whatever connects).
 """
 
 import socket
@@ -207,7 +207,9 @@ def test_a_machine_without_the_token_enlists_nothing(roll: Roll, tmp_path: Path)
     host, _, port = roll._place.rpartition(":")
     for token in ("", "guess"):
         node = Announcer(host, int(port), size=2, addresses={1: "tcp://10.9.9.9:1"}, token=token)
-        with pytest.raises(ConfigError, match=r"refused.*QUIRE_CLUSTER_TOKEN is another: set the same secret"):
+        with pytest.raises(
+            ConfigError, match=r"refused.*QUIRE_CLUSTER_TOKEN is another: set the same secret"
+        ):
             until(lambda: False, roll.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))  # noqa: B023
         node.close()
     assert roll.missing == [1] and not Roll.file_of(tmp_path, 1).exists()
@@ -218,7 +220,8 @@ def test_a_machine_without_the_token_enlists_nothing(roll: Roll, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "address", ["tcp://one", "ipc:///tmp/other", "tcp://a:1\n", "inproc://x", "tcp://h:99999999", "", "x" * 9999]
+    "address",
+    ["tcp://one", "ipc:///tmp/other", "tcp://a:1\n", "inproc://x", "tcp://h:99999999", "", "x" * 9999],
 )
 def test_only_addresses_of_cores_are_written_down(roll: Roll, tmp_path: Path, address: str) -> None:
     noted = roll._note(b"node", Enlist("node", 2, TOKEN, {1: address}))

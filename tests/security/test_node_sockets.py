@@ -1,7 +1,7 @@
 """The port at which other machines join an engine: strangers cost little, and do not end anything.
 
-Guards against the classes of CVE-2025-30202 (sockets that anybody can reach) and CVE-2025-30165 (services between
-nodes that trust whatever connects).
+Guards against the classes of CVE-2025-30202 (sockets that anybody can reach) and CVE-2025-30165 (services
+between nodes that trust whatever connects).
 """
 
 import errno

@@ -85,8 +85,8 @@ class Env:
     """Seconds between two lines of statistics."""
     api_key: str | None = field(default=None, repr=False)
     cluster_token: str | None = field(default=None, repr=False)
-    """Secret that the machines of one deployment share: only processes that know it may join its data-parallel
-    ranks or its nodes. Machines without it accept every peer, and warn."""
+    """Secret that the machines of one deployment share: only processes that know it may join its
+    data-parallel ranks or its nodes. Machines without it accept every peer, and warn."""
     host_ip: str | None = None
     port: int | None = None
     """First port for messages between processes."""

@@ -108,7 +108,7 @@ class Lockstep:
         self._leaving = threading.Event()
         """Set when one has ended as it should: there are no more rounds."""
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER if rank else zmq.ROUTER)
-        self._monitor = self.socket.get_monitor_socket(_MONITORED)
+        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_MONITORED)
         self._set_up()
         try:
             self._meet()

@@ -32,6 +32,8 @@ GONE_S = 3.0
 """A machine that was not heard of for so long has left its ranks to others."""
 REMIND_S = 30.0
 """Between two lines about who is missing."""
+MAX_AT_ONCE = 256
+"""Messages that are read before the supervisor looks after its processes again."""
 MAX_BYTES = 1 << 20
 """Size of a message; ZMQ ends connections that send a larger one."""
 _LINGER_MS = 1000
@@ -111,7 +113,7 @@ class Roll:
 
     def listen(self) -> None:
         """Hear who has come. Whoever cannot come ends the start."""
-        while True:
+        for _ in range(MAX_AT_ONCE):
             try:
                 who, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -121,11 +123,14 @@ class Roll:
             except msgspec.MsgspecError:
                 self._ignore("a message that is none of this version")
                 continue
+            if not is_same(message.token, self._token):
+                self._ignore("a machine with another token")
+                self._tell(who, Noted(_OTHER_TOKEN))
+                continue
             said = self._note(who, message)
-            self._socket.send_multipart([who, msgspec.msgpack.encode(said)])
+            self._tell(who, said)
             if said.problem:
-                what = f"{message.node!r:.100} is refused: {said.problem}"
-                self._ignore(what) if said.problem is _OTHER_TOKEN else log.error("At %s: %s", self._place, what)
+                log.error("Refused %.100r: %s", message.node, said.problem)
         self._take_stock()
 
     def _ignore(self, what: str) -> None:
@@ -133,10 +138,11 @@ class Roll:
         log.log(DEBUG if self._has_warned else WARNING, "Ignored at %s: %s", self._place, what)
         self._has_warned = True
 
+    def _tell(self, who: bytes, message: Noted) -> None:
+        self._socket.send_multipart([who, msgspec.msgpack.encode(message)])
+
     def _note(self, who: bytes, message: Enlist) -> Noted:
         """Write down where its cores are, or say why not."""
-        if not is_same(message.token, self._token):
-            return Noted(_OTHER_TOKEN)
         if message.problem:
             if who in self._nodes and not self.was_complete:
                 raise ConfigError(f"{message.node}: {message.problem}")
@@ -189,7 +195,7 @@ class Roll:
     def close(self, problem: str = "") -> None:
         """Everybody is told that the head ends, and why."""
         for who in self._nodes:
-            self._socket.send_multipart([who, msgspec.msgpack.encode(Noted(problem, ends=True))])
+            self._tell(who, Noted(problem, ends=True))
         self._socket.close()
         self._context.term()  # waits until they are told
 
@@ -197,9 +203,7 @@ class Roll:
 class Announcer:
     """Tells the head where the cores of this machine are, again and again."""
 
-    def __init__(
-        self, host: str, port: int, *, size: int, addresses: Mapping[int, str], token: str
-    ) -> None:
+    def __init__(self, host: str, port: int, *, size: int, addresses: Mapping[int, str], token: str) -> None:
         self.head = f"{host}:{port}"
         self.was_heard = False
         self.ends = False
@@ -212,9 +216,7 @@ class Announcer:
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 1)  # news of yesterday are of no use to a head that comes late
         self._handshakes = Handshakes()
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURES | MISMATCHES
-        )
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURES | MISMATCHES)
         secure(self._socket, token, listens=False)
         self._socket.connect(f"tcp://{self.head}")
 

@@ -55,7 +55,7 @@ ALIKE_S = 5.0
 CAUSE_S = 1.0
 """For the rank whose error is the cause, when another was cut off by its end."""
 TOGETHER_S = 60.0
-"""For the other ranks to end a warm-up, when one has failed in it: they may wait for it, and would for long."""
+"""For the other ranks to end a warm-up, when one has failed in it: they may wait for it in a collective."""
 REPORT_S = 5.0
 _LOOK_S = 0.002
 """How often a call looks for what was returned."""

@@ -62,8 +62,8 @@ class Places:
             )
         if len(self._hung) >= MAX_HUNG:
             raise RequestError(
-                f"{len(self._hung)} adapters are being read from storage that does not answer; no other is read"
-                " until one of them ends or the engine is started again",
+                f"{len(self._hung)} adapters are being read from storage that does not answer; no other is"
+                " read until one of them ends or the engine is started again",
                 param="lora_request",
             )
         return len(self._began) - len(self._hung) < AT_ONCE

@@ -238,8 +238,10 @@ class CoreLink:
     def _turn(self) -> None:
         """Read for a moment, then hand out what came: a stream gets one piece however many steps that were.
         With more to read, others get theirs first."""
-        self._resting = not self._receive()
+        self._resting = False  # whatever fails below, the next message is read
+        is_all = self._receive()
         self._owner.on_turn(self)
+        self._resting = not is_all
         if self._resting:
             self._rest(REST)
 
@@ -313,7 +315,10 @@ def _is_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between the opening and the reading
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # the latter if it ends between the opening and the reading
         pass
     if os.path.isdir("/proc/self"):
         return False
