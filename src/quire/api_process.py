@@ -88,7 +88,6 @@ def make_engine(
         keys=keys,
         max_loras=config.lora.max_loras if config.lora.enable_lora else None,
     )
-    shares = config.cache.enable_prefix_caching
     return AsyncEngine(
         facts=facts,
         inputs=inputs,
@@ -97,7 +96,7 @@ def make_engine(
         token=token,
         health_timeout_s=health_timeout_s,
         stream_interval=config.scheduler.stream_interval,
-        routing=config.parallel.data_parallel_routing if shares else "load",
+        routing=config.parallel.data_parallel_routing if config.cache.enable_prefix_caching else "load",
         prefixes=prefixes,
         first=index,
         cores_return=cores_return,

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from quire.comm.world import World
 from quire.config.experts import _free_ports
 from quire.config.placement import placed
 from quire.config.ranks import Rank
+from quire.core import build
 from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
 from quire.core.lockstep import Lockstep
@@ -100,6 +102,33 @@ def test_a_dead_engine_ends_the_others(victim: int) -> None:
     engines[victim].kill()
     assert engines[1 - victim].wait(PATIENCE_S) == 1
     engines[victim].wait()
+
+
+@pytest.mark.parametrize("error", [ConfigError("no weights"), KeyboardInterrupt()])
+def test_an_engine_that_cannot_start_takes_the_others_along(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """They meet before they load: one that waits for the other in warm-up is ended at once."""
+    where, ended, others = address(), threading.Event(), []
+    monkeypatch.setattr(Lockstep, "_end", lambda lockstep: ended.set())
+
+    def other() -> None:
+        others.append(Lockstep(0, 2, where, token=TOKEN, timeout_s=PATIENCE_S))
+
+    def fail(config: Any) -> None:
+        raise error
+
+    hub = threading.Thread(target=other)
+    hub.start()
+    monkeypatch.setattr(build, "open_lockstep", lambda *_: Lockstep(1, 2, where, token=TOKEN))
+    monkeypatch.setattr(build, "with_largest", lambda config: config)
+    monkeypatch.setattr(build, "EXECUTORS", {"uni": fail})
+    config: Any = SimpleNamespace(parallel=SimpleNamespace(distributed_executor_backend="uni"))
+    with pytest.raises(type(error)):
+        build.build_core(config)
+    hub.join(PATIENCE_S)
+    assert ended.wait(PATIENCE_S)
+    others[0].close()
 
 
 class Together(Engine):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 import zmq
 
+from quire.config.sections import ParallelSection
+from quire.config.topology import lay_out
 from quire.core import clients as clients_module
 from quire.core import lockstep as lockstep_module
 from quire.core.clients import Clients
@@ -28,6 +31,7 @@ from quire.dist import roll as roll_module
 from quire.dist.cluster_token import secure
 from quire.dist.roll import Announcer, Enlist, Roll
 from quire.errors import ConfigError
+from quire.launch import Supervisor
 
 PATIENCE_S = 60.0
 TOKEN = "the secret of the deployment"
@@ -227,6 +231,40 @@ def test_only_addresses_of_cores_are_written_down(roll: Roll, tmp_path: Path, ad
     noted = roll._note(b"node", Enlist("node", 2, TOKEN, {1: address}))
     assert "is no address of a core: expected tcp://HOST:PORT" in noted.problem and len(noted.problem) < 200
     assert roll.missing == [1] and not Roll.file_of(tmp_path, 1).exists()
+
+
+@pytest.mark.parametrize("flags", [{}, {"enable_expert_parallel": True}, {"data_parallel_rank": 1}])
+def test_processes_of_one_command_have_a_token_that_nothing_else_knows(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they need cores of other commands."""
+    monkeypatch.setenv("QUIRE_CLUSTER_TOKEN", "of all machines")
+    tokens = {token_of(data_parallel_size=2, **flags) for _ in range(2)}
+    assert len(tokens) == 2 and all(len(token) >= 32 for token in tokens)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"data_parallel_size_local": 1},
+        {"data_parallel_size_local": 1, "data_parallel_start_rank": 1, "headless": True},
+        {"data_parallel_rank": 1, "enable_expert_parallel": True},
+    ],
+)
+def test_commands_that_need_each_other_have_the_token_of_all(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CLUSTER_TOKEN", "of all machines")
+    assert token_of(data_parallel_size=2, **flags) == "of all machines"
+
+
+def token_of(*, headless: bool = False, **settings: Any) -> str:
+    """The token that a supervisor with these settings chooses."""
+    parallel = ParallelSection(device="cpu", cpu_threads=1, **settings)
+    supervisor = Supervisor.__new__(Supervisor)
+    supervisor.config = SimpleNamespace(parallel=parallel)  # type: ignore[assignment]
+    supervisor.topology = lay_out(parallel, headless=headless, api_server_count=None)
+    return supervisor._choose_token()
 
 
 # ---- the port of a core
