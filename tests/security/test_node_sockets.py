@@ -129,7 +129,10 @@ def test_a_machine_without_the_token_is_told_and_ends_nothing(port: Port) -> Non
 
 
 @pytest.mark.parametrize("size", [MAX_JOIN_BYTES + 1, 1 << 30, 0x7FFFFFFF, 0xFFFFFFFF])
-def test_a_first_message_that_is_too_long_is_not_read(port: Port, size: int) -> None:
+def test_a_first_message_that_is_too_long_is_not_read(
+    port: Port, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "GREETING_S", 10 * PATIENCE_S)
     sock = port.connect()
     sock.sendall(size.to_bytes(4, "big"))
     assert is_closed(sock)
