@@ -112,3 +112,14 @@ def test_handshakes_that_keep_failing_are_a_refusal() -> None:
     other = Handshakes()
     other.note(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
     assert other.is_refused, "ZMQ does not try again"
+
+
+def test_a_connection_is_what_its_last_event_says() -> None:
+    """A handshake that failed before the one that succeeded is not taken for the loss of the peer."""
+    handshakes = Handshakes()
+    failed = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED)
+    for event in (*failed, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+        handshakes.note(event)
+    assert handshakes.is_connected
+    handshakes.note(zmq.EVENT_DISCONNECTED)
+    assert not handshakes.is_connected

@@ -35,7 +35,16 @@ from quire.launch import Supervisor
 
 PATIENCE_S = 60.0
 TOKEN = "the secret of the deployment"
-NOISE = [b"", b"junk", b"here", b"bye", b"GET / HTTP/1.1\r\n\r\n", b"\xc1" * 100, b"\x93\x01\x02\x03"]
+NOISE = [
+    b"",
+    b"junk",
+    b"here",
+    b"bye",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xc1" * 100,
+    b"\x93\x01\x02\x03",
+    b"\x91\xa8x\nforged",
+]
 
 pack = msgspec.msgpack.encode
 
@@ -153,6 +162,7 @@ def test_a_stranger_at_the_port_of_rounds_changes_nothing(
     time.sleep(0.6)  # a lost member is noticed within half of that
     engines.round(1, 1)
     assert not engines.ended
+    assert "\nforged" not in caplog.text
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == (0 if encrypted else 1), "one line, however much is sent"
 

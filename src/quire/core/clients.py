@@ -109,7 +109,7 @@ class Clients:
                     return client, decode_to_core(data)
                 hello = decode_hello(data)
             except msgspec.MsgspecError as error:
-                self._ignore(f"a message that is none of this version: {error}")
+                self._ignore(f"a message that is none of this version: {str(error)!r:.200}")
                 continue
             if is_same(hello.token, self._token):
                 self.known.add(client)

@@ -35,7 +35,7 @@ BEAT_MS, SILENCE_MS = 5_000, 30_000
 """A machine that says nothing for so long counts as gone; the death of a process is noticed at once."""
 MAX_BYTES = 64 << 10
 """Size of a message; ZMQ ends connections that send a larger one."""
-GOODBYE = b"bye"
+MET, GOODBYE = b"met", b"bye"
 _MONITORED = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURES | MISMATCHES
 )
@@ -154,18 +154,20 @@ class Lockstep:
         for rank, member in self._members.items():
             if member.fd not in self._open_fds:
                 raise EngineDead(f"engine {rank}, which has some of the experts, is gone")
-            self._tell(rank, b"met")
+            self._tell(rank, MET)
 
     def _greet(self, deadline: float) -> None:
         """Say Hello until the hub answers, which may come later, or come again."""
         handshakes = Handshakes()
         while True:
             self.socket.send(_encode(Hello(self.rank, self._token)))
-            if self.socket.poll(SLICE_MS):
-                self.socket.recv()
-                return
+            is_met = bool(self.socket.poll(SLICE_MS)) and self.socket.recv() == MET
             for event, _ in events_of(self._monitor):
                 handshakes.note(event)
+            if is_met and not handshakes.is_connected:
+                raise EngineDead("engine 0, which has some of the experts, is gone")
+            if is_met:
+                return
             if handshakes.is_refused:
                 raise ConfigError(
                     f"engine 0 at {self._address} refuses engine {self.rank}: {VARIABLE} must be the same on"
@@ -194,7 +196,7 @@ class Lockstep:
         try:
             hello = _hello(frames[-1].bytes)
         except msgspec.MsgspecError as error:
-            self._ignore(f"a message that is no Hello of this version: {error}")
+            self._ignore(f"a message that is no Hello of this version: {str(error)!r:.200}")
             return
         self._note_connections()
         known = self._members.get(hello.rank)
@@ -299,7 +301,7 @@ class Lockstep:
         try:
             message = _from_engine(data)
         except msgspec.MsgspecError as error:
-            self._ignore(f"a message of engine {rank} that is none of this version: {error}")
+            self._ignore(f"a message of engine {rank} that is none of this version: {str(error)!r:.200}")
             return
         if isinstance(message, Hello):  # it was repeated before this engine answered the first one
             return
@@ -314,7 +316,7 @@ class Lockstep:
         try:
             called = _called(data)
         except msgspec.MsgspecError as error:
-            self._ignore(f"a message of engine 0 that is none of this version: {error}")
+            self._ignore(f"a message of engine 0 that is none of this version: {str(error)!r:.200}")
             return
         if called.round == self._round and called.counts:
             self._next(called.counts)

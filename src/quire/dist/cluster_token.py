@@ -76,10 +76,11 @@ def secure(sock: "zmq.Socket[bytes]", token: str, *, listens: bool) -> None:
 
 
 class Handshakes:
-    """The outcome of a connecting socket's handshakes: whether its token is refused."""
+    """The outcome of a connecting socket's handshakes: whether it is connected, or its token is refused."""
 
     def __init__(self) -> None:
         self.num_failed = 0
+        self.is_connected = False
 
     @property
     def is_refused(self) -> bool:
@@ -87,7 +88,9 @@ class Handshakes:
 
     def note(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.num_failed = 0
+            self.num_failed, self.is_connected = 0, True
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.is_connected = False
         elif event & FAILURES:
             self.num_failed += 1
         elif event & MISMATCHES:  # ZMQ does not try again

@@ -245,7 +245,7 @@ class Announcer:
             try:
                 said = msgspec.msgpack.decode(self._socket.recv(), type=Noted)
             except msgspec.MsgspecError as error:
-                log.warning("Ignored what the head at %s sent: %s", self.head, error)
+                log.warning("Ignored what the head at %s sent: %.200r", self.head, str(error))
                 continue
             self._heard_at = now
             if said.may_change and now - self._began < 2 * GONE_S:

@@ -265,7 +265,7 @@ class RemoteCrew:
             try:
                 join = decode_join(first_message(sock))
             except (EOFError, OSError, msgspec.MsgspecError) as error:
-                self._warn(f"{address} did not join: {error}")
+                self._warn(f"{address} did not join: {str(error)!r:.200}")
                 return None
             node = Node(join.node_rank, address, tuned(sock))
             if (refusal := self._admit(node, join)) is None:

@@ -260,7 +260,9 @@ class CoreLink:
             try:
                 message = decode_from_core(data)
             except msgspec.MsgspecError as error:
-                log.error("Ignored a message of %s that is none of this version: %s", self.name, error)
+                log.error(
+                    "Ignored a message of %s that is none of this version: %.200r", self.name, str(error)
+                )
                 continue
             self.handle(message)
             if self._heard_at > deadline:
