@@ -47,6 +47,7 @@ def make_engine(
     config: EngineConfig,
     *,
     addresses: Mapping[int, str | Path],
+    token: str,
     metrics: MetricsPages,
     health_timeout_s: float,
     prefixes: PrefixMap | None = None,
@@ -56,7 +57,7 @@ def make_engine(
     num_api: int = 1,
 ) -> AsyncEngine:
     """The engine as one of `num_api` API processes sees it: tokenizer and limits here, the cores at
-    `addresses`, by rank."""
+    `addresses`, by rank, which expect the `token`."""
     model, tokenizer = config.model, open_tokenizer(config)
     facts = _facts(config, num_cores=len(addresses))
     inputs = InputProcessor(
@@ -87,15 +88,15 @@ def make_engine(
         keys=keys,
         max_loras=config.lora.max_loras if config.lora.enable_lora else None,
     )
-    shares = config.cache.enable_prefix_caching
     return AsyncEngine(
         facts=facts,
         inputs=inputs,
         metrics=named,
         addresses=addresses,
+        token=token,
         health_timeout_s=health_timeout_s,
         stream_interval=config.scheduler.stream_interval,
-        routing=config.parallel.data_parallel_routing if shares else "load",
+        routing=config.parallel.data_parallel_routing if config.cache.enable_prefix_caching else "load",
         prefixes=prefixes,
         first=index,
         cores_return=cores_return,
@@ -127,6 +128,7 @@ def run_api(
     settings: ServerSettings,
     entrance: socket.socket | Hand,
     addresses: Mapping[int, str | Path],
+    token: str,
     metrics_file: Path,
     prefix_file: Path,
     key_file: Path,
@@ -143,6 +145,7 @@ def run_api(
         engine = make_engine(
             config,
             addresses=addresses,
+            token=token,
             metrics=MetricsPages(
                 Layout.of(config),
                 metrics_file,

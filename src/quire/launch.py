@@ -16,10 +16,12 @@ from quire.api_process import run_api
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.config.experts import steps_together
 from quire.config.media.caches import keeps_values
 from quire.config.topology import Topology, lay_out
 from quire.core.process import Seat, config_of_rank, core_name, run_core
 from quire.dist.child import Child
+from quire.dist.cluster_token import cluster_token, new_token
 from quire.dist.platform import hardware_threads, thread_advice
 from quire.dist.process import raise_file_limit
 from quire.dist.roll import Announcer, Roll, free_address, own_address
@@ -64,6 +66,7 @@ class Supervisor:
         if self.listener is not None and topology.num_api > 1:
             self.dealer = Dealer(self.listener, self.folder / "closed", topology.num_api)
         self.context = multiprocessing.get_context("spawn")
+        self.token = self._choose_token()
         self.addresses = self._local_addresses()
         self.roll = self._open_roll()
         self.announcer = self._open_announcer()
@@ -79,6 +82,15 @@ class Supervisor:
             for index in range(topology.num_api)
         ]
         self.stopping = False
+
+    def _choose_token(self) -> str:
+        """Make the token of a deployment whose cores are all started here, or whose cores elsewhere are not
+        spoken to; else all its supervisors have the same one."""
+        topology, parallel = self.topology, self.config.parallel
+        is_spread = len(topology.local) < topology.size
+        if is_spread and (topology.remote or not topology.num_api or steps_together(parallel)):
+            return cluster_token(Env.read(os.environ), parallel.data_parallel_address)
+        return new_token()
 
     def _local_addresses(self) -> dict[int, str]:
         """A headless server's cores are asked from another machine."""
@@ -97,6 +109,7 @@ class Supervisor:
             size=self.topology.size,
             awaited=self.topology.remote,
             folder=self.folder,
+            token=self.token,
         )
 
     def _open_announcer(self) -> Announcer | None:
@@ -108,6 +121,7 @@ class Supervisor:
             parallel.data_parallel_rpc_port,
             size=self.topology.size,
             addresses=self.addresses,
+            token=self.token,
         )
 
     @property
@@ -135,6 +149,7 @@ class Supervisor:
         return Seat(
             address=self.addresses[rank],
             metrics_file=self._metrics_file,
+            token=self.token,
             page=rank - engines.start,
             num_pages=len(engines),
             index=rank - self.topology.local.start,
@@ -158,7 +173,7 @@ class Supervisor:
             rank: self.addresses.get(rank) or Roll.file_of(folder, rank) for rank in self.topology.served
         }
         files = (self._metrics_file, self._prefix_file, self._key_file, self._roster_file)
-        args = (index, self.config, self.settings, entrance, addresses, *files, parent)
+        args = (index, self.config, self.settings, entrance, addresses, self.token, *files, parent)
         return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
 
     def run(self) -> int:
@@ -236,6 +251,8 @@ class Supervisor:
         waiting += [child.says for child in children if child.says is not None]
         waiting += self.dealer.awaited if self.dealer is not None else ()
         connection.wait(waiting, timeout=0.1)
+        for child in children:
+            child.listen()  # why one cannot start, before the ends of those that it takes along
         for child in children:
             if child.look() and child not in self.apis:
                 self._clear_gauges(child)

@@ -36,6 +36,8 @@ from quire.data.wire import (
 from quire.metrics import Layout, MetricsPages
 from quire.sched.adapters import AdapterGate
 
+TOKEN = "shared"
+
 
 class Client:
     """An API process, as far as the core can tell."""
@@ -94,13 +96,15 @@ class Bench:
         pages = MetricsPages(Layout(4096))
         ready = Ready(pid=1, max_model_len=4096, num_blocks=64, num_tokens=63 * 16)
         stats_log = StatsLog(3600, pages, quiet=True)
-        self.server = CoreServer(self.engine.core, self.address, ready, pages, stats_log, clock=clock)
+        self.server = CoreServer(
+            self.engine.core, self.address, ready, pages, stats_log, token=TOKEN, clock=clock
+        )
         self.clients: list[Client] = []
 
     def join(self, **options: Any) -> Client:
         client = Client(self.address, **options)
         self.clients.append(client)
-        client.send(Hello())
+        client.send(Hello(TOKEN))
         while not client.is_ready:
             self.turn_and_read(client)
         return client
@@ -174,6 +178,38 @@ def test_what_is_no_message_is_left_out_and_the_next_one_is_heard(make_bench: Ca
     client.send(Add([make_request("a", prompt(1), 6)]))
     bench.turn_until(lambda: bool(client.reasons), client)
     assert client.tokens == {"a": continuation(prompt(1), 6)}
+
+
+def test_an_id_in_use_is_refused_and_the_request_that_has_it_goes_on(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """Of the same client, of another one, among the sequences of one prompt: none of them ends the core."""
+    bench = make_bench()
+    one, two = bench.join(), bench.join()
+    one.send(Add([make_request("a", prompt(1), 6)]))
+    bench.turn_until(lambda: "a" in bench.server.clients.owner)
+    one.send(Add([make_request("a", prompt(2), 9)]))
+    two.send(Add([make_request("a", prompt(3), 4)]))
+    two.send(Add([make_request("b", prompt(3), 4)], siblings=[("a", 1)]))
+    two.send(Add([make_request("c", prompt(3), 4)], siblings=[("c", 1)]))
+    two.send(Add([make_request("d", prompt(3), 4)]))
+    bench.turn_until(lambda: "a" in one.reasons and "d" in two.reasons, one, two)
+    assert one.tokens == {"a": continuation(prompt(1), 6)} and one.reasons["a"] != "error"
+    assert two.tokens == {"d": continuation(prompt(3), 4)}
+    assert {id for id, reason in two.reasons.items() if reason == "error"} == {"a", "b", "c"}
+    assert not bench.server.clients.owner
+
+
+def test_a_client_is_heard_after_its_hello_with_the_token_only(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    member, foreign = bench.join(), Client(bench.address)
+    bench.clients.append(foreign)
+    for message in (Hello(), Hello("guess"), Add([make_request("a", prompt(1), 6)]), Abort(["b"])):
+        foreign.send(message)
+    member.send(Add([make_request("b", prompt(2), 4)]))
+    bench.turn_until(lambda: bool(member.reasons), member, foreign)
+    assert member.tokens == {"b": continuation(prompt(2), 4)}
+    assert not foreign.is_ready and not foreign.beats and not foreign.reasons
 
 
 def test_a_request_without_what_the_core_lacks_is_not_added(make_bench: Callable[..., Bench]) -> None:
@@ -295,7 +331,9 @@ def test_a_client_that_takes_nothing_is_given_up_and_told_when_it_does(
     bench = make_bench(num_blocks=8000, max_num_seqs=80, max_num_batched_tokens=512)
     server = bench.server
     server.clients.close()
-    server.clients = clients = Clients(bench.address, server._abort, high_water=8, max_queued_bytes=most)
+    server.clients = clients = Clients(
+        bench.address, server._abort, token=TOKEN, high_water=8, max_queued_bytes=most
+    )
     deaf = bench.join(rcvhwm=1)
     (deaf_id,) = clients.known
     good = bench.join()

@@ -167,6 +167,7 @@ def engine_over(
         inputs=inputs,
         metrics=EngineMetrics(pages, model_name="m", cache_info={}),
         addresses=dict(enumerate(addresses)),
+        token="",
         health_timeout_s=health_timeout_s,
         clock=clock,
     )

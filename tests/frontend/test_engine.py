@@ -432,3 +432,77 @@ def test_what_somebody_else_has_reset_is_forgotten_here() -> None:
     assert len(larder) == 1
     link.handle(Beat(StepStats(), num_resets=1))
     assert not len(larder)
+
+
+def test_a_request_for_a_core_that_has_never_been_up_is_told_that_it_starts(with_cores: Run) -> None:
+    """Catches one that waits, and is told in the end that its core died while it worked on the request."""
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        late = engine._links[1]
+        late.core, late.was_up, late._why_down = None, False, "engine 1 is starting"
+        with pytest.raises(EngineDead, match="^engine 1 is starting$"):
+            engine.generate(Prompt([5, 6]), SHORT, "a", rank=1)
+        assert (await whole(engine, "b")).finished and (await whole(engine, "c", rank=0)).finished
+
+    with_cores(test, num=2)
+
+
+def test_a_link_hears_on_after_what_it_brought_could_not_be_handled(
+    with_cores: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a connection that is deaf for ever, and a core that seems to stand still by that."""
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        (link,) = engine._links
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        handed = []
+
+        def fail(_: object) -> None:
+            handed.append(1)
+            raise RuntimeError("a fault while outputs are handed out")
+
+        monkeypatch.setattr(link, "_receive", lambda: False)
+        monkeypatch.setattr(engine, "on_turn", fail)
+        await until(lambda: len(handed) > 3)
+        monkeypatch.undo()
+        assert (await whole(engine, "a")).finished
+
+    with_cores(test)
+
+
+def test_looking_after_a_link_goes_on_after_a_fault(with_cores: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        (link,), looks = engine._links, []
+
+        def fail(core: object) -> bool:
+            looks.append(1)
+            raise OSError("too many open files")
+
+        monkeypatch.setattr(link, "_is_gone", fail)
+        await until(lambda: len(looks) > 1)
+        monkeypatch.undo()
+        cores.kill(0)
+        await until(lambda: link.core is None)
+
+    with_cores(test)
+
+
+def test_an_address_that_cannot_be_parsed_is_replaced_by_the_next_one(
+    with_cores: Run, tmp_path: Path
+) -> None:
+    """Catches a link that nothing looks after any more."""
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        (link,), file = engine._links, tmp_path / "address"
+        cores.kill(0)
+        link._address = file
+        for wrong in ("tcp://one", "junk", "tcp://a:b", "udp://1.2.3.4:1"):
+            file.write_text(wrong)
+            await until(lambda: link._connected_to == wrong)  # noqa: B023
+            assert link.core is None and link._socket is None
+        cores.start(0)
+        file.write_text(cores.address(0))
+        await until(lambda: link.core is not None)
+        assert (await whole(engine, "a")).finished
+
+    with_cores(test)

@@ -84,6 +84,9 @@ class Env:
     log_stats_interval: float = 10.0
     """Seconds between two lines of statistics."""
     api_key: str | None = field(default=None, repr=False)
+    cluster_token: str | None = field(default=None, repr=False)
+    """Secret that the machines of one deployment share: only processes that know it may join its
+    data-parallel ranks or its nodes. Machines without it accept every peer, and warn."""
     host_ip: str | None = None
     port: int | None = None
     """First port for messages between processes."""
@@ -164,6 +167,7 @@ _ENV_KINDS: dict[str, Any] = {
     "logging_level": str,
     "log_stats_interval": float,
     "api_key": str,
+    "cluster_token": str,
     "host_ip": str,
     "port": int,
     "cpu_kvcache_space": float,

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class Seat:
 
     address: str
     metrics_file: Path
+    token: str = field(repr=False)
+    """The secret that its API processes know, and engines that take steps with it."""
     page: int = 0
     num_pages: int = 1
     """Engines that have pages in that file."""
@@ -73,7 +75,7 @@ def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
     adopt(core_name(rank, size))
     try:
         _take_devices(config, seat)
-        core, cache = build_core(config)
+        core, cache = build_core(config, token=seat.token)
     except QuireError as error:
         parent.send(f"engine {rank}: {error}" if size > 1 else str(error))
         sys.exit(1)
@@ -83,7 +85,7 @@ def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
     quiet = config.observability.disable_log_stats
     stats_log = StatsLog(env.log_stats_interval, metrics, quiet=quiet, rank=rank)
     kept_bytes = max_bytes(config.multimodal) if seat.keeps_media else 0
-    server = CoreServer(core, seat.address, ready, metrics, stats_log, kept_bytes)
+    server = CoreServer(core, seat.address, ready, metrics, stats_log, kept_bytes, token=seat.token)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     calm_collector()
     parent.send(None)
@@ -118,6 +120,8 @@ class CoreServer:
         metrics: MetricsPages,
         stats_log: StatsLog,
         kept_bytes: int = 0,
+        *,
+        token: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """It keeps so many bytes of media for its API process."""
@@ -126,7 +130,7 @@ class CoreServer:
         self.ready = ready
         self.metrics = metrics
         self.stats_log = stats_log
-        self.clients = Clients(address, self._abort)
+        self.clients = Clients(address, self._abort, token=token)
         self._step_s = 0.0
         self._is_stuck = False
         """There is work, and none of it can be planned."""
@@ -181,6 +185,8 @@ class CoreServer:
 
     def _handle(self, client: bytes, message: ToCore) -> None:
         match message:
+            case Add() if self._has_known(client, message):
+                pass
             case Add() if not all(self.pantry.fill(request.media) for request in message.requests):
                 self.clients.send(client, Missing(message.requests[0].id))
             case Add():
@@ -193,8 +199,18 @@ class CoreServer:
             case Call():
                 self.desk.ask(client, message)
             case Hello():
-                self.clients.known.add(client)
                 self.clients.send(client, self.ready)
+
+    def _has_known(self, client: bytes, message: Add) -> bool:
+        """Refuse sequences of which one has an id that is in use: the one that has it goes on."""
+        ids, owner = message.ids(), self.clients.owner
+        if len({*ids}) == len(ids) and owner.keys().isdisjoint(ids):
+            return False
+        log.error("Refused a request whose id is in use: %.200r", ids)
+        refused = {id: Finish("error") for id in ids if owner.get(id) != client}
+        if refused:
+            self.clients.send(client, Stepped(StepOutput([], [], finished=refused, at=self._clock())))
+        return True
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in self.core.abort(request_ids):

@@ -13,6 +13,9 @@ from quire.data.stats import StepStats
 class Hello(msgspec.Struct, tag="hello"):
     """An API process is there and wants to know when the core is."""
 
+    token: str = ""
+    """The secret of the deployment: without it, nothing else that the process sends is read."""
+
 
 class Add(msgspec.Struct, tag="add", omit_defaults=True):
     """Sequences to continue. Those of one prompt share it: it travels once, and is stored once."""
@@ -29,6 +32,10 @@ class Add(msgspec.Struct, tag="add", omit_defaults=True):
         first, *others = requests
         differ = bool(others) and others[0].params is not first.params
         return cls([first], [(each.id, each.seed) for each in others], others[0].params if differ else None)
+
+    def ids(self) -> list[str]:
+        """Return the ids of all sequences."""
+        return [*(request.id for request in self.requests), *(id for id, _ in self.siblings)]
 
     def all(self) -> list[Request]:
         if not self.siblings:
@@ -107,5 +114,6 @@ ToCore = Hello | Add | Abort | Call
 FromCore = Ready | Stepped | Beat | Reply | Missing
 
 encode = msgspec.msgpack.Encoder().encode
+decode_hello = msgspec.msgpack.Decoder(Hello).decode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
 decode_from_core = msgspec.msgpack.Decoder(FromCore).decode

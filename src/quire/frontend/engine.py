@@ -73,6 +73,7 @@ class AsyncEngine:
         inputs: InputProcessor,
         metrics: EngineMetrics,
         addresses: Mapping[int, str | Path],
+        token: str,
         health_timeout_s: float,
         stream_interval: int = 1,
         routing: str = "affinity",
@@ -83,8 +84,9 @@ class AsyncEngine:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`addresses` of the cores by rank; `prefixes` may be shared with other processes; `first` is the
-        core whose turn is first. Where dead cores do not return, nobody is kept waiting for them."""
+        """`addresses` of the cores by rank, which expect the `token`; `prefixes` may be shared with other
+        processes; `first` is the core whose turn is first. Where dead cores do not return, nobody is kept
+        waiting for them."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
@@ -100,6 +102,7 @@ class AsyncEngine:
                 outputs=OutputProcessor(
                     inputs.tokenizer, stream_interval=stream_interval, tokenizer_of=inputs.tokenizer_of
                 ),
+                token=token,
                 owner=self,
                 clock=clock,
             )
@@ -163,10 +166,14 @@ class AsyncEngine:
             if problem is not None and not back_soon:
                 raise EngineDead(problem)
 
-    def _check_any(self) -> None:
+    def _check_any(self, rank: int | None = None) -> None:
+        """Raise unless some core can be asked; of a request for one `rank`, unless its core has been up."""
         problems = [link.problem(self._health_timeout_s) for link in self._links]
         if None not in problems:
             raise EngineDead(str(problems[0]))
+        for link, problem in zip(self._links, problems, strict=True):
+            if link.rank == rank and not link.was_up:
+                raise EngineDead(str(problem))
 
     # ---- requests
 
@@ -185,7 +192,7 @@ class AsyncEngine:
     ) -> Answer[RequestOutput]:
         """The outputs of a request as they come. What is wrong with it is raised here, at once. With a `rank`
         it goes to that core and no other; `timed`, its share of the steps is counted."""
-        self._check_any()
+        self._check_any(rank)
         id = self._internal_id(request_id, rank)
         requests = self.inputs.requests(
             id, prompt, params, priority=priority, max_logprobs=max_logprobs, timed=timed, lora=lora
@@ -205,7 +212,7 @@ class AsyncEngine:
         lora: LoRARequest | None = None,
     ) -> Answer[PoolingRequestOutput[PoolingOutput]]:
         """The one output of a request to a pooling model. What is wrong with it is raised here, at once."""
-        self._check_any()
+        self._check_any(rank)
         id = self._internal_id(request_id, rank)
         request = self.inputs.pooling_request(id, prompt, params, priority=priority, lora=lora)
         return self._answer(id, Flight(prompt, [request], rank, account))
