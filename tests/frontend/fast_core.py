@@ -24,7 +24,8 @@ from quire.data.wire import (
     encode,
 )
 from quire.dist.arena import Borrower
-from quire.frontend.engine import AsyncEngine, EngineFacts
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.facts import EngineFacts
 from quire.frontend.inputs import InputProcessor
 from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.sched.pantry import Pantry

@@ -84,10 +84,10 @@ class OutputProcessor:
         requests: list[Request],
         put_text: Callable[[str, int], None] | None = None,
         account: Account | None = None,
-    ) -> None:
-        """Expect outputs of these sequences of one prompt. A single one that streams nothing but text may
-        hand it to `put_text`, with the number of its tokens, from its second delta to the one before the
-        last. All tokens are counted in the `account`."""
+    ) -> RequestState:
+        """Expect outputs of these sequences of one prompt, and return the state that they are gathered in. A
+        single one that streams nothing but text may hand it to `put_text`, with the number of its tokens,
+        from its second delta to the one before the last. All tokens are counted in the `account`."""
         first = requests[0]
         if prompt.media is not None:  # which goes with the request, and not with a cycle of objects
             prompt = replace(prompt, media=None, prepared=())
@@ -101,10 +101,24 @@ class OutputProcessor:
             parent.prompt_logprobs = FlatLogprobs() if first.params.flat_logprobs else []
             parent.prompt_logprobs.append(None)
         parent.sequences = [self._sequence(request, index, parent) for index, request in enumerate(requests)]
-        self._sequences |= {sequence.id: sequence for sequence in parent.sequences}
         if parent.streams and len(requests) == 1 and parent.sequences[0].is_plain:
             parent.put_text = put_text
-        self._parents[request_id] = parent
+        self.attach(parent)
+        return parent
+
+    def attach(self, state: RequestState) -> None:
+        """Expect further outputs of a request that was detached from this processor or from another one."""
+        self._parents[state.request_id] = state
+        self._sequences |= {each.id: each for each in state.sequences if each.finish is None}
+        self._touched += [each for each in state.sequences if each.touched]
+
+    def detach(self, request_ids: Iterable[str]) -> None:
+        """Forget requests whose outputs another core will go on with. Their states stay as they are."""
+        detached = {self._parents.pop(id) for id in request_ids if id in self._parents}
+        for state in detached:
+            for sequence in state.sequences:
+                self._sequences.pop(sequence.id, None)
+        self._touched = [each for each in self._touched if each.parent not in detached]
 
     def _sequence(self, request: Request, index: int, parent: RequestState) -> SequenceState:
         params, detokenizer = request.params, None
@@ -128,15 +142,6 @@ class OutputProcessor:
         """The ids that the core knows these requests by."""
         parents = [self._parents[id] for id in request_ids if id in self._parents]
         return [sequence.id for parent in parents for sequence in parent.sequences]
-
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, as if they had never come."""
-        for sequence in self.sequences_of(list(request_ids)):
-            self._sequences.pop(sequence, None)
-        dropped = {self._parents[id] for id in request_ids if id in self._parents}
-        self._touched = [each for each in self._touched if each.parent not in dropped]
-        for parent in dropped:
-            self._forget(parent)
 
     # ---- what comes in
 

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quire.data.lora import LoRARequest
 from quire.data.outputs import (
     CompletionOutput,
@@ -15,6 +17,7 @@ from quire.data.outputs import (
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import Finish
 from quire.data.pooling import Floats
+from quire.data.request import Request
 from quire.data.stats import FinishedSequence, Timeline
 from quire.frontend.inputs import Prompt
 from quire.metrics.keys import Account
@@ -102,6 +105,21 @@ class SequenceState:
             del unread[-1:]
         return unread
 
+    def continued(self, request: Request) -> Request:
+        """Return the request for this sequence to a core that knows nothing of it: with the output so far."""
+        return msgspec.structs.replace(
+            request,
+            tokens=[*request.tokens, *self.token_ids],
+            has_run=self.has_run,
+            num_cached=self.num_cached,
+            num_prompt_logprobs=self.parent.num_prompt_logprobs,
+        )
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a core has told that it computes for this sequence."""
+        return self.times.scheduled_at > 0.0 or bool(self.token_ids)
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
@@ -128,6 +146,28 @@ class RequestState:
     lora: LoRARequest | None = None
     tokenizer: Tokenizer | None = None
     account: Account | None = None
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a core has told that it computes for this request."""
+        return any(sequence.has_run for sequence in self.sequences)
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(sequence.token_ids for sequence in self.sequences)
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Prompt positions whose logprobs have come."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        delivered = self.prompt_logprobs is None
+        return len(self.prompt.token_ids if delivered else self.prompt_logprobs or ()) - 1
+
+    def continued(self, requests: list[Request]) -> list[Request]:
+        """Return the requests of the sequences that have not ended, each with its output so far."""
+        pairs = zip(self.sequences, requests, strict=True)
+        return [sequence.continued(request) for sequence, request in pairs if sequence.finish is None]
 
     @property
     def waits(self) -> bool:
