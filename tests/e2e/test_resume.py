@@ -13,8 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from preloaded import Preloaded
+from saved import sent
 from serve_process import PATIENCE_S, SHARED_FLAGS, ServeProcess, Start, events, eventually, joined
+from tiny_adapter import write_adapter
 from tiny_text import TextModel
 
 LENGTH = 800
@@ -36,6 +39,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "logprobs": (TEXT, SEEDED | {"logprobs": 2}),
     "penalties": (TEXT, SEEDED | {"frequency_penalty": 0.5, "repetition_penalty": 1.1}),
     "schema": (TEXT, SEEDED | {"ignore_eos": False, "structured_outputs": BOUND, "max_tokens": 2000}),
+    "adapter": (TEXT, SEEDED | {"model": "styled"}),
     "chat": (
         CHAT,
         {
@@ -54,16 +58,18 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def single(
     tiny: TextModel, tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
 ) -> Iterator[ServeProcess]:
-    log = tmp_path_factory.mktemp("single") / "log"
-    with ServeProcess(str(tiny.path), *SHARED_FLAGS, log=log, preloaded=preloaded) as started:
+    folder = tmp_path_factory.mktemp("single")
+    write_adapter(folder / "styled", json.loads((tiny.path / "config.json").read_text()), 1)
+    flags = ("--enable-lora", "--lora-modules", f"styled={folder}/styled")
+    log = folder / "log"
+    with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=log, preloaded=preloaded) as started:
         started.until_healthy()
         yield started
         started.end_cleanly()
 
 
 @contextmanager
-def stream(server: ServeProcess, kind: str) -> Iterator[Iterator[dict[str, Any] | str]]:
-    path, body = KINDS[kind]
+def stream(server: ServeProcess, path: str, body: dict[str, Any]) -> Iterator[Iterator[dict[str, Any] | str]]:
     body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}} | body
     with (
         httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh,
@@ -90,41 +96,43 @@ def whole(found: list[dict[str, Any] | str]) -> dict[str, Any]:
     return {"choices": told, "usage": found[-2]["usage"]}
 
 
-def test_streams_of_all_kinds_go_on_in_the_restarted_core(single: ServeProcess) -> None:
+def test_streams_of_all_kinds_go_on_in_the_restarted_core(single: ServeProcess, tiny: TextModel) -> None:
     """Catches text, logprobs and usage that are lost or told twice, and a grammar that starts over."""
-    ready = Barrier(len(KINDS) + 1)
+    vectors = tiny.hf.get_input_embeddings()(torch.tensor([1, 40, 300, 77, 310])).detach()
+    kinds = KINDS | {"vectors": (TEXT, SEEDED | {"prompt": None, "prompt_embeds": sent(vectors)})}
+    ready = Barrier(len(kinds) + 1)
 
     def disturbed(kind: str) -> dict[str, Any]:
-        with stream(single, kind) as chunks:
+        with stream(single, *kinds[kind]) as chunks:
             found = [next(chunks) for _ in range(5)]
             ready.wait(PATIENCE_S)
             return whole([*found, *chunks])
 
     def undisturbed(kind: str) -> dict[str, Any]:
-        with stream(single, kind) as chunks:
+        with stream(single, *kinds[kind]) as chunks:
             return whole(list(chunks))
 
     dead = single.core
-    with ThreadPoolExecutor(len(KINDS)) as pool:
+    with ThreadPoolExecutor(len(kinds)) as pool:
         os.kill(dead, signal.SIGSTOP)  # all streams begin together: none ends before another has begun
-        answers = pool.map(disturbed, KINDS)
-        eventually("all wait", lambda: single.client.get("/load").json()["server_load"] == len(KINDS))
+        answers = pool.map(disturbed, kinds)
+        eventually("all wait", lambda: single.client.get("/load").json()["server_load"] == len(kinds))
         os.kill(dead, signal.SIGCONT)
         ready.wait(PATIENCE_S)
         os.kill(dead, signal.SIGKILL)
         eventually("it is unhealthy", lambda: single.health() == 503)
         refused = single.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
-        found = dict(zip(KINDS, answers, strict=True))
-        expected = dict(zip(KINDS, pool.map(undisturbed, KINDS), strict=True))
+        found = dict(zip(kinds, answers, strict=True))
+        expected = dict(zip(kinds, pool.map(undisturbed, kinds), strict=True))
     assert refused.status_code == 503, "a new request can be sent elsewhere"
-    for kind in KINDS:
+    for kind in kinds:
         for told in (found[kind], expected[kind]):
             told["usage"].pop("prompt_tokens_details", None)  # later ones find their prompt in the cache
         assert found[kind] == expected[kind], kind
     assert len(json.loads(found["schema"]["choices"][0]["text"])) == LIST["minItems"]
     assert single.core != dead and single.health() == 200
     numbers = single.metrics()
-    assert numbers["request_resumed_total"] == len(KINDS)
+    assert numbers["request_resumed_total"] == len(kinds)
     assert numbers["request_success_total:error"] == 0
 
 
