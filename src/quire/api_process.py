@@ -19,7 +19,8 @@ from quire.dist.process import adopt, calm_allocator, calm_collector
 from quire.errors import QuireError
 from quire.frontend.chat import read_template
 from quire.frontend.embeds import embeds_reader
-from quire.frontend.engine import AsyncEngine, EngineFacts
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.facts import EngineFacts
 from quire.frontend.inputs import InputProcessor
 from quire.frontend.media import media_reader
 from quire.frontend.prefixes import PrefixMap
@@ -100,6 +101,7 @@ def make_engine(
         prefixes=prefixes,
         first=index,
         cores_return=cores_return,
+        resumes=config.scheduler.resume_requests,
         settings=settings_of(config),
         tracer=tracer_of(config),
     )

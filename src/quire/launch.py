@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -251,13 +252,7 @@ class Supervisor:
         waiting += [child.says for child in children if child.says is not None]
         waiting += self.dealer.awaited if self.dealer is not None else ()
         connection.wait(waiting, timeout=0.1)
-        for child in children:
-            child.listen()  # why one cannot start, before the ends of those that it takes along
-        for child in children:
-            if child.look() and child not in self.apis:
-                self._clear_gauges(child)
-            if child.restart_at is not None and time.monotonic() >= child.restart_at:
-                child.start()
+        self._restart(children)
         if self.dealer is not None:
             self._deal(self.dealer)
         if self.roll is not None:
@@ -266,6 +261,16 @@ class Supervisor:
             is_up = all(child.was_up for child in self.cores.values())
             self.announcer.tick(is_up=is_up, timeout_s=self.ready_timeout_s)
             self.stopping = self.stopping or self.announcer.ends
+
+    def _restart(self, children: Sequence[Child]) -> None:
+        """Note which of the children have ended, and start those again whose pause is over."""
+        for child in children:
+            child.listen()  # the reason why one cannot start comes before the ends that it causes
+        for child in children:
+            if child.look() and child not in self.apis:
+                self._clear_gauges(child)
+            if child.restart_at is not None and time.monotonic() >= child.restart_at:
+                child.start()
 
     def _clear_gauges(self, core: Child) -> None:
         """Nobody shall see the requests of the dead."""
@@ -283,17 +288,22 @@ class Supervisor:
         dealer.deal()
 
     def _drain(self) -> int:
-        """API servers finish what they have, then the cores go. The port is free as soon as they let go."""
+        """API servers finish what they have, then the cores go. The port is free as soon as they let go. A
+        core that dies meanwhile is restarted, since there may be answers that wait for it."""
         self._close_entrance()
         log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)
         deadline = time.monotonic() + self.settings.http.shutdown_timeout + KILL_AFTER_S
         for child in self.apis:
-            if child.process is not None and child.process.is_alive():
+            if child.process is not None and child.is_alive:
                 os.kill(child.process.pid or 0, signal.SIGTERM)
+        while time.monotonic() < deadline and any(child.is_alive for child in self.apis):
+            alive = [each.process for each in self._children if each.process is not None and each.is_alive]
+            connection.wait([process.sentinel for process in alive], timeout=0.1)
+            self._restart([core for core in self.cores.values() if core.was_up])
         for child in self.apis:
             child.end(signal.SIGTERM, max(deadline - time.monotonic(), 0.1))
         for child in self.cores.values():
-            if child.process is not None and child.process.is_alive():
+            if child.process is not None and child.is_alive:
                 os.kill(child.process.pid or 0, signal.SIGTERM)
         for child in self.cores.values():
             child.end(signal.SIGTERM, KILL_AFTER_S)

@@ -404,3 +404,20 @@ def test_a_client_that_is_gone_takes_its_requests_along(make_bench: Callable[...
     bench.turn_until(lambda: "good" in good.reasons and not bench.engine.core.has_work, good)
     assert given_up == ["gone"]
     assert good.tokens["good"] == continuation(prompt(2), 400)
+
+
+def test_a_request_that_comes_again_over_a_new_connection_replaces_the_first(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """An API process that lost its connection cannot know whether the core still runs its requests."""
+    bench = make_bench()
+    lost, back = bench.join(), bench.join()
+    lost.send(Add([make_request("a", prompt(1), 200)]))
+    bench.turn_until(lambda: "a" in lost.tokens, lost)
+    again = make_request("a", prompt(1), 6)
+    again.tokens, again.has_run = [*prompt(1), *lost.tokens["a"][:2]], True
+    back.send(Add([again]))
+    bench.turn_until(lambda: "a" in back.reasons, lost, back)
+    assert again.tokens + back.tokens["a"] == prompt(1) + continuation(prompt(1), 6)
+    assert back.reasons == {"a": "length"} and not lost.reasons
+    assert not bench.engine.core.has_work and not bench.server.clients.owner

@@ -86,7 +86,7 @@ def with_cores(tmp_path: Path) -> Iterator[Run]:
     """Runs a test with an engine and its cores, and ends all."""
     cores = Cores(tmp_path)
 
-    def run(test: Test, num: int = 1) -> None:
+    def run(test: Test, num: int = 1, **options: Any) -> None:
         for rank in range(num):
             cores.start(rank)
 
@@ -98,6 +98,7 @@ def with_cores(tmp_path: Path) -> Iterator[Run]:
                 max_model_len=LONGEST,
                 health_timeout_s=HEALTH_TIMEOUT_S,
                 clock=cores.clock,
+                **options,
             )
             engine.start()
             try:
@@ -128,7 +129,7 @@ def running(engine: AsyncEngine) -> list[int]:
     return [core.own for core in engine._router.cores]
 
 
-def test_who_has_seen_something_of_a_dead_core_is_told_to_come_back(with_cores: Run) -> None:
+def test_without_resumption_an_answer_that_was_shown_ends_with_its_core(with_cores: Run) -> None:
     """503, which clients try again, and not 500; whether the answer is read or forwarded."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
@@ -149,6 +150,39 @@ def test_who_has_seen_something_of_a_dead_core_is_told_to_come_back(with_cores: 
         assert engine.num_in_flight == 0
         with pytest.raises(EngineDead, match="is being restarted"):
             engine.check()
+
+    with_cores(test, resumes=False)
+
+
+def test_streams_pause_until_their_core_is_back(with_cores: Run) -> None:
+    """Catches tokens that are lost or told twice, whether the answer is read or forwarded."""
+    length = 4000
+    params = SamplingParams(max_tokens=length, **FINAL | {"output_kind": RequestOutputKind.DELTA})
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        read = engine.generate(Prompt([5]), params, "read")
+        forwarded = engine.generate(Prompt([5]), params, "forwarded")
+        seen: list[RequestOutput] = []
+        task = asyncio.create_task(forwarded.forward(seen.append))
+        found = [await anext(read)]
+        await until(lambda: bool(seen))
+        cores.kill(0)
+        await until(lambda: engine._links[0].core is None)
+        with pytest.raises(EngineDead, match="is being restarted"):
+            engine.check()
+        with pytest.raises(EngineDead, match="is being restarted"):
+            engine.generate(Prompt([5]), params, "new")
+        assert engine.num_in_flight == 2 and not task.done()
+        cores.start(0)
+        found += [output async for output in read]
+        await asyncio.wait_for(task, PATIENCE_S)
+        for outputs in (found, seen):
+            assert sum(len(output.outputs[0].token_ids) for output in outputs) == length
+            assert outputs[-1].outputs[0].finish_reason == "length"
+        engine.check()
+        assert engine.num_in_flight == 0 and running(engine) == [0]
+        assert engine.metrics.pages.value("request_resumed") == 2
+        assert engine.metrics.pages.value("request_success:length") == 2
 
     with_cores(test)
 

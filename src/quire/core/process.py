@@ -73,6 +73,7 @@ def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
     in one line why it cannot be."""
     rank, size = config.parallel.data_parallel_rank or 0, config.parallel.data_parallel_size
     adopt(core_name(rank, size))
+    began_at = time.monotonic()
     try:
         _take_devices(config, seat)
         core, cache = build_core(config, token=seat.token)
@@ -80,7 +81,8 @@ def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
         parent.send(f"engine {rank}: {error}" if size > 1 else str(error))
         sys.exit(1)
     metrics = MetricsPages(Layout.of(config), seat.metrics_file, engine=seat.page, num_engines=seat.num_pages)
-    ready = Ready(os.getpid(), cache.max_model_len, cache.num_blocks, cache.num_tokens)
+    start_s = time.monotonic() - began_at
+    ready = Ready(os.getpid(), cache.max_model_len, cache.num_blocks, cache.num_tokens, start_s)
     env = Env.read(os.environ)
     quiet = config.observability.disable_log_stats
     stats_log = StatsLog(env.log_stats_interval, metrics, quiet=quiet, rank=rank)
@@ -191,6 +193,8 @@ class CoreServer:
                 self.clients.send(client, Missing(message.requests[0].id))
             case Add():
                 for request in message.all():
+                    if request.id in self.clients.owner:  # its API process lost the connection, and is back
+                        self._abort([request.id])
                     self.clients.owner[request.id] = client
                     self.core.add(request)
             case Abort(request_ids):

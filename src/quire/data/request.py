@@ -45,12 +45,14 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     pooling: PoolingParams | None = None
     """For a pooling model: the sequence ends with its prompt, and a vector comes of it in place of tokens."""
 
-    # What follows belongs to the scheduler.
+    # What follows belongs to the scheduler. A request that a dead core began brings `has_run`, `num_cached`,
+    # `num_prompt_logprobs` and, in `tokens`, its output so far.
     row: int = -1
     num_preemptions: int = 0
     preempted_at: float = 0.0
     """Monotonic; 0 unless it waits to come back."""
     has_run: bool = False
+    """Whether it had a row before, and its front knows."""
     num_cached: int = 0
     """Prompt tokens that the prefix cache held when it first ran."""
     num_prompt_logprobs: int = 0

@@ -71,6 +71,8 @@ class Ready(msgspec.Struct, tag="ready"):
     num_blocks: int
     num_tokens: int
     """That fit into the cache."""
+    start_s: float = 0.0
+    """Seconds that the core took to load the model and to warm up."""
 
 
 class Stepped(msgspec.Struct, tag="stepped"):

@@ -13,6 +13,7 @@ from quire.errors import EngineError, QuireError, RequestError
 from quire.frontend.answer import Answer
 from quire.frontend.inputs import Prompt
 from quire.frontend.link import CoreLink
+from quire.frontend.request_state import RequestState
 from quire.frontend.tracing import PARENT
 from quire.metrics.keys import Account
 from quire.multimodal.larder import Larder
@@ -38,24 +39,38 @@ class Flight:
     """While arrays are made again that no core has."""
     is_whole: bool = False
     """Whether it is sent with all that it has: the core lacked some of it."""
+    state: RequestState | None = None
+    """What has come of it; None before it is first sent."""
     num_sent: int = 0
     lost_at: float = 0.0
+    """When it lost its core, or found none; 0 while it has one."""
     parent: str = field(default_factory=PARENT.get)
     """The span of whoever asked."""
 
     def outgoing(self, larder: Larder) -> Add:
         """As it is sent to a core."""
-        message = Add.of(self.requests)
-        first = message.requests[0]
-        if first.media is not None:
-            media = larder.outgoing(first.media, whole=self.is_whole)
-            message.requests = [msgspec.structs.replace(first, media=media)]
+        assert self.state is not None
+        is_new = not self.state.has_run
+        message = Add.of(self.requests) if is_new else Add(self.state.continued(self.requests))
+        message.requests = [
+            request
+            if request.media is None
+            else msgspec.structs.replace(request, media=larder.outgoing(request.media, whole=self.is_whole))
+            for request in message.requests
+        ]
         return message
 
     @property
-    def may_go_again(self) -> bool:
-        """Nobody has seen anything of it, and it has not been at too many deaths."""
-        return self.answer is not None and not self.answer.has_output and self.num_sent < MAX_SENT
+    def has_run(self) -> bool:
+        """Whether a core has told that it computes for this request."""
+        return self.state is not None and self.state.has_run
+
+    def may_go_again(self, *, resumes: bool) -> bool:
+        """Return whether it is sent again when its core has died: not if it was at too many deaths. One of
+        which something was shown must be one that `resumes`."""
+        if self.answer is None or self.num_sent >= MAX_SENT:
+            return False
+        return resumes or not self.answer.has_output
 
 
 def failure(finish: Finish) -> QuireError:

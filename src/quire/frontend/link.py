@@ -93,6 +93,8 @@ class CoreLink:
         self.stats = StepStats()
         """The core's gauges, when it last told of them."""
         self.was_up = False
+        self.start_s = 0.0
+        """Seconds that the last start of the core took."""
         self.down_since = self._clock()
         self._address = address
         self._token = token
@@ -291,6 +293,7 @@ class CoreLink:
             case Ready() if self.core is None:
                 self.core = message
                 self.was_up = True
+                self.start_s = message.start_s
                 self._stalled_s = 0.0
                 self._owner.on_ready(self)
 
