@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 from fake_engine import FakeEngine
 
+from quire.config.env import Env
 from quire.config.pooling import PoolingFacts
 from quire.server.app import Application, _surrounded
 from quire.server.keys import Ledger
@@ -49,9 +50,15 @@ def ask(
     *,
     engine: FakeEngine | None = None,
     settings: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
     **given: Any,
 ) -> httpx.Response:
-    application = application_of(engine or FakeEngine(), settings or {})
+    """Send one request. With `env`, variables of the environment, the application is made for it alone."""
+    engine, settings = engine or FakeEngine(), settings or {}
+    if env is None:
+        application = application_of(engine, settings)
+    else:
+        application = Application(engine, make_settings(settings, env=Env.read(env)))
     transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
 
     async def go() -> httpx.Response:
@@ -59,6 +66,25 @@ def ask(
             return await client.request(method, path, **given)
 
     return asyncio.run(go())
+
+
+def status_of(
+    application: Application, path: str, headers: dict[bytes, bytes], *, method: str = "GET"
+) -> int:
+    """The status of a request with exactly this path and these headers; no client changes them."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {"scheme": "http", "root_path": "", "http_version": "1.1", "server": ("127.0.0.1", 80)}
+    asyncio.run(application.asgi({**scope, "headers": [*headers.items()]}, receive, send))
+    status: int = sent[0]["status"]
+    return status
 
 
 def chat(

@@ -153,14 +153,6 @@ def test_every_choice_of_an_echoed_prompt_has_its_logprobs(stream: bool) -> None
     assert seen == dict.fromkeys(range(3), [None, -1.0, -1.0, -1.0])
 
 
-def test_a_call_for_too_many_sequences_is_refused_before_anything_is_made() -> None:
-    """1,024 prompts with n = 128 would hold up everybody else, and fill the memory."""
-    engine = FakeEngine()
-    error = refused(complete(engine, prompt=["a"] * 1024, n=128, temperature=1.0))
-    assert error["param"] == "n" and "131072 sequences" in error["message"]
-    assert "at most 16384" in error["message"] and engine.seen == []
-
-
 def test_a_large_call_is_made_ready_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others get their turn while hundreds of sequences are started."""
     monkeypatch.setattr(merged, "PIECE_S", 0.0)

@@ -1,19 +1,15 @@
 """From bodies to prompts: templates, truncation, special tokens."""
 
-import asyncio
 import json
 import threading
 from typing import Any
 
-import httpx
 import pytest
-from ask import CHAT, MESSAGES, chat, complete, refused
+from ask import chat, complete, refused
 from fake_engine import FakeEngine
 
 from quire.frontend.chat import chat_prompt
 from quire.frontend.inputs import Prompt
-from quire.server.app import Application
-from quire.server.settings import make_settings
 
 CALL = {"function": {"name": "f", "arguments": json.dumps({"x": "y" * 20_000})}}
 
@@ -122,36 +118,3 @@ def test_whatever_is_large_is_rendered_off_the_loop(
     assert chat(FakeEngine(max_model_len=10**6), settings=trusted, **large).status_code == 200
     assert chat().status_code == 200
     assert threads == [False, True]
-
-
-def test_a_template_that_takes_too_long_is_400_and_others_are_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begun, others_answered = threading.Event(), threading.Event()
-
-    def rendering(*args: Any, **given: Any) -> Prompt:
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            assert others_answered.wait(60)
-        return chat_prompt(*args, **given)
-
-    monkeypatch.setattr("quire.server.prompts.chat_prompt", rendering)
-    engine = FakeEngine()
-    application = Application(engine, make_settings({"trust_request_chat_template": True}))
-    transport = httpx.ASGITransport(application.asgi)
-    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-    async def go() -> None:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            body = {"messages": MESSAGES, "chat_template": loops}
-            slow = asyncio.create_task(client.post(CHAT, json=body, timeout=60))
-            async with asyncio.timeout(60):
-                while not begun.is_set():
-                    await asyncio.sleep(0.01)
-            assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 200
-            others_answered.set()
-            error = refused(await slow)
-            assert "rendering the chat template took longer than 1 s" in error["message"]
-            assert len(engine.seen) == 1
-
-    asyncio.run(go())

@@ -228,26 +228,6 @@ def test_template_that_hides_the_final_message() -> None:
 
 
 @pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.__class__.__base__.__subclasses__() }}",
-        "{{ raise_exception.__globals__['json'] }}",
-        "{{ cycler.__init__.__globals__.os }}",
-        "{% set _ = messages.append(1) %}",
-        "{% set _ = messages[0].update({'role': 'x'}) %}",
-        "{% for i in range(10**9) %}{% endfor %}",
-    ],
-)
-def test_hostile_templates_are_refused(template: str) -> None:
-    """Catches a template that reaches into Python, changes the request, or loops for ever over range()."""
-    messages = [{"role": "user", "content": "hi"}]
-    with pytest.raises(RequestError):
-        render_chat(template, messages)
-    assert messages == [{"role": "user", "content": "hi"}]
-
-
-@pytest.mark.parametrize(
     ("template", "said"),
     [
         ("{{ raise_exception('no system role here') }}", "no system role here"),

@@ -69,9 +69,7 @@ class AsyncEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`addresses` of the cores by rank, which expect the `token`; `prefixes` may be shared with other
-        processes; `first` is the core whose turn is first. Where dead cores do not return, no request waits
-        for them. If it `resumes`, answers go on after the death of their core, otherwise they end once
-        something of them was shown."""
+        processes; `first` is the core whose turn is first. If it `resumes`, answers outlive their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics

@@ -1,0 +1,71 @@
+"""Bodies that cost more to read than to send: JSON that nests thousands deep, or holds millions of small
+values that become far larger objects. Quire refuses both on every route, and reads large bodies beside the
+event loop. The class is that of CVE-2025-62426: a small body that keeps the server from answering others."""
+
+import asyncio
+
+import httpx
+import pytest
+from fake_engine import FakeEngine
+from starlette.routing import Route
+
+from quire.server import direct
+from quire.server.app import Application
+from quire.server.settings import make_settings
+
+FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+DEPTH = 100_000
+
+
+@pytest.fixture(scope="module")
+def application() -> Application:
+    return Application(FakeEngine(), make_settings({}))
+
+
+def post(application: Application, path: str, content: str) -> httpx.Response:
+    transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
+
+    async def go() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, content=content, headers={"content-type": "application/json"})
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("pair", ["[]", '{"a":}'], ids=["lists", "objects"])
+def test_no_route_follows_a_body_into_the_depth(application: Application, pair: str) -> None:
+    opened, closed = pair[:-1], pair[-1]
+    deep = opened * DEPTH + "1" + closed * DEPTH
+    paths = [
+        route.path.replace("{response_id}", "x")
+        for route in application.routes.routes
+        if isinstance(route, Route) and "POST" in (route.methods or ()) and route.path not in FORMS
+    ]
+    assert len(paths) > 20
+    for path in paths:
+        for content in (deep, f'{{"prompt": "a", "input": "a", "messages": {deep}}}'):
+            status = post(application, path, content).status_code
+            bodiless = path in ("/ping", "/reset_prefix_cache") or path.endswith("/cancel")
+            assert status in (400, 404, 501) or bodiless, f"{path}: {status}"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[" + "1," * (direct._MAX_VALUES + 1) + "1]",
+        "[" + "[ 1 ]," * (direct._MAX_PARTS + 1) + "1]",
+        '{"a":[' + '{"abc":0},' * (direct._MAX_PARTS // 2 + 1) + "0]}",
+    ],
+    ids=["values", "lists", "objects"],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+def test_the_values_of_a_body_have_an_upper_bound(application: Application, path: str, value: str) -> None:
+    reply = post(application, path, f'{{"metadata":{value}}}')
+    assert reply.status_code == 400 and "send less at once" in reply.text, reply.text[:300]
+
+
+def test_what_stands_in_a_text_is_no_value(application: Application) -> None:
+    """A long prompt of commas and brackets is no attack."""
+    text = "[,{:" * (direct._MAX_PARTS + 1)
+    reply = post(application, "/v1/completions", f'{{"prompt":"ab","user":"{text}"}}')
+    assert reply.status_code == 200, reply.text[:300]
