@@ -383,3 +383,18 @@ def test_a_request_that_comes_again_over_a_new_connection_replaces_the_first(
     assert again.tokens + back.tokens["a"] == prompt(1) + continuation(prompt(1), 6)
     assert back.reasons == {"a": "length"} and not lost.reasons
     assert not bench.engine.core.has_work and not bench.server.clients.owner
+
+
+def test_a_request_of_a_core_with_a_longer_context_ends_at_the_limit_of_this_one(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """Where the cache decides how long sequences may be, a restarted core may have less room."""
+    bench = make_bench(num_blocks=2000, max_num_batched_tokens=4096)
+    client = bench.join()
+    long, longer = make_request("a", [1] * 4094, 900), make_request("b", [1] * 4000, 900)
+    longer.tokens = longer.tokens + [2] * 96
+    client.send(Add([long, longer]))
+    bench.turn_until(lambda: len(client.reasons) == 2, client)
+    assert client.reasons == {"a": "length", "b": "length"}
+    assert {id: len(tokens) for id, tokens in client.tokens.items()} == {"a": 2}
+    assert not bench.engine.core.has_work and not bench.server.clients.owner

@@ -18,6 +18,7 @@ from quire.core.desk import Desk
 from quire.core.engine_core import EngineCore
 from quire.core.stats_log import StatsLog
 from quire.data.plan import Finish, StepOutput
+from quire.data.request import Request
 from quire.data.stats import FrontStats, StepStats
 from quire.data.wire import Abort, Add, Beat, Call, Hello, Missing, Ready, Stepped, ToCore
 from quire.dist.arena import Borrower
@@ -187,10 +188,7 @@ class CoreServer:
                 self.clients.send(client, Missing(message.requests[0].id))
             case Add():
                 for request in message.all():
-                    if request.id in self.clients.owner:  # its API process lost the connection, and is back
-                        self._abort([request.id])
-                    self.clients.owner[request.id] = client
-                    self.core.add(request)
+                    self._add(client, request)
             case Abort(request_ids):
                 self._abort(request_ids)
                 self._observe(StepStats())
@@ -199,6 +197,19 @@ class CoreServer:
             case Hello():
                 self.clients.known.add(client)
                 self.clients.send(client, self.ready)
+
+    def _add(self, client: bytes, request: Request) -> None:
+        """Add a request, which may have begun in a core with a longer context than this one, or here, before
+        its API process lost the connection."""
+        if request.id in self.clients.owner:
+            self._abort([request.id])
+        self.clients.owner[request.id] = client
+        if request.pooling is None:
+            request.limit = min(request.limit, self.ready.max_model_len)
+            if len(request.tokens) >= request.limit:
+                self._tell_ended({request.id: Finish("length")})
+                return
+        self.core.add(request)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in self.core.abort(request_ids):
