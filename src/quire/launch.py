@@ -297,8 +297,8 @@ class Supervisor:
             if child.process is not None and child.is_alive:
                 os.kill(child.process.pid or 0, signal.SIGTERM)
         while time.monotonic() < deadline and any(child.is_alive for child in self.apis):
-            alive = [each.process for each in self._children if each.process is not None and each.is_alive]
-            connection.wait([process.sentinel for process in alive], timeout=0.1)
+            alive = [child.process for child in self._children if child.is_alive]
+            connection.wait([process.sentinel for process in alive if process is not None], timeout=0.1)
             self._restart([core for core in self.cores.values() if core.was_up])
         for child in self.apis:
             child.end(signal.SIGTERM, max(deadline - time.monotonic(), 0.1))

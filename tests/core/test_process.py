@@ -180,26 +180,6 @@ def test_what_is_no_message_is_left_out_and_the_next_one_is_heard(make_bench: Ca
     assert client.tokens == {"a": continuation(prompt(1), 6)}
 
 
-def test_an_id_in_use_is_refused_and_the_request_that_has_it_goes_on(
-    make_bench: Callable[..., Bench],
-) -> None:
-    """Of the same client, of another one, among the sequences of one prompt: none of them ends the core."""
-    bench = make_bench()
-    one, two = bench.join(), bench.join()
-    one.send(Add([make_request("a", prompt(1), 6)]))
-    bench.turn_until(lambda: "a" in bench.server.clients.owner)
-    one.send(Add([make_request("a", prompt(2), 9)]))
-    two.send(Add([make_request("a", prompt(3), 4)]))
-    two.send(Add([make_request("b", prompt(3), 4)], siblings=[("a", 1)]))
-    two.send(Add([make_request("c", prompt(3), 4)], siblings=[("c", 1)]))
-    two.send(Add([make_request("d", prompt(3), 4)]))
-    bench.turn_until(lambda: "a" in one.reasons and "d" in two.reasons, one, two)
-    assert one.tokens == {"a": continuation(prompt(1), 6)} and one.reasons["a"] != "error"
-    assert two.tokens == {"d": continuation(prompt(3), 4)}
-    assert {id for id, reason in two.reasons.items() if reason == "error"} == {"a", "b", "c"}
-    assert not bench.server.clients.owner
-
-
 def test_a_client_is_heard_after_its_hello_with_the_token_only(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     member, foreign = bench.join(), Client(bench.address)
@@ -420,4 +400,19 @@ def test_a_request_that_comes_again_over_a_new_connection_replaces_the_first(
     bench.turn_until(lambda: "a" in back.reasons, lost, back)
     assert again.tokens + back.tokens["a"] == prompt(1) + continuation(prompt(1), 6)
     assert back.reasons == {"a": "length"} and not lost.reasons
+    assert not bench.engine.core.has_work and not bench.server.clients.owner
+
+
+def test_a_request_of_a_core_with_a_longer_context_ends_at_the_limit_of_this_one(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """Where the cache decides how long sequences may be, a restarted core may have less room."""
+    bench = make_bench(num_blocks=2000, max_num_batched_tokens=4096)
+    client = bench.join()
+    long, longer = make_request("a", [1] * 4094, 900), make_request("b", [1] * 4000, 900)
+    longer.tokens = longer.tokens + [2] * 96
+    client.send(Add([long, longer]))
+    bench.turn_until(lambda: len(client.reasons) == 2, client)
+    assert client.reasons == {"a": "length", "b": "length"}
+    assert {id: len(tokens) for id, tokens in client.tokens.items()} == {"a": 2}
     assert not bench.engine.core.has_work and not bench.server.clients.owner

@@ -18,6 +18,7 @@ from quire.core.desk import Desk
 from quire.core.engine_core import EngineCore
 from quire.core.stats_log import StatsLog
 from quire.data.plan import Finish, StepOutput
+from quire.data.request import Request
 from quire.data.stats import FrontStats, StepStats
 from quire.data.wire import Abort, Add, Beat, Call, Hello, Missing, Ready, Stepped, ToCore
 from quire.dist.arena import Borrower
@@ -187,16 +188,11 @@ class CoreServer:
 
     def _handle(self, client: bytes, message: ToCore) -> None:
         match message:
-            case Add() if self._has_known(client, message):
-                pass
             case Add() if not all(self.pantry.fill(request.media) for request in message.requests):
                 self.clients.send(client, Missing(message.requests[0].id))
             case Add():
                 for request in message.all():
-                    if request.id in self.clients.owner:  # its API process lost the connection, and is back
-                        self._abort([request.id])
-                    self.clients.owner[request.id] = client
-                    self.core.add(request)
+                    self._add(client, request)
             case Abort(request_ids):
                 self._abort(request_ids)
                 self._observe(StepStats())
@@ -205,16 +201,18 @@ class CoreServer:
             case Hello():
                 self.clients.send(client, self.ready)
 
-    def _has_known(self, client: bytes, message: Add) -> bool:
-        """Refuse sequences of which one has an id that is in use: the one that has it goes on."""
-        ids, owner = message.ids(), self.clients.owner
-        if len({*ids}) == len(ids) and owner.keys().isdisjoint(ids):
-            return False
-        log.error("Refused a request whose id is in use: %.200r", ids)
-        refused = {id: Finish("error") for id in ids if owner.get(id) != client}
-        if refused:
-            self.clients.send(client, Stepped(StepOutput([], [], finished=refused, at=self._clock())))
-        return True
+    def _add(self, client: bytes, request: Request) -> None:
+        """Add a request, which may have begun in a core with a longer context than this one. One with an id
+        that is in use takes its place: it was sent again after its API process lost the connection."""
+        if request.id in self.clients.owner:
+            self._abort([request.id])
+        self.clients.owner[request.id] = client
+        if request.pooling is None:
+            request.limit = min(request.limit, self.ready.max_model_len)
+            if len(request.tokens) >= request.limit:
+                self._tell_ended({request.id: Finish("length")})
+                return
+        self.core.add(request)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in self.core.abort(request_ids):

@@ -33,10 +33,6 @@ class Add(msgspec.Struct, tag="add", omit_defaults=True):
         differ = bool(others) and others[0].params is not first.params
         return cls([first], [(each.id, each.seed) for each in others], others[0].params if differ else None)
 
-    def ids(self) -> list[str]:
-        """Return the ids of all sequences."""
-        return [*(request.id for request in self.requests), *(id for id, _ in self.siblings)]
-
     def all(self) -> list[Request]:
         if not self.siblings:
             return self.requests

@@ -41,7 +41,7 @@ log = get_logger(__name__)
 
 LOOK_S = 0.1
 STARTS = 2.0
-"""Requests wait for a dead core as many times as long as its last start took, and for the health timeout."""
+"""How many starts of a dead core requests wait for, on top of the health timeout."""
 SILENT_S = 2.0
 """A core that said nothing for so long gets no new requests, if another can have them."""
 
@@ -75,8 +75,7 @@ class AsyncEngine:
         self.metrics = metrics
         self._clock = clock
         self._health_timeout_s = health_timeout_s
-        self._cores_return = cores_return
-        self._resumes = resumes
+        self._cores_return, self._resumes = cores_return, resumes
         self._links = [
             CoreLink(
                 place,
@@ -266,6 +265,7 @@ class AsyncEngine:
         except Exception as error:  # handed to who waits for the answer
             if self._pop(id) is not None and flight.answer is not None:
                 flight.answer.fail(error if isinstance(error, QuireError) else EngineError(str(error)))
+                self._close(id, flight, "error")
             return
         finally:
             flight.bringing = None
@@ -334,7 +334,7 @@ class AsyncEngine:
         """It goes again, with all that it has."""
         self.inputs.media.larder.forget_far()
         for id, flight in list(self._flights.items()):
-            if flight.link is not None and any(each.id == request_id for each in flight.requests):
+            if flight.link is not None and any(request.id == request_id for request in flight.requests):
                 flight.link.outputs.detach([id])
                 self._router.end(id)
                 flight.link, flight.is_whole = None, True
@@ -405,9 +405,9 @@ class AsyncEngine:
         each that has run in front of all others, so that the oldest of these is sent last."""
         now = self._clock()
         lost = [(id, flight) for id, flight in self._flights.items() if flight.link is None]
-        ordered = [each for each in lost if not each[1].has_run]
-        ordered += [each for each in reversed(lost) if each[1].has_run]
-        for id, flight in ordered:
+        waiting = [(id, flight) for id, flight in lost if not flight.has_run]
+        begun = [(id, flight) for id, flight in lost if flight.has_run]
+        for id, flight in [*waiting, *reversed(begun)]:
             if self._askable(flight.rank):
                 self._send_off(id, flight)
             elif now - flight.lost_at > self._patience_s:

@@ -109,8 +109,8 @@ class OutputProcessor:
     def attach(self, state: RequestState) -> None:
         """Expect further outputs of a request that was detached from this processor or from another one."""
         self._parents[state.request_id] = state
-        self._sequences |= {each.id: each for each in state.sequences if each.finish is None}
-        self._touched += [each for each in state.sequences if each.touched]
+        self._sequences |= {sequence.id: sequence for sequence in state.sequences if sequence.finish is None}
+        self._touched += [sequence for sequence in state.sequences if sequence.touched]
 
     def detach(self, request_ids: Iterable[str]) -> None:
         """Forget requests whose outputs another core will go on with. Their states stay as they are."""
@@ -118,7 +118,7 @@ class OutputProcessor:
         for state in detached:
             for sequence in state.sequences:
                 self._sequences.pop(sequence.id, None)
-        self._touched = [each for each in self._touched if each.parent not in detached]
+        self._touched = [sequence for sequence in self._touched if sequence.parent not in detached]
 
     def _sequence(self, request: Request, index: int, parent: RequestState) -> SequenceState:
         params, detokenizer = request.params, None
