@@ -416,3 +416,19 @@ def test_a_request_of_a_core_with_a_longer_context_ends_at_the_limit_of_this_one
     assert client.reasons == {"a": "length", "b": "length"}
     assert {id: len(tokens) for id, tokens in client.tokens.items()} == {"a": 2}
     assert not bench.engine.core.has_work and not bench.server.clients.owner
+
+
+def test_an_id_that_is_in_use_does_not_end_the_core(make_bench: Callable[..., Bench]) -> None:
+    """The later request takes the place of the earlier one: of the same client, of another one, and among the
+    sequences of one prompt."""
+    bench = make_bench()
+    one, two = bench.join(), bench.join()
+    one.send(Add([make_request("a", prompt(1), 900)]))
+    bench.turn_until(lambda: "a" in bench.server.clients.owner)
+    one.send(Add([make_request("a", prompt(2), 6)]))
+    two.send(Add([make_request("b", prompt(3), 4)], siblings=[("b", 1)]))
+    two.send(Add([make_request("c", prompt(3), 4)]))
+    bench.turn_until(lambda: "a" in one.reasons and "c" in two.reasons, one, two)
+    assert one.tokens["a"][-6:] == continuation(prompt(2), 6)
+    assert two.tokens["c"] == continuation(prompt(3), 4)
+    assert not bench.engine.core.has_work and not bench.server.clients.owner
