@@ -23,7 +23,7 @@ from quire.dist.arena import Arena
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
-from quire.frontend.flight import MAX_SENT, failure
+from quire.frontend.flight import failure
 from quire.frontend.inputs import Prompt
 from quire.metrics import EngineMetrics
 from quire.multimodal.larder import Larder
@@ -284,7 +284,7 @@ def test_a_silent_core_is_passed_by(with_cores: Run, monkeypatch: pytest.MonkeyP
 def test_a_request_that_kills_every_core_ends(with_cores: Run) -> None:
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         waiting = asyncio.create_task(anext(engine.generate(Prompt([5]), ENDLESS, "poison")))
-        for _ in range(MAX_SENT):
+        for _ in range(2):
             await until(lambda: running(engine) == [1])
             cores.kill(0)
             await until(lambda: engine._links[0].core is None)

@@ -16,7 +16,7 @@ from quire.data.request import Request
 from quire.data.wire import Abort, Add, Missing, Ready, Stepped, ToCore, decode_to_core, encode
 from quire.errors import EngineDead, EngineError
 from quire.frontend.engine import STARTS, AsyncEngine
-from quire.frontend.flight import MAX_SENT
+from quire.frontend.flight import MAX_DEATHS, MAX_SENT, PROGRESS
 from quire.frontend.inputs import Prompt
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -333,18 +333,59 @@ def test_a_client_that_hangs_up_in_the_pause_is_forgotten() -> None:
     run(test())
 
 
-def test_a_request_in_flight_at_too_many_deaths_ends() -> None:
+@pytest.mark.parametrize(("num_tokens", "num_deaths"), [(1, 2), (PROGRESS - 1, 2), (PROGRESS, MAX_SENT)])
+def test_a_request_alone_at_deaths_without_progress_ends(num_tokens: int, num_deaths: int) -> None:
+    """One that makes progress between the deaths is not what causes them, and lives through many."""
+
     async def test() -> None:
         cores = Cores()
-        reader = cores.ask("a")
+        reader = cores.ask("a", max_tokens=900)
         await settle()
-        for number in range(MAX_SENT):
-            cores.step({"a": 50 + number})
+        for _ in range(num_deaths):
+            await settle()
+            assert not reader.task.done()
+            for _ in range(num_tokens):
+                cores.step({"a": 50})
             cores.die()
             cores.come()
         with pytest.raises(EngineDead, match="died while it worked on this request"):
             await reader.task
-        assert reader.token_ids() == [50, 51, 52] and cores.count("request_success:error") == 1
+        assert len(reader.token_ids()) == num_tokens * num_deaths
+        assert cores.count("request_success:error") == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("poison", ["a", "c", "e"])
+def test_a_request_that_ends_its_cores_is_found_among_others(poison: str) -> None:
+    """Catches innocent requests that end with it, and a request that ends cores for ever."""
+
+    async def test() -> None:
+        cores = Cores()
+        readers = {name: cores.ask(name, max_tokens=900) for name in "abcde"}
+        num_deaths = 0
+        for _ in range(200):
+            await settle()
+            cores.engine._send_the_lost()
+            running = [
+                flight.requests[0].id.rpartition("-")[0]
+                for flight in cores.engine._flights.values()
+                if flight.link is not None
+            ]
+            if poison in running:
+                num_deaths += 1
+                cores.die()
+                cores.come()
+            elif running:
+                cores.step(dict.fromkeys(running, 50))
+        assert num_deaths == MAX_DEATHS
+        for name, reader in readers.items():
+            if name == poison:
+                with pytest.raises(EngineDead):
+                    await reader.task
+            else:
+                assert not reader.task.done() and len(reader.token_ids()) > 50
+                reader.task.cancel()
 
     run(test())
 

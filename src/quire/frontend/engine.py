@@ -21,7 +21,7 @@ from quire.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.frontend.answer import Answer
 from quire.frontend.checked import CheckedParams
 from quire.frontend.facts import EngineFacts
-from quire.frontend.flight import Flight, failure, marks, prefix_extra
+from quire.frontend.flight import Flight, failure, marks, next_to_send, prefix_extra
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.link import CALL_TIMEOUT_S, CoreLink
 from quire.frontend.live import LiveView
@@ -241,7 +241,7 @@ class AsyncEngine:
         if self._expect(id, flight, link).has_tokens and flight.lost_at:
             self._pages[place].count_resumed()
         flight.num_sent += 1
-        flight.lost_at = 0.0
+        flight.num_before, flight.lost_at = flight.num_tokens, 0.0
         link.send(flight.outgoing(larder))
 
     def _expect(self, id: str, flight: Flight, link: CoreLink) -> RequestState:
@@ -368,7 +368,8 @@ class AsyncEngine:
         with an error."""
         self.on_turn(link)
         flights = {id: flight for id, flight in self._flights.items() if flight.link is link}
-        again = {id: flight for id, flight in flights.items() if flight.may_go_again(resumes=self._resumes)}
+        terms = {"is_alone": len(flights) == 1, "resumes": self._resumes}
+        again = {id: flight for id, flight in flights.items() if flight.outlives(**terms)}
         self._router.lose(link.place)
         self.inputs.media.larder.lose_far()
         self.metrics.note_adapters(link.place, [], [])
@@ -401,13 +402,9 @@ class AsyncEngine:
             await asyncio.sleep(LOOK_S)
 
     def _send_the_lost(self) -> None:
-        """Send the requests that wait for a core, or fail those that have waited long enough. A core puts
-        each that has run in front of all others, so that the oldest of these is sent last."""
+        """Send the requests that wait for a core, or fail those that have waited long enough."""
         now = self._clock()
-        lost = [(id, flight) for id, flight in self._flights.items() if flight.link is None]
-        waiting = [(id, flight) for id, flight in lost if not flight.has_run]
-        begun = [(id, flight) for id, flight in lost if flight.has_run]
-        for id, flight in [*waiting, *reversed(begun)]:
+        for id, flight in next_to_send(self._flights):
             if self._askable(flight.rank):
                 self._send_off(id, flight)
             elif now - flight.lost_at > self._patience_s:
