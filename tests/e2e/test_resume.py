@@ -2,13 +2,16 @@
 
 import json
 import os
+import random
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import httpx
@@ -88,6 +91,8 @@ def whole(found: list[dict[str, Any] | str]) -> dict[str, Any]:
         for choice in event["choices"]:
             sequence = told.setdefault(choice["index"], {"text": "", "logprobs": [], "end": None})
             sequence["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            for call in choice.get("delta", {}).get("tool_calls") or ():
+                sequence["text"] += call["function"].get("arguments") or ""
             logprobs = choice.get("logprobs") or {}
             sequence["logprobs"] += logprobs.get("tokens") or [
                 each["token"] for each in logprobs.get("content") or ()
@@ -199,3 +204,96 @@ def test_resumption_can_be_turned_off(start: Start) -> None:
     assert "died" in found[-2]["error"]["message"]
     assert server.metrics()["request_resumed_total"] == 0
     server.end_cleanly()
+
+
+NUM_DEATHS = 20
+NUM_STREAMS = 16
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_twenty_deaths_under_sixteen_streams(
+    tiny: TextModel, tmp_path: Path, preloaded: Preloaded, num_cores: int
+) -> None:
+    """Streams of all kinds one after the other while cores are killed: every answer is the undisturbed one.
+    The longest pauses of each death are printed."""
+    write_adapter(tmp_path / "styled", json.loads((tiny.path / "config.json").read_text()), 1)
+    flags = (*SHARED_FLAGS, "--enable-lora", "--lora-modules", f"styled={tmp_path}/styled")
+    flags = (*flags, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "-dp", str(num_cores))
+    kinds = KINDS | {"tools": (CHAT, TOOLS)}
+    is_over, pauses = Event(), list[tuple[float, float]]()
+    with ServeProcess(str(tiny.path), *flags, log=tmp_path / "log", preloaded=preloaded) as server:
+        server.until_healthy(num_api=num_cores)
+        expected = {kind: without_cached(told(server, *kinds[kind], pauses)) for kind in kinds}
+        del pauses[:]
+
+        def repeat(kind: str) -> int:
+            count = 0
+            while not is_over.is_set():
+                assert without_cached(told(server, *kinds[kind], pauses)) == expected[kind], kind
+                count += 1
+            return count
+
+        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+            streams = [pool.submit(repeat, kind) for _, kind in zip(range(NUM_STREAMS), cycle(kinds))]
+            for number in range(NUM_DEATHS):
+                eventually("all cores work", lambda: len(server.with_role("EngineCore")) == num_cores)
+                eventually("it is healthy", lambda: server.health() == 200)
+                time.sleep(random.uniform(0.5, 3.0))
+                assert not any(each.done() for each in streams), [each.exception() for each in streams]
+                began = time.monotonic()
+                os.kill(server.with_role("EngineCore")[number % num_cores], signal.SIGKILL)
+                time.sleep(1.5 if num_cores > 1 else 0.0)
+                eventually("it is healthy", lambda: server.health() == 200)
+                longest = max((pause for at, pause in pauses if at >= began), default=0.0)
+                print(f"death {number + 1}: longest pause {longest:.2f} s")
+            is_over.set()
+            counts = [each.result() for each in streams]
+        print(f"{sum(counts)} answers, {server.metrics()['request_resumed_total']:.0f} resumed")
+        server.end_cleanly()
+
+
+TOOLS = {
+    "messages": [{"role": "user", "content": "A page is"}],
+    "tools": [
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": LIST}}},
+        }
+    ],
+    "tool_choice": "required",
+    "temperature": 1,
+    "seed": 6,
+    "max_tokens": 2000,
+}
+
+
+def told(
+    server: ServeProcess, path: str, body: dict[str, Any], pauses: list[tuple[float, float]]
+) -> dict[str, Any]:
+    """The whole answer of a stream; its pauses of more than a tenth of a second are added to `pauses`."""
+    while True:
+        body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}} | body
+        with (
+            httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh,
+            fresh.stream("POST", path, json=body) as reply,
+        ):
+            if reply.status_code == 503:  # a new request while no core is there
+                time.sleep(0.1)
+                continue
+            assert reply.status_code == 200, reply.read()
+            found, last = [], 0.0
+            for event in events(reply.iter_lines()):
+                now = time.monotonic()
+                if last and now - last > 0.1:
+                    pauses.append((now, now - last))
+                found.append(event)
+                last = now
+        return whole(found)
+
+
+def without_cached(answer: dict[str, Any]) -> dict[str, Any]:
+    """Later requests find their prompt in the cache."""
+    answer["usage"].pop("prompt_tokens_details", None)
+    return answer
