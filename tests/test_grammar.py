@@ -68,7 +68,7 @@ def test_a_lexer_that_is_full_serves_nobody_else(grammars: Grammars, monkeypatch
     """The library refuses all that share it from then on."""
     monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 100)
     first = grammars.compile(WORDS)
-    assert write(grammars, first, 100) == "error"
+    assert write(grammars, first, 100) == "limit"
     del first
     assert write(grammars, grammars.compile(WORDS), 5) == ""
 

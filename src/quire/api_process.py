@@ -19,7 +19,8 @@ from quire.dist.process import adopt, calm_allocator, calm_collector
 from quire.errors import QuireError
 from quire.frontend.chat import read_template
 from quire.frontend.embeds import embeds_reader
-from quire.frontend.engine import AsyncEngine, EngineFacts
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.facts import EngineFacts
 from quire.frontend.inputs import InputProcessor
 from quire.frontend.media import media_reader
 from quire.frontend.prefixes import PrefixMap
@@ -47,6 +48,7 @@ def make_engine(
     config: EngineConfig,
     *,
     addresses: Mapping[int, str | Path],
+    token: str,
     metrics: MetricsPages,
     health_timeout_s: float,
     prefixes: PrefixMap | None = None,
@@ -56,7 +58,7 @@ def make_engine(
     num_api: int = 1,
 ) -> AsyncEngine:
     """The engine as one of `num_api` API processes sees it: tokenizer and limits here, the cores at
-    `addresses`, by rank."""
+    `addresses`, by rank, which expect the `token`."""
     model, tokenizer = config.model, open_tokenizer(config)
     facts = _facts(config, num_cores=len(addresses))
     inputs = InputProcessor(
@@ -87,18 +89,19 @@ def make_engine(
         keys=keys,
         max_loras=config.lora.max_loras if config.lora.enable_lora else None,
     )
-    shares = config.cache.enable_prefix_caching
     return AsyncEngine(
         facts=facts,
         inputs=inputs,
         metrics=named,
         addresses=addresses,
+        token=token,
         health_timeout_s=health_timeout_s,
         stream_interval=config.scheduler.stream_interval,
-        routing=config.parallel.data_parallel_routing if shares else "load",
+        routing=config.parallel.data_parallel_routing if config.cache.enable_prefix_caching else "load",
         prefixes=prefixes,
         first=index,
         cores_return=cores_return,
+        resumes=config.scheduler.resume_requests,
         settings=settings_of(config),
         tracer=tracer_of(config),
     )
@@ -127,6 +130,7 @@ def run_api(
     settings: ServerSettings,
     entrance: socket.socket | Hand,
     addresses: Mapping[int, str | Path],
+    token: str,
     metrics_file: Path,
     prefix_file: Path,
     key_file: Path,
@@ -143,6 +147,7 @@ def run_api(
         engine = make_engine(
             config,
             addresses=addresses,
+            token=token,
             metrics=MetricsPages(
                 Layout.of(config),
                 metrics_file,

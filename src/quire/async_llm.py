@@ -14,6 +14,7 @@ from quire.data.pooled_outputs import PoolingRequestOutput
 from quire.data.pooling import PoolingParams
 from quire.errors import EngineDead
 from quire.frontend.answer import Answer
+from quire.frontend.checked import CheckedParams
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.outputs import AnyOutput
 from quire.prepare import configure
@@ -58,9 +59,12 @@ class AsyncLLMEngine:
         """What has come so far, again and again, or as `sampling_params.output_kind` says. Who stops to
         listen aborts the request."""
         engine = await self._engine()
+        checked: SamplingParams | CheckedParams = sampling_params
+        if sampling_params.structured_outputs is not None:  # its grammar may take long to compile
+            checked = await asyncio.to_thread(engine.inputs.check, sampling_params, lora=lora_request)
         answer = engine.generate(
             await engine.inputs.of(lora_request).parse_beside(prompt),
-            sampling_params,
+            checked,
             request_id,
             priority=priority,
             lora=lora_request,

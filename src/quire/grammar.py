@@ -1,5 +1,6 @@
 """Structured output: what a request asks its text to be, as a grammar over the tokens of the model."""
 
+import hashlib
 import json
 import os
 import re
@@ -9,19 +10,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.params import StructuredOutputsParams
 from quire.data.plan import Verdict
 from quire.errors import RequestError
+from quire.logs import get_logger
 
 if TYPE_CHECKING:  # its import would cost every start
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+log = get_logger(__name__)
+T = TypeVar("T")
 
 MAX_CHARS = 1 << 18
 """Of a schema, a regex, a grammar."""
@@ -45,6 +51,7 @@ SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{most}}}" for most in _SH
 """Tokens that are looked at together: where all of a slice may come, none of them is tried. Those of a few
 characters are for strings that may not be longer than so many (benchmarks/grammar_masks.py)."""
 MAX_REASON_CHARS = 500
+"""Of an error of the library, as it is told to a client or logged."""
 COMPILING_THREADS = 2
 FEW = 4
 """Matchers that are moved, and asked for a mask, faster by one thread than by several."""
@@ -62,6 +69,8 @@ _ENDS: dict[str, Verdict] = {
     "NoExtensionBias": "complete",
 }
 """What it means when a matcher has stopped for a reason; any other is an error."""
+_DOES_NOT_FIT = "doesn't satisfy the grammar"
+"""What the library's error says when a token does not fit. Its other errors are about its own limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +127,17 @@ class Matcher:
         """Of its last token, which the grammar has taken or not."""
         if is_taken and not self.inner.is_stopped():
             return ""
-        verdict = _ENDS.get(self.inner.stop_reason(), "error") if is_taken else "error"
-        self.lexer.is_spent |= verdict == "error"
-        return verdict
+        verdict = _ENDS.get(self.inner.stop_reason()) if is_taken else None
+        return self._failure() if verdict is None else verdict
+
+    def _failure(self) -> Verdict:
+        """Tell a token that does not fit from a limit of the library."""
+        self.lexer.is_spent = True
+        reason = self.inner.get_error()
+        if _DOES_NOT_FIT in reason:
+            return "error"
+        log.warning("A grammar cannot be followed any further: %r", _shortened(reason))
+        return "limit"
 
     def copy(self) -> "Matcher":
         """One that stands at the same place."""
@@ -150,7 +167,9 @@ class Lexer:
 class Lexers:
     """Those of one grammar: as many as sequences follow it at once, if they are not too dear."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammar: str) -> None:
+        self.grammar = grammar
+        """The text that each of them is compiled from."""
         self._all: list[Lexer] = []
 
     def __len__(self) -> int:
@@ -178,7 +197,8 @@ class Grammars:
         other cores do, while a device computes."""
         self._vocabulary = vocabulary
         self._num_threads = num_threads
-        self._compiled: OrderedDict[str, Lexers] = OrderedDict()
+        self._compiled: OrderedDict[bytes, Lexers] = OrderedDict()
+        """By the digest of the params; the grammar used last is last."""
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
@@ -189,21 +209,38 @@ class Grammars:
     def compile(self, asked: StructuredOutputsParams) -> Matcher:
         """The start of what is asked for. A RequestError if it is no grammar, is one that no text fits, is
         beyond what is known here or beyond the limits. The first opens the vocabulary."""
-        grammar = grammar_of(asked)
+        key = digest_of(asked)
         with self._lock:
-            if (found := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
-                if (matcher := found.serve()) is not None:
-                    return matcher
+            known = self._known(key)
+            matcher = None if known is None else known.serve()
+        return self._add(key, asked, known).serve() if matcher is None else matcher
+
+    def check(self, asked: StructuredOutputsParams) -> None:
+        """Raise what `compile` would. A grammar that was compiled before costs a lookup."""
+        key = digest_of(asked)
+        with self._lock:
+            known = self._known(key)
+        if known is None:
+            self._add(key, asked, None)
+
+    def _known(self, key: bytes) -> Lexers | None:
+        known = self._compiled.get(key)
+        if known is not None:
+            self._compiled.move_to_end(key)
+        return known
+
+    def _add(self, key: bytes, asked: StructuredOutputsParams, known: Lexers | None) -> Lexer:
+        """Compile one more lexer of a grammar, and keep it."""
+        grammar = grammar_of(asked) if known is None else known.grammar
         started = time.thread_time()
         compiled = self._compile(grammar)
         lexer = Lexer(compiled, time.thread_time() - started)
         with self._lock:
-            self._compiled.setdefault(grammar, Lexers()).add(lexer)
-            self._compiled.move_to_end(grammar)
+            self._compiled.setdefault(key, Lexers(grammar)).add(lexer)
+            self._compiled.move_to_end(key)
             while len(self._compiled) > MAX_KEPT or self._num_lexers > MAX_LEXERS:
                 self._compiled.popitem(last=False)
-            return lexer.serve()
+        return lexer
 
     @property
     def _num_lexers(self) -> int:
@@ -285,28 +322,56 @@ class Grammars:
 
 
 def _refusal(reason: str) -> RequestError:
-    short = reason.partition("\n<state>")[0].strip()
-    if len(short) > MAX_REASON_CHARS:
-        short = short[:MAX_REASON_CHARS] + "..."
-    return RequestError(f"structured_outputs: {short}", param="structured_outputs")
+    return RequestError(f"structured_outputs: {_shortened(reason)}", param="structured_outputs")
+
+
+def _shortened(reason: str) -> str:
+    """An error of the library without its state and of limited length."""
+    short = re.split("\n<(?:state|non-verbose)", reason, maxsplit=1)[0].strip()
+    return short if len(short) <= MAX_REASON_CHARS else short[:MAX_REASON_CHARS] + "..."
 
 
 # ---- what was asked for, in the words of llguidance
 
 
+def digest_of(asked: StructuredOutputsParams) -> bytes:
+    """A key that is the same for the same params; a RequestError where they are no text."""
+    return hashlib.sha256(_checked(asked, partial(_encoded, asked))).digest()
+
+
+def _encoded(asked: StructuredOutputsParams) -> bytes:
+    return msgspec.msgpack.encode(sendable(asked))
+
+
+def sendable(asked: StructuredOutputsParams) -> StructuredOutputsParams:
+    """The same with a schema as text, which may have numbers of any size."""
+    if isinstance(asked.json, dict):
+        return msgspec.structs.replace(asked, json=json.dumps(asked.json))
+    return asked
+
+
 def grammar_of(asked: StructuredOutputsParams) -> str:
     """The text that llguidance compiles; a RequestError where there cannot be one."""
-    name, build = next(each for each in _BUILDERS.items() if getattr(asked, each[0]) is not None)
-    try:
-        grammar = build(getattr(asked, name), asked)
-        grammar.encode()
-    except RecursionError as error:
-        raise _refusal(f".{name} is nested too deeply") from error
-    except (ValueError, TypeError, AssertionError, KeyError) as error:
-        raise _refusal(f".{name}: {error}") from error
+    name = _name_of(asked)
+    grammar = _checked(asked, partial(_BUILDERS[name], getattr(asked, name), asked))
+    _checked(asked, grammar.encode)
     if len(grammar) > MAX_CHARS:
         raise _refusal(f".{name} may have at most {MAX_CHARS} characters, it has {len(grammar)}")
     return grammar
+
+
+def _name_of(asked: StructuredOutputsParams) -> str:
+    return next(name for name in _BUILDERS if getattr(asked, name) is not None)
+
+
+def _checked(asked: StructuredOutputsParams, build: Callable[[], T]) -> T:
+    """What `build` returns; a RequestError that names the constraint where it fails."""
+    try:
+        return build()
+    except RecursionError as error:
+        raise _refusal(f".{_name_of(asked)} is nested too deeply") from error
+    except (ValueError, TypeError, AssertionError, KeyError) as error:
+        raise _refusal(f".{_name_of(asked)}: {error}") from error
 
 
 def _from_schema(schema: Any, asked: StructuredOutputsParams) -> str:
@@ -361,11 +426,13 @@ def plain_classes(regex: str) -> str:
 
 
 def _from_choice(choice: list[str], asked: StructuredOutputsParams) -> str:
+    """One terminal: the parser keeps at most 2,000 alternatives open at once, a lexer any number."""
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_lark(
-        "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(choice))
+    literals = (
+        json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in dict.fromkeys(choice)
     )
+    return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(literals))
 
 
 def _from_grammar(text: str, asked: StructuredOutputsParams) -> str:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -16,11 +17,14 @@ from quire.api_process import run_api
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.config.experts import steps_together
 from quire.config.media.caches import keeps_values
 from quire.config.topology import Topology, lay_out
 from quire.core.process import Seat, config_of_rank, core_name, run_core
 from quire.dist.child import Child
+from quire.dist.cluster_token import cluster_token, new_token
 from quire.dist.platform import hardware_threads, thread_advice
+from quire.dist.process import raise_file_limit
 from quire.dist.roll import Announcer, Roll, free_address, own_address
 from quire.dist.scratch import Scratch
 from quire.errors import ConfigError
@@ -63,6 +67,7 @@ class Supervisor:
         if self.listener is not None and topology.num_api > 1:
             self.dealer = Dealer(self.listener, self.folder / "closed", topology.num_api)
         self.context = multiprocessing.get_context("spawn")
+        self.token = self._choose_token()
         self.addresses = self._local_addresses()
         self.roll = self._open_roll()
         self.announcer = self._open_announcer()
@@ -78,6 +83,15 @@ class Supervisor:
             for index in range(topology.num_api)
         ]
         self.stopping = False
+
+    def _choose_token(self) -> str:
+        """Make the token of a deployment whose cores are all started here, or whose cores elsewhere are not
+        spoken to; else all its supervisors have the same one."""
+        topology, parallel = self.topology, self.config.parallel
+        is_spread = len(topology.local) < topology.size
+        if is_spread and (topology.remote or not topology.num_api or steps_together(parallel)):
+            return cluster_token(Env.read(os.environ), parallel.data_parallel_address)
+        return new_token()
 
     def _local_addresses(self) -> dict[int, str]:
         """A headless server's cores are asked from another machine."""
@@ -96,6 +110,7 @@ class Supervisor:
             size=self.topology.size,
             awaited=self.topology.remote,
             folder=self.folder,
+            token=self.token,
         )
 
     def _open_announcer(self) -> Announcer | None:
@@ -107,6 +122,7 @@ class Supervisor:
             parallel.data_parallel_rpc_port,
             size=self.topology.size,
             addresses=self.addresses,
+            token=self.token,
         )
 
     @property
@@ -134,6 +150,7 @@ class Supervisor:
         return Seat(
             address=self.addresses[rank],
             metrics_file=self._metrics_file,
+            token=self.token,
             page=rank - engines.start,
             num_pages=len(engines),
             index=rank - self.topology.local.start,
@@ -157,7 +174,7 @@ class Supervisor:
             rank: self.addresses.get(rank) or Roll.file_of(folder, rank) for rank in self.topology.served
         }
         files = (self._metrics_file, self._prefix_file, self._key_file, self._roster_file)
-        args = (index, self.config, self.settings, entrance, addresses, *files, parent)
+        args = (index, self.config, self.settings, entrance, addresses, self.token, *files, parent)
         return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
 
     def run(self) -> int:
@@ -235,11 +252,7 @@ class Supervisor:
         waiting += [child.says for child in children if child.says is not None]
         waiting += self.dealer.awaited if self.dealer is not None else ()
         connection.wait(waiting, timeout=0.1)
-        for child in children:
-            if child.look() and child not in self.apis:
-                self._clear_gauges(child)
-            if child.restart_at is not None and time.monotonic() >= child.restart_at:
-                child.start()
+        self._restart(children)
         if self.dealer is not None:
             self._deal(self.dealer)
         if self.roll is not None:
@@ -248,6 +261,16 @@ class Supervisor:
             is_up = all(child.was_up for child in self.cores.values())
             self.announcer.tick(is_up=is_up, timeout_s=self.ready_timeout_s)
             self.stopping = self.stopping or self.announcer.ends
+
+    def _restart(self, children: Sequence[Child]) -> None:
+        """Note which of the children have ended, and start those again whose pause is over."""
+        for child in children:
+            child.listen()  # the reason why one cannot start comes before the ends that it causes
+        for child in children:
+            if child.look() and child not in self.apis:
+                self._clear_gauges(child)
+            if child.restart_at is not None and time.monotonic() >= child.restart_at:
+                child.start()
 
     def _clear_gauges(self, core: Child) -> None:
         """Nobody shall see the requests of the dead."""
@@ -265,17 +288,22 @@ class Supervisor:
         dealer.deal()
 
     def _drain(self) -> int:
-        """API servers finish what they have, then the cores go. The port is free as soon as they let go."""
+        """API servers finish what they have, then the cores go. The port is free as soon as they let go. A
+        core that dies meanwhile is restarted, since there may be answers that wait for it."""
         self._close_entrance()
         log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)
         deadline = time.monotonic() + self.settings.http.shutdown_timeout + KILL_AFTER_S
         for child in self.apis:
-            if child.process is not None and child.process.is_alive():
+            if child.process is not None and child.is_alive:
                 os.kill(child.process.pid or 0, signal.SIGTERM)
+        while time.monotonic() < deadline and any(child.is_alive for child in self.apis):
+            alive = [child.process for child in self._children if child.is_alive]
+            connection.wait([process.sentinel for process in alive if process is not None], timeout=0.1)
+            self._restart([core for core in self.cores.values() if core.was_up])
         for child in self.apis:
             child.end(signal.SIGTERM, max(deadline - time.monotonic(), 0.1))
         for child in self.cores.values():
-            if child.process is not None and child.process.is_alive():
+            if child.process is not None and child.is_alive:
                 os.kill(child.process.pid or 0, signal.SIGTERM)
         for child in self.cores.values():
             child.end(signal.SIGTERM, KILL_AFTER_S)
@@ -295,6 +323,7 @@ def launch(config: EngineConfig, settings: ServerSettings) -> int:
             f"there are {topology.num_api} of them: give --api-server-count 1, or do without the store"
         )
     check_modules(settings.modules, enabled=config.lora.enable_lora, served=config.model.served_model_name)
+    raise_file_limit()
     with Scratch() as scratch:
         return Supervisor(config, settings, topology, scratch.path).run()
 

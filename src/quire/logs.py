@@ -39,6 +39,13 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+def printable(text: str, max_chars: int = 256) -> str:
+    """Return text of a client as one line that is safe to print, cut to `max_chars`."""
+    cut = text[:max_chars]
+    shown = cut if cut.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
+    return shown if len(text) <= max_chars else shown + "..."
+
+
 @functools.lru_cache(_MAX_WARNED)
 def warn_once(logger: logging.Logger, message: str) -> None:
     logger.warning(message, stacklevel=2)

@@ -16,6 +16,7 @@ from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
 from quire.frontend.answer import Answer
+from quire.frontend.checked import CheckedParams
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import AnyOutput
@@ -77,20 +78,19 @@ class SpreadEngine:
             raise RequestError(f"request id {request_id!r} is in use")
         if not isinstance(prompt, Prompt):
             prompt = self.inputs.of(lora_request).parse(prompt, add_special_tokens=add_special_tokens)
+        checked: PoolingParams | CheckedParams
+        if isinstance(params, PoolingParams):
+            checked = params
+        else:  # here, not on the event loop: a grammar may take long to compile
+            checked = self.inputs.check(params, lora=lora_request, max_logprobs=max_logprobs)
 
         async def begin() -> None:
             answer: Answer[Any]
-            if isinstance(params, PoolingParams):
-                answer = self._engine.encode(prompt, params, request_id, priority=priority, lora=lora_request)
+            chosen: dict[str, Any] = {"priority": priority, "lora": lora_request}
+            if isinstance(checked, PoolingParams):
+                answer = self._engine.encode(prompt, checked, request_id, **chosen)
             else:
-                answer = self._engine.generate(
-                    prompt,
-                    params,
-                    request_id,
-                    priority=priority,
-                    max_logprobs=max_logprobs,
-                    lora=lora_request,
-                )
+                answer = self._engine.generate(prompt, checked, request_id, **chosen)
             self._tasks[request_id] = asyncio.create_task(self._follow(request_id, answer))
 
         self._wait(begin())

@@ -175,7 +175,9 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
             cache_root=env.cache_root,
             load_format="dummy",
         )
-    return load_tokenizer(path, "gguf" if path.suffix == ".gguf" else "hf")
+    return load_tokenizer(
+        path, "gguf" if path.suffix == ".gguf" else "hf", trust_remote_code=model.trust_remote_code
+    )
 
 
 def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:

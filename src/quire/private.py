@@ -15,6 +15,7 @@ from quire.config.media.caches import keeps_values
 from quire.config.topology import local_ranks
 from quire.core.process import Seat, config_of_rank, core_name, run_core
 from quire.dist.child import Child
+from quire.dist.cluster_token import new_token
 from quire.dist.scratch import Scratch
 from quire.errors import ConfigError
 from quire.frontend.engine import AsyncEngine
@@ -35,8 +36,18 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
             raise ConfigError("without a server all data-parallel ranks are on this machine")
         MetricsPages.create(metrics_file, layout, num_api=1, num_engines=len(ranks))
         keeps = keeps_values(config.multimodal, config.parallel, num_api=1, num_engines=len(ranks))
+        token = new_token()
         seats = {
-            rank: Seat(f"ipc://{folder}/core{rank}", metrics_file, rank, len(ranks), rank, len(ranks), keeps)
+            rank: Seat(
+                f"ipc://{folder}/core{rank}",
+                metrics_file,
+                token=token,
+                page=rank,
+                num_pages=len(ranks),
+                index=rank,
+                num_local=len(ranks),
+                keeps_media=keeps,
+            )
             for rank in ranks
         }
 
@@ -54,6 +65,7 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
         engine = make_engine(
             config,
             addresses={rank: seat.address for rank, seat in seats.items()},
+            token=token,
             metrics=MetricsPages(layout, metrics_file, process=1, num_engines=len(ranks)),
             health_timeout_s=float("inf"),
             cores_return=False,

@@ -55,8 +55,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
     "body field": {
         "ec_transfer_params": (),
         "features": (),
-        "function_call": ("none",),
-        "functions": (),
         "lora_request": (),
         "modalities": (["text"],),
         "return_assistant_tokens_mask": (False,),

@@ -557,7 +557,7 @@ def test_env_prefers_its_own_names_and_keeps_xdg() -> None:
         make(env=Env.read({"VLLM_ATTENTION_BACKEND": "triton_attn"})).attention.attention_backend
         == "TRITON_ATTN"
     )
-    assert len(dataclasses.fields(Env)) <= 19
+    assert len(dataclasses.fields(Env)) <= 20
     with pytest.raises(ConfigError, match="VLLM_PORT='tcp'"):
         Env.read({"VLLM_PORT": "tcp"})
 

@@ -79,8 +79,8 @@ class Room:
         return self.tokens[id] == continuation([len(id), 5, 7, 11], count)
 
 
-def wake_up(*rooms: Room, tags: list[str] | None = None) -> None:
-    """As an API process wakes up all its cores."""
+def operation_of(*rooms: Room) -> Operation:
+    """The rooms' cores as an API process operates them."""
 
     async def call_all(method: str, args: dict[str, Any], timeout_s: float | None = None) -> list[Any]:
         replies = [room.answer(method, **args) for room in rooms]
@@ -89,7 +89,11 @@ def wake_up(*rooms: Room, tags: list[str] | None = None) -> None:
                 raise (RequestError if reply.is_request else EngineError)(reply.error)
         return [reply.value for reply in replies]
 
-    asyncio.run(Operation(call_all, lambda: None, {}).wake_up(tags))
+    return Operation(call_all, lambda: None, {"model": {"enable_sleep_mode": True}})
+
+
+def wake_up(*rooms: Room, tags: list[str] | None = None) -> None:
+    asyncio.run(operation_of(*rooms).wake_up(tags))
 
 
 class BusyPeer:
@@ -197,6 +201,30 @@ def test_prefixes_are_forgotten_while_another_engine_is_busy(room: Room) -> None
     assert room.replies[number].value is True
     room.until(lambda: "a" in room.ended)
     assert room.is_right("a")
+
+
+def test_sleep_is_tried_again_after_it_failed() -> None:
+    """Catches an engine that takes a failed sleep for sleep, and keeps its memory."""
+    rooms = [Room(), Room()]
+    rooms[1].failing["sleep"] = MemoryError("no host memory")
+    operation = operation_of(*rooms)
+    with pytest.raises(EngineError, match="it may be tried again, or woken up: no host memory"):
+        asyncio.run(operation.sleep(2))
+    assert asyncio.run(operation.is_sleeping()) and rooms[1].answer("resume").is_request
+    asyncio.run(operation.sleep(2))
+    assert [room.calls for room in rooms] == [[("sleep", 2)], [("sleep", 2), ("sleep", 2)]]
+    asyncio.run(operation.sleep(2))
+    assert len(rooms[1].calls) == 2, "it sleeps already"
+    wake_up(*rooms)
+    assert all(room.core.gate.is_open and not room.core.gate.is_unsure for room in rooms)
+
+
+def test_what_was_woken_up_alone_sleeps_again(room: Room) -> None:
+    operation = operation_of(room)
+    asyncio.run(operation.sleep(1))
+    wake_up(room, tags=["weights"])
+    asyncio.run(operation.sleep(1))
+    assert [call[0] for call in room.calls] == ["sleep", "wake_up", "sleep"]
 
 
 @pytest.mark.parametrize("method", ["wake_up", "warm_up"])

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from quire.comm.world import World
 from quire.config.experts import _free_ports
 from quire.config.placement import placed
 from quire.config.ranks import Rank
+from quire.core import build
 from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
 from quire.core.lockstep import Lockstep
@@ -30,6 +32,7 @@ from quire.worker.worker import Worker
 
 PATIENCE_S = 120.0
 """Ends a test that hangs."""
+TOKEN = "shared"
 
 
 def address() -> str:
@@ -49,7 +52,7 @@ def test_rounds() -> None:
     begin = [threading.Barrier(3, timeout=PATIENCE_S) for _ in rounds]
 
     def engine(rank: int) -> None:
-        lockstep = Lockstep(rank, 3, where, timeout_s=PATIENCE_S)
+        lockstep = Lockstep(rank, 3, where, token=TOKEN, timeout_s=PATIENCE_S)
         for number, counts in enumerate(rounds):
             begin[number].wait()
             if not counts[rank] and any(counts):
@@ -75,13 +78,13 @@ def test_a_port_in_use_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="choose another data_parallel_rpc_port"):
-            Lockstep(0, 2, where)
+            Lockstep(0, 2, where, token=TOKEN)
 
 
 ENGINE = """
 import sys, time
 from quire.core.lockstep import Lockstep
-lockstep = Lockstep(int(sys.argv[1]), 2, sys.argv[2], timeout_s=120)
+lockstep = Lockstep(int(sys.argv[1]), 2, sys.argv[2], token="t", timeout_s=120)
 print("here", flush=True)
 time.sleep(300)
 """
@@ -99,6 +102,33 @@ def test_a_dead_engine_ends_the_others(victim: int) -> None:
     engines[victim].kill()
     assert engines[1 - victim].wait(PATIENCE_S) == 1
     engines[victim].wait()
+
+
+@pytest.mark.parametrize("error", [ConfigError("no weights"), KeyboardInterrupt()])
+def test_an_engine_that_cannot_start_takes_the_others_along(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """They meet before they load: one that waits for the other in warm-up is ended at once."""
+    where, ended, others = address(), threading.Event(), []
+    monkeypatch.setattr(Lockstep, "_end", lambda lockstep: ended.set())
+
+    def other() -> None:
+        others.append(Lockstep(0, 2, where, token=TOKEN, timeout_s=PATIENCE_S))
+
+    def fail(config: Any) -> None:
+        raise error
+
+    hub = threading.Thread(target=other)
+    hub.start()
+    monkeypatch.setattr(build, "open_lockstep", lambda *_: Lockstep(1, 2, where, token=TOKEN))
+    monkeypatch.setattr(build, "with_largest", lambda config: config)
+    monkeypatch.setattr(build, "EXECUTORS", {"uni": fail})
+    config: Any = SimpleNamespace(parallel=SimpleNamespace(distributed_executor_backend="uni"))
+    with pytest.raises(type(error)):
+        build.build_core(config)
+    hub.join(PATIENCE_S)
+    assert ended.wait(PATIENCE_S)
+    others[0].close()
 
 
 class Together(Engine):
@@ -119,7 +149,9 @@ class Together(Engine):
     def live(self, stop: threading.Event, late: dict[int, list[Any]]) -> None:
         """Until told to stop; requests of `late` come before the step of this number, or when it rests."""
         size = self.world.ep.size // self.world.tp.size
-        self.core.pipeline.lockstep = Lockstep(self.world.rank.dp, size, self.where, timeout_s=PATIENCE_S)
+        self.core.pipeline.lockstep = Lockstep(
+            self.world.rank.dp, size, self.where, token=TOKEN, timeout_s=PATIENCE_S
+        )
         number = 0
         while not stop.is_set() or late or self.core.scheduler.has_work:
             if late and (number >= min(late) or not self.core.has_work):

@@ -36,6 +36,8 @@ from quire.data.wire import (
 from quire.metrics import Layout, MetricsPages
 from quire.sched.adapters import AdapterGate
 
+TOKEN = "shared"
+
 
 class Client:
     """An API process, as far as the core can tell."""
@@ -94,13 +96,15 @@ class Bench:
         pages = MetricsPages(Layout(4096))
         ready = Ready(pid=1, max_model_len=4096, num_blocks=64, num_tokens=63 * 16)
         stats_log = StatsLog(3600, pages, quiet=True)
-        self.server = CoreServer(self.engine.core, self.address, ready, pages, stats_log, clock=clock)
+        self.server = CoreServer(
+            self.engine.core, self.address, ready, pages, stats_log, token=TOKEN, clock=clock
+        )
         self.clients: list[Client] = []
 
     def join(self, **options: Any) -> Client:
         client = Client(self.address, **options)
         self.clients.append(client)
-        client.send(Hello())
+        client.send(Hello(TOKEN))
         while not client.is_ready:
             self.turn_and_read(client)
         return client
@@ -174,6 +178,18 @@ def test_what_is_no_message_is_left_out_and_the_next_one_is_heard(make_bench: Ca
     client.send(Add([make_request("a", prompt(1), 6)]))
     bench.turn_until(lambda: bool(client.reasons), client)
     assert client.tokens == {"a": continuation(prompt(1), 6)}
+
+
+def test_a_client_is_heard_after_its_hello_with_the_token_only(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    member, foreign = bench.join(), Client(bench.address)
+    bench.clients.append(foreign)
+    for message in (Hello(), Hello("guess"), Add([make_request("a", prompt(1), 6)]), Abort(["b"])):
+        foreign.send(message)
+    member.send(Add([make_request("b", prompt(2), 4)]))
+    bench.turn_until(lambda: bool(member.reasons), member, foreign)
+    assert member.tokens == {"b": continuation(prompt(2), 4)}
+    assert not foreign.is_ready and not foreign.beats and not foreign.reasons
 
 
 def test_a_request_without_what_the_core_lacks_is_not_added(make_bench: Callable[..., Bench]) -> None:
@@ -295,7 +311,9 @@ def test_a_client_that_takes_nothing_is_given_up_and_told_when_it_does(
     bench = make_bench(num_blocks=8000, max_num_seqs=80, max_num_batched_tokens=512)
     server = bench.server
     server.clients.close()
-    server.clients = clients = Clients(bench.address, server._abort, high_water=8, max_queued_bytes=most)
+    server.clients = clients = Clients(
+        bench.address, server._abort, token=TOKEN, high_water=8, max_queued_bytes=most
+    )
     deaf = bench.join(rcvhwm=1)
     (deaf_id,) = clients.known
     good = bench.join()
@@ -366,3 +384,51 @@ def test_a_client_that_is_gone_takes_its_requests_along(make_bench: Callable[...
     bench.turn_until(lambda: "good" in good.reasons and not bench.engine.core.has_work, good)
     assert given_up == ["gone"]
     assert good.tokens["good"] == continuation(prompt(2), 400)
+
+
+def test_a_request_that_comes_again_over_a_new_connection_replaces_the_first(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """An API process that lost its connection cannot know whether the core still runs its requests."""
+    bench = make_bench()
+    lost, back = bench.join(), bench.join()
+    lost.send(Add([make_request("a", prompt(1), 200)]))
+    bench.turn_until(lambda: "a" in lost.tokens, lost)
+    again = make_request("a", prompt(1), 6)
+    again.tokens, again.has_run = [*prompt(1), *lost.tokens["a"][:2]], True
+    back.send(Add([again]))
+    bench.turn_until(lambda: "a" in back.reasons, lost, back)
+    assert again.tokens + back.tokens["a"] == prompt(1) + continuation(prompt(1), 6)
+    assert back.reasons == {"a": "length"} and not lost.reasons
+    assert not bench.engine.core.has_work and not bench.server.clients.owner
+
+
+def test_a_request_of_a_core_with_a_longer_context_ends_at_the_limit_of_this_one(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """Where the cache decides how long sequences may be, a restarted core may have less room."""
+    bench = make_bench(num_blocks=2000, max_num_batched_tokens=4096)
+    client = bench.join()
+    long, longer = make_request("a", [1] * 4094, 900), make_request("b", [1] * 4000, 900)
+    longer.tokens = longer.tokens + [2] * 96
+    client.send(Add([long, longer]))
+    bench.turn_until(lambda: len(client.reasons) == 2, client)
+    assert client.reasons == {"a": "length", "b": "length"}
+    assert {id: len(tokens) for id, tokens in client.tokens.items()} == {"a": 2}
+    assert not bench.engine.core.has_work and not bench.server.clients.owner
+
+
+def test_an_id_that_is_in_use_does_not_end_the_core(make_bench: Callable[..., Bench]) -> None:
+    """The later request takes the place of the earlier one: of the same client, of another one, and among the
+    sequences of one prompt."""
+    bench = make_bench()
+    one, two = bench.join(), bench.join()
+    one.send(Add([make_request("a", prompt(1), 900)]))
+    bench.turn_until(lambda: "a" in bench.server.clients.owner)
+    one.send(Add([make_request("a", prompt(2), 6)]))
+    two.send(Add([make_request("b", prompt(3), 4)], siblings=[("b", 1)]))
+    two.send(Add([make_request("c", prompt(3), 4)]))
+    bench.turn_until(lambda: "a" in one.reasons and "c" in two.reasons, one, two)
+    assert one.tokens["a"][-6:] == continuation(prompt(2), 6)
+    assert two.tokens["c"] == continuation(prompt(3), 4)
+    assert not bench.engine.core.has_work and not bench.server.clients.owner

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from preloaded import Preloaded
-from serve_process import ServeProcess, eventually
+from serve_process import ServeProcess, events, eventually
 from tiny_qwen import made
 
 TEMPLATE = """{% for message in messages %}{% for part in message.content %}
@@ -95,6 +95,27 @@ def test_images_in_shared_memory_outlive_whoever_is_killed(server: ServeProcess)
     eventually("the memory of the dead is gone", lambda: [memories(pid) for pid in processes] == [1] * 4)
     assert {name for name in os.listdir("/dev/shm") if "quire" in name} <= before
     eventually("nothing runs", lambda: server.metrics()["num_requests_running"] == 0)
+
+
+def test_streams_about_images_go_on_in_the_restarted_core(server: ServeProcess) -> None:
+    """Two sequences of one prompt, each of which needs the image again."""
+    parts = [{"type": "image_url", "image_url": {"url": URLS[3]}}, {"type": "text", "text": "What is this?"}]
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": parts}], "stream": True}
+    body |= {"max_tokens": 120, "n": 2, "seed": 1, "temperature": 1, "ignore_eos": True}
+
+    def text_of(dies: bool) -> list[str]:
+        texts = ["", ""]
+        with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            for number, event in enumerate(events(reply.iter_lines())):
+                if dies and number == 6:
+                    os.kill(server.core, signal.SIGKILL)
+                for choice in event["choices"] if isinstance(event, dict) else ():
+                    texts[choice["index"]] += choice["delta"].get("content") or ""
+        return texts
+
+    before = server.metrics()["request_resumed_total"]
+    assert text_of(dies=True) == text_of(dies=False)
+    assert server.metrics()["request_resumed_total"] == before + 1
 
 
 def _is_replaced(server: ServeProcess, role: str, gone: int) -> bool:

@@ -9,10 +9,12 @@ import pytest
 
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.errors import EngineDead, EngineError, RequestError
+from quire.executor import reading as lora_reading
 from quire.executor.multiprocess import RankedExecutor
 from quire.executor.orders import Order, Returned, decode_order, decode_word, encode
 from quire.executor.rank import _read_adapters
-from quire.executor.reading import AdapterReading
+from quire.executor.reading import AT_ONCE, MAX_HUNG, AdapterReading
+from quire.sched.adapters import READ_S
 
 PATIENCE_S = 60.0
 ONE = LoRARequest("one", 1, "/one")
@@ -141,6 +143,60 @@ def test_a_disk_that_does_not_answer_holds_up_its_own_adapter_alone() -> None:
     answers.set()
     assert again.result(PATIENCE_S) and worker.kept == ["one", "slow"]
     reading.close()
+
+
+def test_reads_that_hang_give_their_places_to_others_until_too_many_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lora_reading, "_LOOK_S", 0.01)
+    answers, now = threading.Event(), [0.0]
+    begun: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    class Stuck(Worker):
+        device = SimpleNamespace(type="cpu")
+
+        def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
+            begun.put(lora.lora_name)
+            assert lora.lora_path != "/stuck" or answers.wait(PATIENCE_S)
+            return super().fetch_adapter(lora)
+
+    reading = AdapterReading(Stuck(), clock=lambda: now[0])
+    stuck = []
+    for turn in range(0, MAX_HUNG, AT_ONCE):
+        names = [f"stuck{turn + number}" for number in range(AT_ONCE)]
+        stuck += [reading.fetch(LoRARequest(name, 1, "/stuck")) for name in names]
+        assert {begun.get(timeout=PATIENCE_S) for _ in names} == {*names}
+        if turn + AT_ONCE < MAX_HUNG:
+            other = reading.fetch(LoRARequest(f"quick{turn}", 1, "/quick"))
+            with pytest.raises(TimeoutError):
+                other.result(0.05)
+            now[0] += READ_S
+            assert other.result(PATIENCE_S) and begun.get(timeout=PATIENCE_S) == f"quick{turn}"
+    assert f"{AT_ONCE} reads of adapters have not ended within 600 s" in caplog.text
+    now[0] += READ_S
+    with pytest.raises(RequestError, match=f"{MAX_HUNG} adapters are being read from storage that does not"):
+        reading.fetch(ONE).result(PATIENCE_S)
+    answers.set()
+    assert all(future.result(PATIENCE_S) for future in stuck)
+    assert reading.fetch(ONE).result(PATIENCE_S)
+
+
+def test_what_waits_behind_a_hung_read_of_its_name_takes_no_thread() -> None:
+    answers = threading.Event()
+
+    class Stuck(Worker):
+        device = SimpleNamespace(type="cpu")
+
+        def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
+            assert answers.wait(PATIENCE_S)
+            return super().fetch_adapter(lora)
+
+    reading = AdapterReading(Stuck())
+    before = threading.active_count()
+    futures = [reading.fetch(ONE) for _ in range(100)]
+    assert threading.active_count() <= before + 1
+    answers.set()
+    assert all(future.result(PATIENCE_S) for future in futures)
 
 
 def test_what_is_told_while_the_one_before_ends_is_waited_for_too() -> None:

@@ -1,6 +1,7 @@
 """Ranks as processes: the same answers as one, and what happens when one of them fails."""
 
 import os
+import queue
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +16,10 @@ from oracle import make_tiny
 from quire import LLM, SamplingParams
 from quire.data.plan import Admission, StepPlan
 from quire.errors import ConfigError, EngineDead, EngineError
-from quire.executor import multiprocess
+from quire.executor import crew, multiprocess
 from quire.executor.crew import LocalCrew
-from quire.executor.multiprocess import MultiprocessExecutor
+from quire.executor.multiprocess import MultiprocessExecutor, RankedExecutor
+from quire.executor.orders import Returned, decode_call
 from quire.executor.rank import Place, own_places
 from quire.prepare import configure
 
@@ -173,6 +175,62 @@ def test_a_rank_that_cannot_start_says_so_and_takes_all_along(tiny: Path, tmp_pa
     with pytest.raises(ConfigError, match=r"^rank 1 \(Worker_TP1\) cannot start: .*/nowhere"):
         executor.start()
     assert all(process.poll() is not None for process in executor.crew.processes)  # type: ignore[attr-defined]
+
+
+WARM_UP = """
+import os, sys
+import torch.distributed
+from quire.executor import rank
+from quire.worker.worker import Worker
+
+def warm_up(self):
+    if sys.argv[4] == "1":
+        {fault}
+    torch.distributed.barrier()
+
+Worker.warm_up = warm_up
+rank.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ('raise RuntimeError("no room for graphs")', "cannot start: RuntimeError: no room for graphs"),
+        ("os._exit(3)", r"ended while it was starting: pid \d+ ended with exit code 3"),
+    ],
+)
+def test_a_rank_that_fails_in_warm_up_is_named_though_another_waits_for_it(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, fault: str, words: str
+) -> None:
+    """Catches an error that only says that a connection was closed, and ranks that are waited for."""
+    monkeypatch.setattr(multiprocess, "CAUSE_S", 2.0)
+    monkeypatch.setattr(crew, "_ENTRY", WARM_UP.format(fault=fault))
+    executor = MultiprocessExecutor(configure({"model": str(tiny), "tensor_parallel_size": 2} | SETTINGS))
+    with pytest.raises(ConfigError, match=rf"^rank 1 \(Worker_TP1\) {words}"):
+        executor.start()
+    assert all(process.poll() is not None for process in executor.crew.processes)  # type: ignore[attr-defined]
+
+
+def test_ranks_that_wait_in_a_warm_up_for_one_that_failed_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After sleep: the engine is started again, rather than waiting until the timeout of its collectives."""
+
+    class HalfWarm:
+        names = ("first", "second")
+        heard: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+
+        def send(self, data: bytes, timeout_s: float) -> None:
+            call = decode_call(data)
+            assert call is not None
+            self.heard.put((1, Returned(call.number, error="no memory")))
+
+    monkeypatch.setattr(multiprocess, "TOGETHER_S", 0.05)
+    executor: Any = RankedExecutor(None)  # type: ignore[arg-type]
+    executor.crew = HalfWarm()
+    with pytest.raises(EngineDead, match="warm_up failed on second, and the others wait for it: no memory"):
+        executor.call("warm_up")
 
 
 def test_a_start_has_a_deadline(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ from quire.data.wire import (
     encode,
 )
 from quire.dist.arena import Borrower
-from quire.frontend.engine import AsyncEngine, EngineFacts
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.facts import EngineFacts
 from quire.frontend.inputs import InputProcessor
 from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.sched.pantry import Pantry
@@ -78,8 +79,10 @@ class FastCore:
                 now = time.monotonic()
                 for request in message.all():
                     self.owners[request.id] = client
-                    self.ends[request.id] = self.num_steps + request.limit - request.prompt_len
-                    self.new[request.id] = FirstRun(0, now, now)
+                    self.ends[request.id] = self.num_steps + request.limit - len(request.tokens)
+                    self.usual = None
+                    if not request.has_run:
+                        self.new[request.id] = FirstRun(0, now, now)
             case Abort(request_ids):
                 for id in request_ids:
                     self.remove(id)
@@ -143,6 +146,7 @@ def engine_over(
     tokenizer: Tokenizer | None = None,
     health_timeout_s: float = 30.0,
     clock: Callable[[], float] = time.monotonic,
+    resumes: bool = True,
 ) -> AsyncEngine:
     """An API process's engine, whose cores are at `addresses`."""
     facts = EngineFacts(
@@ -167,6 +171,8 @@ def engine_over(
         inputs=inputs,
         metrics=EngineMetrics(pages, model_name="m", cache_info={}),
         addresses=dict(enumerate(addresses)),
+        token="",
         health_timeout_s=health_timeout_s,
         clock=clock,
+        resumes=resumes,
     )

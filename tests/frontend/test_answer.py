@@ -7,7 +7,8 @@ import pytest
 
 from quire.data.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.errors import EngineError
-from quire.frontend.answer import Answer, merge
+from quire.frontend.answer import Answer
+from quire.frontend.gathered import Gathered
 
 
 def output(*texts: str, finished: bool = False, prompt_logprobs: Any = None, **fields: Any) -> RequestOutput:
@@ -22,9 +23,9 @@ def output(*texts: str, finished: bool = False, prompt_logprobs: Any = None, **f
 class Asked:
     """An answer, and what its engine was told."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.begun, self.abandoned = 0, []  # type: ignore[var-annotated]
-        self.answer = Answer("a", self._begin, self.abandoned.append)
+        self.answer = Answer("a", self._begin, self.abandoned.append, **options)
 
     def _begin(self, _: Answer) -> None:
         self.begun += 1
@@ -32,11 +33,29 @@ class Asked:
 
 def test_two_deltas_are_one_with_everything_in_it() -> None:
     """Prompt logprobs come with the first delta only: a merge must not lose them."""
-    merged = merge(output("a", "b", prompt_logprobs=[None]), output("c", finished=True, finish_reason="stop"))
+    gathered = Gathered(output("a", "b", prompt_logprobs=[None]))
+    gathered.add(output("c", finished=True, finish_reason="stop"))
+    merged = gathered.joined()
     assert [each.text for each in merged.outputs] == ["ac", "b"] and merged.finished
     assert merged.prompt_logprobs == [None]
     assert merged.outputs[0].token_ids == [1, 1] and len(merged.outputs[0].logprobs or ()) == 2
     assert merged.outputs[0].finish_reason == "stop"
+
+
+def test_of_outputs_that_repeat_what_came_before_the_newest_is_read() -> None:
+    """Put together as deltas are, they would say everything twice."""
+
+    async def go() -> None:
+        asked = Asked(is_delta=False)
+        reading = asyncio.create_task(anext(asked.answer))
+        await asyncio.sleep(0)
+        asked.answer.put(output("x", "one"))
+        asked.answer.put(output("xy"))
+        found = await reading
+        assert [each.text for each in found.outputs] == ["xy", "one"]
+        assert found.outputs[0].token_ids == [2]
+
+    asyncio.run(go())
 
 
 def test_what_came_before_an_error_is_read_before_it_is_raised() -> None:

@@ -23,7 +23,7 @@ from quire.dist.arena import Arena
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
-from quire.frontend.flight import MAX_SENT, failure
+from quire.frontend.flight import failure
 from quire.frontend.inputs import Prompt
 from quire.metrics import EngineMetrics
 from quire.multimodal.larder import Larder
@@ -86,7 +86,7 @@ def with_cores(tmp_path: Path) -> Iterator[Run]:
     """Runs a test with an engine and its cores, and ends all."""
     cores = Cores(tmp_path)
 
-    def run(test: Test, num: int = 1) -> None:
+    def run(test: Test, num: int = 1, **options: Any) -> None:
         for rank in range(num):
             cores.start(rank)
 
@@ -98,6 +98,7 @@ def with_cores(tmp_path: Path) -> Iterator[Run]:
                 max_model_len=LONGEST,
                 health_timeout_s=HEALTH_TIMEOUT_S,
                 clock=cores.clock,
+                **options,
             )
             engine.start()
             try:
@@ -128,7 +129,7 @@ def running(engine: AsyncEngine) -> list[int]:
     return [core.own for core in engine._router.cores]
 
 
-def test_who_has_seen_something_of_a_dead_core_is_told_to_come_back(with_cores: Run) -> None:
+def test_without_resumption_an_answer_that_was_shown_ends_with_its_core(with_cores: Run) -> None:
     """503, which clients try again, and not 500; whether the answer is read or forwarded."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
@@ -149,6 +150,39 @@ def test_who_has_seen_something_of_a_dead_core_is_told_to_come_back(with_cores: 
         assert engine.num_in_flight == 0
         with pytest.raises(EngineDead, match="is being restarted"):
             engine.check()
+
+    with_cores(test, resumes=False)
+
+
+def test_streams_pause_until_their_core_is_back(with_cores: Run) -> None:
+    """Catches tokens that are lost or told twice, whether the answer is read or forwarded."""
+    length = 4000
+    params = SamplingParams(max_tokens=length, **FINAL | {"output_kind": RequestOutputKind.DELTA})
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        read = engine.generate(Prompt([5]), params, "read")
+        forwarded = engine.generate(Prompt([5]), params, "forwarded")
+        seen: list[RequestOutput] = []
+        task = asyncio.create_task(forwarded.forward(seen.append))
+        found = [await anext(read)]
+        await until(lambda: bool(seen))
+        cores.kill(0)
+        await until(lambda: engine._links[0].core is None)
+        with pytest.raises(EngineDead, match="is being restarted"):
+            engine.check()
+        with pytest.raises(EngineDead, match="is being restarted"):
+            engine.generate(Prompt([5]), params, "new")
+        assert engine.num_in_flight == 2 and not task.done()
+        cores.start(0)
+        found += [output async for output in read]
+        await asyncio.wait_for(task, PATIENCE_S)
+        for outputs in (found, seen):
+            assert sum(len(output.outputs[0].token_ids) for output in outputs) == length
+            assert outputs[-1].outputs[0].finish_reason == "length"
+        engine.check()
+        assert engine.num_in_flight == 0 and running(engine) == [0]
+        assert engine.metrics.pages.value("request_resumed") == 2
+        assert engine.metrics.pages.value("request_success:length") == 2
 
     with_cores(test)
 
@@ -250,7 +284,7 @@ def test_a_silent_core_is_passed_by(with_cores: Run, monkeypatch: pytest.MonkeyP
 def test_a_request_that_kills_every_core_ends(with_cores: Run) -> None:
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         waiting = asyncio.create_task(anext(engine.generate(Prompt([5]), ENDLESS, "poison")))
-        for _ in range(MAX_SENT):
+        for _ in range(2):
             await until(lambda: running(engine) == [1])
             cores.kill(0)
             await until(lambda: engine._links[0].core is None)
@@ -432,3 +466,77 @@ def test_what_somebody_else_has_reset_is_forgotten_here() -> None:
     assert len(larder) == 1
     link.handle(Beat(StepStats(), num_resets=1))
     assert not len(larder)
+
+
+def test_a_request_for_a_core_that_has_never_been_up_is_told_that_it_starts(with_cores: Run) -> None:
+    """Catches one that waits, and is told in the end that its core died while it worked on the request."""
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        late = engine._links[1]
+        late.core, late.was_up, late._why_down = None, False, "engine 1 is starting"
+        with pytest.raises(EngineDead, match="^engine 1 is starting$"):
+            engine.generate(Prompt([5, 6]), SHORT, "a", rank=1)
+        assert (await whole(engine, "b")).finished and (await whole(engine, "c", rank=0)).finished
+
+    with_cores(test, num=2)
+
+
+def test_a_link_hears_on_after_what_it_brought_could_not_be_handled(
+    with_cores: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a connection that is deaf for ever, and a core that seems to stand still by that."""
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        (link,) = engine._links
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        handed = []
+
+        def fail(_: object) -> None:
+            handed.append(1)
+            raise RuntimeError("a fault while outputs are handed out")
+
+        monkeypatch.setattr(link, "_receive", lambda: False)
+        monkeypatch.setattr(engine, "on_turn", fail)
+        await until(lambda: len(handed) > 3)
+        monkeypatch.undo()
+        assert (await whole(engine, "a")).finished
+
+    with_cores(test)
+
+
+def test_looking_after_a_link_goes_on_after_a_fault(with_cores: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        (link,), looks = engine._links, []
+
+        def fail(core: object) -> bool:
+            looks.append(1)
+            raise OSError("too many open files")
+
+        monkeypatch.setattr(link, "_is_gone", fail)
+        await until(lambda: len(looks) > 1)
+        monkeypatch.undo()
+        cores.kill(0)
+        await until(lambda: link.core is None)
+
+    with_cores(test)
+
+
+def test_an_address_that_cannot_be_parsed_is_replaced_by_the_next_one(
+    with_cores: Run, tmp_path: Path
+) -> None:
+    """Catches a link that nothing looks after any more."""
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        (link,), file = engine._links, tmp_path / "address"
+        cores.kill(0)
+        link._address = file
+        for wrong in ("tcp://one", "junk", "tcp://a:b", "udp://1.2.3.4:1"):
+            file.write_text(wrong)
+            await until(lambda: link._connected_to == wrong)  # noqa: B023
+            assert link.core is None and link._socket is None
+        cores.start(0)
+        file.write_text(cores.address(0))
+        await until(lambda: link.core is not None)
+        assert (await whole(engine, "a")).finished
+
+    with_cores(test)

@@ -21,6 +21,8 @@ PATHS: dict[str, tuple[int, dict[str, str], bytes]] = {
     "/etc": (302, {"Location": "file:///etc/passwd"}, b""),
     "/round": (302, {"Location": "/round"}, b""),
     "/nowhere": (302, {}, b""),
+    "/unclosed": (302, {"Location": "http://[::1/x"}, b""),
+    "/no-port": (302, {"Location": "http://127.0.0.1:port/x"}, b""),
     "/short": (200, {"Content-Length": str(len(IMAGE) + 100)}, IMAGE),
     "/claims": (200, {"Content-Length": str(1 << 40)}, IMAGE),
     "/packed": (200, {"Content-Encoding": "gzip"}, IMAGE),

@@ -10,7 +10,10 @@ import pytest
 from quire.cli import main
 from quire.plan import doctor
 
-ARGS = {"model": None, "port": 0, "max_model_len": None, "tensor_parallel_size": 1, "api_server_count": 1}
+ARGS = {
+    **{"model": None, "port": 0, "max_model_len": None, "tensor_parallel_size": 1, "api_server_count": 1},
+    **{"host": None, "api_key": None, "allowed_origins": None},
+}
 SIZES = "layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256"
 
 
@@ -54,3 +57,17 @@ def test_a_model_that_does_not_fit_is_sent_to_the_plan() -> None:
     finding = only(found(model=SIZES), "does not fit")
     assert finding.state == "broken" and "quire plan" in finding.remedy
     assert only(found(model="layers=1"), "model").state == "broken"
+
+
+def test_a_server_that_others_can_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUIRE_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    finding = only(found(), "without an API key")
+    assert finding.state == "warning" and "--api-key" in finding.remedy and "--host" in finding.remedy
+    pages = only(found(host="127.0.0.1", allowed_origins=["*"]), "every web page")
+    assert pages.state == "warning" and "--allowed-origins" in pages.remedy
+    assert only(found(host="127.0.0.1"), "only this machine").state == "ok"
+    assert only(found(api_key=["secret"], allowed_origins=["*"]), "an API key is set").state == "ok"
+    assert only(found(api_key=["gone.json"]), "access").state == "broken"
+    monkeypatch.setenv("QUIRE_API_KEY", "secret")
+    assert only(found(), "an API key is set").state == "ok"

@@ -130,7 +130,7 @@ class Guesses:
     def __init__(self) -> None:
         self.texts: dict[int, list[int]] = {}
 
-    def admit(self, row: int, tokens: Any) -> None:
+    def admit(self, row: int, tokens: Any, salt: str | None = None) -> None:
         self.texts[row] = tokens.tolist()
 
     def extend(self, row: int, tokens: Any) -> None:
@@ -475,10 +475,12 @@ class Engine:
         return worker
 
     def add(self, id: str, prompt: list[int], count: int = 4, **fields: Any) -> Request:
+        """`output` is what a core before this one made of it."""
         params = fields.pop("params", None) or SamplingParams(max_tokens=count)
+        output: list[int] = fields.pop("output", [])
         request = Request(
             id=id,
-            tokens=list(prompt),
+            tokens=[*prompt, *output],
             params=params,
             prompt_len=len(prompt),
             limit=len(prompt) + count,
@@ -487,7 +489,7 @@ class Engine:
         )
         self.core.add(request)
         self.seen.append(request)
-        self.outputs[id] = []
+        self.outputs[id] = list(output)
         return request
 
     def step(self, timeout_s: float | None = None) -> StepOutput:

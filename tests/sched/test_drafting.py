@@ -30,7 +30,7 @@ class Odd:
 
     is_sure = False
 
-    def admit(self, row: int, tokens: Any) -> None: ...
+    def admit(self, row: int, tokens: Any, salt: str | None = None) -> None: ...
 
     def propose(self, row: int, most: int) -> Any:
         return np.array([3, 9, 10, -1], np.int32)[:most]

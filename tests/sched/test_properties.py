@@ -85,7 +85,7 @@ def answer(number: int, arrival: Arrival) -> tuple[list[int], int]:
     return said[: said.index(eos_id) + 1], eos_id
 
 
-def add(engine: Engine, number: int, arrival: Arrival) -> None:
+def add(engine: Engine, number: int, arrival: Arrival, **progress: Any) -> None:
     params = SamplingParams(
         max_tokens=arrival.count,
         logprobs=0 if arrival.logprobs else None,
@@ -100,6 +100,7 @@ def add(engine: Engine, number: int, arrival: Arrival) -> None:
         tenant=arrival.family,
         params=params,
         eos_id=answer(number, arrival)[1],
+        **progress,
     )
 
 
@@ -128,6 +129,7 @@ def check_logprobs(engine: Engine, number: int, arrival: Arrival, aborted: bool)
     """Each position once, in order, and those of this very request."""
     id, prompt = str(number), make_prompt(number, arrival)
     tokens = prompt + engine.outputs[id]
+    assert all(step.prompt_logprobs.get(id, [0]) for step in engine.steps), "an empty list of logprobs"
     of_prompt = [found for step in engine.steps for found in step.prompt_logprobs.get(id, [])]
     wanted = [logprobs_of(tokens, at) for at in range(1, len(prompt))] if arrival.prompt_logprobs else []
     assert of_prompt == (wanted[: len(of_prompt)] if aborted else wanted)
@@ -139,9 +141,15 @@ def check_logprobs(engine: Engine, number: int, arrival: Arrival, aborted: bool)
 def check_stats(engine: Engine, traffic: list[Arrival]) -> None:
     """Every prompt and every token is counted once, in the step that it belongs to."""
     stats = [step.stats for step in engine.steps]
-    assert sum(step.num_prompt_tokens for step in stats) == sum(arrival.length for arrival in traffic)
     assert [step.num_sampled_tokens for step in stats] == [len(step.token_ids) for step in engine.steps]
     assert sum(step.num_preempted for step in stats) == engine.scheduler.num_preemptions
+    check_first_runs(engine, traffic)
+
+
+def check_first_runs(engine: Engine, traffic: list[Arrival]) -> None:
+    """Every request is admitted as a new one once, and its prompt is counted once."""
+    num_prompt_tokens = sum(step.stats.num_prompt_tokens for step in engine.steps)
+    assert num_prompt_tokens == sum(arrival.length for arrival in traffic)
     first_runs = [id for step in engine.steps for id in step.admitted]
     assert sorted(first_runs) == sorted(engine.outputs)
 
@@ -225,6 +233,40 @@ def test_after_clear_the_engine_is_as_new(
         add(engine, number, arrival)
     engine.run()
     check_answers(engine, traffic)
+
+
+@settings(max_examples=40)
+@given(TRAFFIC, ONE_BY_ONE | OVERLAPPED, st.data())
+def test_another_core_continues_what_a_dead_one_began(
+    traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
+) -> None:
+    """The front received all but the last steps of the dead core. Tokens and logprobs come once, no request
+    is admitted as a new one twice, and no prompt is counted twice."""
+    dead, core = Engine(**limits), Engine(**limits)
+    for number, arrival in enumerate(traffic):
+        add(dead, number, arrival)
+    for _ in range(data.draw(st.integers(1, 30))):
+        dead.step() if dead.core.has_work else None
+    received = dead.steps[: len(dead.steps) - data.draw(st.integers(0, min(3, len(dead.steps))))]
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(traffic))}
+    for id, new in ((id, new) for step in received for id, new in step.by_request()):
+        tokens[id] += new
+    first_runs = {id: run for step in received for id, run in step.admitted.items()}
+    ended = {id for step in received for id in step.finished}
+    for number, arrival in enumerate(traffic):
+        id = str(number)
+        if id in ended:
+            core.outputs[id] = tokens[id]
+            continue
+        of_prompt = [found for step in received for found in step.prompt_logprobs.get(id, [])]
+        progress = {"output": tokens[id], "num_prompt_logprobs": len(of_prompt)}
+        if id in first_runs:
+            progress |= {"has_run": True, "num_cached": first_runs[id].num_cached}
+        add(core, number, arrival, **progress)
+    core.run()
+    core.steps = [*received, *core.steps]
+    check_answers(core, traffic)
+    check_first_runs(core, traffic)
 
 
 @pytest.mark.slow

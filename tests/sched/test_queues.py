@@ -96,3 +96,16 @@ def test_thousands_of_aborts_take_no_quadratic_time(policy: str) -> None:
     assert len(engine.core.abort(backwards)) == 10_000
     assert len(engine.core.abort([request.id for request in requests])) == 10_000
     engine.check_empty()
+
+
+@pytest.mark.parametrize("fair", [False, True])
+def test_requests_that_ran_in_a_core_that_died_come_before_those_that_did_not(fair: bool) -> None:
+    """The last one sent is the first; where shares are fair, it may be the first of its tenant at all."""
+    engine = Engine(max_num_seqs=1, fair=fair)
+    engine.add("new", [1, 2, 3], count=2)
+    engine.add("second", [1, 2, 3], count=4, output=[4, 5], has_run=True, tenant=2 * fair)
+    engine.add("first", [1, 2, 3], count=4, output=[6], has_run=True, tenant=2 * fair)
+    engine.run()
+    order = list(dict.fromkeys(id for step in engine.steps for id in step.request_ids))
+    assert [id for id in order if id != "new"] == ["first", "second"]
+    assert fair or order[-1] == "new"

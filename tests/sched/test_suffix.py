@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire.config.speculation import SpecFacts
 from quire.sched.drafts import proposer_of, suffix, text
 from quire.sched.drafts.ngram import NGram
-from quire.sched.drafts.suffix import MIN_MATCH, Suffix
+from quire.sched.drafts.suffix import MIN_MATCH, NUM_SALTS, Suffix
 
 END = -1
 
@@ -137,3 +137,26 @@ def test_the_settings_choose_the_proposer() -> None:
         assert facts is not None
         chosen.append(type(proposer_of(facts)))
     assert chosen == [NGram, Suffix]
+
+
+def test_answers_of_another_salt_are_not_proposed() -> None:
+    """How fast a draft is accepted would tell one tenant what another was answered."""
+    proposer = Suffix(max_depth=8, max_requests=8, spec_factor=4, min_prob=0)
+
+    def answered(salt: str | None) -> None:
+        proposer.admit(0, ints([]), salt)
+        proposer.release(0, ints([1, 2, 3, 4, 5, 6]))
+
+    def proposed(salt: str | None) -> list[int]:
+        proposer.admit(1, ints([1, 2, 3]), salt)
+        tokens = proposer.propose(1, 3).tolist()
+        proposer.release(1, ints([1, 2, 3]))
+        return tokens
+
+    answered("a")
+    assert (proposed("a"), proposed("b"), proposed(None)) == ([4, 5, 6], [], [])
+    answered(None)
+    assert (proposed(None), proposed("b")) == ([4, 5, 6], [])
+    for number in range(2 * NUM_SALTS):
+        answered(f"salt {number}")
+    assert len(proposer._salted) == NUM_SALTS and not proposed("a")

@@ -20,6 +20,7 @@ from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import Floats, PoolingParams
 from quire.data.request import Request
 from quire.errors import EngineDead, EngineError, RequestError
+from quire.frontend.checked import CheckedParams
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor
 from quire.grammar import Grammars
@@ -186,7 +187,7 @@ class FakeEngine:
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | CheckedParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -201,7 +202,8 @@ class FakeEngine:
             raise RequestError(f"data_parallel_rank {rank} is out of range: there is only rank 0")
         engine_id = f"{request_id}-{len(self.seen)}"  # as the real one, it makes ids its own
         requests = self.inputs.requests(engine_id, prompt, params, priority=priority, timed=timed)
-        self.seen.append((request_id, prompt, params, priority))
+        sampling = params.params if isinstance(params, CheckedParams) else params
+        self.seen.append((request_id, prompt, sampling, priority))
         return self._stream(engine_id, prompt, requests, account)
 
     async def _stream(

@@ -42,10 +42,6 @@ def test_small_routes() -> None:
     assert ask("GET", "/load", engine=engine).json() == {"server_load": 7}
     metrics = ask("GET", "/metrics", engine=engine)
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4") and "vllm:" in metrics.text
-    assert (
-        ask("POST", "/reset_prefix_cache", engine=engine).json() == {"success": True}
-        and engine.num_resets == 1
-    )
 
 
 def test_unknown_routes_and_methods() -> None:
@@ -59,7 +55,6 @@ def test_document_is_complete_and_says_400_where_fastapi_says_422() -> None:
     expected = {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize",
         "/detokenize", *POOLING_ROUTES, "/health", "/ping", "/version", "/load", "/metrics",
-        "/reset_prefix_cache",
         "/v1/messages", "/v1/messages/count_tokens", "/invocations", "/inference/v1/generate",
         "/generative_scoring",
         "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/chat/completions/batch",

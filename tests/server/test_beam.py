@@ -1,7 +1,13 @@
 """Beam search over the API."""
 
-from ask import chat, complete, refused
+import asyncio
+
+import httpx
+import pytest
+from ask import COMPLETIONS, application_of, chat, complete, refused
 from fake_engine import FakeEngine
+
+from quire.server import merged
 
 
 def test_the_best_beams_come_first() -> None:
@@ -22,6 +28,28 @@ def test_beams_can_show_logprobs() -> None:
 def test_too_wide_a_beam_is_refused_with_the_way_out() -> None:
     error = refused(complete(use_beam_search=True, n=11))
     assert error["param"] == "n" and "--max-logprobs" in error["message"]
+
+
+def test_beams_of_many_prompts_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 prompts of 10 beams are 10,000 requests a round: others get their turn between them."""
+    monkeypatch.setattr(merged, "PIECE_S", 0.0)
+    engine = FakeEngine()
+    body = {"prompt": ["ab"] * 30, "use_beam_search": True, "n": 3, "max_tokens": 2}
+    transport = httpx.ASGITransport(application_of(engine, {}).asgi)
+
+    async def go() -> set[int]:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            call = asyncio.create_task(client.post(COMPLETIONS, json=body, timeout=60))
+            seen = set()
+            while not call.done():
+                seen.add(len(engine.seen))
+                await asyncio.sleep(0)
+            assert (await call).status_code == 200
+        return seen
+
+    seen = asyncio.run(go())
+    assert len(engine.seen) == 30 + 30 * 3, "one beam a prompt in the first round, three in the second"
+    assert len(seen) > 100
 
 
 def test_a_failing_round_leaves_nothing_running() -> None:

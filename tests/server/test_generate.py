@@ -25,6 +25,13 @@ def test_a_long_id_is_400_wherever_it_stands() -> None:
     assert refused(ask("POST", CHAT, json={"messages": MESSAGES}, headers=long))["param"] == "request_id"
 
 
+@pytest.mark.parametrize("id", ["two\nlines", "\x1b[31mred", "\u2028", "\x85", "\u202egnirts"])
+def test_an_id_that_cannot_be_printed_is_400(id: str) -> None:
+    error = refused(chat(request_id=id))
+    assert error["param"] == "request_id" and "printed" in error["message"]
+    assert error["message"].isprintable()
+
+
 def test_priority_header_overrides_the_body() -> None:
     engine = FakeEngine()
     ask(

@@ -72,6 +72,8 @@ def one(**fields: Any) -> dict[str, Any]:
         ('{"keys": [{"name": "a", "key": "sk-secret", "weight": NaN}]}', "weight is nan"),
         (one(max_concurrency=0), "max_concurrency is 0, expected an integer of at least 1"),
         (one(tokens_per_minute=1.5), "tokens_per_minute is 1.5"),
+        (one(cache_group=""), "cache_group must be a text of 1 to 64 printable characters"),
+        (one(cache_group=7), "cache_group must be a text"),
         (one(wieght=1), "unknown field 'wieght'; did you mean 'weight'?"),
         (one(**{"sk-secret": 1}), "keys[0]: unknown field; known: name, key, weight"),
         (one(name=""), "keys[0]: name must be"),
@@ -408,7 +410,7 @@ def test_a_key_may_come_as_anthropic_sends_it(serve: Serve) -> None:
     assert asyncio.run(go()) == 200 and served.count("requests", 1) == 1
 
 
-def test_what_is_only_rendered_costs_nothing(serve: Serve) -> None:
+def test_what_is_only_rendered_costs_no_tokens(serve: Serve) -> None:
     served = serve()
     assert ask(served, "sk-guest", f"{CHAT}/render").json()["token_ids"]
-    assert (served.count("prompt_tokens", 1), served.count("requests", 1)) == (0, 0)
+    assert (served.count("prompt_tokens", 1), served.count("requests", 1)) == (0, 1)

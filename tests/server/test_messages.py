@@ -350,7 +350,7 @@ def test_a_schema_becomes_a_constraint() -> None:
         engine = FakeEngine("{}")
         whole(engine, **body)
         asked = engine.seen[0][2].structured_outputs
-        assert asked is not None and asked.json == schema
+        assert asked is not None and json.loads(asked.json) == schema
 
 
 def test_fields_reach_the_engine() -> None:

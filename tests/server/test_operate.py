@@ -16,6 +16,7 @@ from quire.server.settings import make_settings
 ROUTES = [
     *[("POST", f"/{name}") for name in ("sleep", "wake_up", "pause", "resume", "collective_rpc")],
     *[("POST", f"/{name}") for name in ("abort_requests", "reset_mm_cache", "reset_encoder_cache")],
+    ("POST", "/reset_prefix_cache"),
     *[("GET", f"/{name}") for name in ("is_sleeping", "is_paused", "server_info", "get_world_size")],
 ]
 ENV = Env.read({"HOME": "/", "VLLM_SERVER_DEV_MODE": "1"})
@@ -44,7 +45,6 @@ def test_they_are_there_in_developer_mode_only(method: str, path: str) -> None:
     body = {"json": {"method": "check_health", "request_ids": []}} if method == "POST" else {}
     reply = ask(method, path, **body)
     assert reply.status_code == 200, reply.text
-    assert ask("POST", "/reset_prefix_cache", env=None).json() == {"success": True}
 
 
 def test_sleep_and_wake_up_are_handed_on() -> None:
@@ -65,7 +65,7 @@ def test_sleep_and_wake_up_are_handed_on() -> None:
 def test_running_requests_start_again_if_that_is_asked() -> None:
     engine = FakeEngine()
     for query, running in (("", False), ("?reset_running_requests=true", True)):
-        assert ask("POST", f"/reset_prefix_cache{query}", engine, env=None).json() == {"success": True}
+        assert ask("POST", f"/reset_prefix_cache{query}", engine).json() == {"success": True}
         assert engine.resets_running is running
     refused(ask("POST", "/reset_prefix_cache?reset_running_requests=x", engine))
 

@@ -218,7 +218,7 @@ def test_a_batch_of_chats_lets_others_have_their_turn(monkeypatch: pytest.Monkey
         others.cancel()
         assert answered.status_code == 200
 
-    monkeypatch.setattr(merged, "PIECE", 1)
+    monkeypatch.setattr(merged, "PIECE_S", 0.0)
     monkeypatch.setattr(several, "begin_talk", beginning)
     monkeypatch.setattr(several.ChatEncoder, "whole", telling)
     transport = httpx.ASGITransport(Application(FakeEngine(), make_settings({})).asgi)

@@ -300,7 +300,7 @@ def test_what_the_client_sends_beside_has_its_effect() -> None:
     _, _, params, _ = engine.seen[0]
     assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (0.3, 7, 11, 2)
     assert "mood:calm" in prompt_of(engine)
-    assert params.structured_outputs is not None and params.structured_outputs.json == {"type": "object"}
+    assert params.structured_outputs is not None and params.structured_outputs.json == '{"type": "object"}'
     long = "x" * 600
     assert respond(input=long).status_code == 400
     assert respond(input=long, truncation="auto", max_output_tokens=2).status_code == 200

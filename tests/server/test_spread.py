@@ -144,6 +144,24 @@ def test_nobody_is_refused_while_nobody_serves(tmp_path: Path) -> None:
         client.close()
 
 
+def test_a_connection_without_a_descriptor_counts_as_closed(table: Table) -> None:
+    """Catches a process that has no descriptor left and looks busier with each connection that it loses."""
+
+    async def go() -> None:
+        ours, theirs = socket.socketpair()
+        taker = Taker(replace(table.players[2].hand, channel=theirs))
+        taker.start(asyncio.Protocol, None)
+        ours.send(b"c")  # the kernel leaves a descriptor out where there is no room for it
+        async with asyncio.timeout(60):
+            while not table.dealer._closed[2]:
+                await asyncio.sleep(0.01)
+        taker.stop()
+        ours.close()
+
+    asyncio.run(go())
+    assert table.dealer._closed.tolist() == [0, 0, 1, 0]
+
+
 def test_a_server_answers_what_it_is_dealt(tmp_path: Path) -> None:
     """Two servers over one port, in one loop: both answer, and say when a connection is closed."""
     settings = make_settings({"host": "127.0.0.1", "port": 0})

@@ -111,6 +111,37 @@ def test_a_slow_client_gets_late_what_a_fast_one_gets_at_once() -> None:
     asyncio.run(go())
 
 
+def test_an_encoder_that_fails_on_what_was_held_ends_the_stream() -> None:
+    """Without that piece the rest would be another answer."""
+
+    class Broken(Texts):
+        def encode(self, output: RequestOutput) -> bytes:
+            if "bad" in output.outputs[0].text:
+                raise ValueError("cannot be written")
+            return super().encode(output)
+
+    async def go(goes_on: bool) -> None:
+        connection, script = SlowConnection(), Script()
+        task = asyncio.create_task(Pushing(connection, Broken()).run(script))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        connection.is_full = True
+        script.push(delta("bad"))
+        connection.reads.set()
+        await rounds_of_the_loop()
+        assert connection.written == []
+        if goes_on:
+            for push in (lambda: script.push(delta("more")), lambda: script.push_text("more", 1)):  # type: ignore[misc]
+                with pytest.raises(ValueError, match="cannot be written"):
+                    push()
+        script.over.set()
+        with pytest.raises(ValueError, match="cannot be written"):
+            await task
+        assert connection.written == [] and len(asyncio.all_tasks()) == 1
+
+    for goes_on in (False, True):
+        asyncio.run(go(goes_on))
+
+
 def test_a_stream_that_is_given_up_leaves_nothing_behind() -> None:
     async def go() -> None:
         connection, script = SlowConnection(), Script()

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import json
 import os
-import resource
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -31,6 +30,7 @@ from quire.bench.report import GOODPUT_METRICS, TITLES, detailed, lines, summari
 from quire.bench.serve_flags import add_flags
 from quire.bench.traffic import ENDPOINTS, Record, drive, request_body, send, send_times
 from quire.config.env import Env
+from quire.dist.process import raise_file_limit
 from quire.errors import ConfigError
 from quire.hub import locate
 from quire.remote.http import HttpClient, ServerGone
@@ -48,7 +48,7 @@ TIMEOUT_S = 6 * 3600.0
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    _allow_many_files()
+    raise_file_limit()
     result, records = asyncio.run(_measure(args))
     metrics, percentiles = args.percentile_metrics, args.metric_percentiles
     print("\n".join(lines(result, metrics=metrics, percentiles=percentiles)))
@@ -273,12 +273,6 @@ async def _metrics_page(client: HttpClient) -> str:
     except ServerGone:
         return ""
     return response.body.decode(errors="replace") if response.status == 200 else ""
-
-
-def _allow_many_files() -> None:
-    """Every connection is an open file: take as many as the system grants."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 # ---- after it

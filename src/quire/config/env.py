@@ -68,7 +68,7 @@ class MediaEnv:
     """Threads of each API process that decode and process."""
     media_max_mb: float = 256.0
     """MiB of one item, as it is sent or fetched, and of all of a request; four times as much of all requests
-    that are on their way, and others wait."""
+    that are on their way, and four times as much of what is decoded at once; others wait."""
     max_image_pixels: int = 178956970
     """Of an image, and of all frames of a video together twice as many."""
     max_audio_clip_filesize_mb: float = 25.0
@@ -84,6 +84,9 @@ class Env:
     log_stats_interval: float = 10.0
     """Seconds between two lines of statistics."""
     api_key: str | None = field(default=None, repr=False)
+    cluster_token: str | None = field(default=None, repr=False)
+    """Secret that the machines of one deployment share: only processes that know it may join its
+    data-parallel ranks or its nodes. Machines without it accept every peer, and warn."""
     host_ip: str | None = None
     port: int | None = None
     """First port for messages between processes."""
@@ -164,6 +167,7 @@ _ENV_KINDS: dict[str, Any] = {
     "logging_level": str,
     "log_stats_interval": float,
     "api_key": str,
+    "cluster_token": str,
     "host_ip": str,
     "port": int,
     "cpu_kvcache_space": float,

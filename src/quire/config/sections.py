@@ -187,6 +187,9 @@ class SchedulerSection:
     """Share of the blocks kept free when a request is admitted."""
     stream_interval: Annotated[int, Rule(at_least=1)] = 1
     """Tokens between two chunks of a streamed answer."""
+    resume_requests: bool = True
+    """Continue answers whose core died, in another core or in the restarted one: streams pause. Off: answers
+    that have streamed something end with an error."""
     async_scheduling: bool
     """Plan the next step while the device runs this one. Default: on with CUDA. Off with pipeline stages:
     as many steps as stages are under way then, of different requests."""

@@ -19,17 +19,24 @@ from quire.sched.media import EncoderCache
 from quire.sched.scheduler import Scheduler
 
 
-def build_core(config: EngineConfig, grammars: Grammars | None = None) -> tuple[EngineCore, CacheSize]:
+def build_core(
+    config: EngineConfig, grammars: Grammars | None = None, token: str | None = None
+) -> tuple[EngineCore, CacheSize]:
     """Start the executor, then a scheduler over the blocks that it found room for. Grammars may be shared
-    with whoever checks the requests."""
+    with whoever checks the requests; `token` is the secret of engines that take steps together."""
     calm_threads()
     config = with_largest(config)
-    executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
-    cache = executor.start()
+    lockstep = open_lockstep(config.parallel, token)
+    try:
+        executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
+        cache = executor.start()
+    except BaseException:
+        if lockstep is not None:
+            lockstep.abandon()  # the others end at once: they would wait for this one until the timeout
+        raise
     depth = max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
     if config.speculation is not None and not config.model.logprobs_mode.startswith("raw"):
         depth = 1  # there tokens are drawn by numbers of the host, which belong to positions
-    lockstep = open_lockstep(config.parallel)
     lora = config.lora
     adapters = None
     if lora.enable_lora:

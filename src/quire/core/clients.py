@@ -3,12 +3,14 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from logging import DEBUG, WARNING
 
 import msgspec
 import zmq
 
 from quire.data.plan import Finish, StepOutput
-from quire.data.wire import FromCore, Stepped, ToCore, decode_to_core, encode
+from quire.data.wire import FromCore, Stepped, ToCore, decode_hello, decode_to_core, encode
+from quire.dist.cluster_token import is_same, secure
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -57,9 +59,12 @@ class Clients:
         address: str,
         give_up: Callable[[list[str]], None],
         *,
+        token: str,
         high_water: int = HIGH_WATER,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
+        self._address, self._token = address, token
+        self._has_warned = False
         self._give_up = give_up
         self._max_queued_bytes = max_queued_bytes
         self.known: set[bytes] = set()
@@ -73,6 +78,8 @@ class Clients:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, high_water)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        if address.startswith("tcp:"):
+            secure(self._socket, token, listens=True)
         self._socket.bind(address)
 
     def close(self) -> None:
@@ -86,17 +93,33 @@ class Clients:
             log.debug("Waiting was interrupted: %s", error)
 
     def receive(self) -> tuple[bytes, ToCore] | None:
-        """The next message that has arrived, and whose it is. Whoever reaches the address may send anything:
-        what is no message is passed over."""
+        """Return the next message that has arrived, and the client that sent it.
+
+        Whoever reaches the address may send anything: of a peer that is no client only a Hello with the token
+        is read, and what is no message is left out.
+        """
         while True:
             try:
                 client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return None
+            data = b"".join(parts)
             try:
-                return client, decode_to_core(b"".join(parts))
+                if client in self.known:
+                    return client, decode_to_core(data)
+                hello = decode_hello(data)
             except msgspec.MsgspecError as error:
-                log.error("Something that is no message of this version has come, and is left out: %s", error)
+                self._ignore(f"a message that is none of this version: {str(error)!r:.200}")
+                continue
+            if is_same(hello.token, self._token):
+                self.known.add(client)
+                return client, hello
+            self._ignore("a Hello with another token")
+
+    def _ignore(self, what: str) -> None:
+        """Log what is ignored: the first time as a warning, since whoever can connect can repeat it."""
+        log.log(DEBUG if self._has_warned else WARNING, "Ignored at %s: %s", self._address, what)
+        self._has_warned = True
 
     def send(self, client: bytes, message: FromCore) -> None:
         """Behind all that was sent before; at once if the client keeps up."""

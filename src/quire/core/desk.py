@@ -69,6 +69,7 @@ class Desk:
             "reset_running": self.operator.reset_running,
             "block_map": core.block_map,
             "sleep_level": lambda: core.gate.level,
+            "settled_level": lambda: core.gate.settled_level,
             "is_paused": lambda: self.operator.is_at_rest,
             "resume": self.operator.resume,
             "abort": self._abort,

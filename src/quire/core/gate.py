@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from quire.data.operating import MEMORY
 from quire.data.plan import Finish
 from quire.data.request import Request
 
@@ -18,10 +19,17 @@ class Gate:
         """How deep the workers sleep: 1, their weights are in host memory; 2, they are gone."""
         self.asleep: set[str] = set()
         """What of the workers is not awake."""
+        self.is_unsure = False
+        """Whether falling asleep failed, so that some workers may hold what others have given back."""
 
     @property
     def is_shut(self) -> bool:
         return not self.is_open and not self.drains
+
+    @property
+    def settled_level(self) -> int:
+        """The level at which all memory of all workers sleeps; 0 if some of it may be awake."""
+        return self.level if self.asleep == set(MEMORY) and not self.is_unsure else 0
 
     def drop(self, request_ids: Iterable[str]) -> dict[str, Finish]:
         """Those of them who wait outside end there."""

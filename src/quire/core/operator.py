@@ -92,13 +92,13 @@ class Operator:
         """Those who are inside start from the beginning when it wakes up, as after a preemption."""
         check_choice("level", level, LEVELS)
         core, gate = self.core, self.core.gate
-        if gate.level > level:
+        if gate.level > level and not gate.is_unsure:
             raise RequestError(f"the engine sleeps at level {gate.level} already: wake it up first", "level")
         while not self.is_at_rest:
             if gate.is_open:
                 raise RequestError("the engine does not rest: pause it first, or somebody has resumed it")
             yield None  # other engines may still have called it into a step
-        if level == 0 or (gate.level == level and gate.asleep == set(MEMORY)):
+        if level == 0 or gate.settled_level == level:
             return
         core.scheduler.send_back()
         core.scheduler.media.forget_all()
@@ -106,8 +106,9 @@ class Operator:
         if level > 1:
             core.scheduler.adapters.forget_all()
         # Even if it fails: workers wake up from whatever they have come to.
-        gate.level, gate.asleep = level, set(MEMORY)
+        gate.level, gate.asleep, gate.is_unsure = level, set(MEMORY), True
         yield partial(self._call_own, "sleep", [level])
+        gate.is_unsure = False
 
     def wake_up(self, tags: Sequence[str] | None = None) -> Work:
         """Have the workers take back all, or some of it. Whether nothing is missing: then they warm up, and
@@ -119,7 +120,7 @@ class Operator:
             return True
         missing = gate.asleep - set(tags or TAGS)
         yield partial(self._call_own, "wake_up", [sorted(set(MEMORY) - missing)])
-        gate.asleep = missing or {"kv_cache"}  # until they are warm
+        gate.asleep, gate.is_unsure = missing or {"kv_cache"}, False  # until they are warm
         return not missing
 
     def warm_up(self) -> Work:
@@ -136,7 +137,7 @@ class Operator:
             raise
         except Exception as error:
             raise EngineError(
-                f"{method} failed, and the engine sleeps; it may be woken up: {error}"
+                f"{method} failed, and the engine sleeps; it may be tried again, or woken up: {error}"
             ) from error
         log.info("%s took %.2f s", method, time.monotonic() - started)
 

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from quire.core.desk import Desk
 from quire.core.engine_core import EngineCore
 from quire.core.stats_log import StatsLog
 from quire.data.plan import Finish, StepOutput
+from quire.data.request import Request
 from quire.data.stats import FrontStats, StepStats
 from quire.data.wire import Abort, Add, Beat, Call, Hello, Missing, Ready, Stepped, ToCore
 from quire.dist.arena import Borrower
@@ -47,6 +48,8 @@ class Seat:
 
     address: str
     metrics_file: Path
+    token: str = field(repr=False)
+    """The secret that its API processes know, and engines that take steps with it."""
     page: int = 0
     num_pages: int = 1
     """Engines that have pages in that file."""
@@ -71,19 +74,21 @@ def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
     in one line why it cannot be."""
     rank, size = config.parallel.data_parallel_rank or 0, config.parallel.data_parallel_size
     adopt(core_name(rank, size))
+    began_at = time.monotonic()
     try:
         _take_devices(config, seat)
-        core, cache = build_core(config)
+        core, cache = build_core(config, token=seat.token)
     except QuireError as error:
         parent.send(f"engine {rank}: {error}" if size > 1 else str(error))
         sys.exit(1)
     metrics = MetricsPages(Layout.of(config), seat.metrics_file, engine=seat.page, num_engines=seat.num_pages)
-    ready = Ready(os.getpid(), cache.max_model_len, cache.num_blocks, cache.num_tokens)
+    start_s = time.monotonic() - began_at
+    ready = Ready(os.getpid(), cache.max_model_len, cache.num_blocks, cache.num_tokens, start_s)
     env = Env.read(os.environ)
     quiet = config.observability.disable_log_stats
     stats_log = StatsLog(env.log_stats_interval, metrics, quiet=quiet, rank=rank)
     kept_bytes = max_bytes(config.multimodal) if seat.keeps_media else 0
-    server = CoreServer(core, seat.address, ready, metrics, stats_log, kept_bytes)
+    server = CoreServer(core, seat.address, ready, metrics, stats_log, kept_bytes, token=seat.token)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     calm_collector()
     parent.send(None)
@@ -118,6 +123,8 @@ class CoreServer:
         metrics: MetricsPages,
         stats_log: StatsLog,
         kept_bytes: int = 0,
+        *,
+        token: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """It keeps so many bytes of media for its API process."""
@@ -126,7 +133,7 @@ class CoreServer:
         self.ready = ready
         self.metrics = metrics
         self.stats_log = stats_log
-        self.clients = Clients(address, self._abort)
+        self.clients = Clients(address, self._abort, token=token)
         self._step_s = 0.0
         self._is_stuck = False
         """There is work, and none of it can be planned."""
@@ -185,16 +192,27 @@ class CoreServer:
                 self.clients.send(client, Missing(message.requests[0].id))
             case Add():
                 for request in message.all():
-                    self.clients.owner[request.id] = client
-                    self.core.add(request)
+                    self._add(client, request)
             case Abort(request_ids):
                 self._abort(request_ids)
                 self._observe(StepStats())
             case Call():
                 self.desk.ask(client, message)
             case Hello():
-                self.clients.known.add(client)
                 self.clients.send(client, self.ready)
+
+    def _add(self, client: bytes, request: Request) -> None:
+        """Add a request, which may have begun in a core with a longer context than this one. One with an id
+        that is in use takes its place: it was sent again after its API process lost the connection."""
+        if request.id in self.clients.owner:
+            self._abort([request.id])
+        self.clients.owner[request.id] = client
+        if request.pooling is None:
+            request.limit = min(request.limit, self.ready.max_model_len)
+            if len(request.tokens) >= request.limit:
+                self._tell_ended({request.id: Finish("length")})
+                return
+        self.core.add(request)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in self.core.abort(request_ids):

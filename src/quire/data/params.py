@@ -4,7 +4,7 @@ import copy
 import math
 import operator
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -20,6 +20,11 @@ logger = get_logger(__name__)
 MAX_SEQUENCES = 16384
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
+MAX_STOP_TOKEN_IDS = 4096
+MAX_PATTERN_SIZE = 256
+"""Largest `repetition_detection.max_pattern_size`: every new token is compared with this many before it."""
+MAX_SALT_CHARS = 256
+"""Of a `cache_salt`: every sequence of a call carries a copy."""
 MIN_TEMPERATURE = 0.01
 MIN_BIAS, MAX_BIAS = -100.0, 100.0
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -67,6 +72,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
         if self.regex is not None and "\0" in self.regex:
             _fail(where, ".regex must not contain a NUL character")
         if self.choice is not None:
+            if isinstance(self.choice, str):
+                _fail(where, ".choice must be a list of strings; put a single choice in a list", self.choice)
             self.choice = _strings("structured_outputs.choice", self.choice)
             if not self.choice:
                 _fail(where, ".choice must not be empty")
@@ -88,6 +95,9 @@ class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True):
     def __post_init__(self) -> None:
         where = "repetition_detection"
         self.max_pattern_size = _integer(f"{where}.max_pattern_size", self.max_pattern_size, low=0)
+        if self.max_pattern_size > MAX_PATTERN_SIZE:
+            rule = f".max_pattern_size must be at most {MAX_PATTERN_SIZE} tokens; lower it"
+            _fail(where, rule, self.max_pattern_size)
         self.min_pattern_size = _integer(f"{where}.min_pattern_size", self.min_pattern_size, low=0)
         self.min_count = _integer(f"{where}.min_count", self.min_count, low=0)
         if self.min_pattern_size > self.max_pattern_size:
@@ -244,7 +254,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                     name,
                 )
         end = vocab + num_own
-        for name in ("logprob_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("logprob_token_ids", "allowed_token_ids", "logit_bias", "stop_token_ids"):
             _check_in_vocab(name, getattr(self, name) or (), end)
         if self.reasoning is not None:
             if not self.reasoning.end:
@@ -347,6 +357,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def _check_tokens(self) -> None:
         self.stop_token_ids = list(dict.fromkeys(_ids("stop_token_ids", self.stop_token_ids or ())))
+        if (count := len(self.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
+            _fail("stop_token_ids", f"may be at most {MAX_STOP_TOKEN_IDS} different ids; send fewer", count)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
@@ -373,21 +385,6 @@ _MUTABLE = (
     *("bad_words", "extra_args", "repetition_detection", "trace_decode_token_ids", "bad_words_token_ids"),
 )
 """The fields whose values can be changed in place."""
-
-
-def find_repetition(token_ids: Sequence[int], params: RepetitionDetectionParams) -> bool:
-    """Whether the sequence ends in `min_count` copies of one pattern of the asked sizes."""
-    sizes = range(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
-    for size in sizes:
-        span = size * params.min_count
-        if span > len(token_ids):
-            return False
-        if token_ids[-1] != token_ids[-1 - size]:
-            continue
-        tail = list(token_ids[-span:])
-        if tail[size:] == tail[:-size]:
-            return True
-    return False
 
 
 def _fail(name: str, rule: str, *got: object) -> NoReturn:

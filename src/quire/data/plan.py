@@ -29,9 +29,9 @@ def spread(starts: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.int64]:
     return found
 
 
-Verdict = Literal["", "complete", "eos", "error"]
-"""What a grammar says to a token: go on, the text is whole with it, it is the one that ends it, or it does
-not fit."""
+Verdict = Literal["", "complete", "eos", "error", "limit"]
+"""What a grammar makes of a token: go on, the text is whole with it, it is the one that ends it, it does not
+fit, or the grammar has grown beyond the limits of the library that follows it."""
 
 
 class Masks(msgspec.Struct):
@@ -206,6 +206,8 @@ class Pending(Protocol):
 
 DEAD_END = "grammar"
 """The stop_reason of an error whose cause is the request's own grammar."""
+TOO_COMPLEX = "grammar limit"
+"""The stop_reason of an error for a grammar that the grammar library could not follow to its end."""
 
 
 class Finish(msgspec.Struct):

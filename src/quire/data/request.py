@@ -7,6 +7,7 @@ from quire.data.lora import LoRARequest
 from quire.data.media import Media
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
+from quire.data.repetition import RepetitionCounts
 
 
 class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
@@ -44,12 +45,14 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     pooling: PoolingParams | None = None
     """For a pooling model: the sequence ends with its prompt, and a vector comes of it in place of tokens."""
 
-    # What follows belongs to the scheduler.
+    # What follows belongs to the scheduler. A request that a dead core began brings `has_run`, `num_cached`,
+    # `num_prompt_logprobs` and, in `tokens`, its output so far.
     row: int = -1
     num_preemptions: int = 0
     preempted_at: float = 0.0
     """Monotonic; 0 unless it waits to come back."""
     has_run: bool = False
+    """Whether it had a row before, and its front knows."""
     num_cached: int = 0
     """Prompt tokens that the prefix cache held when it first ran."""
     num_prompt_logprobs: int = 0
@@ -60,6 +63,18 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Prefix-cache keys of the full blocks hashed so far."""
     queued_at: float = 0.0
     """Monotonic."""
+    stop_ids: frozenset[int] = frozenset()
+    """`params.stop_token_ids`, for a lookup per token."""
+    repetition: RepetitionCounts | None = None
+    """What `params.repetition_detection` has counted."""
+
+    def prepare_stops(self) -> None:
+        """Set the two fields above from the params, once."""
+        if self.params.stop_token_ids and not self.stop_ids:
+            self.stop_ids = frozenset(self.params.stop_token_ids)
+        detection = self.params.repetition_detection
+        if detection is not None and detection.max_pattern_size and self.repetition is None:
+            self.repetition = RepetitionCounts(detection)
 
     @property
     def num_output(self) -> int:

@@ -13,6 +13,9 @@ from quire.data.stats import StepStats
 class Hello(msgspec.Struct, tag="hello"):
     """An API process is there and wants to know when the core is."""
 
+    token: str = ""
+    """The secret of the deployment: without it, nothing else that the process sends is read."""
+
 
 class Add(msgspec.Struct, tag="add", omit_defaults=True):
     """Sequences to continue. Those of one prompt share it: it travels once, and is stored once."""
@@ -64,6 +67,8 @@ class Ready(msgspec.Struct, tag="ready"):
     num_blocks: int
     num_tokens: int
     """That fit into the cache."""
+    start_s: float = 0.0
+    """Seconds that the core took to load the model and to warm up."""
 
 
 class Stepped(msgspec.Struct, tag="stepped"):
@@ -107,5 +112,6 @@ ToCore = Hello | Add | Abort | Call
 FromCore = Ready | Stepped | Beat | Reply | Missing
 
 encode = msgspec.msgpack.Encoder().encode
+decode_hello = msgspec.msgpack.Decoder(Hello).decode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
 decode_from_core = msgspec.msgpack.Decoder(FromCore).decode

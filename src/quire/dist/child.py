@@ -62,6 +62,10 @@ class Child:
         self.started_at = time.monotonic()
         self.restart_at = None
 
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.is_alive()
+
     def listen(self) -> None:
         """Hear what it has said so far. Why it cannot be up ends everything, if it never was."""
         while self.says is not None and self.says.poll():

@@ -1,9 +1,11 @@
 """Processes and threads: what a child process does first, and how threads wait."""
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -15,6 +17,8 @@ from quire.logs import name_process
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SPARE_BYTES = 64 << 20
+_MAX_FILES = 1 << 20
+"""Containers may allow a billion: programs that walk through all descriptors would take minutes."""
 
 
 def adopt(role: str) -> None:
@@ -29,6 +33,16 @@ def adopt(role: str) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None and os.getppid() != parent.pid:  # it died before the tie was made
             os._exit(1)
+
+
+def raise_file_limit() -> None:
+    """Let this process and its later children open as many files as the hard limit allows. The soft limit is
+    often 1,024, and each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        with contextlib.suppress(OSError, ValueError):  # not every system keeps to its own hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def calm_threads() -> None:

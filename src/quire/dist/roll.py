@@ -1,15 +1,26 @@
 """Cores on other machines: where they are, told to the head by the supervisor that runs them."""
 
 import os
+import re
 import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from logging import DEBUG, WARNING
 from pathlib import Path
 
 import msgspec
 import zmq
 
+from quire.dist.cluster_token import (
+    FAILURES,
+    MISMATCHES,
+    VARIABLE,
+    Handshakes,
+    events_of,
+    is_same,
+    secure,
+)
 from quire.errors import ConfigError
 from quire.logs import get_logger
 
@@ -21,7 +32,15 @@ GONE_S = 3.0
 """A machine that was not heard of for so long has left its ranks to others."""
 REMIND_S = 30.0
 """Between two lines about who is missing."""
+MAX_AT_ONCE = 256
+"""Messages that are read before the supervisor looks after its processes again."""
+MAX_BYTES = 1 << 20
+"""Size of a message; ZMQ ends connections that send a larger one."""
 _LINGER_MS = 1000
+_ADDRESS = re.compile(r"tcp://(\[[\w:.%]+\]|[\w.-]+):\d{1,5}")
+
+
+_OTHER_TOKEN = f"its {VARIABLE} is another: set the same secret on every machine"
 
 
 class Enlist(msgspec.Struct, tag="enlist"):
@@ -29,6 +48,8 @@ class Enlist(msgspec.Struct, tag="enlist"):
 
     node: str
     size: int
+    token: str
+    """The secret of the deployment."""
     addresses: dict[int, str]
     is_up: bool = False
     problem: str = ""
@@ -54,8 +75,12 @@ class _Node:
 class Roll:
     """The head's list of the cores on other machines. Their addresses are kept in files, for whoever asks."""
 
-    def __init__(self, host: str, port: int, *, size: int, awaited: Iterable[int], folder: Path) -> None:
+    def __init__(
+        self, host: str, port: int, *, size: int, awaited: Iterable[int], folder: Path, token: str
+    ) -> None:
         self.size = size
+        self._token = token
+        self._has_warned = False
         self.folder = folder
         self.awaited = frozenset(awaited)
         self.was_complete = False
@@ -66,6 +91,8 @@ class Roll:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        secure(self._socket, token, listens=True)
         try:
             self._socket.bind(f"tcp://{self._place}")
         except zmq.ZMQError as error:
@@ -86,21 +113,33 @@ class Roll:
 
     def listen(self) -> None:
         """Hear who has come. Whoever cannot come ends the start."""
-        while True:
+        for _ in range(MAX_AT_ONCE):
             try:
                 who, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             try:
                 message = msgspec.msgpack.decode(b"".join(parts), type=Enlist)
-            except msgspec.DecodeError:
-                log.warning("Something at %s speaks another language", self._place)
+            except msgspec.MsgspecError:
+                self._ignore("a message that is none of this version")
+                continue
+            if not is_same(message.token, self._token):
+                self._ignore("a machine with another token")
+                self._tell(who, Noted(_OTHER_TOKEN))
                 continue
             said = self._note(who, message)
-            self._socket.send_multipart([who, msgspec.msgpack.encode(said)])
+            self._tell(who, said)
             if said.problem:
-                log.error("Refused %s: %s", message.node, said.problem)
+                log.error("Refused %.100r: %s", message.node, said.problem)
         self._take_stock()
+
+    def _ignore(self, what: str) -> None:
+        """Log what is ignored: the first time as a warning, since whoever can connect can repeat it."""
+        log.log(DEBUG if self._has_warned else WARNING, "Ignored at %s: %s", self._place, what)
+        self._has_warned = True
+
+    def _tell(self, who: bytes, message: Noted) -> None:
+        self._socket.send_multipart([who, msgspec.msgpack.encode(message)])
 
     def _note(self, who: bytes, message: Enlist) -> Noted:
         """Write down where its cores are, or say why not."""
@@ -115,6 +154,8 @@ class Roll:
             )
         if strange := sorted(message.addresses.keys() - self.awaited):
             return Noted(f"data-parallel rank {strange[0]} runs at the head itself, or is out of range")
+        if wrong := [each for each in message.addresses.values() if not _ADDRESS.fullmatch(each)]:
+            return Noted(f"{wrong[0]!r:.80} is no address of a core: expected tcp://HOST:PORT")
         now = time.monotonic()
         for other, node in list(self._nodes.items()):
             shared = node.ranks & message.addresses.keys()
@@ -154,7 +195,7 @@ class Roll:
     def close(self, problem: str = "") -> None:
         """Everybody is told that the head ends, and why."""
         for who in self._nodes:
-            self._socket.send_multipart([who, msgspec.msgpack.encode(Noted(problem, ends=True))])
+            self._tell(who, Noted(problem, ends=True))
         self._socket.close()
         self._context.term()  # waits until they are told
 
@@ -162,23 +203,27 @@ class Roll:
 class Announcer:
     """Tells the head where the cores of this machine are, again and again."""
 
-    def __init__(self, host: str, port: int, *, size: int, addresses: Mapping[int, str]) -> None:
+    def __init__(self, host: str, port: int, *, size: int, addresses: Mapping[int, str], token: str) -> None:
         self.head = f"{host}:{port}"
         self.was_heard = False
         self.ends = False
         """The head has ended, or does not want this machine, which then ends, too."""
-        self._message = Enlist(f"{socket.gethostname()} (pid {os.getpid()})", size, dict(addresses))
+        self._message = Enlist(f"{socket.gethostname()} (pid {os.getpid()})", size, token, dict(addresses))
         self._began = self._heard_at = time.monotonic()
         self._next = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 1)  # news of yesterday are of no use to a head that comes late
+        self._handshakes = Handshakes()
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURES | MISMATCHES)
+        secure(self._socket, token, listens=False)
         self._socket.connect(f"tcp://{self.head}")
 
     def tick(self, *, is_up: bool, timeout_s: float) -> None:
         """Say that this machine is there, and hear what the head says to that."""
         now = time.monotonic()
+        self._check_handshakes()
         self._hear(now)
         if now - self._heard_at > timeout_s:
             what = "has been silent for" if self.was_heard else "did not answer within"
@@ -188,9 +233,20 @@ class Announcer:
             self._message.is_up = is_up
             self._send()
 
+    def _check_handshakes(self) -> None:
+        for event, _ in events_of(self._monitor):
+            self._handshakes.note(event)
+        if self._handshakes.is_refused and not self.was_heard:
+            self.ends = True
+            raise ConfigError(f"the head at {self.head} refused this machine: {_OTHER_TOKEN}")
+
     def _hear(self, now: float) -> None:
         while self._socket.poll(0):
-            said = msgspec.msgpack.decode(self._socket.recv(), type=Noted)
+            try:
+                said = msgspec.msgpack.decode(self._socket.recv(), type=Noted)
+            except msgspec.MsgspecError as error:
+                log.warning("Ignored what the head at %s sent: %.200r", self.head, str(error))
+                continue
             self._heard_at = now
             if said.may_change and now - self._began < 2 * GONE_S:
                 continue
@@ -218,6 +274,8 @@ class Announcer:
         if problem and not self.ends:
             self._message.problem = problem
             self._send()
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
         self._context.term()
 

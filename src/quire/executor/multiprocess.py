@@ -54,10 +54,20 @@ ALIKE_S = 5.0
 """For all ranks to say that a step failed, when one has."""
 CAUSE_S = 1.0
 """For the rank whose error is the cause, when another was cut off by its end."""
+TOGETHER_S = 60.0
+"""For the other ranks to end a warm-up, when one has failed in it: they may wait for it in a collective."""
 REPORT_S = 5.0
 _LOOK_S = 0.002
 """How often a call looks for what was returned."""
 _FOREVER_S = float("inf")
+_CAUSE = 2
+
+
+def _blame(word: Failed | Gone) -> int:
+    """Order what ranks said by how much it tells: a rank without an error of its own waited for another."""
+    if isinstance(word, Gone):
+        return 1
+    return _CAUSE if word.is_cause else 0
 
 
 class RankedExecutor:
@@ -70,6 +80,8 @@ class RankedExecutor:
         self._failed: dict[int, dict[int, Failed]] = {}
         """By step, then by rank."""
         self._failed_at = 0.0
+        self._warm_at = 0.0
+        """When no rank had failed in the warm-up that runs."""
         self._passed = -1
         """The last step that counts as done."""
         self._returned: dict[int, dict[int, Returned]] = {}
@@ -138,16 +150,17 @@ class RankedExecutor:
         )
 
     def _cause(self, index: int, word: Failed | Gone) -> str:
-        """Why the start failed, by the rank whose fault it is: others only say that it went away."""
-        deadline = time.monotonic() + CAUSE_S
-        while isinstance(word, Gone) or not word.is_cause:
+        """Return why the start failed, by the rank whose fault it is: others only say that it went away."""
+        words, deadline = {index: word}, time.monotonic() + CAUSE_S
+        while not any(_blame(each) == _CAUSE for each in words.values()):
             try:
                 other, heard = self.crew.heard.get(timeout=max(deadline - time.monotonic(), 0))
             except Empty:
                 break
-            if isinstance(heard, Failed) and (heard.is_cause or isinstance(word, Gone)):
-                index, word = other, heard
-        name = self.crew.names[index]
+            if isinstance(heard, Failed | Gone):
+                words.setdefault(other, heard)  # a rank that failed also ends
+        index = max(words, key=lambda each: _blame(words[each]))
+        word, name = words[index], self.crew.names[index]
         if isinstance(word, Gone):
             return f"rank {index} ({name}) ended while it was starting: {word.why}; the log may say more"
         return f"rank {index} ({name}) cannot start: {word.error}"
@@ -234,9 +247,20 @@ class RankedExecutor:
                     )
                 time.sleep(_LOOK_S)
                 self.watch()
+                if method == "warm_up":
+                    self._check_together(found)
         finally:
             del self._returned[number]
         return [self._value(index, found[index]) for index in sorted(found)]
+
+    def _check_together(self, returned: dict[int, Returned]) -> None:
+        """Give up ranks that wait in a warm-up for one that has failed in it."""
+        failed = {index: each for index, each in returned.items() if each.error}
+        if not failed:
+            self._warm_at = time.monotonic()
+        elif time.monotonic() - self._warm_at > TOGETHER_S:
+            error = next(iter(failed.values())).error
+            self._die(f"warm_up failed on {self._names(failed)}, and the others wait for it: {error}")
 
     def _value(self, index: int, returned: Returned) -> Any:
         if returned.is_request:

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.dist.cluster_token import cluster_token
 from quire.errors import ConfigError
 from quire.executor.crew import LocalCrew
 from quire.executor.rank import own_places, world_size
@@ -76,15 +77,16 @@ class NodesCrew(RemoteCrew):
         self._settings = shared_settings(config)
         self._local: LocalCrew | None = None
         count, others = world_size(parallel) // parallel.nnodes, range(1, parallel.nnodes)
-        super().__init__(_listen(parallel.master_addr, parallel.master_port), others, count, self._differs)
         where = parallel.master_addr, parallel.master_port
+        token = cluster_token(Env.read(os.environ), parallel.master_addr)
+        super().__init__(_listen(*where), others, count, token=token, check=self._differs)
         log.info("Waiting for %d other machines at %s:%d", len(others), *where)
         try:
             if not self.await_all(time.monotonic() + timeout_s):
                 raise ConfigError(
                     f"no word from node {', '.join(map(str, self.missing))} of {parallel.nnodes} within "
                     f"{timeout_s:g} s (VLLM_ENGINE_READY_TIMEOUT_S): start it with --node-rank and the same "
-                    f"--nnodes, --master-addr and --master-port"
+                    f"--nnodes, --master-addr and --master-port{self.refusals}"
                 )
         except BaseException as error:
             self.farewell = str(error)
@@ -150,7 +152,9 @@ class NodeAgent:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.timeout_s = Env.read(os.environ).engine_ready_timeout_s
+        env = Env.read(os.environ)
+        self.timeout_s = env.engine_ready_timeout_s
+        self._token = cluster_token(env, config.parallel.master_addr)
         self.was_up = False
         self.stopping = False
         self._crew: LocalCrew | None = None
@@ -160,8 +164,9 @@ class NodeAgent:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
-            while (end := self._serve(self._connect())) is None or (end.problem and self.was_up):
+            while (end := self._serve(self._connect())) is None or self._may_come_again(end):
                 log.error("The engine at the first machine ended%s", f": {end.problem}" if end else "")
+                time.sleep(RETRY_S)
             if end.problem:
                 raise ConfigError(end.problem)
             return 0
@@ -169,6 +174,10 @@ class NodeAgent:
             return 0
         finally:
             self._end_ranks()
+
+    def _may_come_again(self, end: End) -> bool:
+        """Whether the engine ended after it was up, and is started again."""
+        return bool(end.problem) and self.was_up and not end.is_final
 
     def _on_signal(self, *_: object) -> None:
         raise KeyboardInterrupt
@@ -197,7 +206,7 @@ class NodeAgent:
                 head.send_bytes(encode(message))
 
         try:
-            send(Join(self.config.parallel.node_rank, shared_settings(self.config)))
+            send(Join(self.config.parallel.node_rank, shared_settings(self.config), self._token))
             while True:
                 match decode_from_head(head.recv_bytes(LONGEST)):
                     case Welcome(meeting):

@@ -251,7 +251,7 @@ class Steps:
         except Exception as error:
             refused = refusal(call.number, error)
             if not refused.is_request:
-                log.error("The call of %s failed", call.method, exc_info=error)
+                log.error("The call of %r failed", call.method, exc_info=error)
             return refused
         try:
             encode(value)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import queue
-import secrets
 import socket
 import threading
 import time
@@ -11,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.config.engine import EngineConfig
+from quire.dist.cluster_token import new_token
 from quire.errors import ConfigError
 from quire.executor.crew import Crew
 from quire.executor.multiprocess import RankedExecutor
@@ -36,7 +36,6 @@ from quire.logs import get_logger, name_process
 log = get_logger(__name__)
 
 LOOK_S = 1.0
-_SECRET = "token"
 
 
 class RayExecutor(RankedExecutor):
@@ -57,13 +56,9 @@ class RayCrew(RemoteCrew):
         deadline, places = time.monotonic() + timeout_s, own_places(config, 0, "")
         if self._owns_ray:
             self._ray.init(logging_level="WARNING", log_to_driver=True)
-        token, own = secrets.token_hex(), self._ray.util.get_node_ip_address()
+        token, own = new_token(), self._ray.util.get_node_ip_address()
         listener = socket.create_server((own, 0), backlog=len(places))
-
-        def check(join: Join) -> str | None:
-            return None if join.settings.get(_SECRET) == token else "is none of the actors"
-
-        super().__init__(listener, range(len(places)), 1, check)
+        super().__init__(listener, range(len(places)), 1, token=token)
         self.names = [place.name for place in places]
         try:
             self._place(config, places, timeout_s, deadline)
@@ -171,7 +166,7 @@ def _run(place: Place, host: str, port: int, token: str) -> None:
         tp = place.config.parallel.tensor_parallel_size
         index = place.rank.pp * tp + place.rank.tp
         node = Node(index, host, tuned(socket.create_connection((host, port))))
-        node.send(Join(index, {_SECRET: token}))
+        node.send(Join(index, {}, token))
         rank = NodePort(node)
         while True:
             match decode_from_head(node.pipe.recv_bytes(LONGEST)):

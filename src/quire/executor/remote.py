@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from logging import DEBUG, WARNING
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 import psutil
 
-from quire.errors import ConfigError
+from quire.dist.cluster_token import VARIABLE, is_same
 from quire.executor.crew import Heard
 from quire.executor.orders import Gone, Word
 from quire.logs import get_logger
@@ -22,12 +23,19 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 GREETING_S = 10.0
-"""For somebody who connects to say who it is."""
+"""Time limit for the first message of a connection, in seconds."""
 LOOK_S = 0.25
 LONGEST = 1 << 30
-"""Bytes of a message."""
+"""Size limit of a message between admitted machines, in bytes."""
+MAX_JOIN_BYTES = 64 << 10
+"""Size limit of the first message of a connection, before which it is not known who sends it."""
+MAX_UNADMITTED = 64
+"""Connections that may be without a first message at the same time; further ones are closed."""
+RETRY_S = 0.1
+"""Pause after a connection could not be accepted, for want of file descriptors for example."""
 _SILENCE_MS = 10_000
 """After which a machine that answers nothing counts as gone; the death of a process is noticed at once."""
+_OTHER_TOKEN = f"{VARIABLE} must be the same on every machine"
 
 
 class Join(msgspec.Struct, tag="join"):
@@ -36,6 +44,8 @@ class Join(msgspec.Struct, tag="join"):
     node_rank: int
     settings: dict[str, str]
     """What all must agree on."""
+    token: str = ""
+    """The secret of the deployment."""
 
 
 class Said(msgspec.Struct, tag="said"):
@@ -73,9 +83,12 @@ class End(msgspec.Struct, tag="end"):
     """It is over, and why; the empty string where nothing is wrong."""
 
     problem: str = ""
+    is_final: bool = False
+    """Whether the machine need not come again as it is: it was started with something wrong."""
 
 
 encode = msgspec.msgpack.Encoder().encode
+decode_join = msgspec.msgpack.Decoder(Join).decode
 decode_from_node = msgspec.msgpack.Decoder(Join | Said | Answer).decode
 decode_from_head = msgspec.msgpack.Decoder(Welcome | Tell | Plan | End).decode
 
@@ -93,6 +106,28 @@ def interface_to(address: str) -> str:
         if any(each.address == own for each in addresses)
     )
     return next(found, "")
+
+
+def first_message(sock: socket.socket) -> bytes:
+    """Read the first message of a connection, whose sender is not known, within limits of size and time.
+
+    The framing is the one of `Connection`: four bytes of length, then the message.
+    """
+    deadline = time.monotonic() + GREETING_S
+    size = int.from_bytes(_read_exactly(sock, 4, deadline), "big")
+    if size > MAX_JOIN_BYTES:
+        raise OSError(f"its first message has {size} bytes, and the limit is {MAX_JOIN_BYTES}")
+    return _read_exactly(sock, size, deadline)
+
+
+def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        if not (piece := sock.recv(size - len(data))):
+            raise EOFError("it ended before its first message did")
+        data += piece
+    return data
 
 
 def tuned(sock: socket.socket) -> Connection:
@@ -126,8 +161,15 @@ class RemoteCrew:
     """Ranks behind connections, as many behind each, which come when they are up."""
 
     def __init__(
-        self, listener: socket.socket, awaited: range, count: int, check: Callable[[Join], str | None]
+        self,
+        listener: socket.socket,
+        awaited: range,
+        count: int,
+        *,
+        token: str,
+        check: Callable[[Join], str | None] = lambda join: None,
     ) -> None:
+        """`check` returns what is wrong with a machine that has the token."""
         self.heard: Heard = queue.SimpleQueue()
         self.farewell: str | None = ""
         self.names: list[str] = []
@@ -135,11 +177,14 @@ class RemoteCrew:
         self._listener = listener
         self._awaited = awaited
         self._count = count
+        self._token = token
         self._check = check
-        """Says why somebody does not belong here."""
         self._outcomes: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._problem: str | None = None
-        self._is_complete = False
+        self._is_complete = self._is_ended = False
+        self._refusals: dict[int, str] = {}
+        """By node rank, why the last machine with the token was refused, for those that are missing."""
+        self._unadmitted = threading.Semaphore(MAX_UNADMITTED)
+        self._has_warned = False
         self._news = threading.Condition()
         threading.Thread(target=self._accept, name="quire-nodes", daemon=True).start()
 
@@ -147,17 +192,20 @@ class RemoteCrew:
     def missing(self) -> list[int]:
         return [rank for rank in self._awaited if rank not in self.nodes]
 
+    @property
+    def refusals(self) -> str:
+        """What was wrong with machines that came in place of those that are missing, for an error message."""
+        return "".join(f"; {self._refusals[rank]}" for rank in self.missing if rank in self._refusals)
+
     def await_all(self, deadline: float, look: Callable[[], None] = lambda: None) -> bool:
-        """Whether all have come in time. Raises what is wrong with one that came, or what `look` raises."""
+        """Wait for all; return whether they have come in time. Raises what `look` raises."""
         with self._news:
-            while self.missing and self._problem is None:
+            while self.missing:
                 if time.monotonic() > deadline:
                     return False
                 look()
                 self._news.wait(LOOK_S)
-            self._is_complete = self._problem is None
-        if self._problem is not None:
-            raise ConfigError(self._problem)
+            self._is_complete = True
         return True
 
     def welcome(self, meeting: str) -> None:
@@ -167,48 +215,85 @@ class RemoteCrew:
     # ---- one thread for each connection
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed at the end
-            while True:
+        """Accept connections until the listener is closed, whatever goes wrong with one of them."""
+        while self._listener.fileno() >= 0:
+            try:
                 sock, (address, *_) = self._listener.accept()
-                given = tuned(sock), address
-                threading.Thread(target=self._attend, args=given, name="quire-node", daemon=True).start()
+            except OSError as error:
+                if self._is_ended:
+                    return
+                self._warn(f"a connection could not be accepted: {error}")
+                time.sleep(RETRY_S)
+                continue
+            if not self._unadmitted.acquire(blocking=False):
+                self._warn(f"{address} is refused: {MAX_UNADMITTED} others have connected and said nothing")
+                sock.close()
+                continue
+            try:
+                threading.Thread(
+                    target=self._attend, args=(sock, address), name="quire-node", daemon=True
+                ).start()
+            except RuntimeError as error:
+                self._unadmitted.release()
+                self._warn(f"{address} is refused: {error}")
+                sock.close()
 
-    def _attend(self, pipe: Connection, address: str) -> None:
-        """From the first word to the end."""
+    def _warn(self, what: str) -> None:
+        """Log a warning the first time; whoever can connect can repeat it."""
+        log.log(DEBUG if self._has_warned else WARNING, "At the port for other machines: %s", what)
+        self._has_warned = True
+
+    def _attend(self, sock: socket.socket, address: str) -> None:
+        """Serve one connection from its first message to its end."""
         node: Node | None = None
         try:
-            first = decode_from_node(pipe.recv_bytes(LONGEST)) if pipe.poll(GREETING_S) else None
-            if not isinstance(first, Join):
-                return
-            node = Node(first.node_rank, address, pipe)
-            if (problem := self._admit(node, first)) is not None:
-                node.send(End(problem))
-                node = None
-                return
-            while True:
-                self._take(node, decode_from_node(pipe.recv_bytes(LONGEST)))
+            node = self._greet(sock, address)
+            while node is not None:
+                self._take(node, decode_from_node(node.pipe.recv_bytes(LONGEST)))
         except (EOFError, OSError, msgspec.MsgspecError) as error:
             log.debug("The connection from %s ends: %r", address, error)
         finally:
-            pipe.close()
             if node is not None:
+                node.pipe.close()
                 self._lose(node)
 
-    def _admit(self, node: Node, join: Join) -> str | None:
-        """Why not, if it does not belong here; while others are awaited that ends the start."""
+    def _greet(self, sock: socket.socket, address: str) -> Node | None:
+        """Read who it is; return it if it is admitted, else tell it why not and close the connection."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._unadmitted.release)
+            stack.callback(sock.close)
+            try:
+                join = decode_join(first_message(sock))
+            except (EOFError, OSError, msgspec.MsgspecError) as error:
+                self._warn(f"{address} did not join: {str(error)!r:.200}")
+                return None
+            node = Node(join.node_rank, address, tuned(sock))
+            if (refusal := self._admit(node, join)) is None:
+                return node
+            node.send(refusal)
+            node.pipe.close()
+            return None
+
+    def _admit(self, node: Node, join: Join) -> End | None:
+        """Return why a machine does not belong here, if so. The others that are awaited may still come."""
+        if not is_same(join.token, self._token):
+            self._warn(f"{node.address} is refused: its {VARIABLE} is another")
+            return End(f"the first machine refused this one: {_OTHER_TOKEN}", is_final=True)
         with self._news:
-            problem = self._check(join)
-            if problem is not None:
-                problem = f"node {node.rank} ({node.address}) {problem}"
-            elif node.rank in self.nodes:
+            wrong = self._check(join)
+            if wrong is None and node.rank not in self._awaited:
+                wrong = "is none of those that are awaited"
+            if wrong is None and node.rank not in self.nodes:
+                self.nodes[node.rank] = node
+                self._news.notify_all()
+                return None
+            problem = f"node {node.rank} ({node.address}) {wrong}"
+            if wrong is None:
                 there = self.nodes[node.rank].address
                 problem = f"two machines have --node-rank {node.rank}: {there} and {node.address}"
-            if problem is None:
-                self.nodes[node.rank] = node
-            elif not self._is_complete:
-                self._problem = problem
-            self._news.notify_all()
-        return problem
+            self._refusals[node.rank] = problem
+        log.error("Refused: %s", problem)
+        return End(problem, is_final=wrong is not None)
 
     def _take(self, node: Node, message: Any) -> None:
         if isinstance(message, Said):
@@ -244,7 +329,8 @@ class RemoteCrew:
         return None
 
     def end(self) -> None:
-        with contextlib.suppress(OSError):  # who is in accept() wakes up
+        self._is_ended = True
+        with contextlib.suppress(OSError):  # a thread that is in accept() wakes up
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         nodes, self.nodes = self.nodes, {}

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
-from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import QuireError
+from quire.frontend.gathered import Gathered
 
 Out = TypeVar("Out", bound=Any)
 TextReader = Callable[[str, int], None]
@@ -23,6 +23,8 @@ class Answer(Generic[Out]):
         "has_output",
         "_over",
         "_output",
+        "_gathered",
+        "_is_delta",
         "_error",
         "_reader",
         "_text_reader",
@@ -30,9 +32,16 @@ class Answer(Generic[Out]):
     )
 
     def __init__(
-        self, request_id: str, begin: Callable[["Answer[Out]"], None], abandon: Callable[[str], None]
+        self,
+        request_id: str,
+        begin: Callable[["Answer[Out]"], None],
+        abandon: Callable[[str], None],
+        *,
+        is_delta: bool = True,
     ):
+        """`is_delta`: whether each output has only what is new since the one before."""
         self.request_id = request_id
+        self._is_delta = is_delta
         self._begin: Callable[[Answer[Out]], None] | None = begin
         """None when it has begun: the request knows its answer, and is not to be known by it for ever."""
         self._abandon = abandon
@@ -40,7 +49,9 @@ class Answer(Generic[Out]):
         self.has_output = False
         """Whether the engine has put anything here yet."""
         self._output: Out | None = None
-        """What the reader has not seen yet, merged."""
+        """What the reader has not seen yet, if that is one output;"""
+        self._gathered: Gathered | None = None
+        """if it is more than one, all of them."""
         self._error: QuireError | None = None
         self._reader: Callable[[Out], None] | None = None
         self._text_reader: TextReader | None = None
@@ -51,7 +62,7 @@ class Answer(Generic[Out]):
     def put(self, output: Out) -> None:
         self.has_output = True
         if self._reader is None:
-            self._output = output if self._output is None else cast(Out, merge(self._output, output))
+            self._keep(output)
             self._wake_up()
             return
         try:
@@ -61,6 +72,15 @@ class Answer(Generic[Out]):
         if output.finished:
             self._over = True
             self._wake_up()
+
+    def _keep(self, output: Out) -> None:
+        """Until the reader asks for it."""
+        if self._output is None:
+            self._output = output
+            return
+        if self._gathered is None:
+            self._gathered = Gathered(self._output, is_delta=self._is_delta)
+        self._gathered.add(output)
 
     @property
     def takes_text(self) -> bool:
@@ -101,7 +121,10 @@ class Answer(Generic[Out]):
                 raise self._error
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
-        output, self._output = self._output, None
+        output, gathered = self._output, self._gathered
+        self._output = self._gathered = None
+        if gathered is not None:
+            output = cast(Out, gathered.joined())
         self._over = output.finished
         return output
 
@@ -122,24 +145,3 @@ class Answer(Generic[Out]):
         if self._begin is None and not self._over:
             self._over = True
             self._abandon(self.request_id)
-
-
-def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two deltas of a request as one."""
-    by_index = {completion.index: completion for completion in first.outputs}
-    for new in second.outputs:
-        old = by_index.get(new.index)
-        by_index[new.index] = new if old is None else _append(old, new)
-    second.outputs = [by_index[index] for index in sorted(by_index)]
-    if first.prompt_logprobs is not None:
-        second.prompt_logprobs = first.prompt_logprobs
-    return second
-
-
-def _append(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
-    new.text = old.text + new.text
-    new.token_ids = [*old.token_ids, *new.token_ids]
-    if old.logprobs is not None and new.logprobs is not None:
-        old.logprobs.extend(new.logprobs)  # type: ignore[arg-type]
-        new.logprobs = old.logprobs
-    return new

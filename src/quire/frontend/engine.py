@@ -5,7 +5,6 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,23 @@ import msgspec
 
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
-from quire.data.params import SamplingParams
+from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import Finish, StepOutput
 from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import PoolingParams
 from quire.data.wire import Abort
 from quire.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.frontend.answer import Answer
-from quire.frontend.flight import Flight, failure, marks, prefix_extra
+from quire.frontend.checked import CheckedParams
+from quire.frontend.facts import EngineFacts
+from quire.frontend.flight import Flight, failure, marks, next_to_send, prefix_extra
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.link import CALL_TIMEOUT_S, CoreLink
 from quire.frontend.live import LiveView
 from quire.frontend.operation import Operation
 from quire.frontend.outputs import OutputProcessor
 from quire.frontend.prefixes import PrefixMap
+from quire.frontend.request_state import RequestState
 from quire.frontend.router import Router
 from quire.frontend.tracing import Tracer
 from quire.logs import get_logger
@@ -38,28 +40,10 @@ from quire.text.tokenizer import Tokenizer
 log = get_logger(__name__)
 
 LOOK_S = 0.1
+STARTS = 2.0
+"""How many starts of a dead core requests wait for, on top of the health timeout."""
 SILENT_S = 2.0
 """A core that said nothing for so long gets no new requests, if another can have them."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What an API process knows of its engine before the core is up."""
-
-    model_names: tuple[str, ...]
-    """The first is the one that is reported."""
-    root: str
-    """The model as the user named it."""
-    max_model_len: int
-    vocab: int
-    max_logprobs: int
-    max_num_seqs: int
-    """Of all cores."""
-    block_size: int
-    default_sampling: dict[str, Any]
-    chat_template: str | None
-    version: str
-    start_time: float
 
 
 class AsyncEngine:
@@ -72,24 +56,26 @@ class AsyncEngine:
         inputs: InputProcessor,
         metrics: EngineMetrics,
         addresses: Mapping[int, str | Path],
+        token: str,
         health_timeout_s: float,
         stream_interval: int = 1,
         routing: str = "affinity",
         prefixes: PrefixMap | None = None,
         first: int = 0,
         cores_return: bool = True,
+        resumes: bool = True,
         settings: Mapping[str, Any] | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`addresses` of the cores by rank; `prefixes` may be shared with other processes; `first` is the
-        core whose turn is first. Where dead cores do not return, nobody is kept waiting for them."""
+        """`addresses` of the cores by rank, which expect the `token`; `prefixes` may be shared with other
+        processes; `first` is the core whose turn is first. If it `resumes`, answers outlive their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
         self._clock = clock
         self._health_timeout_s = health_timeout_s
-        self._patience_s = health_timeout_s if cores_return else 0.0
+        self._cores_return, self._resumes = cores_return, resumes
         self._links = [
             CoreLink(
                 place,
@@ -99,6 +85,7 @@ class AsyncEngine:
                 outputs=OutputProcessor(
                     inputs.tokenizer, stream_interval=stream_interval, tokenizer_of=inputs.tokenizer_of
                 ),
+                token=token,
                 owner=self,
                 clock=clock,
             )
@@ -162,17 +149,21 @@ class AsyncEngine:
             if problem is not None and not back_soon:
                 raise EngineDead(problem)
 
-    def _check_any(self) -> None:
+    def _check_any(self, rank: int | None = None) -> None:
+        """Raise unless some core can be asked; of a request for one `rank`, unless its core has been up."""
         problems = [link.problem(self._health_timeout_s) for link in self._links]
         if None not in problems:
             raise EngineDead(str(problems[0]))
+        for link, problem in zip(self._links, problems, strict=True):
+            if link.rank == rank and not link.was_up:
+                raise EngineDead(str(problem))
 
     # ---- requests
 
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | CheckedParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -184,12 +175,13 @@ class AsyncEngine:
     ) -> Answer[RequestOutput]:
         """The outputs of a request as they come. What is wrong with it is raised here, at once. With a `rank`
         it goes to that core and no other; `timed`, its share of the steps is counted."""
-        self._check_any()
+        self._check_any(rank)
         id = self._internal_id(request_id, rank)
         requests = self.inputs.requests(
             id, prompt, params, priority=priority, max_logprobs=max_logprobs, timed=timed, lora=lora
         )
-        return self._answer(id, Flight(prompt, requests, rank, account))
+        is_delta = requests[0].params.output_kind is RequestOutputKind.DELTA
+        return self._answer(id, Flight(prompt, requests, rank, account), is_delta=is_delta)
 
     def encode(
         self,
@@ -203,7 +195,7 @@ class AsyncEngine:
         lora: LoRARequest | None = None,
     ) -> Answer[PoolingRequestOutput[PoolingOutput]]:
         """The one output of a request to a pooling model. What is wrong with it is raised here, at once."""
-        self._check_any()
+        self._check_any(rank)
         id = self._internal_id(request_id, rank)
         request = self.inputs.pooling_request(id, prompt, params, priority=priority, lora=lora)
         return self._answer(id, Flight(prompt, [request], rank, account))
@@ -215,7 +207,7 @@ class AsyncEngine:
             raise RequestError(f"data_parallel_rank {rank} is out of range: there {known}")
         return f"{request_id}-{self._tag}{next(self._numbers):x}"
 
-    def _answer(self, id: str, flight: Flight) -> Answer[Any]:
+    def _answer(self, id: str, flight: Flight, *, is_delta: bool = False) -> Answer[Any]:
         if flight.account is not None:
             for request in flight.requests:
                 request.tenant, request.weight = flight.account.tenant, flight.account.weight
@@ -226,7 +218,7 @@ class AsyncEngine:
             self._flights[id] = flight
             self._send_off(id, flight)
 
-        return Answer(id, begin, self._abort)
+        return Answer(id, begin, self._abort, is_delta=is_delta)
 
     def _send_off(self, id: str, flight: Flight) -> None:
         """To the core that is best for it; if there is none, it waits for one."""
@@ -235,7 +227,7 @@ class AsyncEngine:
             flight.link = None
             flight.lost_at = flight.lost_at or self._clock()
             return
-        first, answer, larder = flight.requests[0], flight.answer, self.inputs.media.larder
+        first, larder = flight.requests[0], self.inputs.media.larder
         if first.media is not None and larder.lacks(first.media):
             flight.link = None
             flight.lost_at = flight.lost_at or self._clock()
@@ -246,11 +238,21 @@ class AsyncEngine:
             id, tokens, among=among, extra=prefix_extra(first), num_sequences=len(flight.requests)
         )
         link = flight.link = self._links[place]
-        put_text = answer.put_text if answer is not None and answer.takes_text else None
-        link.outputs.add(id, flight.prompt, flight.requests, put_text, flight.account)
+        if self._expect(id, flight, link).has_tokens and flight.lost_at:
+            self._pages[place].count_resumed()
         flight.num_sent += 1
-        flight.lost_at = 0.0
+        flight.num_before, flight.lost_at = flight.num_tokens, 0.0
         link.send(flight.outgoing(larder))
+
+    def _expect(self, id: str, flight: Flight, link: CoreLink) -> RequestState:
+        """Gather the outputs of a request where its core sends them."""
+        if flight.state is not None:
+            link.outputs.attach(flight.state)
+            return flight.state
+        answer = flight.answer
+        put_text = answer.put_text if answer is not None and answer.takes_text else None
+        flight.state = link.outputs.add(id, flight.prompt, flight.requests, put_text, flight.account)
+        return flight.state
 
     async def _bring(self, id: str, flight: Flight) -> None:
         """Media that no core has any more are made again, then it is sent off."""
@@ -263,6 +265,7 @@ class AsyncEngine:
         except Exception as error:  # handed to who waits for the answer
             if self._pop(id) is not None and flight.answer is not None:
                 flight.answer.fail(error if isinstance(error, QuireError) else EngineError(str(error)))
+                self._close(id, flight, "error")
             return
         finally:
             flight.bringing = None
@@ -279,19 +282,24 @@ class AsyncEngine:
         return [place for place, silent_s in up if silent_s < SILENT_S] or [place for place, _ in up]
 
     def _abort(self, request_id: str) -> None:
-        if (flight := self._pop(request_id)) is None or (link := flight.link) is None:
+        if (flight := self._pop(request_id)) is None:
             return
-        ids = link.outputs.sequences_of([request_id])
-        if ids and link.core is not None:
+        link = flight.link
+        if link is not None and link.core is not None and (ids := link.outputs.sequences_of([request_id])):
             link.send(Abort(ids))
-        self._forget(link, ids, "abort")
+        self._close(request_id, flight, "abort")
 
     def _pop(self, request_id: str) -> Flight | None:
         self._router.end(request_id)
         return self._flights.pop(request_id, None)
 
-    def _forget(self, link: CoreLink, ids: list[str], reason: str) -> None:
-        """Sequences that nobody waits for any more. Others may have outputs on their way, and keep them."""
+    def _close(self, request_id: str, flight: Flight, reason: str) -> None:
+        """End the sequences of a request that has no reader any more; one that waits for a core counts at the
+        first. Other requests keep the outputs that are on their way."""
+        link = flight.link or self._links[0]
+        if flight.link is None:
+            self._expect(request_id, flight, link)
+        ids = link.outputs.sequences_of([request_id])
         link.outputs.take(StepOutput([], [], finished={id: Finish(reason) for id in ids}))
         self.on_turn(link)
 
@@ -326,8 +334,8 @@ class AsyncEngine:
         """It goes again, with all that it has."""
         self.inputs.media.larder.forget_far()
         for id, flight in list(self._flights.items()):
-            if flight.link is not None and flight.requests[0].id == request_id:
-                flight.link.outputs.drop([id])
+            if flight.link is not None and any(request.id == request_id for request in flight.requests):
+                flight.link.outputs.detach([id])
                 self._router.end(id)
                 flight.link, flight.is_whole = None, True
                 self._send_off(id, flight)
@@ -345,6 +353,8 @@ class AsyncEngine:
                 continue
             if (finish := processed.failed.get(output.request_id)) is not None:
                 answer.fail(failure(finish))
+                if output.finished:
+                    self._pop(output.request_id)
                 continue
             if output.finished:
                 self._pop(output.request_id)
@@ -354,32 +364,37 @@ class AsyncEngine:
             answer.put(output)
 
     def on_death(self, link: CoreLink) -> None:
-        """Requests that nobody has seen anything of are sent again; the others end with an error."""
+        """Send its requests to another core, or wait until it is restarted. Those that must not go again end
+        with an error."""
+        self.on_turn(link)
         flights = {id: flight for id, flight in self._flights.items() if flight.link is link}
-        again = {id: flight for id, flight in flights.items() if flight.may_go_again}
+        terms = {"is_alone": len(flights) == 1, "resumes": self._resumes}
+        again = {id: flight for id, flight in flights.items() if flight.outlives(**terms)}
         self._router.lose(link.place)
         self.inputs.media.larder.lose_far()
         self.metrics.note_adapters(link.place, [], [])
-        link.outputs.drop(again)
+        link.outputs.detach(again)
+        for flight in again.values():
+            flight.link, flight.lost_at = None, self._clock()
+            flight.state = flight.state if self._resumes else None
         for id in flights.keys() - again.keys():
             self._fail(id, "died while it worked on this request; please send it again")
-        log.error(
-            "%s; %d requests are lost, %d are sent again",
-            link.problem(0.0),
-            len(flights) - len(again),
-            len(again),
-        )
-        for id, flight in again.items():
-            self._send_off(id, flight)
+        num_failed = len(flights) - len(again)
+        log.error("%s; %d requests end, %d go on in the next core", link.problem(0.0), num_failed, len(again))
+        self._send_the_lost()
 
     def _fail(self, request_id: str, why: str) -> None:
         flight = self._pop(request_id)
         assert flight is not None and flight.answer is not None
         flight.answer.fail(EngineDead(f"the engine process {why}"))
-        link = flight.link or self._links[0]
-        if flight.link is None:  # it counts as one that has come and gone
-            link.outputs.add(request_id, flight.prompt, flight.requests, None)
-        self._forget(link, [each.id for each in flight.requests], "error")
+        self._close(request_id, flight, "error")
+
+    @property
+    def _patience_s(self) -> float:
+        """How long requests wait for a core: a restart takes about as long as the start before it."""
+        if not self._cores_return:
+            return 0.0
+        return self._health_timeout_s + STARTS * max(link.start_s for link in self._links)
 
     async def _look_after_the_lost(self) -> None:
         while True:
@@ -387,9 +402,9 @@ class AsyncEngine:
             await asyncio.sleep(LOOK_S)
 
     def _send_the_lost(self) -> None:
-        """Those that wait for a core: off with them if one is there, or they have waited long enough."""
+        """Send the requests that wait for a core, or fail those that have waited long enough."""
         now = self._clock()
-        for id, flight in [(id, flight) for id, flight in self._flights.items() if flight.link is None]:
+        for id, flight in next_to_send(self._flights):
             if self._askable(flight.rank):
                 self._send_off(id, flight)
             elif now - flight.lost_at > self._patience_s:

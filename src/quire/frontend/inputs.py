@@ -1,16 +1,14 @@
 """Inputs: whatever a user may pass as a prompt becomes checked Requests. Nothing wrong gets past here."""
 
 import copy
-import json
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-import msgspec
-
 from quire.config.pooling import PoolingFacts
+from quire.data.cache_scope import scoped_salt
 from quire.data.embeds import Embeds
 from quire.data.lora import LoRARequest
 from quire.data.media import Media
@@ -19,15 +17,19 @@ from quire.data.params import RequestOutputKind, SamplingParams, StructuredOutpu
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
 from quire.errors import RequestError
+from quire.frontend.checked import CheckedParams, check_salt
 from quire.frontend.embeds import EmbedsReader
 from quire.frontend.media import TEXT_ALONE, MediaReader, items_of, joined
 from quire.frontend.own_tokens import OwnTokenizers
 from quire.frontend.patience import limited
 from quire.frontend.pooling import GENERATES_NOT, completed, pools, second_start
-from quire.grammar import Grammars
+from quire.grammar import Grammars, sendable
 from quire.multimodal.kitchen import Prepared
 from quire.text.tokenizer import Tokenizer
 
+CHARS_PER_TOKEN = 256
+"""Tokens are at most a few dozen characters long: a text with more for each token of the context is refused
+before it is tokenized."""
 _POOLED = {
     skip: SamplingParams(
         max_tokens=1,
@@ -116,6 +118,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.vocab = self.model_vocab = vocab
         self.max_model_len = max_model_len
+        self.max_chars = max_model_len * CHARS_PER_TOKEN
+        """The longest text that is tokenized."""
         self.max_prompt_len = max_prompt_len
         """The longest prompt that the engine can run at all; None if it is bounded by max_model_len alone."""
         self.pooling = pooling
@@ -203,8 +207,7 @@ class InputProcessor:
         self, prompt: Mapping[str, Any], add_special_tokens: bool, prepared: Sequence[Prepared]
     ) -> Prompt:
         salt = prompt.get("cache_salt")
-        if salt is not None and not (isinstance(salt, str) and salt):
-            raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
+        check_salt(salt)
         ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
         if prompt.get("prompt_embeds") is not None:
             if ids is not None:
@@ -239,15 +242,23 @@ class InputProcessor:
             raise RequestError(
                 "a text prompt needs a tokenizer, and skip_tokenizer_init is set: pass token ids"
             )
-        # A token is at most a few dozen characters long: text far beyond the limit is refused before it is
-        # tokenized.
-        if len(text) > self.max_model_len * 256:
-            raise self._too_long(len(text) // 256, "at least ")
+        if len(text) > self.max_model_len * CHARS_PER_TOKEN:
+            raise self._too_long(len(text) // CHARS_PER_TOKEN, "at least ")
+        self.check_chars(text)
         spelled = self.media.spelled(text) if prepared else text
         is_begun = self.media.crossed or (self.media.prefix and bool(prepared))
         with_special = add_special_tokens and not is_begun
         token_ids = self.tokenizer.encode(spelled, add_special_tokens=with_special)
         return self._checked(Prompt(token_ids, text, salt))
+
+    def check_chars(self, text: str) -> None:
+        """Refuse a text that takes too long to tokenize, where prompts may have more tokens than fit."""
+        if len(text) > self.max_chars:
+            raise RequestError(
+                f"the text has {len(text)} characters, and the {self.max_chars // CHARS_PER_TOKEN} tokens of "
+                f"this model have at most {self.max_chars}: send it in parts, or raise max_model_len",
+                param="prompt",
+            )
 
     def _from_embeds(self, given: Any, text: str | None, salt: str | None) -> Prompt:
         if self.pooling is not None:
@@ -320,7 +331,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | CheckedParams,
         *,
         priority: int = 0,
         arrived_at: float | None = None,
@@ -329,18 +340,17 @@ class InputProcessor:
         lora: LoRARequest | None = None,
     ) -> list[Request]:
         """One Request per sequence asked for; the engine finds out by itself that they share a prompt. With
-        `lora` they are answered with that adapter."""
-        self._check_lora(lora)
-        if self.pooling is not None:
-            raise RequestError(GENERATES_NOT)
+        `lora` they are answered with that adapter, which checked params must have been checked for."""
+        checked = params
+        if isinstance(checked, SamplingParams):
+            checked = self.check(checked, lora=lora, max_logprobs=max_logprobs)
+        params = checked.params
         self.media.require(prompt.media)
         if prompt.embeds is not None and params.prompt_logprobs is not None:
             raise RequestError(
                 "prompt_logprobs is not compatible with prompt embeds.", param="prompt_logprobs"
             )
-        own = self.of(lora)
-        params = own._complete(params, self.max_logprobs if max_logprobs is None else max_logprobs)
-        top_id = 0 if lora is None else max(max(prompt.token_ids), params.top_id)
+        top_id = 0 if lora is None else max(max(prompt.token_ids), checked.top_id)
         top_id = top_id if top_id >= self.vocab else 0
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         arrived_at = time.time() if arrived_at is None else arrived_at
@@ -361,10 +371,10 @@ class InputProcessor:
                     prompt_len=len(prompt.token_ids),
                     limit=limit,
                     seed=seed + k,
-                    eos_id=own.eos_ids[0] if own.eos_ids and not params.ignore_eos else -1,
+                    eos_id=checked.eos_id,
                     priority=priority,
                     arrived_at=arrived_at,
-                    cache_salt=prompt.cache_salt,
+                    cache_salt=scoped_salt(prompt.cache_salt),
                     embeds=prompt.embeds,
                     media=prompt.media,
                     timed=timed,
@@ -396,7 +406,7 @@ class InputProcessor:
             seed=0,
             priority=priority,
             arrived_at=time.time() if arrived_at is None else arrived_at,
-            cache_salt=prompt.cache_salt,
+            cache_salt=scoped_salt(prompt.cache_salt),
             media=prompt.media,
             pooling=params,
             lora=lora,
@@ -414,7 +424,28 @@ class InputProcessor:
                 param="lora_request",
             )
 
-    def _complete(self, params: SamplingParams, max_logprobs: int) -> SamplingParams:
+    def check(
+        self,
+        params: SamplingParams,
+        *,
+        lora: LoRARequest | None = None,
+        max_logprobs: int | None = None,
+        grammar: StructuredOutputsParams | None = None,
+    ) -> CheckedParams:
+        """Check and complete params for requests of the model or of an adapter. `grammar` was checked before.
+        Another one is compiled here if it is new, which may take seconds."""
+        self._check_lora(lora)
+        if self.pooling is not None:
+            raise RequestError(GENERATES_NOT)
+        own = self.of(lora)
+        limit = self.max_logprobs if max_logprobs is None else max_logprobs
+        params = own._complete(params, limit, grammar)
+        eos_id = own.eos_ids[0] if own.eos_ids and not params.ignore_eos else -1
+        return CheckedParams(params, eos_id, 0 if lora is None else params.top_id)
+
+    def _complete(
+        self, params: SamplingParams, max_logprobs: int, grammar: StructuredOutputsParams | None
+    ) -> SamplingParams:
         """The params as the core needs them: checked against this model, further eos ids and bad words as
         ids."""
         params = params.clone()
@@ -423,12 +454,10 @@ class InputProcessor:
         params.moments = self._moments() if params.timestamps else None
         num_own = self.vocab - self.model_vocab
         params.verify(vocab=self.model_vocab, max_logprobs=max_logprobs, num_own=num_own)
-        if params.stop_token_ids:  # an id that no token has stops nothing, and has no logit to hold back
-            params.stop_token_ids = [id for id in params.stop_token_ids if id < self.vocab]
         if (asked := params.structured_outputs) is not None:
-            self.check_grammar(asked)
-            if isinstance(asked.json, dict):  # as a text, which may have numbers of any size, it can be sent
-                params.structured_outputs = msgspec.structs.replace(asked, json=json.dumps(asked.json))
+            if asked != grammar:
+                self.check_grammar(asked)
+            params.structured_outputs = sendable(asked)
         if len(self.eos_ids) > 1 and not params.ignore_eos:
             params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.eos_ids[1:]]))
         if self.tokenizer is None:
@@ -440,8 +469,8 @@ class InputProcessor:
         return params
 
     def check_grammar(self, asked: StructuredOutputsParams, seconds: float | None = None) -> None:
-        """By the call that the core will make, in so many seconds, if that is said. What was checked before
-        is known."""
+        """Compile the grammar as the core will, in so many seconds if that is limited. One that was checked
+        before is known."""
         if self.grammars is None:
             raise RequestError(
                 "structured_outputs need a tokenizer, and skip_tokenizer_init is set",
@@ -449,7 +478,7 @@ class InputProcessor:
             )
         self.grammars.open()
         with limited(seconds, "structured_outputs: the grammar"):
-            self.grammars.compile(asked)
+            self.grammars.check(asked)
 
     def _moments(self) -> Moments:
         if self.media.speech is None or self.media.speech.moments is None:

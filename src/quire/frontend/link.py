@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -25,6 +26,7 @@ from quire.data.wire import (
     decode_from_core,
     encode,
 )
+from quire.dist.cluster_token import secure
 from quire.errors import EngineDead, EngineError, RequestError
 from quire.frontend.outputs import OutputProcessor
 from quire.logs import get_logger
@@ -75,12 +77,13 @@ class CoreLink:
         address: str | Path,
         *,
         name: str,
+        token: str,
         outputs: OutputProcessor,
         owner: Owner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`place` is its number among the links of its owner. `address` may be a file that will hold it, once
-        the core's machine has told where it is."""
+        the core's machine has told where it is; `token` is the secret that the core expects."""
         self.place = place
         self.rank = rank
         self.name = name
@@ -90,8 +93,11 @@ class CoreLink:
         self.stats = StepStats()
         """The core's gauges, when it last told of them."""
         self.was_up = False
+        self.start_s = 0.0
+        """Seconds that the last start of the core took."""
         self.down_since = self._clock()
         self._address = address
+        self._token = token
         self._connected_to = ""
         self._owner = owner
         self._why_down = f"{name} is starting"
@@ -135,13 +141,19 @@ class CoreLink:
     async def _tend(self) -> None:
         """Say Hello until the core answers; notice within a moment that it is gone."""
         while True:
-            if self.core is None:
-                self._connect()
-                if self._socket is not None:
-                    self.send(Hello())
-            elif self._is_gone(self.core):
-                self._died()
+            try:
+                self._look()
+            except Exception:  # a link that nothing looks after would stay as it is for ever
+                log.exception("Looking after the connection to %s failed; it is tried again", self.name)
             await asyncio.sleep(HELLO_INTERVAL_S)
+
+    def _look(self) -> None:
+        if self.core is None:
+            self._connect()
+            if self._socket is not None:
+                self.send(Hello(self._token))
+        elif self._is_gone(self.core):
+            self._died()
 
     def _is_gone(self, core: Ready) -> bool:
         if self._monitor is None:
@@ -178,8 +190,14 @@ class CoreLink:
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(address)
+            secure(self._socket, self._token, listens=False)
         asyncio.get_running_loop().add_reader(self._socket.FD, self._arrived)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            log.error("%s cannot be reached at %.80r: %s", self.name, address, error)
+            self._disconnect()
+            self._connected_to = address  # until its machine names another one
 
     def _disconnect(self) -> None:
         self._connected_to = ""
@@ -222,8 +240,10 @@ class CoreLink:
     def _turn(self) -> None:
         """Read for a moment, then hand out what came: a stream gets one piece however many steps that were.
         With more to read, others get theirs first."""
-        self._resting = not self._receive()
+        self._resting = False  # whatever fails below, the next message is read
+        is_all = self._receive()
         self._owner.on_turn(self)
+        self._resting = not is_all
         if self._resting:
             self._rest(REST)
 
@@ -239,7 +259,14 @@ class CoreLink:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return True
-            self.handle(decode_from_core(data))
+            try:
+                message = decode_from_core(data)
+            except msgspec.MsgspecError as error:
+                log.error(
+                    "Ignored a message of %s that is none of this version: %.200r", self.name, str(error)
+                )
+                continue
+            self.handle(message)
             if self._heard_at > deadline:
                 return False
         return True
@@ -266,6 +293,7 @@ class CoreLink:
             case Ready() if self.core is None:
                 self.core = message
                 self.was_up = True
+                self.start_s = message.start_s
                 self._stalled_s = 0.0
                 self._owner.on_ready(self)
 
@@ -292,7 +320,10 @@ def _is_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except FileNotFoundError:
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # the latter if it ends between the opening and the reading
         pass
     if os.path.isdir("/proc/self"):
         return False

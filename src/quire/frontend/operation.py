@@ -41,11 +41,11 @@ class Operation:
         return any(await self._call_all("is_paused", {}))
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Nothing happens if it sleeps so already."""
+        """Nothing happens if it sleeps so already; one that failed to fall asleep tries again."""
         if not self.settings.get("model", {}).get("enable_sleep_mode", False):
             raise RequestError("sleep mode is off: start the engine with --enable-sleep-mode")
         check_choice("level", level, LEVELS)
-        levels = await self._call_all("sleep_level", {})
+        levels = await self._call_all("settled_level", {})
         if level and all(each == level for each in levels):
             return
         if max(levels) > level:

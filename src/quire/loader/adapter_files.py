@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.loader.pt import load_pickle
+from quire.loader.pt import load_pickle_bytes
 from quire.loader.safetensors import DTYPES, ask_for_large_pages
 
 _MAX_CONFIG = 1 << 20
@@ -117,10 +117,7 @@ class AdapterFiles:
         digest = hashlib.sha256(hashlib.sha256(self._config_bytes).digest() + b"".join(parts)).digest()
         if file.name == TENSORS:
             return Contents(digest, _tensors_of(memory))
-        try:
-            return Contents(digest, load_pickle(file.path))
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(str(file.path), file.name)) from error
+        return Contents(digest, load_pickle_bytes(file.name, memory.numpy().data))
 
     @cached_property
     def _config_bytes(self) -> bytes:

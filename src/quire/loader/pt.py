@@ -1,8 +1,10 @@
 """Weights from pytorch_model.bin files, read without running any code in them."""
 
-from collections.abc import Iterable, Mapping
+import io
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +44,34 @@ class PickleSource:
 
 
 def load_pickle(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint's file by name; their bytes are mapped, not copied."""
+    return _plain_tensors(
+        str(path), lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    )
+
+
+def load_pickle_bytes(name: str, data: memoryview) -> dict[str, Tensor]:
+    """Return the tensors of a file that was read into memory; `name` is what errors call it."""
+    return _plain_tensors(
+        name, lambda: torch.load(io.BytesIO(data), map_location="cpu", mmap=False, weights_only=True)
+    )
+
+
+def _plain_tensors(name: str, load: Callable[[], Any]) -> dict[str, Tensor]:
+    """Refuse all but strided tensors: torch does not check that the indices of sparse ones are in range."""
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (UnpicklingError, RuntimeError, OSError, EOFError) as error:
-        raise ConfigError(f"{path} cannot be read as plain weights: {str(error).splitlines()[0]}") from error
+        state = load()
+    except (UnpicklingError, RuntimeError, ValueError, OSError, EOFError) as error:
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{name} cannot be read as plain weights: {first_line}") from error
     if not isinstance(state, dict):
-        raise ConfigError(f"{path} holds a {type(state).__name__}, expected tensors by name")
-    return {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+        raise ConfigError(f"{name} holds a {type(state).__name__}, expected tensors by name")
+    tensors = {str(key): tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}
+    for key, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise ConfigError(
+                f"{name}: {key} has the layout {layout} on the device {tensor.device.type}; weights must be "
+                "strided tensors with data: save it as tensor.to_dense(), or as a .safetensors file"
+            )
+    return tensors

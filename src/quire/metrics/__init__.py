@@ -57,6 +57,7 @@ COUNTERS = {
     "mm_cache_queries": "Images, videos and sounds looked up among those processed before.",
     "mm_cache_hits": "Of these, the ones that were there.",
     "num_preemptions": "Requests preempted by recomputation.",
+    "request_resumed": "Answers that went on in a restarted core, or in another one, after theirs had died.",
     "prompt_tokens": "Prompt tokens processed, cached ones counted in.",
     "prompt_tokens_cached": "Prompt tokens taken from the prefix cache.",
     "generation_tokens": "Tokens generated.",
@@ -236,6 +237,10 @@ class MetricsPages:
         self._put("request_inference_time_seconds", times.last_token_at - times.scheduled_at)
         if ended.num_output_tokens > 1:
             self._put("request_time_per_output_token_seconds", decode / (ended.num_output_tokens - 1))
+
+    def count_resumed(self) -> None:
+        """A request with output so far was sent to a core in place of one that died."""
+        self._add("request_resumed", 1)
 
     def observe_media(self, queries: int, hits: int) -> None:
         """Items that were asked for, and those that had been processed."""

@@ -171,7 +171,7 @@ def _configuration(borrowed: Borrowed) -> tuple[Any, dict[str, Any]]:
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"{borrowed.path}: transformers has no model_type {kind!r}")
     with named(str(kind)):
-        return CONFIG_MAPPING[kind].from_dict(values), {}
+        return CONFIG_MAPPING[kind].from_dict(values), {"trust_remote_code": False}
 
 
 class _Uncopied(TorchDispatchMode):

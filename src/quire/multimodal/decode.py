@@ -7,22 +7,18 @@ from typing import Any
 from quire.multimodal.families import Content
 from quire.multimodal.fetch import Blob
 from quire.multimodal.image_files import decode_image
+from quire.multimodal.limits import Limits
 from quire.multimodal.sound import decode_sound
-from quire.multimodal.video import Check, decode_video
+from quire.multimodal.video import decode_video
+
+__all__ = ["Limits", "decode"]
 
 
-def decode(
-    modality: str,
-    blob: Blob,
-    options: Mapping[str, Any],
-    *,
-    max_pixels: int,
-    check: Check = lambda video: None,
-) -> Content:
-    """`options` are the media_io_kwargs of the modality. A RequestError says what cannot be read. Videos are
-    shown to `check` before."""
+def decode(modality: str, blob: Blob, options: Mapping[str, Any], limits: Limits) -> Content:
+    """`options` are the media_io_kwargs of the modality. A RequestError says what cannot be read, or what is
+    beyond the limits."""
     if modality == "image":
-        return decode_image(blob.parts[0], options, max_pixels=max_pixels)
+        return decode_image(blob.parts[0], options, limits)
     if modality == "audio":
-        return decode_sound(blob.parts[0])
-    return decode_video(blob, options, max_pixels=max_pixels, check=check)
+        return decode_sound(blob.parts[0], limits.take)
+    return decode_video(blob, options, limits)

@@ -32,7 +32,17 @@ _AGAIN = (408, 429)
 """Statuses below 500 that may be other ones next time."""
 _MAX_LOOKUPS = 256
 """Threads that ask for addresses: names that nobody answers for hold up no other work."""
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NOT_PUBLIC = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "192.0.0.0/24",  # protocol assignments (RFC 6890)
+        "192.88.99.0/24",  # relays of 6to4 (RFC 7526)
+        "64:ff9b::/96",  # NAT64
+        "3fff::/20",  # documentation (RFC 9637)
+        "fec0::/10",  # site-local (RFC 3879)
+    )
+)
+"""Networks that lead to private addresses or nowhere, and that `is_global` of some Pythons calls public."""
 _URL_SAFE = "/?&=%:@!$'()*+,;~[]|"
 _SHOWN = 80
 """Characters of a url in errors."""
@@ -189,7 +199,7 @@ class Fetcher:
             location = answer.headers.get("location") if answer.status in _REDIRECTS else None
             if not location:
                 raise _failed(answer.status)
-            next_target = _target(urljoin(target.url, location))
+            next_target = _target(_joined(target.url, location))
             if target.parts.scheme == "https" and next_target.parts.scheme == "http":
                 raise Unreachable(f"{_shown(url)} leads from https: to http:, which is not followed")
             target = next_target
@@ -320,6 +330,14 @@ def _target(url: str) -> _Target:
     return _Target(url, parts, host, port or _PORTS[parts.scheme])
 
 
+def _joined(url: str, location: str) -> str:
+    """The url that a redirect leads to."""
+    try:
+        return urljoin(url, location)
+    except ValueError:
+        raise Unreachable(f"{_shown(url)} leads to {_shown(location)!r}, which is no url") from None
+
+
 def _plain(host: str) -> str:
     """A host's name as it is compared: ASCII, lower case, without a dot behind it."""
     host = host.strip().lower().rstrip(".")
@@ -341,8 +359,10 @@ def _is_public(text: str) -> bool:
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return _is_public(str(address.ipv4_mapped))
-        if address.sixtofour is not None or address.teredo is not None or address in _NAT64:
-            return False  # ways to addresses of the older kind, whichever
+        if address.sixtofour is not None or address.teredo is not None:
+            return False  # tunnels to IPv4 addresses, whichever
+    if any(address in network for network in _NOT_PUBLIC):
+        return False
     return address.is_global and not (address.is_multicast or address.is_reserved)
 
 

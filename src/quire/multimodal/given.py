@@ -47,6 +47,8 @@ class Given:
     """What its sender knows it by, in place of its content;"""
     salt: str | None = None
     """only among those who have the same."""
+    scope: str = ""
+    """The cache scope of its request (data/cache_scope.py): items of two scopes have different keys."""
 
     @property
     def text(self) -> str | None:
@@ -83,7 +85,8 @@ class Keys:
         uuid = [f"uuid {given.uuid}".encode(), f"{given.salt or ''}".encode()]
         named = uuid if given.uuid is not None else _contents(given.source)
         how = msgspec.json.encode(read_with, order="sorted", enc_hook=repr)
-        return self._of(given.modality.encode(), how, *named)
+        scope = [f"scope {given.scope}".encode()] if given.scope else []
+        return self._of(*scope, given.modality.encode(), how, *named)
 
     def fitted(self, key: bytes, processed: Processed) -> bytes:
         """The key of an item by its uuid, for items that became as much as it has. Others have the same uuid

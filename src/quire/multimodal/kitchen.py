@@ -3,17 +3,20 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from quire.config.env import MediaEnv
 from quire.config.sections import MultimodalSection
+from quire.data.cache_scope import CACHE_SCOPE
 from quire.data.lru import Lru
 from quire.data.media import Arrays
 from quire.dist.tasks import ended
 from quire.errors import RequestError
-from quire.multimodal.decode import decode
+from quire.multimodal.decode import Limits, decode
 from quire.multimodal.families import Foresees, Processed, Processor, Video
 from quire.multimodal.fetch import Blob, Fetcher
 from quire.multimodal.given import Base64, Given, Keys, Link
@@ -106,14 +109,18 @@ class Kitchen:
         self._reading, self._arguments = section.media_io_kwargs, section.mm_processor_kwargs
         self._max_pixels, self._max_bytes = env.max_image_pixels, int(env.media_max_mb * 2**20)
         self._room = Room(_REQUESTS * self._max_bytes)
+        self._decoding = Room(_REQUESTS * self._max_bytes)
+        """For what is decoded. Its own: what takes of it waits for nothing that holds some of the other."""
         allow_pixels(self._max_pixels)
 
     def prepare_now(
         self, given: Sequence[Given], arguments: Options | None = None, reading: Options | None = None
     ) -> list[Prepared]:
         """`prepare` for those who wait for it, whether a loop runs in their thread or not."""
+        context = copy_context()
         with ThreadPoolExecutor(1) as waiter:
-            return waiter.submit(lambda: asyncio.run(self.prepare(given, arguments, reading))).result()
+            work = waiter.submit(lambda: context.run(asyncio.run, self.prepare(given, arguments, reading)))
+            return work.result()
 
     async def prepare(
         self, given: Sequence[Given], arguments: Options | None = None, reading: Options | None = None
@@ -131,6 +138,8 @@ class Kitchen:
     ) -> list[list[Prepared]]:
         """The same of several prompts of one request."""
         told = {**self._arguments, **(arguments or {})}
+        for item in chain.from_iterable(prompts):
+            item.scope = CACHE_SCOPE.get()
         places, share, twins = asyncio.Semaphore(_AT_ONCE), Share(self._max_bytes), Twins()
         num_tokens = [0] * len(prompts)
 
@@ -230,13 +239,14 @@ class Kitchen:
         """A file of sound as samples at this rate."""
 
         def heard() -> Samples:
-            sound = decode_sound(data)
-            if len(sound.samples) > max_seconds * sound.rate:
-                raise RequestError(
-                    f"the sound is {len(sound.samples) / sound.rate:.1f} seconds long, and {max_seconds:g} "
-                    "are the most: send it in parts"
-                )
-            return resampled(sound, rate, int(max_seconds * rate))
+            with self._decoding.hold() as hold:
+                sound = decode_sound(data, hold.take_here)
+                if len(sound.samples) > max_seconds * sound.rate:
+                    raise RequestError(
+                        f"the sound is {len(sound.samples) / sound.rate:.1f} seconds long, and "
+                        f"{max_seconds:g} are the most: send it in parts"
+                    )
+                return resampled(sound, rate, int(max_seconds * rate))
 
         return await self._in_thread(heard)
 
@@ -256,11 +266,13 @@ class Kitchen:
             raise RequestError(f"there is no content, and nothing is kept of the uuid {item.uuid!r:.80}")
         if isinstance(content, dict):
             return self.processor.process_embeds(item.modality, content)
-        if isinstance(content, Blob):
-            check = partial(self._check_video, arguments)
-            content = decode(item.modality, content, options, max_pixels=self._max_pixels, check=check)
-        assert not isinstance(content, Link | Base64)
-        return self.processor.process(item.modality, content, arguments)
+        with self._decoding.hold() as hold:
+            if isinstance(content, Blob):
+                check = partial(self._check_video, arguments)
+                limits = Limits(self._max_pixels, check, hold.take_here)
+                content = decode(item.modality, content, options, limits)
+            assert not isinstance(content, Link | Base64)
+            return self.processor.process(item.modality, content, arguments)
 
     def _check_video(self, arguments: Options, video: Video) -> None:
         """Before it is decoded: one that has no place in a prompt may take all memory."""

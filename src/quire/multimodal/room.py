@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from quire.errors import RequestError
 
@@ -13,14 +14,15 @@ class Room:
     some for the longest never does, so that somebody always ends."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._left = num_bytes
+        self._num_bytes = self._left = num_bytes
         self._lock = threading.Lock()  # several event loops may share it
         self._holds: dict[Hold, None] = {}
         """Those that hold some, the oldest first."""
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._waiting: list[Callable[[], object]] = []
+        """What wakes those that wait."""
 
     @contextlib.contextmanager
-    def hold(self, share: "Share") -> Iterator["Hold"]:
+    def hold(self, share: "Share | None" = None) -> Iterator["Hold"]:
         """What is taken is given back at the end."""
         held = Hold(self, share)
         try:
@@ -30,17 +32,37 @@ class Room:
 
     async def take(self, hold: "Hold", num_bytes: int) -> None:
         while True:
-            with self._lock:
-                self._holds.setdefault(hold)
-                if num_bytes <= self._left or next(iter(self._holds)) is hold:
-                    self._left -= num_bytes
-                    hold.num_bytes += num_bytes
-                    return
-                if not hold.num_bytes:
-                    del self._holds[hold]
-                turn = asyncio.Event()
-                self._waiting.append((asyncio.get_running_loop(), turn))
+            turn = asyncio.Event()
+            wake = partial(asyncio.get_running_loop().call_soon_threadsafe, turn.set)
+            if self._took(hold, num_bytes, wake):
+                return
             await turn.wait()
+
+    def take_here(self, hold: "Hold", num_bytes: int) -> None:
+        """The same in a thread, which waits. A RequestError if one item wants more than there is at all."""
+        if hold.num_bytes + num_bytes > self._num_bytes:
+            raise RequestError(
+                f"to decode it takes at least {hold.num_bytes + num_bytes} bytes, and all items together may "
+                f"take {self._num_bytes} (four times QUIRE_MEDIA_MAX_MB): send a smaller or a shorter one"
+            )
+        while True:
+            turn = threading.Event()
+            if self._took(hold, num_bytes, turn.set):
+                return
+            turn.wait()
+
+    def _took(self, hold: "Hold", num_bytes: int, wake: Callable[[], object]) -> bool:
+        """Whether the bytes are taken; if not, `wake` is called when others have given some back."""
+        with self._lock:
+            self._holds.setdefault(hold)
+            if num_bytes <= self._left or next(iter(self._holds)) is hold:
+                self._left -= num_bytes
+                hold.num_bytes += num_bytes
+                return True
+            if not hold.num_bytes:
+                del self._holds[hold]
+            self._waiting.append(wake)
+            return False
 
     def give(self, hold: "Hold", num_bytes: int) -> None:
         with self._lock:
@@ -49,9 +71,9 @@ class Room:
             if not hold.num_bytes:
                 self._holds.pop(hold, None)
             waiting, self._waiting = self._waiting, []
-        for loop, turn in waiting:
+        for wake in waiting:
             with contextlib.suppress(RuntimeError):  # the loop of one that gave up may be over
-                loop.call_soon_threadsafe(turn.set)
+                wake()
 
 
 class Share:
@@ -72,20 +94,26 @@ class Share:
 class Hold:
     """What one item takes of a room, for one request."""
 
-    def __init__(self, room: Room, share: Share) -> None:
+    def __init__(self, room: Room, share: Share | None) -> None:
+        """Without a share no request is charged: only the room is limited."""
         self._room, self._share = room, share
         self.num_bytes = 0
 
     async def take(self, num_bytes: int) -> None:
         """A RequestError if that is more than the request may have."""
-        self._share.add(num_bytes)
+        self.count(num_bytes)
         await self._room.take(self, num_bytes)
+
+    def take_here(self, num_bytes: int) -> None:
+        """The same in a thread, of what the request need not answer for."""
+        self._room.take_here(self, num_bytes)
 
     def count(self, num_bytes: int) -> None:
         """The request has brought so many, which need not be held. A RequestError as above."""
-        self._share.add(num_bytes)
+        if self._share is not None:
+            self._share.add(num_bytes)
 
     def give(self, num_bytes: int) -> None:
         """What came of a try that failed; the next one begins anew."""
-        self._share.add(-num_bytes)
+        self.count(-num_bytes)
         self._room.give(self, num_bytes)

@@ -1,7 +1,7 @@
 """Videos out of files: frames spread evenly over all there are, as many as are asked for."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ from quire.multimodal import pyav
 from quire.multimodal.families import Video
 from quire.multimodal.fetch import Blob
 from quire.multimodal.gif import count_frames
-from quire.multimodal.image_files import check_pixels, opened, to_rgb
+from quire.multimodal.image_files import opened, to_rgb
+from quire.multimodal.limits import Limits
 
 _NUM_FRAMES = 32
 _MAX_FRAMES = 100_000
@@ -22,22 +23,21 @@ _KEPT = 2
 """Times the pixels of an image, that the frames taken may have together."""
 _PASSED = 4
 """The same of the frames of a moving picture, each of which is drawn over the one before."""
+_CODEC_BYTES = 24
+"""Bytes of a codec for each pixel of a frame: it holds up to 16 frames that later ones refer to, of 1.5 bytes
+a pixel."""
+_PICTURE_BYTES = 20
+"""Bytes for each pixel of one picture of a moving picture: what is drawn on, the next one, and it as RGB."""
 
 
-Check = Callable[[Video], None]
-"""Takes a black video of the size that would be decoded; a RequestError if it is too large."""
-
-
-def decode_video(
-    blob: Blob, options: Mapping[str, Any], *, max_pixels: int, check: Check = lambda video: None
-) -> Video:
+def decode_video(blob: Blob, options: Mapping[str, Any], limits: Limits) -> Video:
     """By Pillow if it is a moving picture or comes frame by frame, else by PyAV."""
     data = blob.parts[0]
     if blob.media_type == "video/jpeg" or len(blob.parts) > 1:
-        return _of_frames(blob.parts, options, max_pixels, check)
+        return _of_frames(blob.parts, options, limits)
     if data.startswith((b"GIF8", b"\x89PNG")) or data[8:12] in (b"WEBP", b"avis", b"avif"):
-        return _animated(data, options, max_pixels, check)
-    return _film(data, options, max_pixels, check)
+        return _animated(data, options, limits)
+    return _film(data, options, limits)
 
 
 def chosen(total: int, fps: float | None, options: Mapping[str, Any]) -> list[int]:
@@ -58,14 +58,14 @@ def _wrong(name: str, what: str, found: Any) -> RequestError:
     return RequestError(f"media_io_kwargs: video.{name} must be {what}, not {found!r:.40}", "media_io_kwargs")
 
 
-def _of_frames(parts: Sequence[bytes], options: Mapping[str, Any], max_pixels: int, check: Check) -> Video:
+def _of_frames(parts: Sequence[bytes], options: Mapping[str, Any], limits: Limits) -> Video:
     """One that was cut into pictures before: all of them are meant, unless fewer are asked for."""
     indices = chosen(len(parts), None, {"num_frames": -1, **options})
     frames: _Frames | None = None
     for index in indices:
-        with opened(parts[index], max_pixels=max_pixels) as image:
+        with opened(parts[index], limits) as image:
             if frames is None:
-                frames = _Frames(indices, image.size, None, len(parts), max_pixels, check)
+                frames = _Frames(indices, image.size, None, len(parts), limits, _PICTURE_BYTES)
             if image.size != frames.size:
                 raise RequestError("its frames have different sizes")
             frames.add(np.asarray(to_rgb(image)))
@@ -73,27 +73,28 @@ def _of_frames(parts: Sequence[bytes], options: Mapping[str, Any], max_pixels: i
     return frames.video()
 
 
-def _animated(data: bytes, options: Mapping[str, Any], max_pixels: int, check: Check) -> Video:
-    with opened(data, max_pixels=max_pixels) as image:
+def _animated(data: bytes, options: Mapping[str, Any], limits: Limits) -> Video:
+    with opened(data, limits) as image:
         total = count_frames(data) if data.startswith(b"GIF8") else getattr(image, "n_frames", 1)
-        check_pixels(*image.size, total, max_pixels=_PASSED * max_pixels)
+        limits.check_pixels(*image.size, total, times=_PASSED)
+        limits.take(image.width * image.height * _PICTURE_BYTES)
         image.load()  # some files say how long a picture is shown only with it
         length_ms = image.info.get("duration")
         fps = 1000 / length_ms if length_ms else None
         indices = chosen(total, fps, options)
         wanted, size = {*indices}, image.size
-        frames = _Frames(indices, size, fps, total, max_pixels, check)
+        frames = _Frames(indices, size, fps, total, limits)
         end = time.monotonic() + _DECODE_S
         for index in range(total):
             image.seek(index)
-            check_pixels(*image.size, total, max_pixels=_PASSED * max_pixels)
+            limits.check_pixels(*image.size, total, times=_PASSED)
             _check_time(end)
             if index in wanted:
                 frames.add(np.asarray(to_rgb(image.resize(size) if image.size != size else image.copy())))
         return frames.video()
 
 
-def _film(data: bytes, options: Mapping[str, Any], max_pixels: int, check: Check) -> Video:
+def _film(data: bytes, options: Mapping[str, Any], limits: Limits) -> Video:
     with pyav.opened(data, "a video") as container:
         if not container.streams.video:
             raise RequestError("the file has no video in it")
@@ -102,15 +103,16 @@ def _film(data: bytes, options: Mapping[str, Any], max_pixels: int, check: Check
         total = _count(container, stream)
         fps = float(stream.average_rate) if stream.average_rate else None
         indices = chosen(total, fps, options)
-        check_pixels(stream.codec_context.width, stream.codec_context.height, max_pixels=max_pixels)
+        largest = _begin_size(0, stream.codec_context.width, stream.codec_context.height, limits)
         container.seek(0, stream=stream)
         wanted, frames = {*indices}, None
         end = time.monotonic() + _DECODE_S
         for index, frame in enumerate(container.decode(stream)):
             _check_time(end)
+            largest = _begin_size(largest, frame.width, frame.height, limits)
             if index in wanted:
                 size = frame.width, frame.height
-                frames = frames or _Frames(indices, size, fps, total, max_pixels, check)
+                frames = frames or _Frames(indices, size, fps, total, limits)
                 if size != frames.size:
                     frame = frame.reformat(width=frames.size[0], height=frames.size[1])
                 frames.add(frame.to_ndarray(format="rgb24"))
@@ -119,6 +121,15 @@ def _film(data: bytes, options: Mapping[str, Any], max_pixels: int, check: Check
         if frames is None:
             raise RequestError("the video has no frames that can be decoded")
         return frames.video()
+
+
+def _begin_size(largest: int, width: int, height: int, limits: Limits) -> int:
+    """Take what a codec needs for frames of this size, if those before had fewer pixels: the size in the head
+    may be wrong. Return the pixels of the largest frame."""
+    if width * height > largest:
+        limits.check_pixels(width, height)
+        limits.take((width * height - largest) * _CODEC_BYTES)
+    return max(width * height, largest)
 
 
 def _count(container: Any, stream: Any) -> int:
@@ -148,13 +159,15 @@ class _Frames:
         size: tuple[int, int],
         fps: float | None,
         total: int,
-        max_pixels: int,
-        check: Check,
+        limits: Limits,
+        picture_bytes: int = 0,
     ) -> None:
-        """`size`: width and height. A RequestError if all are too large."""
-        check_pixels(*size, len(indices), max_pixels=_KEPT * max_pixels)
+        """`size`: width and height; `picture_bytes` for each pixel of one of them are taken beside those of
+        all. A RequestError if all are too large."""
+        limits.check_pixels(*size, len(indices), times=_KEPT)
         self.size, self._indices, self._fps, self._total = size, indices, fps, total
-        check(Video.black(len(indices), *size, *self._facts(len(indices))))
+        limits.check(Video.black(len(indices), *size, *self._facts(len(indices))))
+        limits.take(size[0] * size[1] * (3 * len(indices) + picture_bytes))
         self._frames = np.empty((len(indices), size[1], size[0], 3), np.uint8)
         self._count = 0
 

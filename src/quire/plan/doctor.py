@@ -1,6 +1,7 @@
 """`quire doctor`: what is wrong with this machine for this model, and what to do about it."""
 
 import argparse
+import json
 import os
 import shutil
 import socket
@@ -39,7 +40,10 @@ def add_flags(parser: FlagParser) -> None:
     parser.add_argument(
         "model", nargs="?", default=None, help="as for `quire serve`; without it, the machine"
     )
+    parser.add_argument("--host", default=None, help="that the server will listen on")
     parser.add_argument("--port", type=int, default=8000, help="that the server will listen on")
+    parser.add_argument("--api-key", nargs="*", default=None, help="as for `quire serve`")
+    parser.add_argument("--allowed-origins", type=json.loads, default=None, help="as for `quire serve`")
     parser.add_argument("--max-model-len", type=int, default=None)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--api-server-count", type=int, default=1)
@@ -68,6 +72,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         lambda: _folder(env.cache_root),
         _shared_memory,
         lambda: _port(args.port),
+        lambda: _access(args, env),
         lambda: _model(machine, args, env),
     ]
     for look in looks:
@@ -169,6 +174,24 @@ def _port(port: int) -> Iterator[Finding]:
             yield Finding("broken", f"port {port}: {error.strerror}", "end who listens there, or give --port")
             return
     yield Finding("ok", f"port {port} is free")
+
+
+def _access(args: argparse.Namespace, env: Env) -> Iterator[Finding]:
+    """Whether others can use the server, whatever machine or web page they ask from."""
+    from quire.server.exposure import exposures  # slow to import
+    from quire.server.settings import make_settings
+
+    flags = {name: getattr(args, name) for name in ("host", "api_key", "allowed_origins")}
+    try:
+        settings = make_settings(flags, env=env)
+    except ConfigError as error:
+        yield Finding("broken", "the settings of access", str(error))
+        return
+    ways = exposures(settings)
+    for what, remedy in ways:
+        yield Finding("warning", what, remedy)
+    if not ways:
+        yield Finding("ok", "an API key is set" if settings.keys else "only this machine reaches the server")
 
 
 def _model(machine: Machine, args: argparse.Namespace, env: Env) -> Iterator[Finding]:

@@ -242,7 +242,7 @@ class AdapterGate:
             if adapter.error is not None:
                 quiet = isinstance(adapter.error, RequestError)
                 log.error(
-                    "Adapter %s cannot be read: %s", adapter.name, adapter.error, exc_info=not quiet or None
+                    "Adapter %r cannot be read: %s", adapter.name, adapter.error, exc_info=not quiet or None
                 )
                 self._forget(adapter)
                 self._fall_back(adapter)

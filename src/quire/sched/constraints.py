@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.coming import Coming
-from quire.data.params import SamplingParams, StructuredOutputsParams
+from quire.data.params import StructuredOutputsParams
 from quire.data.plan import Ints, Masks, StepPlan, Verdict
 from quire.data.request import Request
-from quire.logs import get_logger
+from quire.logs import get_logger, printable
 from quire.sched.beside import Beside
-from quire.sched.follower import Follower, Matcher
+from quire.sched.follower import Follower, Matcher, follower_of
 from quire.sched.in_flight import Flight
 from quire.sched.landed import Landed
 from quire.sched.running import RowIds, Running
@@ -86,8 +86,8 @@ class Constraints:
         self._grammars = grammars
         self.opened = False
         self._coming: dict[str, Future[Matcher]] = {}
-        self._params: dict[str, SamplingParams] = {}
-        """Of those."""
+        self._waiting: dict[str, Request] = {}
+        """The requests whose matchers are compiled."""
         self._followers: dict[str, Follower] = {}
         """By request id. They advance by tokens that are known, whether their request has a row or not."""
         self._bound_key, self._matchers = b"", list[Matcher]()
@@ -105,9 +105,9 @@ class Constraints:
         if params.structured_outputs is not None:
             assert self._grammars is not None, "nobody checked this request"
             self._coming[request.id] = self._grammars.begin(params.structured_outputs)
-            self._params[request.id] = params
+            self._waiting[request.id] = request
         elif params.thinking_token_budget is not None:
-            self._followers[request.id] = Follower(None, params)
+            self._followers[request.id] = follower_of(request, None)
 
     def holds(self, request: Request, *, alone: bool = False) -> bool:
         return request.id in self._coming
@@ -124,7 +124,7 @@ class Constraints:
         coming = self._coming.pop(request.id, None)
         if coming is not None:
             coming.cancel()
-            del self._params[request.id]
+            del self._waiting[request.id]
 
     @property
     def coming(self) -> Collection[Future[Any]]:
@@ -137,11 +137,11 @@ class Constraints:
             if not coming.done():
                 continue
             if (error := coming.exception()) is not None:
-                log.error("The grammar of request %s cannot be compiled: %s", id, error)
+                log.error("The grammar of request %s cannot be compiled: %r", printable(id), str(error))
                 broken[id] = None
             else:
                 self.opened = True
-                self._followers[id] = Follower(coming.result(), self._params.pop(id))
+                self._followers[id] = follower_of(self._waiting.pop(id), coming.result())
                 del self._coming[id]
         return broken
 

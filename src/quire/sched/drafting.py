@@ -183,7 +183,7 @@ class Drafting:
         assert self._proposer is not None
         length, (admission, told) = int(running.num_known[row]), self._known[row]
         if not told:
-            self._proposer.admit(row, running.tokens[row, :length])
+            self._proposer.admit(row, running.tokens[row, :length], running.request(row).cache_salt)
         elif told < length:
             self._proposer.extend(row, running.tokens[row, told:length])
         self._known[row] = admission, length

@@ -6,6 +6,7 @@ from typing import Protocol, Self
 
 from quire.data.params import ReasoningIds, SamplingParams
 from quire.data.plan import Verdict
+from quire.data.request import Request
 
 
 class Matcher(Protocol):
@@ -107,9 +108,18 @@ class Follower:
             if self._matcher is not None and self._instead is None:
                 return "error"
             self._reasoning, self._matcher = None, self._instead
-        elif verdict == "error":
+        elif verdict in ("error", "limit"):
             self._instead, verdict = None, ""
         return verdict
+
+
+def follower_of(request: Request, matcher: Matcher | None) -> Follower:
+    """Return the follower of a request that gets its first row here: behind its output so far, which is not
+    empty if another core began it."""
+    follower = Follower(matcher, request.params)
+    for token_id in request.tokens[request.prompt_len :]:
+        follower.advance(token_id)
+    return follower
 
 
 def _overlap(said: list[int], end: tuple[int, ...]) -> int:

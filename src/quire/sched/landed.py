@@ -112,5 +112,6 @@ class Landed:
             request = self.running.request(row)
             new = positions[max(request.num_prompt_logprobs - self.starts[row], 0) :]
             request.num_prompt_logprobs += len(new)
-            fresh[request.id] = new
+            if new:
+                fresh[request.id] = new
         return fresh

@@ -25,13 +25,16 @@ class WaitingLine(Protocol):
 
 
 class FcfsLine:
-    """First come, first served; who was preempted stands at the front again."""
+    """First come, first served. A request that has run, here or in a core that died, stands at the front."""
 
     def __init__(self) -> None:
         self._line: deque[tuple[Request]] = deque()
         self._living: dict[str, tuple[Request]] = {}
 
     def push(self, request: Request) -> None:
+        if request.has_run:
+            self.push_front(request)
+            return
         self._living[request.id] = entry = (request,)
         self._line.append(entry)
 

@@ -101,7 +101,8 @@ class Running:
         self.tenant[row] = request.tenant
         self.eos_id[row] = request.eos_id
         self.min_len[row] = min(request.prompt_len + params.min_tokens, request.limit)
-        self.watched[row] = bool(params.stop_token_ids or params.repetition_detection)
+        request.prepare_stops()
+        self.watched[row] = bool(request.stop_ids) or request.repetition is not None
         self.constrained[row] = is_constrained(params)
         self.needs_value[row] = self.num_stages > 1 or looks_back(params)
         if request.timed:

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from quire.logs import get_logger
+from quire.logs import get_logger, printable
 from quire.sched.running import RowIds, Running
 
 log = get_logger(__name__)
@@ -45,6 +45,6 @@ class PreemptionWarning:
             "tensor_parallel_size to provide more KV cache memory. Increasing pipeline_parallel_size, or "
             "decreasing max_num_seqs or max_num_batched_tokens, helps, too. "
             "total_cumulative_preemption_cnt=%d",
-            request_id,
+            printable(request_id),
             num_preemptions,
         )

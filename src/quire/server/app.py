@@ -4,9 +4,8 @@ import functools
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from quire.metrics.keys import KeyPages
 from quire.server import replies
@@ -29,6 +28,7 @@ from quire.server.messages.routes import add_message_routes
 from quire.server.middleware import surrounded
 from quire.server.observe import Observed
 from quire.server.operate import add_operate_routes
+from quire.server.origins import Origins
 from quire.server.page import OPEN_PATHS, Feed, add_page
 from quire.server.pooling.bodies import EmbeddingInput, EmbeddingTalk
 from quire.server.pooling.embeddings import answer_embeddings
@@ -104,20 +104,7 @@ def _surrounded(app: FastAPI, api: Api, settings: ServerSettings, ledger: Ledger
         max_form_bytes=settings.max_audio_bytes + MAX_FIELDS_BYTES,
     )
     inner = MessageErrors(api.adapters.holding(gate) if api.adapters.enabled else gate)
-    cors = CORSMiddleware(
-        inner,
-        allow_origins=access.allowed_origins,
-        allow_credentials=access.allow_credentials,
-        allow_methods=access.allowed_methods,
-        allow_headers=access.allowed_headers,
-    )
-
-    async def entrance(scope: Scope, receive: Receive, send: Send) -> None:
-        """Only a browser on another page sends an origin; the rest need not pay for every chunk."""
-        foreign = any(name == b"origin" for name, _ in scope.get("headers", ()))
-        await (cors if foreign else inner)(scope, receive, send)
-
-    return Observed(surrounded(entrance, access.middleware), api.engine.count_exchange)
+    return Observed(surrounded(Origins(inner, access), access.middleware), api.engine.count_exchange)
 
 
 def add_generate_routes(app: FastAPI, api: Api) -> None:

@@ -1,5 +1,6 @@
 """What a body asks for, in the engine's terms: sampling parameters, limits, and what cannot be had yet."""
 
+import reprlib
 from typing import Any
 
 from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
@@ -24,13 +25,17 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Those that the model's generation config has a say in."""
 
 
+_FUNCTION_FIELDS = ("functions", "function_call")
+"""Names that `tools` and `tool_choice` had in older versions of the API."""
+
+
 def check_fields(body: Body) -> None:
     """Refuse what cannot be had; note what is not known."""
     for name in UNBUILT["body field"].keys() & body.model_fields_set:
         refuse("body field", name, getattr(body, name))
     extra = {name for name in body.model_extra or () if name not in UNBUILT["body field"]}
     if extra:
-        logger.debug("fields without effect: %s", ", ".join(sorted(map(repr, extra))))
+        logger.debug("fields without effect: %s", reprlib.repr(sorted(extra)))
 
 
 def check_generate(body: GenerateBody, *, max_n: int, max_stops: int = MAX_STOP_STRINGS) -> None:
@@ -61,12 +66,19 @@ def check_stops(stop: object, most: int = MAX_STOP_STRINGS) -> None:
 def check_chat(body: ChatBody, *, trust_template: bool) -> None:
     if (body.model_extra or {}).get("prompt_embeds") is not None:
         raise RequestError("prompt_embeds is a field of /v1/completions alone", param="prompt_embeds")
+    _warn_of_functions(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidBody("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
     if body.top_logprobs is not None and body.top_logprobs < -1:
         raise InvalidBody("`top_logprobs` must be a positive value or -1.", param="top_logprobs")
     check_contents(body)
     check_template(body.chat_template, trust_template)
+
+
+def _warn_of_functions(body: ChatBody) -> None:
+    """Tell the operator about calls that use the names that `tools` had before."""
+    if any((body.model_extra or {}).get(name) not in (None, "none") for name in _FUNCTION_FIELDS):
+        warn_once(logger, "`functions` and `function_call` have no effect: send `tools` and `tool_choice`")
 
 
 def check_contents(body: Conversation) -> None:

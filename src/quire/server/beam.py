@@ -13,6 +13,7 @@ from quire.frontend.beam import BeamSearch, continued, round_params, start_of
 from quire.frontend.inputs import Prompt
 from quire.metrics.keys import Account
 from quire.server.engine import Engine, Outputs
+from quire.server.merged import Pauses
 from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -24,33 +25,40 @@ async def beam_search(
     params: BeamSearchParams,
     request_id: str,
     *,
+    pauses: Pauses,
     priority: int,
     rank: int | None = None,
     account: Account | None = None,
     lora: LoRARequest | None = None,
 ) -> RequestOutput:
+    """Search the best continuations of one prompt. `pauses` are those of the call, which its other prompts
+    share."""
     eos_ids = engine.inputs.of(lora).eos_ids
     search = BeamSearch(
         start_of(prompt), params, eos_id=eos_ids[0] if eos_ids else None, max_len=engine.inputs.max_model_len
     )
     step = round_params(params)
     step.output_kind = RequestOutputKind.FINAL_ONLY
+    checked = engine.inputs.check(step, lora=lora)
     num_rounds, num_cached = 0, 0
     while not search.finished:
-        beams = [
-            engine.generate(
-                continued(prompt, beam.tokens),
-                step,
-                f"{request_id}-{num_rounds}-{index}",
-                priority=priority,
-                rank=rank,
-                account=account,
-                lora=lora,
+        beams = []
+        for index, beam in enumerate(search.live):
+            await pauses.if_due()
+            beams.append(
+                engine.generate(
+                    continued(prompt, beam.tokens),
+                    checked,
+                    f"{request_id}-{num_rounds}-{index}",
+                    priority=priority,
+                    rank=rank,
+                    account=account,
+                    lora=lora,
+                )
             )
-            for index, beam in enumerate(search.live)
-        ]
         found = await all_of([final(beam) for beam in beams])
         num_cached = num_cached if num_rounds else found[0].num_cached_tokens or 0
+        await pauses.if_due()
         positions: list[Any] = [output.outputs[0].logprobs for output in found]
         search.advance([position[0] for position in positions])
         num_rounds += 1

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput, RequestStateStats
-from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.server.asked import (
@@ -17,7 +16,7 @@ from quire.server.asked import (
     completion_prompt_logprobs,
     sampling_params,
 )
-from quire.server.generate import Api, Job
+from quire.server.generate import Api, Job, Params
 from quire.server.logprobs import CompletionLogprobs, prompt_logprobs
 from quire.server.requests import CompletionBody
 from quire.server.sse import DONE, event, failure, opening, quote
@@ -38,8 +37,16 @@ async def begin_completion(api: Api, body: CompletionBody, request: Request) -> 
     if body.suffix:
         raise RequestError("suffix is not currently supported", param="suffix")
     prompts = await api.reader.of_completion(body, max_sequences=api.settings.max_sequences)
-    params = [_params(api, body, len(prompt.token_ids)) for prompt in prompts]
-    return api.job("cmpl", body, request, prompts, params)
+    return api.job("cmpl", body, request, prompts, _all_params(api, body, prompts))
+
+
+def _all_params(api: Api, body: CompletionBody, prompts: list[Prompt]) -> list[Params]:
+    """The parameters of each prompt. They differ at most in `max_tokens`, so that prompts share them."""
+    asked = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    asked = 1 if _only_prompt(body) else asked
+    limits = [api.output_limit(asked, len(prompt.token_ids)) for prompt in prompts]
+    shared = {limit: _params(api, body, limit) for limit in dict.fromkeys(limits)}
+    return [shared[limit] for limit in limits]
 
 
 def _only_prompt(body: CompletionBody) -> bool:
@@ -47,10 +54,8 @@ def _only_prompt(body: CompletionBody) -> bool:
     return bool(body.echo) and body.max_tokens == 0
 
 
-def _params(api: Api, body: CompletionBody, prompt_len: int) -> SamplingParams | BeamSearchParams:
+def _params(api: Api, body: CompletionBody, max_tokens: int) -> Params:
     facts = api.engine.facts
-    asked = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    max_tokens = api.output_limit(1 if _only_prompt(body) else asked, prompt_len)
     if body.use_beam_search:
         return beam_params(body, facts, max_tokens=max_tokens)
     return sampling_params(

@@ -8,6 +8,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import PoolingParams
+from quire.frontend.checked import CheckedParams
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.metrics.http import Exchange
 from quire.metrics.keys import Account
@@ -106,7 +107,7 @@ class Engine(Protocol):
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | CheckedParams,
         request_id: str,
         *,
         priority: int = 0,

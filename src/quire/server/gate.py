@@ -9,6 +9,7 @@ from fastapi import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.data.cache_scope import CACHE_SCOPE
 from quire.frontend.tracing import PARENT
 from quire.metrics.keys import Account
 from quire.server.errors import error_info, error_response, json_response
@@ -18,18 +19,33 @@ DIRECT_SEND = "quire.send"
 """Where a scope holds the way to the connection, for responses that watch over their own errors."""
 _ACCOUNT = "quire.account"
 _PLACE = "quire.place"
-FREE_PATHS = frozenset(
+OPERATOR_PATHS = frozenset(
     {
-        *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/ping", "/reset_prefix_cache"),
-        *("/v1/chat/completions/render", "/v1/completions/render", "/collective_rpc", "/abort_requests"),
-        *("/v1/chat/completions/derender", "/v1/completions/derender"),
-        *("/sleep", "/wake_up", "/pause", "/resume", "/start_profile", "/stop_profile"),
-        *("/reset_mm_cache", "/reset_encoder_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/sleep", "/wake_up", "/pause", "/resume", "/collective_rpc", "/abort_requests"),
+        *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+        *("/start_profile", "/stop_profile"),
     }
 )
-"""What is posted there costs no tokens: a key's limits do not count it."""
-_FREE_END = "/cancel"
-"""Nor what is posted to a path that ends so."""
+"""Routes that change the engine for everybody. They exist where the operator asks for them: in developer
+mode, with a profiler, or, to end requests, with --tokens-only. No limit of a key applies to them."""
+FREE_PATHS: dict[str, str] = {
+    "/ping": "a read of one number, for health checks that can only post",
+    **dict.fromkeys(OPERATOR_PATHS, "for operators, and there only if the operator has asked for it"),
+}
+"""Paths whose POSTs no limit of a key counts, and why that harms no other key. What takes time that others
+need must not be listed here."""
+CANCEL_END = "/cancel"
+"""The end of paths that give work up, which is always allowed."""
+TOKENLESS_PATHS = frozenset(
+    {
+        *("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
+        *("/v1/chat/completions/render", "/v1/completions/render"),
+        *("/v1/chat/completions/derender", "/v1/completions/derender"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    }
+)
+"""Paths whose POSTs are work of the server and none of the model: `max_concurrency` counts them, and
+`tokens_per_minute` does not."""
 
 
 class Gate:
@@ -91,6 +107,8 @@ class Gate:
                 receive = kind.counted(receive)
         if self._echo_request_id and b"x-request-id" in headers:
             send = _with_header(send, (b"x-request-id", headers[b"x-request-id"]))
+        # Always set: the next request of a connection may begin in a copy of the context of the one before.
+        CACHE_SCOPE.set("" if key is None else key.cache_scope)
         scope[DIRECT_SEND] = send
         try:
             if key is None or not key.name:
@@ -104,9 +122,9 @@ class Gate:
         """As far as the key's limits allow. Who is turned away was not read."""
         scope[_ACCOUNT] = self._ledger.account(key)
         path = _path(scope)
-        if scope.get("method") != "POST" or path in FREE_PATHS or path.endswith(_FREE_END):
+        if scope.get("method") != "POST" or path in FREE_PATHS or path.endswith(CANCEL_END):
             return await self._app(scope, receive, send)
-        if (refusal := self._ledger.enter(key)) is not None:
+        if (refusal := self._ledger.enter(key, tokenless=path in TOKENLESS_PATHS)) is not None:
             return await _too_many(refusal)(scope, receive, send)
         place = scope[_PLACE] = _Place(functools.partial(self._ledger.leave, key))
         try:

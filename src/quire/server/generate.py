@@ -18,18 +18,20 @@ from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.pooling import GENERATES_NOT, NOT_POOLING
-from quire.logs import get_logger
+from quire.logs import get_logger, printable
 from quire.metrics.keys import Account
 from quire.server.adapters.names import Adapters, adapters_of
 from quire.server.adapters.roster import Roster
 from quire.server.answering import Answering
 from quire.server.asked import output_limit
 from quire.server.beam import all_of, beam_search, final
+from quire.server.checking import Checking
 from quire.server.encoder import Encoder
 from quire.server.engine import Engine, Facts, Outputs
 from quire.server.errors import NotFound, json_response
 from quire.server.gate import account_of
 from quire.server.logprobs import Speller
+from quire.server.long_work import LongWork
 from quire.server.merged import InOrder, Logged, Merged, Pauses, last_of_each
 from quire.server.prompts import PromptReader
 from quire.server.requests import CallBody, GenerateBody
@@ -40,8 +42,6 @@ from quire.server.timeline import HEADER, JobTimeline, Timed, request_metrics
 logger = get_logger(__name__)
 
 Params = SamplingParams | BeamSearchParams | PoolingParams
-COMPILE_S = 5.0
-"""For a grammar."""
 _MAX_ID = 256
 """Characters of an id that a client chooses: each of its sequences carries a copy."""
 
@@ -81,6 +81,7 @@ class Api:
         self.reader = PromptReader(engine, settings.api, self.adapters.request_of)
         self.parsers = parsers_of(settings.api)
         self.answering = Answering()
+        self.long_work = LongWork()
         facts = engine.facts
         self.fingerprint = _fingerprint(settings.api, facts)
 
@@ -108,11 +109,7 @@ class Api:
         params: Sequence[Params],
     ) -> Job:
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
-        if len(base) > _MAX_ID:
-            raise RequestError(
-                f"the request id has {len(base)} characters, and may have {_MAX_ID}; send a shorter one",
-                param="request_id",
-            )
+        _check_id(base)
         urgent = _header_int(request, "x-vllm-priority")
         name, lora = self._model(body.model, request)
         job = Job(
@@ -186,13 +183,13 @@ class Api:
         `in_order`, those of one prompt after those of another."""
         started: list[Outputs] = []
         pause = Pauses()
-        await self._compile(job.params[0])
+        checking = Checking(self.engine.inputs, job.lora)
         try:
             for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
                 answer = self.engine.generate(
                     prompt,
-                    params,
+                    await checking.of(params),
                     id,
                     priority=job.priority,
                     rank=job.rank,
@@ -201,7 +198,7 @@ class Api:
                     lora=job.lora,
                 )
                 started.append(answer)
-                await pause.after(params.n)
+                await pause.if_due()
         except BaseException:
             for each in started:
                 await each.aclose()
@@ -210,27 +207,22 @@ class Api:
         if in_order:
             outputs = InOrder(started)
         elif len(started) > 1:
-            n = max(params.n for params in job.params if isinstance(params, SamplingParams))
-            outputs = Merged(dict(zip(job.engine_ids(), started, strict=True)), n)
+            outputs = Merged(dict(zip(job.engine_ids(), started, strict=True)))
         if self.settings.log.enable_log_outputs:
             outputs = Logged(outputs, job.id, self._cut)
         return outputs
 
-    async def _compile(self, params: Params) -> None:
-        """Have the grammar checked in a thread, where it takes long; all prompts of a call share it."""
-        asked = params.structured_outputs if isinstance(params, SamplingParams) else None
-        if asked is not None:
-            await asyncio.to_thread(self.engine.inputs.check_grammar, asked, COMPILE_S)
-
     async def finished(self, job: Job) -> list[RequestOutput]:
         """The whole outputs, in the order of the prompts."""
         if isinstance(job.params[0], BeamSearchParams):
+            pauses = Pauses()
             works = [
                 beam_search(
                     self.engine,
                     prompt,
                     params,
                     id,
+                    pauses=pauses,
                     priority=job.priority,
                     rank=job.rank,
                     account=job.account,
@@ -288,7 +280,21 @@ def _fingerprint(api: ApiSection, facts: Facts) -> str | None:
 
 
 def no_model(name: str) -> NotFound:
-    return NotFound(f"The model `{name}` does not exist.", param="model")
+    return NotFound(f"The model `{printable(name)}` does not exist.", param="model")
+
+
+def _check_id(id: str) -> None:
+    """Refuse an id that could not stand in a line of the log."""
+    if len(id) > _MAX_ID:
+        raise RequestError(
+            f"the request id has {len(id)} characters, and may have {_MAX_ID}; send a shorter one",
+            param="request_id",
+        )
+    if not id.isprintable():
+        raise RequestError(
+            f"the request id {id!r:.80} has characters that cannot be printed; send one without them",
+            param="request_id",
+        )
 
 
 def _header_int(request: Request, name: str) -> int | None:

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from quire.errors import ConfigError, nearest
 from quire.metrics.keys import Account, KeyPages
@@ -28,6 +28,15 @@ class Key:
     weight: float = 1.0
     max_concurrency: int | None = None
     tokens_per_minute: int | None = None
+    cache_group: str = ""
+    """Keys of one group share cached prefixes and media; a key without one shares them with no other."""
+
+    @property
+    def cache_scope(self) -> str:
+        """The scope of the caches of its requests; plain keys, which have no name, share one."""
+        if not self.name:
+            return ""
+        return f"group {self.cache_group}" if self.cache_group else f"key {self.name}"
 
 
 def key_names(keys: Iterable[Key]) -> list[str]:
@@ -112,13 +121,15 @@ def _key(where: str, entry: Any) -> Key:
             shown = f" {given!r}{nearest(given, _FIELDS)}" if nearest(str(given), _FIELDS) else ""
             raise ConfigError(f"{where}: unknown field{shown}; known: {', '.join(_FIELDS)}")
     name, key, weight = entry.get("name"), entry.get("key"), entry.get("weight", 1.0)
-    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+    if not _is_name(name):
         raise ConfigError(f"{where}: name must be a text of 1 to {_MAX_NAME} printable characters")
     where = f"{where} ({name!r})"
     if not isinstance(key, str) or not key or key != key.strip() or not key.isprintable():
         raise ConfigError(f"{where}: key must be a text without spaces around it")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1e6:
         raise ConfigError(f"{where}: weight is {_shown(weight)}, expected a number above 0, at most 1000000")
+    if (group := entry.get("cache_group")) is not None and not _is_name(group):
+        raise ConfigError(f"{where}: cache_group must be a text of 1 to {_MAX_NAME} printable characters")
     for limit in ("max_concurrency", "tokens_per_minute"):
         value = entry.get(limit)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -129,7 +140,12 @@ def _key(where: str, entry: Any) -> Key:
         float(weight),
         entry.get("max_concurrency"),
         entry.get("tokens_per_minute"),
+        group or "",
     )
+
+
+def _is_name(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME and value.isprintable()
 
 
 def _shown(value: Any) -> str:
@@ -180,8 +196,9 @@ class Ledger:
     def account(self, key: Key) -> Account | None:
         return self._accounts[self._numbers[key.digest]] if key.name else None
 
-    def enter(self, key: Key) -> Refusal | None:
-        """Let a request in, which must `leave`, or say why not."""
+    def enter(self, key: Key, *, tokenless: bool = False) -> Refusal | None:
+        """Let a request in, which must `leave`, or say why not. One that is `tokenless` asks nothing of the
+        model, and is let in however many tokens the key has used."""
         if not key.name:
             return None
         number, pages = self._numbers[key.digest], self._pages
@@ -190,7 +207,9 @@ class Ledger:
             pages.add(number, "running")
             return None
         with pages.agreed(number) as common:
-            refused = self._too_much(key, number) or self._too_many_tokens(key, number, common)
+            refused = self._too_much(key, number)
+            if refused is None and not tokenless:
+                refused = self._too_many_tokens(key, number, common)
             for what in ("requests", "running") if refused is None else refused[:1]:
                 pages.add(number, what)
         return None if refused is None else refused[1]

@@ -7,11 +7,9 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import uvicorn
 from starlette.routing import Route
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.errors import ConfigError
 from quire.logs import get_logger
@@ -19,7 +17,10 @@ from quire.metrics.keys import KeyPages
 from quire.server.adapters.roster import Roster
 from quire.server.app import Application
 from quire.server.engine import Engine
+from quire.server.exposure import exposures
 from quire.server.log_config import apply_log_config
+from quire.server.protocol import HttpLimits, HttpProtocol
+from quire.server.refusals import OpenConnections, RefusalLog
 from quire.server.settings import LogSection, ServerSettings, paths
 from quire.server.sockets import bind
 from quire.server.spread import Hand, Taker
@@ -29,18 +30,6 @@ logger = get_logger(__name__)
 _KEEP_ALIVE_S = 5
 _GRACE_S = 5.0
 """After the drain: for the last words of aborted requests."""
-
-
-class _Dealt(HttpToolsProtocol):
-    """HTTP on a connection that somebody else accepted, who wants to know when it is closed."""
-
-    def __init__(self, taker: Taker, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._taker = taker
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._taker.count_closed()
 
 
 class _Server(uvicorn.Server):
@@ -65,8 +54,11 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _make_protocol(self, taker: Taker) -> asyncio.Protocol:
-        return _Dealt(
-            taker, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            on_closed=taker.count_closed,
         )
 
     @contextlib.contextmanager
@@ -113,6 +105,8 @@ async def serve(
         if not settings.http.uds:
             shown = settings.address.replace("://0.0.0.0", "://localhost")
             logger.info("Chat and live view: %s/", shown)
+        for what, remedy in exposures(settings):
+            logger.warning("%s; %s", what, remedy)
         _log_routes(application)
     serving = asyncio.create_task(server.serve(sockets=list(sockets)))
     stopping = asyncio.create_task(stop.wait())
@@ -154,7 +148,12 @@ def _config(application: Application, settings: ServerSettings) -> uvicorn.Confi
     _join_logs(log)
     config = uvicorn.Config(
         application.asgi,
-        http="httptools",
+        http=functools.partial(  # type: ignore[arg-type]
+            HttpProtocol,
+            limits=HttpLimits.of(http),
+            open_connections=OpenConnections.limited_by(http),
+            refusals=RefusalLog(),
+        ),
         ws="none",
         lifespan="off",
         root_path=http.root_path,

@@ -1,6 +1,7 @@
 """The outputs of several requests as one stream, and what else is done to streams of outputs."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,21 +11,26 @@ from quire.server.engine import Outputs, is_pushed
 
 logger = get_logger(__name__)
 
-PIECE = 256
-"""Sequences that are made ready in one go: some milliseconds."""
+PIECE_S = 0.005
+"""How long a large call may hold the event loop in one go."""
 
 
 class Pauses:
-    """Lets the event loop turn between pieces of a large call."""
+    """Lets the event loop turn between pieces of a large call. Several tasks of one call may share it: then
+    one of them at a time goes on after a turn."""
 
-    def __init__(self) -> None:
-        self._num_done = 0
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._resumed_at = clock()
+        self._turns = asyncio.Lock()
 
-    async def after(self, num_sequences: int) -> None:
-        self._num_done += num_sequences
-        if self._num_done >= PIECE:
-            self._num_done = 0
+    async def if_due(self) -> None:
+        """Wait for a turn of the event loop if the call has held it for `PIECE_S`."""
+        if self._clock() - self._resumed_at < PIECE_S:
+            return
+        async with self._turns:
             await asyncio.sleep(0)
+            self._resumed_at = self._clock()
 
 
 async def last_of_each(outputs: Outputs) -> dict[str, RequestOutput]:
@@ -42,7 +48,7 @@ class Logged:
 
     def __init__(self, outputs: Outputs, name: str, cut: Callable[[str], str]) -> None:
         self._outputs, self._name, self._cut = outputs, name, cut
-        self._texts: dict[tuple[str, int], str] = {}
+        self._texts: dict[tuple[str, int], list[str]] = {}
 
     def __aiter__(self) -> "Logged":
         return self
@@ -50,23 +56,21 @@ class Logged:
     async def __anext__(self) -> RequestOutput:
         output = await self._outputs.__anext__()
         for each in output.outputs:
-            key = output.request_id, each.index
-            self._texts[key] = self._texts.get(key, "") + each.text
+            self._texts.setdefault((output.request_id, each.index), []).append(each.text)
         return output
 
     async def aclose(self) -> None:
         await self._outputs.aclose()
         while self._texts:
-            _, text = self._texts.popitem()
-            logger.info("Generated response %s: %r", self._name, self._cut(text))
+            _, texts = self._texts.popitem()
+            logger.info("Generated response %s: %r", self._name, self._cut("".join(texts)))
 
 
 class Merged:
     """Several requests as one stream of outputs, in the order in which they come, under these ids."""
 
-    def __init__(self, started: Mapping[str, Outputs], n: int) -> None:
+    def __init__(self, started: Mapping[str, Outputs]) -> None:
         self._started = started
-        self._n = n
         self._arrived: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
@@ -100,7 +104,7 @@ class Merged:
         try:
             for id, outputs in self._started.items():
                 tasks.append(asyncio.create_task(_forward(id, outputs, reader)))
-                await pause.after(self._n)
+                await pause.if_due()
             await asyncio.gather(*tasks)
         finally:
             while tasks:

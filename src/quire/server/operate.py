@@ -181,6 +181,11 @@ def _add_worker_routes(app: FastAPI, api: Api) -> None:
 
 
 def _add_cache_routes(app: FastAPI, api: Api) -> None:
+    @app.post("/reset_prefix_cache", **replies_of(ResetReply, *_CODES))
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> Response:
+        """Forget all cached prefixes; false while requests hold some, unless these are to start again."""
+        return json_response({"success": await api.engine.reset_prefix_cache(reset_running_requests)})
+
     @app.post("/reset_mm_cache", operation_id="reset_mm_cache", **replies_of(ResetReply, *_CODES))
     async def reset_mm_cache() -> Response:
         """Forget the images, videos and sounds that were processed: the next ones are read anew."""

@@ -72,9 +72,13 @@ class PromptReader:
         self._template = engine.facts.chat_template
         self._settings = settings
         self._unbounded = copy.copy(engine.inputs)
-        """Reads prompts of any length: to count them, or to cut them."""
+        """Reads prompts of any length, to cut them."""
         self._unbounded.max_model_len = sys.maxsize >> 16
         self._unbounded.max_prompt_len = None
+        self._unbounded.max_chars = sys.maxsize
+        self._counting = copy.copy(self._unbounded)
+        """Reads prompts of any number of tokens, to count them; texts that cannot be prompts are refused."""
+        self._counting.max_chars = engine.inputs.max_chars
 
     async def of_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:
         given = [*_embeds_of(body), *([] if body.prompt in (None, "") else each_of(body.prompt))]
@@ -160,10 +164,10 @@ class PromptReader:
         return await off_loop(talk.size, read)
 
     async def count(self, body: Conversation) -> Prompt:
-        """A conversation of any length, for /tokenize."""
+        """A conversation of any number of tokens, for /tokenize."""
         effort, talk = getattr(body, "reasoning_effort", None), await self._begun(body)
         return await off_loop(
-            talk.size, lambda: self._conversation(talk, self._of(self._unbounded, body), effort)
+            talk.size, lambda: self._conversation(talk, self._of(self._counting, body), effort)
         )
 
     async def _begun(self, body: Conversation, wait: Wait | None = None) -> "_Talk":

@@ -5,7 +5,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
 
-from quire.data.params import INT64_MAX, INT64_MIN
+from quire.data.params import (
+    INT64_MAX,
+    INT64_MIN,
+    MAX_PATTERN_SIZE,
+    MAX_SALT_CHARS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 MAX_STOP_STRINGS = 4
 MAX_PROMPTS = 1024
@@ -58,8 +64,8 @@ class RepetitionDetection(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    max_pattern_size: int = Field(0, ge=0, le=INT64_MAX)
-    min_pattern_size: int = Field(0, ge=0, le=INT64_MAX)
+    max_pattern_size: int = Field(0, ge=0, json_schema_extra={"maximum": MAX_PATTERN_SIZE})
+    min_pattern_size: int = Field(0, ge=0, json_schema_extra={"maximum": MAX_PATTERN_SIZE})
     min_count: int = Field(0, ge=0, le=INT64_MAX)
 
 
@@ -70,7 +76,9 @@ class CallBody(Body):
     priority: Int = _doc(
         "Lower goes first, with --scheduling-policy priority.", 0, ge=INT64_MIN, le=INT64_MAX
     )
-    request_id: str | None = _doc("At most 256 characters, a part of the id; the header X-Request-Id wins.")
+    request_id: str | None = _doc(
+        "At most 256 printable characters, a part of the id; the header X-Request-Id wins."
+    )
     user: str | None = _doc("Has no effect.")
 
 
@@ -83,7 +91,11 @@ class EngineBody(CallBody):
     truncation_side: Literal["left", "right"] | None = _doc(
         "The side to cut from. Default: left; of a pooling model right."
     )
-    cache_salt: str | None = _doc("Shares cached prefixes only with requests of the same salt.", min_length=1)
+    cache_salt: str | None = _doc(
+        f"At most {MAX_SALT_CHARS} characters. Shares cached prefixes only with requests of the same salt.",
+        min_length=1,
+        max_length=MAX_SALT_CHARS,
+    )
 
 
 class GenerateBody(EngineBody):
@@ -101,7 +113,9 @@ class GenerateBody(EngineBody):
     logit_bias: Biases | None = _doc("Token id to bias, from -100 to 100.")
     seed: Int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     stop: str | Many[str] | None = _doc(f"At most {MAX_STOP_STRINGS} strings.")
-    stop_token_ids: Many[TokenId] | None = None
+    stop_token_ids: Many[TokenId] | None = _doc(
+        f"At most {MAX_STOP_TOKEN_IDS} ids, all of the model's vocabulary."
+    )
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     min_tokens: Int | None = _told(0)

@@ -54,6 +54,19 @@ class HttpSection:
     """Allowed TLS ciphers, in OpenSSL's notation."""
     max_request_body_bytes: Annotated[int, Rule(at_least=1, human=True)] = 64 << 20
     """Largest body of a request; a larger one is answered with 413."""
+    h11_max_incomplete_event_size: Annotated[int, Rule(at_least=1, human=True)] = 64 << 10
+    """Most bytes of a request's first line and headers; more are answered with 431."""
+    h11_max_header_count: Annotated[int, Rule(at_least=1)] = 128
+    """Most headers of a request; more are answered with 431."""
+    request_header_timeout: Annotated[float, Rule(above=0)] = 30.0
+    """Seconds from the first byte of a request, or from a new connection, to the end of the headers."""
+    request_body_timeout: Annotated[float, Rule(above=0)] = 30.0
+    """Seconds between two pieces of a request's body."""
+    max_connections: Annotated[int | None, Rule(at_least=1)] = None
+    """Most open connections of each API process; further ones are answered with 503. Default: seven eighths
+    of the files that a process may open, and at most 65536."""
+    max_connections_per_address: Annotated[int | None, Rule(at_least=1)] = None
+    """Most of them from one IPv4 address or IPv6 /64 network. Default: three quarters of max_connections."""
     shutdown_timeout: Annotated[float, Rule(at_least=0)] = 30.0
     """Seconds that running requests get to finish when the server is told to stop; 0 aborts them at once."""
     health_timeout: Annotated[float, Rule(above=0)] = 30.0
@@ -72,8 +85,9 @@ class AccessSection:
     """Paths that need no key, with commas between them."""
     allow_credentials: bool = False
     """CORS: whether browsers may send cookies and keys from other origins."""
-    allowed_origins: list[str] = field(default_factory=lambda: ["*"])
-    """CORS: JSON list of the origins that may ask."""
+    allowed_origins: list[str] = field(default_factory=list)
+    """CORS: JSON list of the origins whose web pages may ask. Default: all (`["*"]`) if there is an API key,
+    else none but the server's own page."""
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])
     """CORS: JSON list of the methods that other origins may use."""
     allowed_headers: list[str] = field(default_factory=lambda: ["*"])
@@ -226,8 +240,6 @@ IGNORED: dict[str, bool] = {
     "enable_log_deltas": True,
     "enable_offline_docs": True,
     "enable_ssl_refresh": True,
-    "h11_max_header_count": False,
-    "h11_max_incomplete_event_size": False,
 }
 """vLLM's server flags without a use here, and whether they are switches: accepted, with one warning."""
 
@@ -275,8 +287,10 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
             raise ConfigError(f"unknown server setting {name!r}")
     for name, value in _from_env(env).items():
         values.setdefault(name, value)
+    keys = read_keys(values.get("api_key", ()))
+    values.setdefault("allowed_origins", ["*"] if keys else [])
     settings = ServerSettings(
-        keys=read_keys(values.get("api_key", ())),
+        keys=keys,
         modules=read_modules(values.get("lora_modules", ())),
         changes_adapters=env is not None and env.adapters.allow_runtime_lora_updating,
         max_sequences=MAX_SEQUENCES if env is None else env.max_n_sequences,

@@ -51,14 +51,14 @@ async def answer_chats(api: Api, body: ChatBatchBody, request: Request) -> Respo
     talks, answers, pause = list[Talk](), list[dict[str, Any]](), Pauses()
     for messages in body.messages:
         talks.append(await begin_talk(api, body.model_copy(update={"messages": messages}), request))
-        await pause.after(1)
+        await pause.if_due()
     prompts = [prompt for talk in talks for prompt in talk.job.prompts]
     params = [each for talk in talks for each in talk.job.params]
     job = dataclasses.replace(talks[0].job, prompts=prompts, params=params)
     outputs = await api.answering.until_gone(request.receive, api.finished(job))
     for talk, output in zip(talks, outputs, strict=True):
         answers.append(ChatEncoder(api, talk).whole([output]))
-        await pause.after(1)
+        await pause.if_due()
     choices = [answer["choices"][0] | {"index": place} for place, answer in enumerate(answers)]
     usage = api.usage(
         sum(len(prompt.token_ids) for prompt in prompts),

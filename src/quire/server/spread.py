@@ -166,6 +166,8 @@ class Taker:
                 if not message:
                     asyncio.get_running_loop().remove_reader(self._channel)
                     return
+                if not descriptors:  # there was none left for it, and the kernel has closed the connection
+                    self.count_closed()
                 for descriptor in descriptors:
                     connection = socket.socket(fileno=descriptor)
                     connection.setblocking(False)

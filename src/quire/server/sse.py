@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import QuireError
-from quire.frontend.answer import merge
+from quire.frontend.gathered import Gathered
 from quire.logs import get_logger
 from quire.server.answering import Answering, ClientGone
 from quire.server.connection import Connection
@@ -96,13 +96,14 @@ class EventStream(Response):
 
 
 class Pushing:
-    """Writes outputs in the moment they come. While the client cannot take more they are merged."""
+    """Writes outputs in the moment they come. While the client cannot take more they are gathered."""
 
     def __init__(self, connection: Connection, encoder: Encoder) -> None:
         self._connection = connection
         self._encoder = encoder
-        self._held: dict[str, RequestOutput] = {}
+        self._held: dict[str, Gathered] = {}
         self._draining: asyncio.Task[None] | None = None
+        """Writes what is held once the client takes more. If that fails it stays, and ends the stream."""
         self._last_id = ""
 
     async def run(self, outputs: Pushed) -> None:
@@ -126,16 +127,21 @@ class Pushing:
         if self._draining is None and not self._connection.is_full:
             self._write(output)
             return
-        before = self._held.get(output.request_id)
-        self._held[output.request_id] = output if before is None else merge(before, output)
         if self._draining is None:
             self._draining = asyncio.create_task(self._drain())
+        elif self._draining.done():
+            self._draining.result()  # raises what the encoder has raised
+        if (held := self._held.get(output.request_id)) is not None:
+            held.add(output)
+        else:
+            self._held[output.request_id] = Gathered(output)
 
     async def _drain(self) -> None:
         await self._connection.drained()
-        held, self._held, self._draining = self._held, {}, None
-        for output in held.values():
-            self._write(output)
+        held, self._held = self._held, {}
+        for outputs in held.values():
+            self._write(outputs.joined())
+        self._draining = None
 
     def _write(self, output: RequestOutput) -> None:
         if chunk := self._encoder.encode(output):

@@ -107,6 +107,10 @@ def add_status_routes(app: FastAPI, api: Api) -> None:
     async def show_version() -> Response:
         return json_response({"version": api.engine.facts.version})
 
+    # Probes of load balancers ask so. A server sends no body then, and the headers are the same.
+    for path, answer in (("/health", health), ("/ping", health), ("/version", show_version)):
+        app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
+
     @app.get("/load", **replies_of(replies.LoadReply))
     async def show_load() -> Response:
         """Requests being answered by this process."""
@@ -118,8 +122,3 @@ def add_status_routes(app: FastAPI, api: Api) -> None:
     async def metrics() -> Response:
         """Metrics over all processes, in Prometheus' format."""
         return Response(api.engine.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.post("/reset_prefix_cache", **replies_of(replies.ResetReply, 400, 500, 503))
-    async def reset_prefix_cache(reset_running_requests: bool = False) -> Response:
-        """Forget all cached prefixes; false while requests hold some, unless these are to start again."""
-        return json_response({"success": await api.engine.reset_prefix_cache(reset_running_requests)})

@@ -280,8 +280,9 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
 
-def load_tokenizer(path: Path, checkpoint_format: str) -> Tokenizer:
-    """The tokenizer of a checkpoint: `path` is a directory (`hf`) or a .gguf file (`gguf`)."""
+def load_tokenizer(path: Path, checkpoint_format: str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer of a checkpoint: `path` is a directory (`hf`) or a .gguf file (`gguf`). Python code in
+    the checkpoint runs only with `trust_remote_code`."""
     if checkpoint_format == "gguf":
         vocab = read_vocab(GGUFFile(path).metadata)
         return Tokenizer(
@@ -289,10 +290,10 @@ def load_tokenizer(path: Path, checkpoint_format: str) -> Tokenizer:
         )
     if checkpoint_format != "hf":
         raise ConfigError(f"unknown checkpoint format {checkpoint_format!r}; known: gguf, hf")
-    return _from_directory(path)
+    return _from_directory(path, trust_remote_code)
 
 
-def _from_directory(path: Path) -> Tokenizer:
+def _from_directory(path: Path, trust_remote_code: bool) -> Tokenizer:
     config = _read_json(path / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= _read_json(path / "special_tokens_map.json")
@@ -302,7 +303,7 @@ def _from_directory(path: Path) -> Tokenizer:
         # add_bos_token and add_eos_token of the config are for vocabularies without that file.
         backend = _read_backend(path / "tokenizer.json")
     else:
-        backend, converted = _convert_with_transformers(path)
+        backend, converted = _convert_with_transformers(path, trust_remote_code)
         special = converted | special
     _add_configured_tokens(backend, config, special)
     _lower(backend, path)
@@ -328,7 +329,9 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
         raise ConfigError(f"cannot read {file}: {error}; download the model's tokenizer again") from error
 
 
-def _convert_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def _convert_with_transformers(
+    path: Path, trust_remote_code: bool
+) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Vocabularies in older files: transformers knows how each model family meant them."""
     known = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
     file = next((path / name for name in known if (path / name).is_file()), None)
@@ -343,7 +346,8 @@ def _convert_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, dict[s
     except ImportError as error:
         raise ConfigError(f"{path} has {file.name} but no tokenizer.json; {way_out}") from error
     try:
-        converted = AutoTokenizer.from_pretrained(path)
+        # Never left out: transformers would ask on the terminal whether to run the checkpoint's code.
+        converted = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         backend: tokenizers.Tokenizer = converted.backend_tokenizer
     except (ImportError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"cannot convert {file} to a tokenizer.json ({error}); {way_out}") from error

@@ -17,8 +17,9 @@ class Proposer(Protocol):
     is_sure: bool
     """Whether the last proposal has more reason to be right than others have."""
 
-    def admit(self, row: int, tokens: Ints) -> None:
-        """A request takes a row, with all tokens that are known so far."""
+    def admit(self, row: int, tokens: Ints, salt: str | None = None) -> None:
+        """A request takes a row, with all tokens that are known so far. Nothing of a request with another
+        salt may be proposed to it."""
 
     def extend(self, row: int, tokens: Ints) -> None:
         """It got these."""

@@ -41,7 +41,7 @@ class NGram:
         self._texts: dict[int, Text] = {}
         self.is_sure = False
 
-    def admit(self, row: int, tokens: Ints) -> None:
+    def admit(self, row: int, tokens: Ints, salt: str | None = None) -> None:
         self._texts[row] = Text(tokens, self._n)
 
     def extend(self, row: int, tokens: Ints) -> None:

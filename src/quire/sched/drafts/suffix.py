@@ -22,6 +22,9 @@ MAX_TOKENS = 1 << 19
 """Tokens of answers that are kept; the oldest go."""
 NUM_PARTS = 4
 """Parts that they go in."""
+NUM_SALTS = 8
+"""Salts whose answers are kept beside those of requests without one; the one not used for longest goes. Each
+holds this part of MAX_TOKENS."""
 _END = -1
 """Between two answers."""
 _NONE: Ints = np.empty(0, np.int32)
@@ -46,18 +49,34 @@ class Suffix:
         self._factor, self._min_prob = spec_factor, min_prob
         self._texts: dict[int, Text] = {}
         self._prompt_lens: dict[int, int] = {}
+        self._salts: dict[int, str | None] = {}
         self._answers = _Answers(max_requests, max_tokens)
+        self._salted: dict[str, _Answers] = {}
+        """Answers by salt, the one used last at the end."""
+        self._sizes = max_requests, max_tokens // NUM_SALTS
 
-    def admit(self, row: int, tokens: Ints) -> None:
+    def admit(self, row: int, tokens: Ints, salt: str | None = None) -> None:
         self._texts[row] = Text(tokens, MIN_MATCH)
         self._prompt_lens[row] = len(tokens)
+        self._salts[row] = salt
 
     def extend(self, row: int, tokens: Ints) -> None:
         self._texts[row].extend(tokens)
 
     def release(self, row: int, tokens: Ints) -> None:
         if self._texts.pop(row, None) is not None:
-            self._answers.add(tokens[self._prompt_lens.pop(row) :])
+            self._answers_of(self._salts.pop(row)).add(tokens[self._prompt_lens.pop(row) :])
+
+    def _answers_of(self, salt: str | None) -> "_Answers":
+        """Return the answers that requests of this salt may be guessed from. Guesses out of other answers
+        would tell, by their speed, what these were."""
+        if salt is None:
+            return self._answers
+        answers = self._salted.pop(salt, None) or _Answers(*self._sizes)
+        self._salted[salt] = answers
+        if len(self._salted) > NUM_SALTS:
+            del self._salted[next(iter(self._salted))]
+        return answers
 
     def propose(self, row: int, most: int) -> Ints:
         own = self._texts[row]
@@ -65,7 +84,7 @@ class Suffix:
             return _NONE
         ending, end = own.ending, own.tokens[-self._max_depth :]
         best, found = 0.0, None
-        for text in (own, *self._answers.texts):
+        for text in (own, *self._answers_of(self._salts[row]).texts):
             score, tokens = self._guess(text, ending, end, most)
             if score > best:
                 best, found = score, tokens

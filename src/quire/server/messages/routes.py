@@ -27,4 +27,5 @@ def add_message_routes(app: FastAPI, api: Api) -> None:
     @app.post("/v1/messages/count_tokens", **replies_of(CountReply, *CODES, error=MessageErrorReply), **BODY)
     async def count_message_tokens(body: CountBody, request: Request) -> Response:
         """How many tokens the prompt of a conversation has."""
-        return await count_tokens(api, body, request)
+        async with api.long_work.place(request):
+            return await count_tokens(api, body, request)

@@ -89,7 +89,7 @@ async def _together(api: Api, job: Job) -> list[Pooled]:
                 lora=job.lora,
             )
             tasks.append(asyncio.create_task(_only(answer)))
-            await pause.after(1)
+            await pause.if_due()
         return list(await asyncio.gather(*tasks))
     finally:
         await ended(tasks)

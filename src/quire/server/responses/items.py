@@ -1,6 +1,7 @@
 """Items: what a conversation is made of. Those of a body are checked and made whole here."""
 
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Parts that are text, and the field that holds it."""
 _MEDIA = ("input_image", "input_audio", "image_url", "audio_url", "video_url")
+MAX_REFERENCES = 4
+"""To one stored item, in one input."""
 _STATUSES = ("completed", "incomplete", "in_progress")
 
 
@@ -26,7 +29,27 @@ def read_items(given: str | list[dict[str, Any]], find: Find) -> list[Item]:
     """The items of a body's input, each with an id and with parts for its content."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
+    find = _Finding(find)
     return [_read(_Asked(item, f"input[{place}]"), find) for place, item in enumerate(given)]
+
+
+class _Finding:
+    """Finds the stored items of one body. A reference is a few bytes and its item may be megabytes, so that
+    few references to one item are allowed."""
+
+    def __init__(self, find: Find) -> None:
+        self._find = find
+        self._counts: Counter[str] = Counter()
+
+    def __call__(self, id: str) -> Item | None:
+        self._counts[id] += 1
+        if self._counts[id] > MAX_REFERENCES:
+            raise RequestError(
+                f"the stored item {id!r:.80} may be referenced at most {MAX_REFERENCES} times in one input; "
+                "remove the repeats",
+                param="input",
+            )
+        return self._find(id)
 
 
 class _Asked:

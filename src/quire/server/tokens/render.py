@@ -1,6 +1,7 @@
 """Chats and completions become tokens, and tokens become answers, without the model between: the routes that
 end in /render and /derender."""
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +14,6 @@ from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.chat import ChatEncoder
 from quire.server.completions import CompletionEncoder, begin_completion
-from quire.server.encoder import Encoder
 from quire.server.errors import json_response
 from quire.server.gate import without_account
 from quire.server.generate import Api, Job
@@ -26,12 +26,12 @@ from quire.server.tokens.bodies import DerenderChatBody, DerenderCompletionBody,
 
 async def render_chat(api: Api, body: ChatBody, request: Request) -> Response:
     talk = await begin_talk(api, body, _free(request))
-    return json_response((await _rendered(api, body, talk.job))[0])
+    return await _rendered(api, body, talk.job, lambda prompts: prompts[0])
 
 
 async def render_completion(api: Api, body: CompletionBody, request: Request) -> Response:
     job = await begin_completion(api, body, _free(request))
-    return json_response(await _rendered(api, body, job))
+    return await _rendered(api, body, job, lambda prompts: prompts)
 
 
 def _free(request: Request) -> Request:
@@ -39,17 +39,26 @@ def _free(request: Request) -> Request:
     return Request(without_account(request.scope), request.receive)
 
 
-async def _rendered(api: Api, body: ChatBody | CompletionBody, job: Job) -> list[dict[str, Any]]:
+async def _rendered(
+    api: Api,
+    body: ChatBody | CompletionBody,
+    job: Job,
+    answer_of: Callable[[list[dict[str, Any]]], Any],
+) -> Response:
+    """What the answer is made of is one object for each prompt."""
     if any(prompt.embeds is not None for prompt in job.prompts):
         raise RequestError("`prompt_embeds` are no tokens and cannot be rendered", param="prompt_embeds")
-    size = sum(len(prompt.text or "") for prompt in job.prompts) if body.return_token_offsets else 0
+    size = sum(len(prompt.text or "") + len(prompt.token_ids) for prompt in job.prompts)
     inputs = api.inputs_of(job.model)
-    offsets = await off_loop(size, lambda: [_offsets(inputs, body, prompt) for prompt in job.prompts])
+    return await off_loop(size, lambda: json_response(answer_of(_prompts_of(inputs, body, job))))
+
+
+def _prompts_of(inputs: InputProcessor, body: ChatBody | CompletionBody, job: Job) -> list[dict[str, Any]]:
     return [
         {
             "request_id": id,
             "token_ids": prompt.token_ids,
-            "token_offsets": places,
+            "token_offsets": _offsets(inputs, body, prompt),
             "prompt": prompt.text,
             "sampling_params": told_params(_sampled(params)),
             "model": job.model,
@@ -60,7 +69,7 @@ async def _rendered(api: Api, body: ChatBody | CompletionBody, job: Job) -> list
             "features": None if prompt.media is None else _features(prompt.media),
             "kv_transfer_params": None,
         }
-        for id, prompt, params, places in zip(job.engine_ids(), job.prompts, job.params, offsets, strict=True)
+        for id, prompt, params in zip(job.engine_ids(), job.prompts, job.params, strict=True)
     ]
 
 
@@ -113,10 +122,15 @@ async def derender_chat(api: Api, body: DerenderChatBody, request: Request) -> R
         talk = Talk(asked, job, api.settings.api.response_role, "")
     _check_choices([given], asked.n or 1)
     output = await _read(api.inputs_of(talk.job.model), given, _sampled(talk.job.params[0]))
-    found = await _told(ChatEncoder(api, talk), [output])
-    for choice, tokens in zip(found["choices"], given.choices, strict=True):
-        choice["logprobs"] = tokens.logprobs and tokens.logprobs.model_dump()
-    return json_response(_counted(found, body.prompt_tokens or 0))
+    encoder = ChatEncoder(api, talk)
+
+    def written() -> Response:
+        answer = encoder.whole([output])
+        for choice, tokens in zip(answer["choices"], given.choices, strict=True):
+            choice["logprobs"] = tokens.logprobs and tokens.logprobs.model_dump()
+        return json_response(_counted(answer, body.prompt_tokens or 0))
+
+    return await off_loop(_num_chars([output]), written)
 
 
 async def derender_completion(api: Api, body: DerenderCompletionBody, request: Request) -> Response:
@@ -145,8 +159,8 @@ async def derender_completion(api: Api, body: DerenderCompletionBody, request: R
     read = [
         await _read(inputs, each, _sampled(params)) for each, params in zip(given, job.params, strict=True)
     ]
-    found = await _told(CompletionEncoder(api, asked, job), read)
-    return json_response(_counted(found, sum(body.prompt_tokens or ())))
+    encoder, num_prompt = CompletionEncoder(api, asked, job), sum(body.prompt_tokens or ())
+    return await off_loop(_num_chars(read), lambda: json_response(_counted(encoder.whole(read), num_prompt)))
 
 
 async def _check(api: Api, body: DerenderChatBody | DerenderCompletionBody, given: list[GivenTokens]) -> None:
@@ -181,9 +195,8 @@ async def _read(inputs: InputProcessor, given: GivenTokens, params: SamplingPara
     return RequestOutput("", None, [], None, outputs, finished=True)
 
 
-async def _told(encoder: Encoder, outputs: list[RequestOutput]) -> dict[str, Any]:
-    size = sum(len(each.text) for output in outputs for each in output.outputs)
-    return await off_loop(size, lambda: encoder.whole(outputs))
+def _num_chars(outputs: list[RequestOutput]) -> int:
+    return sum(len(choice.text) for output in outputs for choice in output.outputs)
 
 
 def _choice(inputs: InputProcessor, given: GivenChoice, params: SamplingParams) -> CompletionOutput:

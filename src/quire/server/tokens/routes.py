@@ -38,22 +38,26 @@ def add_token_routes(app: FastAPI, api: Api) -> None:
     @app.post(f"{chat}/render", **replies_of(RenderedReply, *CODES), **BODY)
     async def show_chat_prompt(body: ChatBody, request: Request) -> Response:
         """What would go to the engine for a chat."""
-        return await render_chat(api, body, request)
+        async with api.long_work.place(request):
+            return await render_chat(api, body, request)
 
     @app.post(f"{completion}/render", **replies_of(list[RenderedReply], *CODES), **BODY)
     async def show_completion_prompts(body: CompletionBody, request: Request) -> Response:
         """What would go to the engine for each prompt."""
-        return await render_completion(api, body, request)
+        async with api.long_work.place(request):
+            return await render_completion(api, body, request)
 
     @app.post(f"{chat}/derender", **replies_of(replies.ChatReply, *CODES), **BODY)
     async def show_chat_answer(body: DerenderChatBody, request: Request) -> Response:
         """The answer to a chat that tokens are."""
-        return await derender_chat(api, body, request)
+        async with api.long_work.place(request):
+            return await derender_chat(api, body, request)
 
     @app.post(f"{completion}/derender", **replies_of(replies.CompletionReply, *CODES), **BODY)
     async def show_completion_answer(body: DerenderCompletionBody, request: Request) -> Response:
         """The completions that tokens are."""
-        return await derender_completion(api, body, request)
+        async with api.long_work.place(request):
+            return await derender_completion(api, body, request)
 
     @app.post(f"{chat}/batch", **replies_of(replies.ChatReply, *CODES), **BODY)
     async def create_chat_batch(body: ChatBatchBody, request: Request) -> Response:
@@ -67,12 +71,14 @@ def add_token_routes(app: FastAPI, api: Api) -> None:
     invoke.__annotations__["body"] = Union[tuple(shapes(api))]  # noqa: UP007
     app.post("/invocations", **replies_of(dict[str, Any], *CODES, stream=True), **BODY)(invoke)
 
-    @app.post("/tokenize", **replies_of(replies.TokenizeReply, 400, 404, 413, 422), **BODY)
-    async def create_tokens(body: TokenizeChat | TokenizeText) -> Response:
+    @app.post("/tokenize", **replies_of(replies.TokenizeReply, 400, 404, 413, 422, 429), **BODY)
+    async def create_tokens(body: TokenizeChat | TokenizeText, request: Request) -> Response:
         """The token ids of a text or of a conversation."""
-        return await tokenize(api, body)
+        async with api.long_work.place(request):
+            return await tokenize(api, body)
 
-    @app.post("/detokenize", **replies_of(replies.DetokenizeReply, 400, 404, 413), **BODY)
-    async def create_text(body: DetokenizeBody) -> Response:
+    @app.post("/detokenize", **replies_of(replies.DetokenizeReply, 400, 404, 413, 429), **BODY)
+    async def create_text(body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids."""
-        return await detokenize(api, body)
+        async with api.long_work.place(request):
+            return await detokenize(api, body)

@@ -1,7 +1,5 @@
 """/tokenize and /detokenize."""
 
-from typing import Any
-
 from starlette.responses import Response
 
 from quire.errors import RequestError
@@ -11,6 +9,10 @@ from quire.server.generate import Api
 from quire.server.prompts import off_loop
 from quire.server.requests import DetokenizeBody, TokenizeChat, TokenizeText
 from quire.text.tokenizer import Tokenizer
+
+_MAX_IDS = 1 << 17
+"""Token ids that may be detokenized at once, whatever the context is: decoding them holds up the process for
+tens of milliseconds, in whichever thread."""
 
 
 def _tokenizer(api: Api, model: str | None) -> Tokenizer:
@@ -23,32 +25,42 @@ def _tokenizer(api: Api, model: str | None) -> Tokenizer:
 async def tokenize(api: Api, body: TokenizeText | TokenizeChat) -> Response:
     await api.check_model(body.model)
     check_fields(body)
-    tokenizer = _tokenizer(api, body.model)
+    tokenizer, max_model_len = _tokenizer(api, body.model), api.engine.inputs.max_model_len
     if isinstance(body, TokenizeChat):
         check_contents(body)
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
         ids = (await api.reader.count(body)).token_ids
     else:
         text, special = body.prompt, body.add_special_tokens
+        api.engine.inputs.check_chars(text)
         ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
-    found: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": api.engine.inputs.max_model_len,
-        "tokens": ids,
-        "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
-    }
-    return json_response(found)
+
+    def written() -> Response:
+        spelled = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return json_response(
+            {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": spelled}
+        )
+
+    return await off_loop(len(ids), written)
 
 
 async def detokenize(api: Api, body: DetokenizeBody) -> Response:
     await api.check_model(body.model)
     check_fields(body)
     tokenizer, ids = _tokenizer(api, body.model), body.tokens
+    limit = max(api.engine.inputs.max_model_len, _MAX_IDS)
+    if len(ids) > limit:
+        raise RequestError(
+            f"there are {len(ids)} token ids, and at most {limit} are detokenized at once (max_model_len, or "
+            f"{_MAX_IDS} if that is more): send them in parts",
+            param="tokens",
+        )
     vocab = api.inputs_of(body.model).vocab
     if ids and max(ids) >= vocab:
         raise RequestError(
             f"Token id {max(ids)} is out of vocabulary: ids of this model are 0 to {vocab - 1}",
             param="tokens",
         )
-    text = await off_loop(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False))
-    return json_response({"prompt": text})
+    return await off_loop(
+        len(ids), lambda: json_response({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
+    )

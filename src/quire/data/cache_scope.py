@@ -1,0 +1,18 @@
+"""Cache scopes: which requests may share what is cached of their prompts and media."""
+
+from contextvars import ContextVar
+
+CACHE_SCOPE: ContextVar[str] = ContextVar("cache_scope", default="")
+"""The scope of the HTTP exchange that is being answered: its API key, or the group of keys that it shares
+caches with. Empty where keys have no names, and offline: then all requests share."""
+_ESCAPE = "\0"
+
+
+def scoped_salt(salt: str | None) -> str | None:
+    """Return the salt of a request's cached prefix: its scope and its `cache_salt`. The salts of two scopes
+    are never equal, whatever `cache_salt` a client chooses."""
+    scope = CACHE_SCOPE.get()
+    if scope:
+        # The length keeps scope and salt apart; "-" and "+" keep no salt and an empty one apart.
+        return f"{_ESCAPE}{len(scope)} {scope}{'-' if salt is None else '+' + salt}"
+    return _ESCAPE * 2 + salt if salt is not None and salt.startswith(_ESCAPE) else salt

@@ -1,0 +1,76 @@
+"""Repetition detection: whether the output of a sequence ends in copies of one pattern of tokens."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.data.params import RepetitionDetectionParams
+
+_MAX_COPIES = 1 << 40
+"""More than any output has; keeps `size * copies` within 64 bits."""
+
+
+def find_repetition(token_ids: Sequence[int], params: RepetitionDetectionParams) -> bool:
+    """Return whether the tokens end in `min_count` copies of one pattern of the wanted sizes.
+
+    This is the definition. `RepetitionCounts` gives the same answers with less work per token.
+    """
+    sizes = range(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
+    for size in sizes:
+        span = size * params.min_count
+        if span > len(token_ids):
+            return False
+        if token_ids[-1] != token_ids[-1 - size]:
+            continue
+        tail = list(token_ids[-span:])
+        if tail[size:] == tail[:-size]:
+            return True
+    return False
+
+
+class RepetitionCounts:
+    """Repetition detection for one growing output, in time proportional to the number of pattern sizes.
+
+    For each size it keeps a run: how many of the last tokens equal the token `size` places before them. The
+    output ends in `count` copies of a pattern of that size when the run is at least `size * (count - 1)`.
+    """
+
+    __slots__ = ("_min_size", "_max_size", "_needed", "_runs", "_num_seen", "_last")
+
+    def __init__(self, params: RepetitionDetectionParams) -> None:
+        self._min_size, self._max_size = max(params.min_pattern_size, 1), params.max_pattern_size
+        sizes = np.arange(self._min_size, self._max_size + 1, dtype=np.int64)
+        self._needed = sizes * min(params.min_count - 1, _MAX_COPIES)
+        self._runs = np.zeros(len(sizes), np.int64)
+        self._num_seen, self._last = 0, -1
+        """Number of tokens that the runs include, and the last of them."""
+
+    def is_repetition(self, output: NDArray[np.integer]) -> bool:
+        """Return whether the output, which usually has one more token than at the last call, ends in a
+        repetition. Any other output, such as the first behind `min_tokens`, is counted from its start."""
+        num_seen = self._num_seen
+        if len(output) == num_seen + 1 and (not num_seen or output[-2] == self._last):
+            self._add_last(output)
+        else:
+            self._count_all(output)
+        self._num_seen = len(output)
+        self._last = int(output[-1]) if len(output) else -1
+        return bool((self._runs >= self._needed).any())
+
+    def _add_last(self, output: NDArray[np.integer]) -> None:
+        """Extend or reset each run by the last token."""
+        last = len(output) - 1
+        before = output[max(last - self._max_size, 0) : max(last - self._min_size + 1, 0)][::-1]
+        runs = self._runs[: len(before)]  # of the sizes that reach back to a token
+        runs += 1
+        runs *= before == output[last]
+
+    def _count_all(self, output: NDArray[np.integer]) -> None:
+        backward = output[::-1]
+        self._runs[:] = 0
+        for place in range(min(len(self._runs), len(output) - self._min_size)):
+            size = self._min_size + place
+            differs = backward[:-size] != backward[size:]
+            first = int(differs.argmax())
+            self._runs[place] = first if differs[first] else len(differs)

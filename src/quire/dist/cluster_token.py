@@ -1,0 +1,148 @@
+"""The secret that the processes of one deployment share, and how their sockets prove that they know it."""
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import stat
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from quire.config.env import Env
+from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
+
+log = get_logger(__name__)
+
+VARIABLE = "QUIRE_CLUSTER_TOKEN"
+FILE_NAME = "cluster_token"
+FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+MISMATCHES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+MAX_FAILURES = 3
+"""Handshakes in a row that may fail before the token counts as wrong: a peer may also end in the middle of
+one."""
+
+
+def new_token() -> str:
+    """Return a random token for processes that are all started by this one."""
+    return secrets.token_hex()
+
+
+def cluster_token(env: Env, host: str) -> str:
+    """Return the token of a deployment whose parts are started by separate commands and meet at `host`.
+
+    It is the environment's. Without one, commands of one user on one machine share a file that only this user
+    can read; machines that have no token accept every peer, which is warned of.
+    """
+    if env.cluster_token:
+        return env.cluster_token
+    if _is_loopback(host):
+        return _token_of_user(env.cache_root / FILE_NAME)
+    warn_once(
+        log,
+        f"{VARIABLE} is not set: whoever reaches the ports of this deployment at {host} can join it and read"
+        " prompts; set it to the same secret on every machine, or keep these ports private",
+    )
+    return ""
+
+
+def is_same(token: str, other: str) -> bool:
+    """Compare two tokens in a time that does not depend on where they differ."""
+    return hmac.compare_digest(token.encode(), other.encode())
+
+
+def secure(sock: "zmq.Socket[bytes]", token: str, *, listens: bool) -> None:
+    """Encrypt what goes through a TCP socket (CURVE), and let only peers with the same token connect.
+
+    The listener's key pair is derived from the token. A handshake needs its public key, which is never sent,
+    so that only those who know the token can make one. Call it before `bind` or `connect`.
+    """
+    if not token or not zmq.has("curve"):
+        return
+    secret = z85.encode(hashlib.sha256(b"quire-curve:" + token.encode()).digest())
+    public = zmq.curve_public(secret)
+    if listens:
+        sock.setsockopt(zmq.CURVE_SERVER, 1)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        return
+    sock.setsockopt(zmq.CURVE_SERVERKEY, public)
+    for option, key in zip((zmq.CURVE_PUBLICKEY, zmq.CURVE_SECRETKEY), zmq.curve_keypair(), strict=True):
+        sock.setsockopt(option, key)
+
+
+class Handshakes:
+    """The outcome of a connecting socket's handshakes: whether it is connected, or its token is refused."""
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+        self.is_connected = False
+
+    @property
+    def is_refused(self) -> bool:
+        return self.num_failed >= MAX_FAILURES
+
+    def note(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.num_failed, self.is_connected = 0, True
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.is_connected = False
+        elif event & FAILURES:
+            self.num_failed += 1
+        elif event & MISMATCHES:  # ZMQ does not try again
+            self.num_failed = MAX_FAILURES
+
+
+def events_of(monitor: "zmq.Socket[bytes]") -> list[tuple[int, int]]:
+    """Return the events that a monitor has reported since the last call, with the value of each."""
+    events = []
+    while monitor.poll(0):
+        message = recv_monitor_message(monitor)
+        events.append((int(message["event"]), int(message["value"])))
+    return events
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _token_of_user(file: Path) -> str:
+    """Read the token of this user, or make one; of several processes that make one, the first wins."""
+    try:
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = file.with_name(f"{FILE_NAME}.{os.getpid()}.{secrets.token_hex(4)}")
+            try:
+                with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as made:
+                    made.write(new_token())
+                os.link(unfinished, file)
+            except FileExistsError:
+                log.debug("Another process has made %s", file)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        return _read_private(file)
+    except OSError as error:
+        raise ConfigError(
+            f"the token that this user's processes share cannot be kept in {file} ({error.strerror}): set"
+            f" {VARIABLE} to the same secret for all of them, or QUIRE_CACHE_ROOT to a folder of yours"
+        ) from None
+
+
+def _read_private(file: Path) -> str:
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW)) as kept:
+        status = os.fstat(kept.fileno())
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise ConfigError(f"{file} can be read by other users: run `chmod 600` on it, or remove it")
+        token = kept.read().strip()
+    if not token:
+        raise ConfigError(f"{file} is empty: remove it, and a token is made anew")
+    return token

@@ -1,0 +1,254 @@
+"""RequestState: what has come of a request so far, and of each of its sequences."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.data.lora import LoRARequest
+from quire.data.outputs import (
+    CompletionOutput,
+    PromptLogprobs,
+    RequestStateStats,
+    SampleLogprobs,
+    light,
+)
+from quire.data.params import RequestOutputKind, SamplingParams
+from quire.data.plan import Finish
+from quire.data.pooling import Floats
+from quire.data.request import Request
+from quire.data.stats import FinishedSequence, Timeline
+from quire.frontend.inputs import Prompt
+from quire.metrics.keys import Account
+from quire.text.detokenizer import Detokenizer
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One of the n continuations of a prompt."""
+
+    id: str
+    index: int
+    parent: "RequestState"
+    detokenizer: Detokenizer | None
+    logprobs: SampleLogprobs | None
+    has_stops: bool
+    """Whether its text must be looked at token by token."""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    times: Timeline = field(default_factory=Timeline)
+    num_cached: int = 0
+    finish: Finish | None = None
+    num_read: int = 0
+    """Tokens that have become text."""
+    num_sent: int = 0
+    """Tokens already given out."""
+    num_counted: int = 0
+    """Tokens already counted in the account of the request's key."""
+    touched: bool = False
+    """Whether something came since the last flush."""
+    pooled: Floats | None = None
+    """What a pooling model made of the prompt."""
+    text: str = ""
+    """What has been shown: text that may yet turn out to be part of a stop string is held back."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its deltas are text and nothing else."""
+        delta = self.parent.params.output_kind is RequestOutputKind.DELTA
+        return delta and self.logprobs is None and not self.has_stops and self.detokenizer is not None
+
+    def is_due(self) -> bool:
+        """Whether it has something to say: a first token, an end, or as many tokens as make a chunk."""
+        return (
+            self.finish is not None
+            or not self.num_sent
+            or len(self.token_ids) >= self.num_sent + self.parent.interval
+        )
+
+    def look_for_stops(self) -> str | None:
+        """The stop string that the new tokens completed. What came behind it is dropped."""
+        assert self.detokenizer is not None
+        met = self.detokenizer.push(self._unread(), final=self.finish is not None)
+        if met is not None:
+            self._cut(self.detokenizer.num_tokens)
+        return met
+
+    def _cut(self, length: int) -> None:
+        """To so many tokens."""
+        if self.logprobs is not None:
+            chosen = (next(iter(each.values())) for each in self.logprobs[length:] if each)
+            self.cumulative_logprob -= sum(each.logprob for each in chosen)
+            self.logprobs = self.logprobs[:length]
+        del self.token_ids[length:]
+        self.num_read = length
+
+    def take_text(self) -> str:
+        """The text to show now that was not shown before."""
+        detokenizer, final = self.detokenizer, self.finish is not None
+        if detokenizer is None:
+            return ""
+        return (
+            detokenizer.take_delta(final) if self.has_stops else detokenizer.read(self._unread(), final=final)
+        )
+
+    def _unread(self) -> list[int]:
+        """The tokens that have not become text."""
+        start, self.num_read = self.num_read, len(self.token_ids)
+        unread = self.token_ids[start:]
+        # A token that ended the sequence as a stop is part of the text only if it was asked for.
+        finish = self.finish
+        stopped = finish is not None and finish.reason == "stop" and not finish.keeps_last
+        if stopped and not self.parent.params.include_stop_str_in_output:
+            del unread[-1:]
+        return unread
+
+    def continued(self, request: Request) -> Request:
+        """Return the request for this sequence to a core that knows nothing of it: with the output so far."""
+        return msgspec.structs.replace(
+            request,
+            tokens=[*request.tokens, *self.token_ids],
+            has_run=self.has_run,
+            num_cached=self.num_cached,
+            num_prompt_logprobs=self.parent.num_prompt_logprobs,
+        )
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a core has told that it computes for this sequence."""
+        return self.times.scheduled_at > 0.0 or bool(self.token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request as the user made it."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    arrived_at: float
+    interval: int
+    """Tokens that make a chunk."""
+    streams: bool
+    """Whether every token is shown in the moment it comes."""
+    sequences: list[SequenceState] = field(default_factory=list)
+    num_open: int = 0
+    """Sequences that have not ended."""
+    failed: Finish | None = None
+    """One that ended as an error."""
+    put_text: Callable[[str, int], None] | None = None
+    """Where text goes that needs no output around it."""
+    prompt_logprobs: PromptLogprobs | None = None
+    aligned: list[int] | None = None
+    pools: bool = False
+    lora: LoRARequest | None = None
+    tokenizer: Tokenizer | None = None
+    account: Account | None = None
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a core has told that it computes for this request."""
+        return any(sequence.has_run for sequence in self.sequences)
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(sequence.token_ids for sequence in self.sequences)
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Prompt positions whose logprobs have come."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        delivered = self.prompt_logprobs is None
+        return len(self.prompt.token_ids if delivered else self.prompt_logprobs or ()) - 1
+
+    def continued(self, requests: list[Request]) -> list[Request]:
+        """Return the requests of the sequences that have not ended, each with its output so far."""
+        pairs = zip(self.sequences, requests, strict=True)
+        return [sequence.continued(request) for sequence, request in pairs if sequence.finish is None]
+
+    @property
+    def waits(self) -> bool:
+        """Whether the logprobs of the prompt are still to come, which the first sequence brings: whichever
+        speaks first speaks with them."""
+        first = self.sequences[0]
+        return not first.token_ids and first.finish is None
+
+
+def whole_of(sequence: SequenceState) -> CompletionOutput:
+    """All of a sequence so far, as an output."""
+    final = not sequence.parent.num_open
+    sequence.num_sent = len(sequence.token_ids)
+    sequence.text += sequence.take_text()
+    token_ids = sequence.token_ids if final else sequence.token_ids.copy()
+    logprobs = sequence.logprobs if final or sequence.logprobs is None else sequence.logprobs[:]
+    return _completion(sequence, sequence.text, token_ids, logprobs)
+
+
+def delta_of(sequence: SequenceState) -> CompletionOutput:
+    """What is new of a sequence since its last output."""
+    start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
+    token_ids = sequence.token_ids[start:]
+    logprobs = None if sequence.logprobs is None else sequence.logprobs[start:]
+    return _completion(sequence, sequence.take_text(), token_ids, logprobs)
+
+
+def _completion(
+    sequence: SequenceState, text: str, token_ids: list[int], logprobs: SampleLogprobs | None
+) -> CompletionOutput:
+    made = light(
+        CompletionOutput,
+        index=sequence.index,
+        text=text,
+        token_ids=token_ids,
+        cumulative_logprob=None if logprobs is None else sequence.cumulative_logprob,
+        logprobs=logprobs,
+    )
+    if sequence.parent.lora is not None:
+        made.lora_request = sequence.parent.lora
+    if sequence.finish is not None:
+        made.finish_reason, made.stop_reason = sequence.finish.reason, sequence.finish.stop_reason
+        if (times := sequence.times).num_drafts:
+            made.spec_decode_metrics = {
+                "num_drafts": times.num_drafts,
+                "num_draft_tokens": times.num_draft_tokens,
+                "num_accepted_tokens": times.num_held,
+            }
+    return made
+
+
+def facts_of(sequence: SequenceState, finish: Finish) -> FinishedSequence:
+    """What the metrics count of a sequence that has ended."""
+    parent = sequence.parent
+    return FinishedSequence(
+        reason=finish.reason,
+        num_prompt_tokens=len(parent.prompt.token_ids),
+        num_output_tokens=len(sequence.token_ids),
+        num_cached=sequence.num_cached,
+        longest=max(len(each.token_ids) for each in parent.sequences) if not parent.num_open else None,
+        params=parent.params,
+        arrived_at=parent.arrived_at,
+        times=sequence.times,
+    )
+
+
+def stats_of(parent: RequestState) -> RequestStateStats:
+    """Times and counts of a request that has ended."""
+    first, times = parent.sequences[0].times, [sequence.times for sequence in parent.sequences]
+    return RequestStateStats(
+        num_generation_tokens=sum(len(sequence.token_ids) for sequence in parent.sequences),
+        arrival_time=parent.arrived_at,
+        queued_ts=first.queued_at,
+        scheduled_ts=first.scheduled_at,
+        first_token_ts=first.first_token_at,
+        last_token_ts=max(each.last_token_at for each in times),
+        first_token_latency=max(first.first_token_at - first.queued_at, 0.0),
+        latency=time.time() - parent.arrived_at,
+        preempted_s=sum(each.preempted_s for each in times),
+        num_preemptions=sum(each.num_preemptions for each in times),
+        step_share_s=sum(each.step_share_s for each in times),
+        num_draft_tokens=sum(each.num_draft_tokens for each in times),
+        num_accepted_tokens=sum(each.num_held for each in times),
+    )

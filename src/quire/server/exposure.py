@@ -1,0 +1,51 @@
+"""Exposure: who can use a server that has no key, and how that is prevented."""
+
+import ipaddress
+import ssl
+from typing import NamedTuple
+
+from quire.server.settings import HttpSection, ServerSettings
+
+
+class Exposure(NamedTuple):
+    """A way in that the operator may not have meant to open."""
+
+    what: str
+    remedy: str
+
+
+def exposures(settings: ServerSettings) -> list[Exposure]:
+    """Return the ways into a server without keys, for the log and for `quire doctor`."""
+    if settings.keys or settings.http.ssl_cert_reqs == ssl.CERT_REQUIRED:
+        return []
+    ways = []
+    if is_public(settings.http):
+        address = settings.http.host or "every interface"
+        ways.append(
+            Exposure(
+                f"the server listens on {address} without an API key: whoever reaches it can use it",
+                "give --api-key (or QUIRE_API_KEY), or listen on this machine only with --host 127.0.0.1",
+            )
+        )
+    if "*" in settings.access.allowed_origins:
+        ways.append(
+            Exposure(
+                "--allowed-origins is * without an API key: every web page that is opened on a machine with "
+                "access to the server can use it",
+                "give --api-key (or QUIRE_API_KEY), or name the origins, or leave --allowed-origins out",
+            )
+        )
+    return ways
+
+
+def is_public(http: HttpSection) -> bool:
+    """Whether other machines may reach the server, as far as its address tells."""
+    if http.uds:
+        return False
+    host = (http.host or "0.0.0.0").strip("[]").partition("%")[0]
+    if host == "localhost" or host.endswith(".localhost"):
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True

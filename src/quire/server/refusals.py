@@ -1,0 +1,103 @@
+"""Connections and requests that are refused before the application sees them: counted and logged."""
+
+import asyncio
+import ipaddress
+import resource
+from dataclasses import dataclass, field
+
+from quire.logs import get_logger
+from quire.server.settings import HttpSection
+
+logger = get_logger(__name__)
+
+LOG_INTERVAL_S = 60.0
+_MAX_DEFAULT = 65_536
+"""Largest default of max_connections, however many files a process may open."""
+_MIN_OTHER_FILES = 64
+"""Descriptors that are never counted on for connections: sockets of engines, adapters, fetched media."""
+
+
+def default_max_connections(num_files: int) -> int:
+    """Return how many connections fit into a limit of open files: seven eighths of them, as other
+    descriptors are needed too."""
+    if num_files == resource.RLIM_INFINITY:
+        return _MAX_DEFAULT
+    return max(min(num_files - max(num_files // 8, _MIN_OTHER_FILES), _MAX_DEFAULT), 1)
+
+
+@dataclass
+class RefusalLog:
+    """Log the first refusal of a cause at once, and those that follow as one line per interval and cause."""
+
+    interval_s: float = LOG_INTERVAL_S
+    _counts: dict[str, int] = field(default_factory=dict)
+    """Refusals since the last line of each cause; a cause without any for an interval is forgotten."""
+
+    def count(self, cause: str, client: str) -> None:
+        """Count one refusal. `cause` must be one of few texts: it may not quote what a client has sent."""
+        if cause in self._counts:
+            self._counts[cause] += 1
+            return
+        self._counts[cause] = 0
+        logger.warning("Refused a client (%s): %s", client, cause)
+        asyncio.get_running_loop().call_later(self.interval_s, self._report, cause)
+
+    def _report(self, cause: str) -> None:
+        count = self._counts.pop(cause)
+        if count:
+            self._counts[cause] = 0
+            logger.warning("Refused %d more clients within %g s: %s", count, self.interval_s, cause)
+            asyncio.get_running_loop().call_later(self.interval_s, self._report, cause)
+
+
+class OpenConnections:
+    """The open connections of this process, in total and by address, and their limits."""
+
+    def __init__(self, *, max_total: int, max_per_address: int) -> None:
+        self._max_total = max_total
+        self._max_per_address = max_per_address
+        self._num_open = 0
+        self._by_network: dict[str, int] = {}
+
+    @classmethod
+    def limited_by(cls, http: HttpSection) -> "OpenConnections":
+        num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        total = http.max_connections or default_max_connections(num_files)
+        return cls(
+            max_total=total, max_per_address=http.max_connections_per_address or max(total * 3 // 4, 1)
+        )
+
+    def problem(self, network: str) -> str:
+        """Return why no further connection of `network` is accepted, or an empty text."""
+        if self._num_open >= self._max_total:
+            return (
+                f"{self._max_total} connections are open, the limit of --max-connections; try again later, "
+                "or raise it together with the limit of open files (ulimit -n)"
+            )
+        if network and self._by_network.get(network, 0) >= self._max_per_address:
+            return (
+                f"{self._max_per_address} connections of one address are open, the limit of "
+                "--max-connections-per-address; close some, or raise it"
+            )
+        return ""
+
+    def add(self, network: str) -> None:
+        self._num_open += 1
+        self._by_network[network] = self._by_network.get(network, 0) + 1
+
+    def remove(self, network: str) -> None:
+        self._num_open -= 1
+        self._by_network[network] -= 1
+        if not self._by_network[network]:
+            del self._by_network[network]
+
+
+def network_of(host: str) -> str:
+    """Return what connections are counted by: an IPv4 address, or the /64 network that one client of IPv6
+    usually has for itself. Empty for a Unix socket, whose clients have no address."""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((address, 64), strict=False))

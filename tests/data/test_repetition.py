@@ -1,0 +1,83 @@
+"""Repetition detection: the definition, and counters that agree with it."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from quire.data.params import MAX_PATTERN_SIZE, RepetitionDetectionParams
+from quire.data.repetition import RepetitionCounts, find_repetition
+
+
+@pytest.mark.parametrize(
+    ("tokens", "low", "high", "count", "expected"),
+    [
+        ([1, 2, 3, 4], 1, 4, 2, False),
+        ([9, 5, 5, 5], 1, 4, 3, True),
+        ([9, 5, 5], 1, 4, 3, False),
+        ([5, 5, 5, 9], 1, 4, 3, False),
+        ([7, 1, 2, 1, 2, 1, 2], 1, 2, 3, True),
+        ([7, 1, 2, 1, 2, 1, 2], 1, 1, 3, False),
+        ([5, 5, 5, 5], 2, 3, 2, True),
+        ([5, 5, 5, 5], 3, 3, 2, False),
+        ([1, 2, 3, 1, 4, 3], 3, 3, 2, False),
+        ([1, 2, 3, 1, 2, 3], 0, 3, 2, True),
+        ([], 1, 4, 2, False),
+        ([5, 5, 5], 0, 0, 2, False),
+    ],
+)
+def test_a_repetition_is_found_only_at_the_end_and_only_in_the_asked_sizes(
+    tokens: list[int], low: int, high: int, count: int, expected: bool
+) -> None:
+    params = RepetitionDetectionParams(max_pattern_size=high, min_pattern_size=low, min_count=count)
+    assert find_repetition(tokens, params) is expected
+    assert bool(find_repetition(np.array(tokens), params)) is expected  # type: ignore[arg-type]
+    assert RepetitionCounts(params).is_repetition(np.array(tokens, np.int32)) is expected
+
+
+def random_params(random: Random) -> RepetitionDetectionParams:
+    high = random.choice([1, 2, 3, 5, 9, 40])
+    return RepetitionDetectionParams(
+        max_pattern_size=high, min_pattern_size=random.randint(0, high), min_count=random.choice([2, 2, 3, 5])
+    )
+
+
+def random_tokens(random: Random, count: int) -> list[int]:
+    """Tokens of a small alphabet in which whole stretches come again."""
+    alphabet, tokens = random.randint(1, 3), list[int]()
+    while len(tokens) < count:
+        if tokens and random.random() < 0.3:
+            tokens += tokens[-random.randint(1, 12) :] * random.randint(1, 3)
+        else:
+            tokens.append(random.randrange(alphabet))
+    return tokens[:count]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_counters_say_of_every_token_what_the_definition_says(seed: int) -> None:
+    random = Random(seed)
+    params, tokens = random_params(random), random_tokens(random, 120)
+    counts = RepetitionCounts(params)
+    row = np.array(tokens, np.int32)
+    for length in range(1, len(tokens) + 1):
+        expected = find_repetition(tokens[:length], params)
+        assert counts.is_repetition(row[:length]) is expected, (params, tokens[:length])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_counters_follow_an_output_that_jumps(seed: int) -> None:
+    """As behind `min_tokens`, after a preemption that counted from anew, or for another sequence."""
+    random = Random(seed)
+    params = random_params(random)
+    counts = RepetitionCounts(params)
+    for _ in range(6):
+        tokens = random_tokens(random, 80)
+        for length in sorted(random.choices(range(len(tokens) + 1), k=12)):
+            expected = find_repetition(tokens[:length], params)
+            assert counts.is_repetition(np.array(tokens[:length], np.int32)) is expected
+
+
+def test_a_huge_count_is_never_reached() -> None:
+    params = RepetitionDetectionParams(max_pattern_size=MAX_PATTERN_SIZE, min_count=2**63 - 1)
+    counts = RepetitionCounts(params)
+    assert not any(counts.is_repetition(np.zeros(length, np.int32)) for length in range(1, 50))

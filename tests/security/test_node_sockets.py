@@ -1,0 +1,169 @@
+"""The port at which other machines join an engine: strangers cost little, and do not end anything.
+
+Guards against the classes of CVE-2025-30202 (sockets that anybody can reach) and CVE-2025-30165 (services
+between nodes that trust whatever connects).
+"""
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from quire.executor import remote
+from quire.executor.remote import (
+    MAX_JOIN_BYTES,
+    MAX_UNADMITTED,
+    End,
+    Join,
+    RemoteCrew,
+    decode_from_head,
+    encode,
+    tuned,
+)
+
+PATIENCE_S = 60.0
+TOKEN = "the secret of the deployment"
+
+
+class Listener:
+    """A listening socket whose next calls of `accept` can fail."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.failures: list[OSError] = []
+
+    def accept(self) -> Any:
+        accepted = self.socket.accept()
+        if self.failures:
+            accepted[0].close()
+            raise self.failures.pop()
+        return accepted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.socket, name)
+
+
+class Port:
+    """A crew that awaits two machines, and connections to its port."""
+
+    def __init__(self) -> None:
+        self.listener = Listener()
+        self.crew = RemoteCrew(self.listener, range(1, 3), 1, token=TOKEN)  # type: ignore[arg-type]
+        self.sockets: list[socket.socket] = []
+        self.pipes: list[Connection] = []
+
+    def connect(self) -> socket.socket:
+        self.sockets.append(socket.create_connection(self.listener.getsockname(), timeout=PATIENCE_S))
+        return self.sockets[-1]
+
+    def say(self, rank: int, token: str) -> Connection:
+        self.pipes.append(tuned(self.connect()))
+        self.pipes[-1].send_bytes(encode(Join(rank, {}, token)))
+        return self.pipes[-1]
+
+    def join(self, rank: int) -> None:
+        self.say(rank, TOKEN)
+        until(lambda: rank in self.crew.nodes)
+
+    def refusal(self, rank: int, token: str = TOKEN) -> End:
+        """What a machine is told that is not admitted."""
+        pipe = self.say(rank, token)
+        assert pipe.poll(PATIENCE_S)
+        end = decode_from_head(pipe.recv_bytes())
+        assert isinstance(end, End)
+        return end
+
+    def close(self) -> None:
+        self.crew.end()
+        for each in (*self.sockets, *self.pipes):
+            each.close()
+
+
+def until(is_done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def is_closed(sock: socket.socket) -> bool:
+    sock.settimeout(PATIENCE_S)
+    try:
+        return not sock.recv(1)
+    except ConnectionResetError:
+        return True
+
+
+@pytest.fixture
+def port() -> Iterator[Port]:
+    made = Port()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS])
+def test_a_connection_that_cannot_be_accepted_is_not_the_last(port: Port, number: int) -> None:
+    port.listener.failures += [OSError(number, "none left")] * 2
+    for _ in range(2):
+        assert is_closed(port.connect())
+    port.join(1)
+    port.join(2)
+    assert port.crew.await_all(time.monotonic() + PATIENCE_S)
+
+
+def test_a_machine_without_the_token_is_told_and_ends_nothing(port: Port) -> None:
+    for token in ("", "guess", "é"):
+        refusal = port.refusal(1, token)
+        assert refusal.is_final
+        assert "QUIRE_CLUSTER_TOKEN must be the same on every machine" in refusal.problem
+    port.join(1)
+    assert port.refusal(1).problem.startswith("two machines have --node-rank 1")
+    assert "node 9 (127.0.0.1) is none of those that are awaited" in port.refusal(9).problem
+    port.join(2)
+    assert port.crew.await_all(time.monotonic() + PATIENCE_S)
+
+
+@pytest.mark.parametrize("size", [MAX_JOIN_BYTES + 1, 1 << 30, 0x7FFFFFFF, 0xFFFFFFFF])
+def test_a_first_message_that_is_too_long_is_not_read(
+    port: Port, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "GREETING_S", 10 * PATIENCE_S)
+    sock = port.connect()
+    sock.sendall(size.to_bytes(4, "big"))
+    assert is_closed(sock)
+    port.join(1)
+
+
+def test_a_first_message_has_a_time_limit(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that comes byte by byte."""
+    monkeypatch.setattr(remote, "GREETING_S", 0.2)
+    silent, slow = port.connect(), port.connect()
+    closed = threading.Event()
+
+    def drip() -> None:
+        try:
+            slow.sendall((100).to_bytes(4, "big"))
+            while not closed.wait(0.02):
+                slow.sendall(b"x")
+        except OSError:
+            closed.set()
+
+    threading.Thread(target=drip, daemon=True).start()
+    assert is_closed(silent) and closed.wait(PATIENCE_S)
+
+
+def test_connections_that_say_nothing_are_limited(port: Port) -> None:
+    before = threading.active_count()
+    waiting = [port.connect() for _ in range(MAX_UNADMITTED)]
+    until(lambda: threading.active_count() >= before + MAX_UNADMITTED)
+    for _ in range(20):
+        assert is_closed(port.connect())
+    assert threading.active_count() <= before + MAX_UNADMITTED
+    waiting.pop().close()
+    until(lambda: threading.active_count() < before + MAX_UNADMITTED)
+    port.join(1)  # there is a place again

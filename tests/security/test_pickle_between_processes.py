@@ -1,0 +1,98 @@
+"""Messages between processes are never pickles: what reaches a socket cannot run code.
+
+Guards against the classes of CVE-2024-11041, CVE-2024-9052, CVE-2024-9053, CVE-2025-29783, CVE-2025-30165,
+CVE-2025-32444 and CVE-2025-47277.
+"""
+
+import ast
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.core.lockstep import _called, _from_engine, _hello
+from quire.data.codec import decode_masks, decode_outcome, decode_plan
+from quire.data.wire import decode_from_core, decode_hello, decode_to_core
+from quire.dist.roll import Enlist, Noted
+from quire.executor.orders import decode_call, decode_order, decode_word
+from quire.executor.remote import RemoteCrew, decode_from_head, decode_from_node, decode_join, tuned
+
+SOURCE = Path(__file__).parents[2] / "src" / "quire"
+LOADERS = {("pickle", "loads"), ("pickle", "load"), ("pickle", "Unpickler"), ("marshal", "loads")}
+ALLOWED = {"executor/rank.py": 1}
+"""One: where a rank stands, from its parent over an inherited socket pair that nothing else can reach."""
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "to core": decode_to_core,
+    "from core": decode_from_core,
+    "hello": decode_hello,
+    "to the hub": _from_engine,
+    "hello to the hub": _hello,
+    "from the hub": _called,
+    "enlist": lambda data: msgspec.msgpack.decode(data, type=Enlist),
+    "noted": lambda data: msgspec.msgpack.decode(data, type=Noted),
+    "join": decode_join,
+    "from node": decode_from_node,
+    "from head": decode_from_head,
+    "order": decode_order,
+    "word": decode_word,
+    "call": lambda data: decode_call(b"\xc1" + data),
+    "plan": decode_plan,
+    "masks": decode_masks,
+    "outcome": decode_outcome,
+}
+
+
+class Mark:
+    """A pickle that makes a folder when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def pickles(path: Path) -> list[bytes]:
+    return [pickle.dumps(Mark(path), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_pickle_is_no_message(name: str, tmp_path: Path) -> None:
+    for data in pickles(tmp_path / "ran"):
+        with pytest.raises((msgspec.MsgspecError, ValueError)):
+            DECODERS[name](data)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickles_sent_to_the_port_of_nodes_are_not_read(tmp_path: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    crew = RemoteCrew(listener, range(1, 2), 1, token="")
+    for data in pickles(tmp_path / "ran"):
+        pipe = tuned(socket.create_connection(listener.getsockname()))
+        pipe.send_bytes(data)
+        with pytest.raises((EOFError, OSError)):
+            pipe.recv_bytes()
+        pipe.close()
+    crew.end()
+    assert not (tmp_path / "ran").exists() and not crew.nodes
+
+
+def test_pickles_are_loaded_nowhere_else() -> None:
+    """Neither by name, nor by `Connection.recv` of what came over a network."""
+    counts: dict[str, int] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+                continue
+            if (node.value.id, node.attr) in LOADERS:
+                name = str(path.relative_to(SOURCE))
+                counts[name] = counts.get(name, 0) + 1
+    assert counts == ALLOWED
+    network = ast.parse((SOURCE / "executor" / "remote.py").read_text())
+    read = {node.attr for node in ast.walk(network) if isinstance(node, ast.Attribute)}
+    assert "recv_pyobj" not in read and "recv_bytes" in read

@@ -1,0 +1,83 @@
+"""Clients that read slowly: what waits for them costs the event loop no more than what it holds.
+
+A class of CVE-2024-8939 (one request takes the time of all others).
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quire.data.outputs import CompletionOutput, RequestOutput
+from quire.frontend.answer import Answer
+from quire.frontend.gathered import Gathered
+
+NUM_OUTPUTS = 20_000
+
+
+class Counted(Sequence[int]):
+    """Token ids that count how often one of them is read."""
+
+    num_reads = 0
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, at: Any) -> Any:
+        Counted.num_reads += 1
+        return self._ids[at]
+
+    def __iter__(self) -> Iterator[int]:
+        Counted.num_reads += len(self._ids)
+        return iter(self._ids)
+
+
+class CountedText(str):
+    """A text that counts the characters that are copied when it is appended to others."""
+
+    num_copied = 0
+
+    def __add__(self, other: str) -> "CountedText":
+        CountedText.num_copied += len(self) + len(other)
+        return CountedText(str(self) + str(other))
+
+    __radd__ = __add__
+
+
+def delta(at: int, *, finished: bool = False) -> RequestOutput:
+    choice = CompletionOutput(0, CountedText("x"), Counted([at]), None, None)
+    return RequestOutput("a", None, [1], None, [choice], finished)
+
+
+def check_work(found: RequestOutput) -> None:
+    (choice,) = found.outputs
+    assert choice.text == "x" * NUM_OUTPUTS
+    assert list(choice.token_ids) == list(range(NUM_OUTPUTS))
+    assert Counted.num_reads <= 4 * NUM_OUTPUTS and CountedText.num_copied <= 4 * NUM_OUTPUTS
+
+
+def test_outputs_that_wait_are_copied_a_bounded_number_of_times() -> None:
+    Counted.num_reads = CountedText.num_copied = 0
+    gathered = Gathered(delta(0))
+    gathered.add(delta(1))
+    kept = gathered._choices[0]._token_ids
+    for at in range(2, NUM_OUTPUTS):
+        gathered.add(delta(at))
+        assert gathered._choices[0]._token_ids is kept, "the ids were copied for one more"
+    check_work(gathered.joined())
+
+
+def test_an_answer_that_is_not_read_is_gathered_in_linear_time() -> None:
+    Counted.num_reads = CountedText.num_copied = 0
+
+    async def go() -> RequestOutput:
+        answer: Answer[RequestOutput] = Answer("a", lambda _: None, lambda _: None)
+        reading = asyncio.create_task(anext(answer))
+        await asyncio.sleep(0)
+        for at in range(NUM_OUTPUTS):
+            answer.put(delta(at))
+        return await reading
+
+    check_work(asyncio.run(go()))

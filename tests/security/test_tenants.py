@@ -1,0 +1,277 @@
+"""One tenant against another (CVE-2025-46570, CVE-2025-46722): a key reads nothing of what another key sent,
+cannot tell by time what it was, and slows it by no route that is free."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES
+from fake_engine import FakeEngine
+from fake_inputs import data_url, file_of, image_part, media, picture, seeing
+
+from quire.config.env import Env
+from quire.data.cache_scope import CACHE_SCOPE, scoped_salt
+from quire.data.media import Item
+from quire.data.request import Request
+from quire.frontend.flight import prefix_extra
+from quire.frontend.prefixes import PrefixKeys
+from quire.metrics.keys import KeyPages
+from quire.multimodal.larder import Larder
+from quire.sched.kv_manager import _root_key
+from quire.server.app import Application
+from quire.server.gate import FREE_PATHS, OPERATOR_PATHS, TOKENLESS_PATHS
+from quire.server.keys import Ledger, key_names
+from quire.server.settings import make_settings
+
+KEYS = """
+[[keys]]
+name = "a"
+key = "key-a"
+
+[[keys]]
+name = "b"
+key = "key-b"
+
+[[keys]]
+name = "c"
+key = "key-c"
+cache_group = "friends"
+
+[[keys]]
+name = "d"
+key = "key-d"
+cache_group = "friends"
+max_concurrency = 1
+tokens_per_minute = 1
+"""
+SALTS = (None, "a", "key a", "\0", "\0005 key a-", "\0005 key a+x", "x", "5 key a-")
+CHAT_BODY = {"messages": MESSAGES}
+
+
+class Server:
+    """An application with keys over a fake engine, and the requests that reached the engine."""
+
+    def __init__(self, folder: Path, engine: FakeEngine | None = None, environ: dict[str, str] | None = None):
+        file = folder / "keys.toml"
+        file.write_text(KEYS)
+        self.engine = engine or FakeEngine()
+        settings = make_settings(
+            {"api_key": [str(file), "plain", "plainer"]}, env=Env.read({"HOME": "/", **(environ or {})})
+        )
+        pages = KeyPages(key_names(settings.keys))
+        self.application = Application(self.engine, settings, pages)
+        self.ledger = Ledger(settings.keys, pages)
+        self.requests: list[Request] = []
+        make, make_pooling = self.engine.inputs.requests, self.engine.inputs.pooling_request
+
+        def requests(*args: Any, **options: Any) -> list[Request]:
+            made = make(*args, **options)
+            self.requests += made
+            return made
+
+        def pooling_request(*args: Any, **options: Any) -> Request:
+            self.requests.append(make_pooling(*args, **options))
+            return self.requests[-1]
+
+        self.engine.inputs.requests = requests  # type: ignore[method-assign]
+        self.engine.inputs.pooling_request = pooling_request  # type: ignore[method-assign]
+
+    async def post(self, key: str, path: str, **options: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self.application.asgi, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            headers = {"Authorization": f"Bearer {key}"}
+            return await client.post(path, headers=headers, **options)
+
+    def send(self, key: str, path: str, body: Any) -> Request:
+        """The request that this call became."""
+        self.requests.clear()
+        reply = asyncio.run(self.post(key, path, json=body))
+        assert reply.status_code == 200, reply.text
+        return self.requests[0]
+
+
+# ---- prefixes
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, CHAT_BODY),
+        (COMPLETIONS, {"prompt": "hello"}),
+        (COMPLETIONS, {"prompt": ["hello", "you"], "max_tokens": 2, "n": 2}),
+        (COMPLETIONS, {"prompt": "hello", "max_tokens": 2, "use_beam_search": True, "n": 2}),
+        ("/v1/messages", {**CHAT_BODY, "max_tokens": 2}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/invocations", CHAT_BODY),
+        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}),
+        (f"{CHAT}/batch", {"messages": [MESSAGES, MESSAGES]}),
+    ],
+)
+def test_prefixes_of_two_keys_are_apart_by_every_route(tmp_path: Path, path: str, body: Any) -> None:
+    server = Server(tmp_path)
+    roots = {key: _root_key(server.send(key, path, body)) for key in ("key-a", "key-b", "key-c", "plain")}
+    assert len(set(roots.values())) == 4
+    assert _root_key(server.send("key-a", path, body)) == roots["key-a"]
+    assert _root_key(server.send("plainer", path, body)) == roots["plain"]
+    assert all(_root_key(request) == roots["plain"] for request in server.requests)
+
+
+def test_prefixes_of_pooled_prompts_are_apart(tmp_path: Path) -> None:
+    server = Server(tmp_path, FakeEngine(pooling=EMBEDDER))
+    body = {"input": "hello"}
+    roots = [_root_key(server.send(key, "/v1/embeddings", body)) for key in ("key-a", "key-b", "plain")]
+    assert len(set(roots)) == 3
+
+
+def test_a_group_shares_and_a_plain_key_shares_with_plain_keys(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    body = {"max_tokens": 1, "prompt": "x"}
+    salts = {
+        key: server.send(key, COMPLETIONS, body).cache_salt for key in ("key-c", "key-a", "plain", "plainer")
+    }
+    assert salts["plain"] is salts["plainer"] is None
+    assert asyncio.run(server.post("key-d", COMPLETIONS, json=body)).status_code == 200
+    assert server.requests[-1].cache_salt == salts["key-c"] != salts["key-a"]
+
+
+def test_no_salt_that_a_client_chooses_is_that_of_another_scope() -> None:
+    """Names of keys are in the metrics: a salt must not be a way into another key's cache."""
+    found = []
+    for scope in ("", "key a", "key b", "group a", "key a-", "key a+x"):
+        token = CACHE_SCOPE.set(scope)
+        found += [scoped_salt(salt) for salt in SALTS]
+        CACHE_SCOPE.reset(token)
+    assert len(set(found)) == len(found)
+    assert [scoped_salt(salt) for salt in found[:2]] == found[:2] == [None, "a"]
+
+
+def test_data_parallel_engines_are_chosen_by_the_salted_prefix(tmp_path: Path) -> None:
+    """Which engine answers tells what it has cached, too."""
+    server, keys = Server(tmp_path), PrefixKeys(2)
+    routes = []
+    for key in ("key-a", "key-b", "key-a"):
+        request = server.send(key, COMPLETIONS, {"prompt": "hello you", "max_tokens": 1})
+        routes.append(keys.of(request.tokens[: request.prompt_len], prefix_extra(request))[1].tolist())
+    assert routes[0] == routes[2] and not {*routes[0]} & {*routes[1]}
+
+
+def test_a_request_does_not_inherit_the_key_of_the_one_before_it(tmp_path: Path) -> None:
+    """Servers may start the next request of a connection in the context of the one before it."""
+    server = Server(tmp_path)
+
+    async def go() -> None:
+        for key in ("key-a", "plain"):
+            await server.post(key, COMPLETIONS, json={"prompt": "x", "max_tokens": 1})
+
+    asyncio.run(go())
+    assert [request.cache_salt is None for request in server.requests] == [False, True]
+
+
+# ---- media
+
+
+def images(server: Server, key: str, *parts: Any, path: str = CHAT) -> list[Item]:
+    request = server.send(key, path, {"messages": [{"role": "user", "content": list(parts)}]})
+    assert request.media is not None
+    return request.media.items
+
+
+@pytest.fixture
+def sighted(tmp_path: Path) -> Server:
+    return Server(tmp_path, seeing(media(larder=Larder(1 << 20))))
+
+
+def test_a_uuid_of_another_key_stands_for_nothing(sighted: Server) -> None:
+    images(sighted, "key-a", image_part(uuid="cat"))
+    bare = {"type": "image_url", "image_url": None, "uuid": "cat"}
+    talk = {"messages": [{"role": "user", "content": [bare]}]}
+    assert images(sighted, "key-a", bare)
+    for path in (CHAT, f"{CHAT}/render", "/tokenize"):
+        for key in ("key-b", "plain", "key-c"):
+            reply = asyncio.run(sighted.post(key, path, json=talk))
+            assert reply.status_code == 400 and "nothing is kept of the uuid" in reply.text
+        assert asyncio.run(sighted.post("key-a", path, json=talk)).status_code == 200
+
+
+def test_a_key_cannot_plant_an_image_under_a_uuid_that_another_will_use(sighted: Server) -> None:
+    own, other = (data_url(file_of(picture(seed=seed))) for seed in (1, 2))
+    (planted,) = images(sighted, "key-b", image_part(other, uuid="cat"))
+    (image,) = images(sighted, "key-a", image_part(own, uuid="cat"))
+    (again,) = images(sighted, "key-a", {"type": "image_url", "image_url": None, "uuid": "cat"})
+    assert planted.key != image.key == again.key
+
+
+def test_the_same_image_of_another_key_is_processed_anew(
+    sighted: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How fast an image is ready would tell that another key has sent it."""
+    made = []
+    keep = Larder.keep
+
+    def keeping(self: Larder, name: bytes, key: bytes, *processed: Any) -> Any:
+        made.append(key)
+        return keep(self, name, key, *processed)
+
+    monkeypatch.setattr(Larder, "keep", keeping)
+    found = [images(sighted, key, image_part())[0].key for key in ("key-a", "key-b", "key-a", "plain")]
+    assert made == [found[0], found[1], found[3]] and len(set(made)) == 3 and found[0] == found[2]
+    assert images(sighted, "plainer", image_part())[0].key == found[3] and len(made) == 3
+    (shared,) = images(sighted, "key-c", image_part())
+    limited = {"messages": [{"role": "user", "content": [image_part()]}]}
+    assert asyncio.run(sighted.post("key-d", CHAT, json=limited)).status_code == 200
+    sent = sighted.requests[-1].media
+    assert sent is not None and sent.items[0].key == shared.key and len(made) == 4
+
+
+# ---- free paths
+
+
+def test_what_is_free_is_a_cheap_read_or_not_there(tmp_path: Path) -> None:
+    """A tenant that repeats a free route for ever must not cost others anything."""
+    assert FREE_PATHS.keys() == {"/ping"} | OPERATOR_PATHS and all(FREE_PATHS.values())
+    server = Server(tmp_path)
+    for path in OPERATOR_PATHS:
+        for query in ("", "?reset_running_requests=true"):
+            assert asyncio.run(server.post("key-b", path + query)).status_code == 404
+    assert asyncio.run(server.post("key-b", "/ping")).status_code == 200
+    engine = server.engine
+    assert not engine.num_resets and not engine.operation.asked and not server.requests
+
+
+def test_operators_reach_their_routes_whatever_their_limits_are(tmp_path: Path) -> None:
+    server = Server(tmp_path, environ={"VLLM_SERVER_DEV_MODE": "1"})
+    assert asyncio.run(server.post("key-d", COMPLETIONS, json={"prompt": "hello"})).status_code == 200
+    assert asyncio.run(server.post("key-d", COMPLETIONS, json={"prompt": "hello"})).status_code == 429
+    assert asyncio.run(server.post("key-d", "/reset_prefix_cache")).json() == {"success": True}
+
+
+def test_every_other_post_is_counted(tmp_path: Path) -> None:
+    """A route that is added is counted unless FREE_PATHS says why not."""
+    server = Server(tmp_path, environ={"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"})
+    paths = {
+        getattr(route, "path", "")
+        for route in server.application.routes.routes
+        if "POST" in (getattr(route, "methods", None) or ())
+    }
+    counted = sorted(path for path in paths - FREE_PATHS.keys() if not path.endswith("/cancel"))
+    assert len(counted) > 20
+
+    (limited,) = (key for key in server.ledger.keys if key.name == "d")
+    assert server.ledger.enter(limited) is None  # the only place that this key has
+
+    async def all_replies() -> dict[str, int]:
+        return {path: (await server.post("key-d", path)).status_code for path in counted}
+
+    assert set(asyncio.run(all_replies()).values()) == {429}
+
+
+def test_work_without_tokens_is_let_in_without_tokens(tmp_path: Path) -> None:
+    """It costs none, and clients count tokens to learn what they can afford."""
+    server = Server(tmp_path)
+    assert asyncio.run(server.post("key-d", COMPLETIONS, json={"prompt": "hello"})).status_code == 200
+    assert asyncio.run(server.post("key-d", COMPLETIONS, json={"prompt": "hello"})).status_code == 429
+    for path in ("/tokenize", f"{COMPLETIONS}/render"):
+        assert path in TOKENLESS_PATHS
+        assert asyncio.run(server.post("key-d", path, json={"prompt": "hello"})).status_code == 200

@@ -1,0 +1,128 @@
+"""Denial of service by routes that ask nothing of the model (CVE-2025-62426 and its class): a long text is
+refused or handled beside the event loop, and only so many at once."""
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from ask import CHAT, COMPLETIONS, ask, refused
+from fake_engine import FakeEngine
+
+from quire.server.app import Application
+from quire.server.settings import make_settings
+from quire.server.tokens import render, tokenize
+from quire.text.tokenizer import Tokenizer
+
+LIMIT = 512 * 256
+"""Characters for the fake engine's context."""
+LONG = "x" * (1 << 15)
+
+
+def talk(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "x" * (LIMIT + 1)}),
+        ("/tokenize", talk("x" * LIMIT)),
+        ("/v1/messages/count_tokens", {"model": "fake", **talk("x" * LIMIT)}),
+        (f"{CHAT}/render", talk("x" * LIMIT)),
+        (f"{COMPLETIONS}/render", {"prompt": "x" * (LIMIT + 1)}),
+    ],
+)
+def test_a_text_that_no_context_holds_is_not_tokenized(
+    path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine()
+    monkeypatch.setattr(Tokenizer, "encode_batch", lambda *_: pytest.fail("it was tokenized"))
+    reply = ask("POST", path, engine=engine, json=body)
+    assert reply.status_code == 400, reply.text
+    message = reply.json()["error"]["message"]
+    assert "512" in message and "max_model_len" in message
+    if path == "/tokenize":
+        assert f"at most {LIMIT}" in message and "send it in parts" in message
+
+
+def test_the_longest_text_that_may_be_is_counted() -> None:
+    assert ask("POST", "/tokenize", json={"prompt": "x" * LIMIT}).json()["count"] == LIMIT
+
+
+def test_too_many_token_ids_are_refused() -> None:
+    most = 1 << 17
+    error = refused(ask("POST", "/detokenize", json={"tokens": [97] * (most + 1)}))
+    assert error["param"] == "tokens" and f"at most {most}" in error["message"]
+    assert "in parts" in error["message"]
+    assert len(ask("POST", "/detokenize", json={"tokens": [97] * most}).json()["prompt"]) == most
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": LONG, "return_token_strs": True}),
+        ("/tokenize", {**talk(LONG), "return_token_strs": True}),
+        ("/detokenize", {"tokens": [97] * len(LONG)}),
+        (f"{COMPLETIONS}/render", {"prompt": ["x" * 400] * 50, "return_token_offsets": True}),
+    ],
+)
+def test_long_answers_are_spelled_and_written_beside_the_event_loop(
+    path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    engine = FakeEngine()
+
+    def noting(work: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            threads.add(threading.get_ident())
+            return work(*args, **options)
+
+        return noted
+
+    for name in ("convert_ids_to_tokens", "decode", "encode", "offsets"):
+        monkeypatch.setattr(Tokenizer, name, noting(getattr(Tokenizer, name)))
+    for module in (tokenize, render):
+        monkeypatch.setattr(module, "json_response", noting(module.json_response))
+    assert ask("POST", path, engine=engine, json=body).status_code == 200
+    assert threads and threading.get_ident() not in threads
+
+
+def test_long_texts_wait_for_each_other_and_short_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads of the process would tokenize for one client, and prompts of others wait."""
+    application = Application(FakeEngine(), make_settings({}))
+    begun, over, lock, running, most = threading.Semaphore(0), threading.Event(), threading.Lock(), 0, 0
+    encode = Tokenizer.encode
+
+    def slow(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        nonlocal running, most
+        if len(text) < len(LONG):
+            return encode(self, text, add_special_tokens)
+        with lock:
+            running += 1
+            most = max(most, running)
+        begun.release()
+        assert over.wait(60)
+        with lock:
+            running -= 1
+        return [1]
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+
+    async def go() -> list[int]:
+        transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            long = [
+                asyncio.create_task(client.post("/tokenize", json={"prompt": LONG + str(number)}))
+                for number in range(6)
+            ]
+            for _ in range(2):
+                assert await asyncio.to_thread(begun.acquire, timeout=60)
+            short = await client.post("/tokenize", json={"prompt": "short"})
+            prompt = await client.post(COMPLETIONS, json={"prompt": "short", "max_tokens": 1})
+            over.set()
+            return [reply.status_code for reply in (short, prompt, *await asyncio.gather(*long))]
+
+    assert asyncio.run(go()) == [200] * 8
+    assert most == 2
