@@ -1,7 +1,7 @@
 """Files that a client or a checkpoint may not name: `..`, links and file:// urls that lead out of the
 directory that the operator opened. Quire opens nothing for clients by default, resolves a path before it
-compares it, and looks at what it has opened. No advisory of vLLM has this class alone; its
---allowed-local-media-path, adapter routes and run-batch have each been a way in."""
+compares it, and looks at what it has opened. No advisory of vLLM has this class: it covers its options for
+local media, its adapter routes, run-batch and the index of a checkpoint."""
 
 import json
 from pathlib import Path
