@@ -57,8 +57,7 @@ def make_engine(
     keys: KeyPages | None = None,
     num_api: int = 1,
 ) -> AsyncEngine:
-    """The engine as one of `num_api` API processes sees it: tokenizer and limits here, the cores at
-    `addresses`, by rank, which expect the `token`."""
+    """The engine of one of `num_api` API processes; the cores at `addresses`, by rank, expect the `token`."""
     model, tokenizer = config.model, open_tokenizer(config)
     facts = _facts(config, num_cores=len(addresses))
     inputs = InputProcessor(

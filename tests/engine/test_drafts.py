@@ -61,7 +61,7 @@ class Knowing:
         self.texts: dict[int, list[int]] = {}
         self.num_right = 0
 
-    def admit(self, row: int, tokens: Any) -> None:
+    def admit(self, row: int, tokens: Any, salt: str | None = None) -> None:
         self.texts[row] = tokens.tolist()
 
     def extend(self, row: int, tokens: Any) -> None:

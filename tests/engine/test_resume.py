@@ -11,7 +11,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import ReasoningIds, RequestOutputKind
 from quire.data.request import Request
 from quire.data.wire import Add, decode_to_core, encode
-from quire.frontend.answer import merge
+from quire.frontend.gathered import Gathered
 from quire.frontend.inputs import Prompt
 
 PROMPT = [7, 40, 41, 42, 40, 41, 9, 40]
@@ -102,10 +102,10 @@ class Trial:
                 engine.outputs.attach(state)
                 for request in over_the_wire(Add(state.continued(self.requests))):
                     engine.core.add(request)
-        whole = outputs[0]
+        whole = Gathered(outputs[0])
         for output in outputs[1:]:
-            whole = merge(whole, output)
-        return whole
+            whole.add(output)
+        return whole.joined()
 
 
 def facts(output: RequestOutput) -> list[Any]:

@@ -39,6 +39,7 @@ def adapter(folder: Path, content: str = "{}") -> Path:
 def an_engine(**given: Any) -> FakeEngine:
     engine = FakeEngine(**given)
     engine.operation.settings["lora"] = {"enable_lora": True}
+    engine.inputs.enable_lora = True
     return engine
 
 
