@@ -272,7 +272,7 @@ class Runner:
         self.limit_s = limit_s
         self.stopped = threading.Event()
         self.left_out: set[str] = set()
-        """Tests that fail without a mistake."""
+        """Tests, and files that cannot be imported, that fail without a mistake."""
         assert self.graph.importers and self.graph.words  # read here, since mutants run in threads
 
     def verdict(self, mutant: Mutant) -> Verdict:
@@ -291,6 +291,9 @@ class Runner:
                 if left_s <= 0:
                     break
                 names = [str(path.relative_to(self.root)) for path in stage]
+                names = [name for name in names if name not in self.left_out]
+                if not names:
+                    continue
                 code = self._pytest(["-x", *names], folder, left_s)
                 verdict.num_files += len(stage)
                 has_run |= code != 5
@@ -313,8 +316,8 @@ class Runner:
         if code in (0, 5):
             return False
         text = output.read_text(encoding="utf-8", errors="replace")
-        if code == 1:
-            failed = _FAILED.search(text)
+        failed = _FAILED.search(text)
+        if code == 1 or (code == 2 and failed):  # 2: a test file cannot be imported
             verdict.status, verdict.killed_by = "killed", failed[1] if failed else ""
         elif code == "hung":
             verdict.status, verdict.detail = "killed", f"hung: no output for {self.limit_s / 2:.0f} s"
