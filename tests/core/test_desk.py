@@ -125,6 +125,21 @@ def test_waiting_for_all_to_end_takes_nobody_in(room: Room) -> None:
     assert room.is_right("bb")
 
 
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_pause_is_confirmed_when_no_step_is_under_way(mode: str) -> None:
+    """Catches an operator who changes weights or memory while a step still reads them."""
+    room = Room(depth=2, lazy=True)
+    room.add("a")
+    room.until(lambda: len(room.core.pipeline) > 0)
+    number = room.ask("pause", mode=mode)
+    room.desk.turn()
+    assert number not in room.replies and len(room.core.pipeline) > 0
+    while number not in room.replies:
+        room.core.step()
+        room.desk.turn()
+    assert not len(room.core.pipeline)
+
+
 def test_resuming_breaks_off_the_wait(room: Room) -> None:
     room.add("a", 50)
     room.turn()
