@@ -15,7 +15,7 @@ from fake_engine import FakeEngine
 
 import quire.server
 import quire.text
-from quire.text.parsers import REASONING, TOOLS, answer_parser
+from quire.text.parsers import REASONING, TOOLS, answer_parser, pythonic
 
 PYTHONIC = "[A(A=" + "\t)A(A=,\t" * 40
 """The attack of the advisory; each repetition doubled the time."""
@@ -56,7 +56,7 @@ def test_no_pattern_repeats_a_repetition() -> None:
     assert repeats_repetitions(sre.parse(r"a((b*)x)+")), "the check itself"
     assert not repeats_repetitions(sre.parse(r'"(?:[^"\\]|\\.)*"\s+'))
     checked = dict(patterns())
-    assert len(checked) > 10
+    assert len(checked) > 10 and any(name.startswith(pythonic.__name__) for name in checked)
     for name, pattern in checked.items():
         assert not repeats_repetitions(sre.parse(pattern.pattern)), f"{name}: {pattern.pattern!r}"
 
