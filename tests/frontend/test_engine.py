@@ -281,20 +281,6 @@ def test_a_silent_core_is_passed_by(with_cores: Run, monkeypatch: pytest.MonkeyP
     with_cores(test, num=2)
 
 
-def test_a_request_that_kills_every_core_ends(with_cores: Run) -> None:
-    async def test(engine: AsyncEngine, cores: Cores) -> None:
-        waiting = asyncio.create_task(anext(engine.generate(Prompt([5]), ENDLESS, "poison")))
-        for _ in range(2):
-            await until(lambda: running(engine) == [1])
-            cores.kill(0)
-            await until(lambda: engine._links[0].core is None)
-            cores.start(0)
-        with pytest.raises(EngineDead, match="died while it worked"):
-            await asyncio.wait_for(waiting, PATIENCE_S)
-
-    with_cores(test)
-
-
 def test_a_core_that_beats_and_gets_nowhere_is_not_healthy(with_cores: Run) -> None:
     """Health follows steps: a thread that still says it is there proves nothing."""
 
