@@ -58,9 +58,9 @@ def test_a_stopped_rank_is_unhealthy_and_goes_on(pair: ServeProcess) -> None:
 @pytest.mark.parametrize("victim", ["rank", "core"])
 def test_a_killed_process_takes_the_engine_along_and_it_comes_back(pair: ServeProcess, victim: str) -> None:
     """Catches orphans, a stream that hangs or ends, and an engine that nobody starts again."""
-    whole = pair.complete(max_tokens=400)["choices"][0]["text"]
+    whole = pair.complete(max_tokens=150)["choices"][0]["text"]
     before, core = ranks(pair), pair.core
-    with pair.streaming(max_tokens=400) as stream:
+    with pair.streaming(max_tokens=150) as stream:
         found = [next(stream)]
         os.kill(before[1] if victim == "rank" else core, signal.SIGKILL)
         eventually("all of them end", lambda: not {core, *before} & {*psutil.pids()})
