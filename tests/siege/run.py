@@ -280,7 +280,7 @@ def main() -> int:
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of quire serve")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--max-num-seqs", "16", "--max-model-len", "2048", "--max-num-batched-tokens", "256"]
+        flags = ["--max-num-seqs", "8", "--max-model-len", "2048", "--max-num-batched-tokens", "256"]
         server = Server(Path(folder), [*flags, *options.flags])
         try:
             is_good = asyncio.run(siege(server, options))

@@ -13,6 +13,7 @@ from quire.sched.in_flight import Notes
 from quire.sched.kv_manager import Growth, Hit, KVManager
 from quire.sched.limits import Claim, Limits
 from quire.sched.media import EncoderCache, stripped
+from quire.sched.prompt_pace import PromptPace
 from quire.sched.queues import LINES, FairLine
 from quire.sched.running import RowIds, Running
 from quire.sched.shares import Room, Shares
@@ -52,8 +53,22 @@ class Admitter:
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
         self.shares = Shares() if fair else None
+        self.prompt_pace = PromptPace()
         line = LINES[policy]() if self.shares is None else FairLine(policy, self.shares)
         self.waiting = GatedLine(line, gates)
+
+    def pace(self) -> None:
+        """Limit the prompts of the next step if a tenant waits for a token while another has prompts."""
+        limits, running = self.limits, self.running
+        limits.paced_tokens = None
+        if self.shares is None or not self.chunked_prefill or self.trial or not len(running):
+            return
+        tenants = running.tenant[running.order]
+        request = self.waiting.next()
+        is_shared = (tenants != tenants[0]).any() or (request is not None and request.tenant != tenants[0])
+        num_decodes = int((running.pending() <= 1).sum())
+        if is_shared and num_decodes:
+            limits.paced_tokens = num_decodes + self.prompt_pace.limit(limits.max_tokens)
 
     def divide(self, pending: Ints, *, admits: bool) -> Ints:
         """The tokens of a step, to the running rows in order; with some left to who is next in line, if
@@ -75,7 +90,7 @@ class Admitter:
         if (request := self.waiting.next()) is None:
             return None
         num_tokens = min(len(request.tokens), self.limits.max_chunk)
-        if num_pending + num_tokens <= self.limits.max_tokens or not self._fits(request):
+        if num_pending + num_tokens <= self.limits.budget or not self._fits(request):
             return None
         if not self.media.cut(request, self.kv.lookup(request).num_tokens, num_tokens, self.limits):
             return None  # those who hold what it waits for go on
@@ -98,7 +113,7 @@ class Admitter:
 
     def _spare(self, num_tokens: int) -> int:
         """What a step with so many tokens has left for drafts: the next in line comes first."""
-        left = self.limits.max_tokens - num_tokens
+        left = self.limits.budget - num_tokens
         if len(self.waiting) and len(self.running) < self.limits.max_rows:
             request = self.waiting.next()
             if request is not None and self._fits(request):

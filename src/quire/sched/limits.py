@@ -35,6 +35,8 @@ class Limits:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.longest_chunk = longest_chunk or max_tokens
+        self.paced_tokens: int | None = None
+        """The most tokens of the next step, so that it is not too long for those who wait; None: no limit."""
         self.least_chunk = 1
         """Tokens of one request that any step must be able to hold."""
         self._settings = (max_rows, max_tokens)
@@ -45,9 +47,16 @@ class Limits:
         """What `max_tokens` was before fewer were tried."""
 
     @property
+    def budget(self) -> int:
+        """The tokens of the next step."""
+        if self.paced_tokens is None:
+            return self.max_tokens
+        return min(max(self.paced_tokens, self.least_chunk), self.max_tokens)
+
+    @property
     def max_chunk(self) -> int:
-        """The most tokens of one request that any step can hold."""
-        return min(self.longest_chunk, self.max_tokens)
+        """The most tokens of one request that the next step can hold."""
+        return min(self.longest_chunk, self.budget)
 
     def require(self, num_tokens: int) -> None:
         """So many tokens of a request cannot be divided: steps hold them, as far as settings allow."""
@@ -59,7 +68,7 @@ class Limits:
     ) -> Ints:
         """The tokens of a step, to rows that could compute so many: decodes first, then prompts in order, or
         by their levels, each cut to what is left. Those above the level of a claim leave it its tokens."""
-        chunks, budget = np.minimum(pending, self.max_chunk), self.max_tokens
+        chunks, budget = np.minimum(pending, self.max_chunk), self.budget
         if chunks.sum() + (claim.num_tokens if claim else 0) > budget:
             is_prompt = pending > 1
             order = np.lexsort((is_prompt,) if levels is None else (levels, is_prompt))

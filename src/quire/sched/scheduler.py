@@ -149,6 +149,7 @@ class Scheduler:
         if not self._make_way():
             return None
         num_preemptions = self.num_preemptions
+        self.admitter.pace()
         continued = self._continue_running()
         if continued is None:
             return None
@@ -158,7 +159,7 @@ class Scheduler:
         self.kv.index(self.running, self.running.order, growth.reach)
         admitted: list[tuple[Admission, int]] = []
         if self.num_preemptions == num_preemptions:
-            admitted = self.admitter.admit(self.limits.max_tokens - int(chunks.sum()), self._notes)
+            admitted = self.admitter.admit(self.limits.budget - int(chunks.sum()), self._notes)
         rows = self.running.order
         num_tokens = np.append(chunks, np.array([chunk for _, chunk in admitted], np.int32))
         drafts = drafts.behind(len(admitted))
@@ -262,6 +263,9 @@ class Scheduler:
             stats=stats,
         )
         output.shares = flight.shares(running, output.at)
+        if self.admitter.shares is not None:
+            num_decodes = int((plan.num_tokens == 1).sum())
+            self.admitter.prompt_pace.learn(num_decodes, plan.total_tokens - num_decodes, flight.seconds)
         if drafting is not None:
             drafting.timed(flight)
         for row, end in ends.items():

@@ -1,0 +1,72 @@
+"""Prompts of one tenant do not make another wait long for its next token."""
+
+from typing import Any
+
+import pytest
+from symbolic import Engine
+
+from quire.sched.prompt_pace import FIRST_TOKENS, LEAST_TOKENS, SHORT_S, SLOWDOWN, PromptPace
+
+MOST = 2048
+
+
+def learned(decode_s: float, token_s: float) -> PromptPace:
+    """A pace after a step of decodes and one with 100 prompt tokens beside them."""
+    pace = PromptPace()
+    pace.learn(4, 0, decode_s)
+    pace.learn(4, 100, decode_s + 100 * token_s)
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "token_s", "expected"),
+    [
+        (0.030, 0.003, 15),  # 75 ms in all
+        (0.005, 0.0001, 450),  # 50 ms are short enough
+        (0.005, 0.00002, MOST),
+        (0.030, 0.5, LEAST_TOKENS),
+        (0.030, 0.0, MOST),
+    ],
+)
+def test_a_step_with_prompts_is_bounded(decode_s: float, token_s: float, expected: int) -> None:
+    limit = learned(decode_s, token_s).limit(MOST)
+    assert abs(limit - expected) <= 1
+    if LEAST_TOKENS < limit < MOST:
+        assert decode_s + limit * token_s <= max(SLOWDOWN * decode_s, SHORT_S) + 1e-9
+
+
+def test_nothing_is_known_at_first() -> None:
+    pace = PromptPace()
+    assert pace.limit(MOST) == FIRST_TOKENS and pace.limit(5) == 5
+    pace.learn(3, 50, 1.0)  # says nothing while the share of the decodes is not known
+    assert pace.limit(MOST) == FIRST_TOKENS
+
+
+def test_one_step_that_waited_for_something_does_not_count() -> None:
+    pace = learned(0.030, 0.003)
+    before = pace.limit(MOST)
+    pace.learn(4, 0, 5.0)
+    pace.learn(4, 10, 5.0)
+    assert pace.limit(MOST) == before
+
+
+def plans_with(prompt_tenant: int, limit: int, **limits: Any) -> list[list[int]]:
+    """The tokens of each row in the steps of a long prompt beside a request of tenant 1 that decodes."""
+    engine = Engine(fair=True, num_blocks=400, max_num_batched_tokens=64, **limits)
+    engine.scheduler.admitter.prompt_pace.limit = lambda most: min(limit, most)  # type: ignore[method-assign]
+    engine.add("a", [5, 6, 7], 40, tenant=1)
+    engine.step()
+    num_before = len(engine.plans)
+    engine.add("b", [number % 90 for number in range(200)], 2, tenant=prompt_tenant)
+    for _ in range(30):
+        engine.step()
+    return [plan.num_tokens.tolist() for plan in engine.plans[num_before:]]
+
+
+def test_a_prompt_beside_the_decodes_of_another_tenant_comes_in_small_pieces() -> None:
+    steps = plans_with(2, 10)
+    assert max(map(sum, steps)) == 11 and sum(map(sum, steps)) > 200
+
+
+def test_a_tenant_alone_is_not_held_back() -> None:
+    assert max(map(sum, plans_with(1, 10))) == 64
