@@ -108,7 +108,8 @@ def test_the_number_of_test_files_has_a_limit(tests: Path, monkeypatch: pytest.M
         (1, "killed", "tests/sched/test_blocks.py::test_reuse[2 blocks]"),
         ("hung", "killed", "hung: no output for 120 s"),
         ("late", "SURVIVED", "no test failed in 240 s: A mistake."),
-        (2, "broken", "pytest ended with 2"),
+        (2, "killed", "tests/sched/test_blocks.py::test_reuse[2 blocks]"),
+        (3, "broken", "pytest ended with 3"),
         (-11, "broken", "pytest ended with -11"),
     ],
 )
