@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from quire.dist.child import Child
+from quire.dist.child import BACKOFF_S, Child
 from quire.errors import ConfigError
 
 PATIENCE_S = 60.0
@@ -92,6 +92,21 @@ def test_one_that_was_up_is_started_again_whatever_it_says(second: Act) -> None:
     watched.start()
     asyncio.run(watched.await_up())
     watched.end(signal.SIGKILL, 5.0)
+
+
+def test_one_that_came_up_is_started_again_soon_however_often_it_dies() -> None:
+    """Catches answers that wait in vain for a core which died several times within a minute."""
+    watched = child(*[serves] * 4, dies)
+    for _ in range(4):
+        watched.start()
+        asyncio.run(watched.await_up())
+        assert watched.process is not None
+        watched.process.kill()
+        look_until_dead(watched)
+        assert watched.restart_at is not None and watched.restart_at - time.monotonic() <= BACKOFF_S[1]
+    watched.start()
+    look_until_dead(watched)
+    assert watched.restart_at is not None and watched.restart_at - time.monotonic() > BACKOFF_S[2]
 
 
 def test_who_gives_up_waiting_leaves_nobody_listening() -> None:

@@ -16,6 +16,7 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Pauses before a process is started again. Only one that cannot come up gets beyond the second."""
 STEADY_S = 60.0
 """A process that ran this long starts again at the first backoff."""
 _HEAR_S = 0.01
@@ -106,7 +107,8 @@ class Child:
         assert self.process is not None
         if time.monotonic() - self.started_at > STEADY_S:
             self.num_failures = 0
-        delay = BACKOFF_S[min(self.num_failures, len(BACKOFF_S) - 1)]
+        longest = 1 if self.is_up else len(BACKOFF_S) - 1  # requests wait for a process that came up
+        delay = BACKOFF_S[min(self.num_failures, longest)]
         self.num_failures += 1
         self.restart_at = time.monotonic() + delay
         log.error(
