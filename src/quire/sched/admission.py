@@ -9,7 +9,7 @@ from quire.data.request import Request
 from quire.sched.adapters import AdapterGate
 from quire.sched.drafting import NO_DRAFTS, Drafting, Drafts
 from quire.sched.gates import GatedLine, Gates
-from quire.sched.in_flight import Notes
+from quire.sched.in_flight import Flight, Notes
 from quire.sched.kv_manager import Growth, Hit, KVManager
 from quire.sched.limits import Claim, Limits
 from quire.sched.media import EncoderCache, stripped
@@ -57,7 +57,16 @@ class Admitter:
         line = LINES[policy]() if self.shares is None else FairLine(policy, self.shares)
         self.waiting = GatedLine(line, gates)
 
-    def pace(self) -> None:
+    def timed(self, flight: Flight) -> None:
+        """Learn from how long a step took."""
+        if self.drafting is not None:
+            self.drafting.timed(flight)
+        if self.shares is not None:
+            num_decodes = int((flight.plan.num_tokens == 1).sum())
+            num_prompt_tokens = flight.plan.total_tokens - num_decodes
+            self.prompt_pace.learn(num_decodes, num_prompt_tokens, flight.seconds)
+
+    def _pace(self, pending: Ints) -> None:
         """Limit the prompts of the next step if a tenant waits for a token while another has prompts."""
         limits, running = self.limits, self.running
         limits.paced_tokens = None
@@ -66,13 +75,14 @@ class Admitter:
         tenants = running.tenant[running.order]
         request = self.waiting.next()
         is_shared = (tenants != tenants[0]).any() or (request is not None and request.tenant != tenants[0])
-        num_decodes = int((running.pending() <= 1).sum())
+        num_decodes = int((pending <= 1).sum())
         if is_shared and num_decodes:
             limits.paced_tokens = num_decodes + self.prompt_pace.limit(limits.max_tokens)
 
     def divide(self, pending: Ints, *, admits: bool) -> Ints:
         """The tokens of a step, to the running rows in order; with some left to who is next in line, if
         anybody is let in."""
+        self._pace(pending)
         pending = self.media.allow(self.running, pending, self.limits)
         if self.shares is None:
             chunks = self.limits.divide(pending)

@@ -149,7 +149,6 @@ class Scheduler:
         if not self._make_way():
             return None
         num_preemptions = self.num_preemptions
-        self.admitter.pace()
         continued = self._continue_running()
         if continued is None:
             return None
@@ -263,11 +262,7 @@ class Scheduler:
             stats=stats,
         )
         output.shares = flight.shares(running, output.at)
-        if self.admitter.shares is not None:
-            num_decodes = int((plan.num_tokens == 1).sum())
-            self.admitter.prompt_pace.learn(num_decodes, plan.total_tokens - num_decodes, flight.seconds)
-        if drafting is not None:
-            drafting.timed(flight)
+        self.admitter.timed(flight)
         for row, end in ends.items():
             request = running.request(row)
             finish = output.finished[request.id] = self._finish(request, end.reason, end.stop_reason)
