@@ -46,6 +46,19 @@ def printable(text: str, max_chars: int = 256) -> str:
     return shown if len(text) <= max_chars else shown + "..."
 
 
+class FirstWarning:
+    """Logs its first message as a warning and all later ones for debugging: a peer that can connect to a port
+    can repeat what causes them."""
+
+    def __init__(self, logger: logging.Logger, prefix: str) -> None:
+        self._logger, self._prefix = logger, prefix
+        self._level = logging.WARNING
+
+    def __call__(self, message: str) -> None:
+        self._logger.log(self._level, "%s: %s", self._prefix, message, stacklevel=2)
+        self._level = logging.DEBUG
+
+
 @functools.lru_cache(_MAX_WARNED)
 def warn_once(logger: logging.Logger, message: str) -> None:
     logger.warning(message, stacklevel=2)

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from logging import DEBUG, WARNING
 
 import msgspec
 import zmq
@@ -11,7 +10,7 @@ import zmq
 from quire.data.plan import Finish, StepOutput
 from quire.data.wire import FromCore, Stepped, ToCore, decode_hello, decode_to_core, encode
 from quire.dist.cluster_token import is_same, secure
-from quire.logs import get_logger
+from quire.logs import FirstWarning, get_logger
 
 log = get_logger(__name__)
 
@@ -64,7 +63,7 @@ class Clients:
         max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
         self._address, self._token = address, token
-        self._has_warned = False
+        self._ignore = FirstWarning(log, f"Ignored at {self._address}")
         self._give_up = give_up
         self._max_queued_bytes = max_queued_bytes
         self.known: set[bytes] = set()
@@ -115,11 +114,6 @@ class Clients:
                 self.known.add(client)
                 return client, hello
             self._ignore("a Hello with another token")
-
-    def _ignore(self, what: str) -> None:
-        """Log what is ignored: the first time as a warning, since whoever can connect can repeat it."""
-        log.log(DEBUG if self._has_warned else WARNING, "Ignored at %s: %s", self._address, what)
-        self._has_warned = True
 
     def send(self, client: bytes, message: FromCore) -> None:
         """Behind all that was sent before; at once if the client keeps up."""

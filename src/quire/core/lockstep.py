@@ -5,7 +5,6 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from logging import DEBUG, WARNING
 from typing import Annotated
 
 import msgspec
@@ -26,7 +25,7 @@ from quire.dist.cluster_token import (
     secure,
 )
 from quire.errors import ConfigError, EngineDead
-from quire.logs import get_logger
+from quire.logs import FirstWarning, get_logger
 
 log = get_logger(__name__)
 
@@ -103,7 +102,7 @@ class Lockstep:
         """Hub: the ranks of connections that have said Hello, by their identity."""
         self._open_fds: set[int] = set()
         """Hub: connections of whatever peers."""
-        self._has_warned = False
+        self._ignore = FirstWarning(log, f"Ignored at {self._address}")
         self._agreed: tuple[int, ...] | None = None
         self._leaving = threading.Event()
         """Set when one has ended as it should: there are no more rounds."""
@@ -209,11 +208,6 @@ class Lockstep:
         elif known is None or known.identity != identity:
             self._members[hello.rank] = _Member(identity, int(frames[-1].get(zmq.SRCFD)))
             self._ranks = {member.identity: rank for rank, member in self._members.items()}
-
-    def _ignore(self, what: str) -> None:
-        """Log what is ignored: the first time as a warning, since whoever can connect can repeat it."""
-        log.log(DEBUG if self._has_warned else WARNING, "Ignored at %s: %s", self._address, what)
-        self._has_warned = True
 
     def _watch(self) -> None:
         """End this process when an engine is lost, from a thread: a step that waits for it never ends."""

@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from logging import DEBUG, WARNING
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,7 @@ from quire.dist.cluster_token import (
     secure,
 )
 from quire.errors import ConfigError
-from quire.logs import get_logger
+from quire.logs import FirstWarning, get_logger
 
 log = get_logger(__name__)
 
@@ -80,7 +79,7 @@ class Roll:
     ) -> None:
         self.size = size
         self._token = token
-        self._has_warned = False
+        self._ignore = FirstWarning(log, f"Ignored at {host}:{port}")
         self.folder = folder
         self.awaited = frozenset(awaited)
         self.was_complete = False
@@ -132,11 +131,6 @@ class Roll:
             if said.problem:
                 log.error("Refused %.100r: %s", message.node, said.problem)
         self._take_stock()
-
-    def _ignore(self, what: str) -> None:
-        """Log what is ignored: the first time as a warning, since whoever can connect can repeat it."""
-        log.log(DEBUG if self._has_warned else WARNING, "Ignored at %s: %s", self._place, what)
-        self._has_warned = True
 
     def _tell(self, who: bytes, message: Noted) -> None:
         self._socket.send_multipart([who, msgspec.msgpack.encode(message)])

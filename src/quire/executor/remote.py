@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from logging import DEBUG, WARNING
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +17,7 @@ import psutil
 from quire.dist.cluster_token import VARIABLE, is_same
 from quire.executor.crew import Heard
 from quire.executor.orders import Gone, Word
-from quire.logs import get_logger
+from quire.logs import FirstWarning, get_logger
 
 log = get_logger(__name__)
 
@@ -184,7 +183,7 @@ class RemoteCrew:
         self._refusals: dict[int, str] = {}
         """By node rank, why the last machine with the token was refused, for those that are missing."""
         self._unadmitted = threading.Semaphore(MAX_UNADMITTED)
-        self._has_warned = False
+        self._warn = FirstWarning(log, "At the port for other machines")
         self._news = threading.Condition()
         threading.Thread(target=self._accept, name="quire-nodes", daemon=True).start()
 
@@ -237,11 +236,6 @@ class RemoteCrew:
                 self._unadmitted.release()
                 self._warn(f"{address} is refused: {error}")
                 sock.close()
-
-    def _warn(self, what: str) -> None:
-        """Log a warning the first time; whoever can connect can repeat it."""
-        log.log(DEBUG if self._has_warned else WARNING, "At the port for other machines: %s", what)
-        self._has_warned = True
 
     def _attend(self, sock: socket.socket, address: str) -> None:
         """Serve one connection from its first message to its end."""

@@ -1,4 +1,4 @@
-"""Exposure: who can use a server that has no key, and how that is prevented."""
+"""Exposure: the ways into a server that has no key, and their remedies."""
 
 import ipaddress
 import ssl
