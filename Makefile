@@ -1,8 +1,8 @@
 # `make serve` and `make test` do everything, on a machine with Python 3.11+, pip, git, a C compiler and make.
 PYTHON ?= python3
 BIN := .venv/bin
-# Workers of pytest: as many as cores, from 2 to 8.
-WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -ge 2 ] || n=2; [ $$n -le 8 ] || n=8; echo $$n)
+# Workers of pytest: one more than cores, at most 8, because some tests wait for processes to time out.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); n=$$((n + 1)); [ $$n -le 8 ] || n=8; echo $$n)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
 .PHONY: serve test lint types unit slow mutants siege clients docs dist sbom clean
