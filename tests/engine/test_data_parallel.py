@@ -26,13 +26,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 
 @pytest.fixture(scope="module")
-def pair(model: TextModel) -> Iterator[LLM]:
+def opened(model: TextModel) -> Iterator[tuple[LLM, list[list[list[int]]]]]:
+    """An LLM over two cores, and the tokens that it sampled first: each call draws new seeds."""
     before = cores()
     llm = open_text(model, data_parallel_size=2, disable_log_stats=False)
     children = [core for core in cores() if core not in before]
-    yield llm
+    yield llm, ids(llm, PROMPTS, SEEDED)
     llm.llm_engine.close()
     assert len(children) == 2 and not psutil.wait_procs(children, timeout=60)[1]
+
+
+@pytest.fixture(scope="module")
+def pair(opened: tuple[LLM, list[list[list[int]]]]) -> LLM:
+    return opened[0]
 
 
 def cores() -> list[psutil.Process]:
@@ -46,10 +52,13 @@ def ids(llm: LLM, prompts: Any, params: SamplingParams) -> list[list[list[int]]]
     return [[list(each.token_ids) for each in output.outputs] for output in outputs]
 
 
-def test_answers_are_those_of_one_core_in_order(model: TextModel, pair: LLM) -> None:
+def test_answers_are_those_of_one_core_in_order(
+    model: TextModel, opened: tuple[LLM, list[list[list[int]]]]
+) -> None:
     one = open_text(model)
+    pair, sampled = opened
+    assert sampled == ids(one, PROMPTS, SEEDED), "seeds are drawn in the order of prompts"
     assert ids(pair, PROMPTS, GREEDY) == ids(one, PROMPTS, GREEDY)
-    assert ids(pair, PROMPTS, SEEDED) == ids(one, PROMPTS, SEEDED), "seeds are drawn in the order of prompts"
     assert pair.get_world_size() == 2 and pair.get_world_size(include_dp=False) == 1
     ended = {metric.labels["engine"] for metric in pair.get_metrics() if metric.labels.get("engine")}
     assert ended == {"0", "1"}

@@ -233,7 +233,10 @@ def test_an_input_that_is_no_text_or_too_deep_is_answered_still() -> None:
     assert call["input"] == {"\ufffd": ["a\ufffdb", "\U0001f600"]}
     deep = FakeEngine('{"a":' + "[" * 1500 + "]" * 1500 + "}", max_model_len=4_000)
     found = send(deep, PARSERS, tools=TOOLS, max_tokens=3_900, **must)
-    assert found.json()["content"][0]["input"] == {}
+    assert found.status_code == 200
+    assert found.json()["content"][0]["input"].keys() <= {
+        "a"
+    }  # How deep Python reads depends on its version.
 
 
 # ---- what the engine is asked

@@ -109,9 +109,12 @@ def _device(machine: Machine) -> Iterator[Finding]:
     else:
         yield Finding("ok", name)
     if machine.device == "cpu" and Path("/proc/driver/nvidia/version").exists():
-        yield Finding(
-            "broken", "there is an NVIDIA driver, but no GPU can be used", "install torch built for CUDA"
-        )
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            yield Finding("warning", "CUDA_VISIBLE_DEVICES hides every GPU", "unset it to use them")
+        else:
+            yield Finding(
+                "broken", "there is an NVIDIA driver, but no GPU can be used", "install torch built for CUDA"
+            )
 
 
 def _compiler() -> Iterator[Finding]:
