@@ -236,7 +236,7 @@ def test_an_input_that_is_no_text_or_too_deep_is_answered_still() -> None:
     assert found.status_code == 200
     assert found.json()["content"][0]["input"].keys() <= {
         "a"
-    }  # How deep Python reads depends on its version.
+    }  # Python 3.12 reads it.
 
 
 # ---- what the engine is asked
