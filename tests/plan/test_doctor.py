@@ -14,8 +14,8 @@ ARGS = {
     **{"model": None, "port": 0, "max_model_len": None, "tensor_parallel_size": 1, "api_server_count": 1},
     **{"host": None, "api_key": None, "allowed_origins": None},
 }
-SIZES = "layers=8000,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256"
-"""A model of 7 trillion weights, which no machine has the memory for."""
+SIZES = "layers=80,hidden=65536,heads=512,kv_heads=8,intermediate=229376,vocab=128256"
+"""A model of 4 trillion weights, which no machine has the memory for."""
 
 
 def found(**given: object) -> dict[str, doctor.Finding]:
