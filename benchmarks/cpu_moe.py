@@ -13,12 +13,12 @@ import test_helpers  # noqa: F401, I001
 import torch
 from packed import stored
 
-from quire.config.facts import Routing
-from quire.kernels.cpu import CPUOps
-from quire.kernels.cpu_experts import Experts
-from quire.kernels.linear import Matrix, Product
-from quire.kernels.quantized import interleaves, pack
-from quire.kernels.tape import Tape, record
+from quire.checkpoint.facts import Routing
+from quire.kernels.cpu.gguf import interleaves, pack
+from quire.kernels.cpu.linear import LinearProduct, Matrix
+from quire.kernels.cpu.moe import CpuExperts
+from quire.kernels.cpu.ops import CPUOps
+from quire.kernels.cpu.tape import Tape, record
 
 HIDDEN, INNER, EXPERTS, CHOSEN, LAYERS, ROUNDS = 1024, 512, 64, 8, 4, 40
 """As large as four layers of a model with 1B parameters, 0.3B of them active."""
@@ -48,7 +48,7 @@ def main(kind: str, num_tokens: int) -> None:
     torch.manual_seed(0)
     ops, routing = CPUOps(), Routing(CHOSEN, renormalized=True)
     sparse = [
-        Experts(
+        CpuExperts(
             [[make(kind, INNER, HIDDEN) for _ in range(2)] for _ in range(EXPERTS)],
             [make(kind, HIDDEN, INNER) for _ in range(EXPERTS)],
             "silu",
@@ -57,7 +57,10 @@ def main(kind: str, num_tokens: int) -> None:
     ]
     wide = CHOSEN * INNER
     dense = [
-        (Product([make(kind, wide, HIDDEN) for _ in range(2)]), Product([make(kind, HIDDEN, wide)]))
+        (
+            LinearProduct([make(kind, wide, HIDDEN) for _ in range(2)]),
+            LinearProduct([make(kind, HIDDEN, wide)]),
+        )
         for _ in range(LAYERS)
     ]
     x = torch.randn(num_tokens, HIDDEN).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)

@@ -11,9 +11,9 @@ import test_helpers  # noqa: F401, I001
 import torch
 from packed import stored
 
-from quire.kernels.linear import Product
-from quire.kernels.quantized import pack
-from quire.kernels.tape import Tape, record
+from quire.kernels.cpu.gguf import pack
+from quire.kernels.cpu.linear import LinearProduct
+from quire.kernels.cpu.tape import Tape, record
 
 WEIGHTS = {"qkv": (30, 960, 576), "out": (30, 576, 576), "gate, up": (30, 3072, 576), "down": (30, 576, 1536)}
 HEAD = {"head": (1, 49152, 576)}
@@ -22,7 +22,7 @@ COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 32)
 ROUNDS = 40
 
 
-def taped(product: Product, num_rows: int, columns: int) -> Tape:
+def taped(product: LinearProduct, num_rows: int, columns: int) -> Tape:
     x = torch.randn(num_rows, columns)
     with record() as tape:
         product(x)
@@ -33,7 +33,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tapes = {}
     for name, (_, rows, columns) in (WEIGHTS | HEAD).items():
-        product = Product([pack(stored("Q4_1", rows, columns, 0), "Q4_1", interleaved=True)])
+        product = LinearProduct([pack(stored("Q4_1", rows, columns, 0), "Q4_1", interleaved=True)])
         tapes |= {(name, count): taped(product, count, columns) for count in COUNTS}
     best = dict.fromkeys(tapes, float("inf"))
     for _ in range(ROUNDS):

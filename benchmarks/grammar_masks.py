@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from structured_outputs import ASKED
 
-from quire import grammar
+from quire.configure import vocabulary_of
 from quire.data.params import StructuredOutputsParams
-from quire.grammar import Grammars, Matcher
-from quire.prepare import vocabulary_of
+from quire.text import grammar
+from quire.text.grammar import Grammars, Matcher
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 NUM_TEXTS = 8

@@ -20,21 +20,23 @@ from quire.bench.sched import add_requests, make_scheduler
 from quire.data.plan import Ints, Pending, StepPlan
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
-from quire.worker.cuda import Cuda
-from quire.worker.device import Computed, Model, Step
-from quire.worker.parts import PromptLogprobs
+from quire.worker.cuda.device import CudaDevice
+from quire.worker.device import DeviceStep, ForwardResult, Model
+from quire.worker.features import PromptLogprobs
 from quire.worker.rows import Rows, Wide
 from quire.worker.runner import Runner
 
 CPU, VOCAB = torch.device("cpu"), 50
 
 
-class Blank(Cuda):
+class Blank(CudaDevice):
     """Prompts compute nothing either."""
 
-    def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Step:
+    def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> DeviceStep:
         rows = len(plan.sampling_rows)
-        return Step(lambda: Computed(torch.zeros(0), torch.zeros(rows, VOCAB), torch.zeros(rows).long()))
+        return DeviceStep(
+            lambda: ForwardResult(torch.zeros(0), torch.zeros(rows, VOCAB), torch.zeros(rows).long())
+        )
 
 
 class Attention:

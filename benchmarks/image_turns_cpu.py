@@ -30,13 +30,13 @@ from image_turns import image
 from PIL import Image
 from tiny_qwen import made
 
-from quire.api_process import make_engine
-from quire.dist.process import calm_allocator, calm_collector
-from quire.metrics import Layout, MetricsPages
-from quire.prepare import configure
-from quire.sched.pantry import Pantry
+from quire.configure import configure
+from quire.entrypoints.api_process import make_engine
+from quire.metrics import MetricsLayout, MetricsPages
+from quire.sched.mm_receiver_cache import ReceiverCache
 from quire.server.main import serve
 from quire.server.settings import make_settings
+from quire.system.process import calm_allocator, calm_collector
 
 ROUNDS, TURNS = 15, 20
 MAX_LEN = 4096
@@ -57,7 +57,7 @@ def noise(side: int) -> dict[str, Any]:
 
 def run_core(address: str) -> None:
     core = FastCore(address, token_id=50, max_model_len=MAX_LEN)
-    core.pantry = Pantry(4 << 30, core.borrower.take)
+    core.receiver_cache = ReceiverCache(4 << 30, core.borrower.take)
     while True:
         core.listen()
         core.step()
@@ -121,7 +121,7 @@ async def main(folder: Path, sides: list[int]) -> None:
     address = f"ipc://{folder}/core"
     core = multiprocessing.get_context("spawn").Process(target=run_core, args=(address,), daemon=True)
     core.start()
-    pages = MetricsPages(Layout.of(config), num_engines=1)
+    pages = MetricsPages(MetricsLayout.of(config), num_engines=1)
     engine = make_engine(config, addresses={0: address}, metrics=pages, health_timeout_s=30)
     engine.start()
     await engine.ready()

@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from quire.kernels.triton import attention_launch as launch
-from quire.kernels.triton.attention import Cache, Seqs
-from quire.kernels.triton.attention_launch import Layer, Shape
+from quire.kernels.triton.attention import AttentionSeqs, Cache
+from quire.kernels.triton.attention_launch import AttentionLayer, AttentionShape
 from quire.kernels.triton.launch import compiling
 
 MODELS = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}
@@ -27,20 +27,20 @@ COLD_BYTES = 256 << 20
 """Caches are taken in turn so that this much lies between two uses of one."""
 
 SHARE_SHAPES = [
-    Shape(16, 32, 1, 3),
-    Shape(16, 32, 2, 2),
-    Shape(16, 32, 2, 3),
-    Shape(16, 32, 4, 3),
-    Shape(16, 64, 2, 3),
-    Shape(16, 64, 4, 2),
-    Shape(16, 64, 4, 3),
-    Shape(16, 128, 4, 2),
+    AttentionShape(16, 32, 1, 3),
+    AttentionShape(16, 32, 2, 2),
+    AttentionShape(16, 32, 2, 3),
+    AttentionShape(16, 32, 4, 3),
+    AttentionShape(16, 64, 2, 3),
+    AttentionShape(16, 64, 4, 2),
+    AttentionShape(16, 64, 4, 3),
+    AttentionShape(16, 128, 4, 2),
 ]
 TILE_SHAPES = [
-    Shape(128, 64, 8, 3),
-    Shape(128, 128, 8, 2),
-    Shape(128, 32, 4, 3),
-    Shape(64, 64, 4, 3),
+    AttentionShape(128, 64, 8, 3),
+    AttentionShape(128, 128, 8, 2),
+    AttentionShape(128, 32, 4, 3),
+    AttentionShape(64, 64, 4, 3),
 ]
 
 
@@ -48,12 +48,12 @@ class Load:
     """Sequences of equal length over several caches."""
 
     def __init__(
-        self, model: str, num_seqs: int, num_queries: int, length: int, kept_as: torch.dtype
+        self, model: str, num_seqs: int, num_queries: int, length: int, cache_dtype: torch.dtype
     ) -> None:
         heads, kv_heads, dim = MODELS[model]
-        self.layer = Layer(heads, kv_heads, dim, dim**-0.5, 0, 0.0, 1.0, 1.0)
+        self.layer = AttentionLayer(heads, kv_heads, dim, dim**-0.5, 0, 0.0, 1.0, 1.0)
         blocks = -(-length // BLOCK)
-        self.bytes = num_seqs * length * kv_heads * dim * 2 * kept_as.itemsize
+        self.bytes = num_seqs * length * kv_heads * dim * 2 * cache_dtype.itemsize
         copies = max(2, -(-COLD_BYTES // self.bytes))
         order = np.random.default_rng(0).permutation(num_seqs * blocks).astype(np.int32)
         tables = torch.from_numpy(order.reshape(num_seqs, blocks)).cuda()
@@ -62,12 +62,12 @@ class Load:
         shape = (num_seqs * blocks, BLOCK, kv_heads, dim)
         self.caches = [
             launch.cache_of(
-                *(torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(kept_as) for _ in "kv")
+                *(torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(cache_dtype) for _ in "kv")
             )
             for _ in range(copies)
         ]
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda")
-        self.seqs = Seqs(
+        self.seqs = AttentionSeqs(
             starts * num_queries,
             torch.full_like(starts[1:], length),
             starts[:-1].clone(),
@@ -78,13 +78,13 @@ class Load:
         self.q = torch.randn(num_seqs * num_queries, heads, dim, device="cuda", dtype=torch.bfloat16)
         self.out = torch.empty_like(self.q)
 
-    def decode(self, cache: Cache, shape: Shape | None = None, shares: int | None = None) -> None:
+    def decode(self, cache: Cache, shape: AttentionShape | None = None, shares: int | None = None) -> None:
         launch.attend_shares(self.out, self.q, cache, self.seqs, None, self.layer, None, None, shape, shares)
 
-    def prefill(self, cache: Cache, shape: Shape, tiles: Tensor) -> None:
+    def prefill(self, cache: Cache, shape: AttentionShape, tiles: Tensor) -> None:
         launch.attend_tiles(self.out, self.q, cache, self.seqs, tiles, self.layer, None, None, None, shape)
 
-    def tiles(self, shape: Shape) -> Tensor:
+    def tiles(self, shape: AttentionShape) -> Tensor:
         firsts = np.arange(0, self.num_queries, shape.block_m // self.layer.group)[::-1]
         num_seqs = len(self.seqs.seq_lens)
         work = np.stack((np.repeat(np.arange(num_seqs), len(firsts)), np.tile(firsts, num_seqs)), 1)
@@ -125,13 +125,15 @@ def measured(load: Load, runs: Mapping[Any, Callable[[Cache], None]]) -> Iterato
         yield name, time_s, float((load.out - reference).abs().max())
 
 
-def decode_rows(shapes: list[Shape], short: bool, kept_as: torch.dtype) -> Iterator[dict[str, Any]]:
+def decode_rows(
+    shapes: list[AttentionShape], short: bool, cache_dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
     """Equal lengths, lengths of 300 to 1,700, and one long sequence among short ones."""
     batches = (1, 8, 16, 32, 64, 128, 256)
     works = [(model, n, lens) for model in MODELS for n in batches for lens in ("equal", "spread")]
     works += [("8B", 1, "long"), ("8B", 16, "long"), ("8B", 64, "long")]
     for model, num_seqs, lens in works:
-        load = decode_load(model, num_seqs, lens, kept_as)
+        load = decode_load(model, num_seqs, lens, cache_dtype)
         runs: dict[tuple[Any, int], Callable[[Cache], None]] = {
             (shape, per_sm): partial(load.decode, shape=shape, shares=per_sm * 132 // load.layer.kv_heads)
             for shape, per_sm in itertools.product(shapes, (1, 2, 3, 4, 6))
@@ -151,22 +153,22 @@ def decode_rows(shapes: list[Shape], short: bool, kept_as: torch.dtype) -> Itera
             }
 
 
-def decode_load(model: str, num_seqs: int, lens: str, kept_as: torch.dtype) -> Load:
+def decode_load(model: str, num_seqs: int, lens: str, cache_dtype: torch.dtype) -> Load:
     rng = np.random.default_rng(1)
     wanted = {
         "equal": np.full(num_seqs, CONTEXT),
         "spread": rng.integers(300, 1700, num_seqs),
         "long": np.array([32768, *[CONTEXT] * (num_seqs - 1)]),
     }[lens]
-    load = Load(model, num_seqs, 1, int(wanted.max()), kept_as)
+    load = Load(model, num_seqs, 1, int(wanted.max()), cache_dtype)
     load.seqs.seq_lens.copy_(torch.from_numpy(wanted.astype(np.int32)))
     load.bytes = int(load.bytes * wanted.sum() / (wanted.max() * num_seqs))
     return load
 
 
-def prefill_rows(shapes: list[Shape], kept_as: torch.dtype) -> Iterator[dict[str, Any]]:
+def prefill_rows(shapes: list[AttentionShape], cache_dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     for model, num_seqs, length in [("8B", 16, 2048), ("0.6B", 16, 2048), ("8B", 1, 8192)]:
-        load = Load(model, num_seqs, length, length, kept_as)
+        load = Load(model, num_seqs, length, length, cache_dtype)
         load.caches = load.caches[:2]
         flops = 4 * num_seqs * length * (length + 1) / 2 * load.layer.heads * load.layer.head_dim
         runs = {shape: partial(load.prefill, shape=shape, tiles=load.tiles(shape)) for shape in shapes}
@@ -193,10 +195,10 @@ def host_seconds() -> float:
     return (time.perf_counter() - start) / 200
 
 
-def compile_all(what: str, shapes: list[Shape], kept_as: torch.dtype) -> None:
+def compile_all(what: str, shapes: list[AttentionShape], cache_dtype: torch.dtype) -> None:
     with compiling():
         for model, shape in itertools.product(MODELS, shapes):
-            load = Load(model, 2, 1 if what == "decode" else 64, 64, kept_as)
+            load = Load(model, 2, 1 if what == "decode" else 64, 64, cache_dtype)
             if what == "decode":
                 load.decode(load.caches[0], shape, 2)
             else:
@@ -209,17 +211,17 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="only the shapes in use")
     parser.add_argument("--fp8", action="store_true", help="over an 8-bit cache")
     args = parser.parse_args()
-    kept_as = torch.float8_e4m3fn if args.fp8 else torch.bfloat16
+    cache_dtype = torch.float8_e4m3fn if args.fp8 else torch.bfloat16
     if args.what == "decode":
         shapes = [] if args.short else SHARE_SHAPES
-        compile_all(args.what, shapes, kept_as)
+        compile_all(args.what, shapes, cache_dtype)
         print(f"host: {host_seconds() * 1e6:.1f} us a launch")
-        rows = list(decode_rows(shapes, args.short, kept_as))
+        rows = list(decode_rows(shapes, args.short, cache_dtype))
     else:
-        layer = Layer(32, 8, 128, 1.0, 0, 0.0, 1.0, 1.0)
+        layer = AttentionLayer(32, 8, 128, 1.0, 0, 0.0, 1.0, 1.0)
         shapes = [launch.tile_shape(layer, torch.bfloat16, 2048)] if args.short else TILE_SHAPES
-        compile_all(args.what, shapes, kept_as)
-        rows = list(prefill_rows(shapes, kept_as))
+        compile_all(args.what, shapes, cache_dtype)
+        rows = list(prefill_rows(shapes, cache_dtype))
     for _, group in itertools.groupby(rows, key=lambda row: (row["model"], row["seqs"], row["keys"])):
         for row in sorted(group, key=lambda row: row["us"])[:6]:
             print(*(f"{name}={value}" for name, value in row.items()))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.ops import Entry, HeadNorms
+from quire.kernels.ops import HeadEntry, HeadNorms
 from quire.kernels.triton import sampling
 from quire.kernels.triton.launch import compiling
 from quire.kernels.triton.matmul import gated, linear
@@ -97,7 +97,7 @@ class Model:
         for i, (qkv, out, gate_up, down) in enumerate(self.weights):
             add = functools.partial(OPS.add_norm, x) if i else OPS.norm
             x = add(residual, self.norm, EPS)
-            entry = Entry(self.sizes.heads, self.table, positions, slots, *self.caches, self.norms)
+            entry = HeadEntry(self.sizes.heads, self.table, positions, slots, *self.caches, self.norms)
             q = enter(x, entry, qkv, None) if own else None
             q = OPS.rotate_and_write(multiply(x, qkv), entry) if q is None else q
             x = OPS.add_norm(multiply(q.flatten(1), out), residual, self.norm, EPS)

@@ -15,12 +15,12 @@ import torch
 from kernel_decode_layer import graph_us, random
 from torch import Tensor
 
-from quire.kernels.fp8 import Scaled, linear_reference, narrowed
+from quire.kernels.reference.fp8 import Scaled, linear_reference, narrowed
 from quire.kernels.triton import matmul
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.fp8 import Plan, gated, linear, multiply, quantize
 from quire.kernels.triton.launch import compiling
-from quire.kernels.triton.matmul import Rows, Tiles
+from quire.kernels.triton.matmul import RowsPlan, TilesPlan
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
 NUMS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 2048, 8192)
@@ -45,16 +45,16 @@ def floor_us(num: int, size_out: int, size_in: int) -> float:
 def plans(num: int, parts: int) -> Iterator[Plan]:
     if num <= 4:
         for rows, warps in itertools.product((2, 4, 8), (4, 8, 16)):
-            yield Rows(rows, warps)
+            yield RowsPlan(rows, warps)
     if 1 < num <= 64:
         height = 16 if num <= 16 else 32 if num <= 32 else 64
         for rows, length, splits, warps, stages in TILES:
             if parts == 1 or splits == 1:
-                yield Tiles(height, rows, length, splits, warps, stages)
+                yield TilesPlan(height, rows, length, splits, warps, stages)
     if num > 64:
         for shape in LARGE:
             if parts == 1 or shape[3] == 1:
-                yield Tiles(*shape)
+                yield TilesPlan(*shape)
 
 
 TILES = [
@@ -73,7 +73,7 @@ LARGE = [
 
 
 def fits(plan: Plan, parts: int, size_in: int) -> bool:
-    if isinstance(plan, Rows):
+    if isinstance(plan, RowsPlan):
         return plan.rows * parts * size_in <= 2**17 and plan.rows * parts * size_in >= 2**11 * plan.warps
     assert plan is not None
     held = plan.stages * plan.length * (plan.num + parts * plan.rows)
@@ -122,7 +122,7 @@ def sweep(nums: tuple[int, ...], *, blocked: bool) -> None:
         print("compiling:", repr(failed)[:300])
     known: dict[tuple[int, str, bool], Tensor] = {}
     for num, name, plan, once, x, weight in checks:
-        key = num, name, isinstance(plan, Tiles)
+        key = num, name, isinstance(plan, TilesPlan)
         if key not in known:
             known[key] = linear_reference(x, weight, quantized=key[2])
         expected = gated_of(known[key], "silu") if name == "gate, up" else known[key]
@@ -154,7 +154,7 @@ def _short(kind: str) -> str:
 
 
 def _has_one_scale(plan: Plan) -> bool:
-    return not isinstance(plan, Tiles) or plan.length == 128 and plan.rows <= 128
+    return not isinstance(plan, TilesPlan) or plan.length == 128 and plan.rows <= 128
 
 
 def _each(once: Callable[..., object], weights: list[Scaled]) -> None:

@@ -17,12 +17,12 @@ import torch
 from kernel_decode_layer import graph_us, random
 from torch import Tensor
 
-from quire.kernels.triton import grouped, packed_launch
+from quire.kernels.triton import gguf_launch, int4
 from quire.kernels.triton.activations import gated as gated_of
+from quire.kernels.triton.gguf_layout import Planes, _unfilled
+from quire.kernels.triton.gguf_rows import WholeRows
 from quire.kernels.triton.launch import compiling
-from quire.kernels.triton.matmul import Tiles
-from quire.kernels.triton.packed_rows import Whole
-from quire.kernels.triton.planes import Planes, _unfilled
+from quire.kernels.triton.matmul import TilesPlan
 
 SHAPES = {
     "qkv": (6144, 4096, ""),
@@ -34,16 +34,17 @@ SHAPES = {
 TB_S = 4.28e6
 """Bytes in a microsecond."""
 ENOUGH_BYTES = 4e8
-SWEEP: dict[int, list[Whole | Tiles]] = {
-    1: [Whole(132 * per, warps, two) for per in (2, 3, 4) for warps in (4, 8) for two in (False, True)],
-    8: [Tiles(16, rows, 256, s, rows // 16, 3) for rows in (64, 128) for s in (1, 2, 4, 8)],
-    32: [Tiles(32, rows, 256, s, rows // 16, 3) for rows in (64, 128) for s in (1, 2, 4, 8)],
-    64: [Tiles(64, rows, 128, s, rows // 16, 4) for rows in (64, 128) for s in (1, 2, 4)],
-    128: [Tiles(128, rows, 128, s, rows // 16, 3) for rows in (64, 128) for s in (1, 2, 4)],
-    256: [Tiles(128, 64, 128, s, 4, 3) for s in (1, 2)] + [Tiles(256, 128, 128, s, 8, 3) for s in (1, 2, 4)],
+SWEEP: dict[int, list[WholeRows | TilesPlan]] = {
+    1: [WholeRows(132 * per, warps, two) for per in (2, 3, 4) for warps in (4, 8) for two in (False, True)],
+    8: [TilesPlan(16, rows, 256, s, rows // 16, 3) for rows in (64, 128) for s in (1, 2, 4, 8)],
+    32: [TilesPlan(32, rows, 256, s, rows // 16, 3) for rows in (64, 128) for s in (1, 2, 4, 8)],
+    64: [TilesPlan(64, rows, 128, s, rows // 16, 4) for rows in (64, 128) for s in (1, 2, 4)],
+    128: [TilesPlan(128, rows, 128, s, rows // 16, 3) for rows in (64, 128) for s in (1, 2, 4)],
+    256: [TilesPlan(128, 64, 128, s, 4, 3) for s in (1, 2)]
+    + [TilesPlan(256, 128, 128, s, 8, 3) for s in (1, 2, 4)],
 }
 """By rows of x; lengths are those of 4 bits."""
-Weight = Planes | grouped.GroupedWeight
+Weight = Planes | int4.GroupedWeight
 
 
 def made(kind: str, rows: int, columns: int) -> Weight:
@@ -53,7 +54,7 @@ def made(kind: str, rows: int, columns: int) -> Weight:
         scales = torch.rand(rows, columns // 128, device="cuda") * 0.01
         zeros = torch.randint(0, 16, scales.shape, device="cuda")
         few = torch.zeros(rows, columns, dtype=torch.uint8, device="cuda")
-        return grouped.pack(few, scales, zeros, bits=4, dtype=torch.bfloat16)._replace(codes=words)
+        return int4.pack(few, scales, zeros, bits=4, dtype=torch.bfloat16)._replace(codes=words)
     planes = _unfilled(kind, rows, columns, torch.device("cuda"))
     planes.data.random_(0, 256)
     planes.subs.bitwise_and_(63)
@@ -68,22 +69,22 @@ def bytes_of(weight: Weight) -> int:
 
 
 def chosen(x: Tensor, weight: Weight, activation: str) -> Tensor:
-    of: Any = packed_launch if isinstance(weight, Planes) else grouped
+    of: Any = gguf_launch if isinstance(weight, Planes) else int4
     if activation:
         return of.gated(x, weight)  # type: ignore[no-any-return]
     return of.product(x, weight) if isinstance(weight, Planes) else of.linear(x, weight)
 
 
-def planned(x: Tensor, weight: Weight, activation: str, plan: Whole | Tiles) -> Tensor:
+def planned(x: Tensor, weight: Weight, activation: str, plan: WholeRows | TilesPlan) -> Tensor:
     if isinstance(weight, Planes):
-        unit = packed_launch.form_of(weight).unit
-        plan = plan._replace(length=plan.length * unit // 32) if isinstance(plan, Tiles) else plan
-        return packed_launch.multiply(x, weight, None, plan, activation)
-    return grouped.multiply(x, weight, None, plan, gated=activation != "")
+        unit = gguf_launch.form_of(weight).unit
+        plan = plan._replace(length=plan.length * unit // 32) if isinstance(plan, TilesPlan) else plan
+        return gguf_launch.multiply(x, weight, None, plan, activation)
+    return int4.multiply(x, weight, None, plan, gated=activation != "")
 
 
 def expected(x: Tensor, weight: Weight, activation: str) -> Tensor:
-    of: Any = packed_launch if isinstance(weight, Planes) else grouped
+    of: Any = gguf_launch if isinstance(weight, Planes) else int4
     y = x @ of.unpack(weight, x.dtype).t()
     return gated_of(y, activation) if activation else y
 

@@ -13,10 +13,10 @@ import torch
 from kernel_decode_layer import EPS, MODELS, OPS, Model, graph_us, random
 from torch import Tensor
 
-from quire.kernels.ops import Adapted, Entry
+from quire.kernels.ops import HeadEntry, LoRAHeads
 from quire.kernels.triton import sampling
 from quire.kernels.triton.launch import compiling
-from quire.kernels.triton.lora import Assigned, assign
+from quire.kernels.triton.lora import LoRARows, assign
 from quire.kernels.triton.matmul import gated, linear
 from quire.kernels.triton.qkv import enter
 
@@ -45,8 +45,8 @@ class Adapters:
                 self.layers[-1].append((a, memory[:, middle:end].unflatten(1, (sum(outs), rank)), outs))
                 at = end
 
-    def of(self, layer: int, tokens: Assigned | None) -> list[Adapted | None]:
-        return [tokens and Adapted(*point, tokens) for point in self.layers[layer]]
+    def of(self, layer: int, tokens: LoRARows | None) -> list[LoRAHeads | None]:
+        return [tokens and LoRAHeads(*point, tokens) for point in self.layers[layer]]
 
 
 def step(
@@ -58,7 +58,7 @@ def step(
     for i, (qkv, out, gate_up, down) in enumerate(model.weights):
         add = functools.partial(OPS.add_norm, x) if i else OPS.norm
         x = add(residual, model.norm, EPS)
-        entry = Entry(model.sizes.heads, model.table, positions, slots, *model.caches, model.norms)
+        entry = HeadEntry(model.sizes.heads, model.table, positions, slots, *model.caches, model.norms)
         points = adapters.of(i, tokens)
         q = enter(x, entry, qkv, None, adapted=points[0])
         q = OPS.rotate_and_write(linear(x, qkv, None, points[0]), entry) if q is None else q

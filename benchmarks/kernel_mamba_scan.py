@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from kernel_decode_layer import graph_us, random
 
-from quire.kernels.state import Given, Rates, Seqs, StateReference
-from quire.kernels.triton import state as kernels
+from quire.kernels.reference.ssm import DecayRates, MambaInputs, SSMSequences, StateReference
+from quire.kernels.triton import ssm as kernels
 
 OPS, SIZE, RANK = kernels.TritonStateOps(), 16, 256
 BANDWIDTH = 4.8e12
@@ -23,13 +23,13 @@ class Scan:
 
     def __init__(self, lens: list[int], channels: int) -> None:
         self.lens, self.num_tokens, self.channels = lens, sum(lens), channels
-        rates = Rates(-torch.rand(channels, SIZE, device="cuda"), torch.randn(channels, device="cuda"))
+        rates = DecayRates(-torch.rand(channels, SIZE, device="cuda"), torch.randn(channels, device="cuda"))
         self.x, self.gate = (
             random(self.num_tokens, channels),
             random(self.num_tokens, 2 * channels)[:, channels:],
         )
         b, c = random(self.num_tokens, RANK + 2 * SIZE)[:, RANK:].chunk(2, 1)
-        self.given = Given(
+        self.given = MambaInputs(
             random(self.num_tokens, channels), b, c, rates, torch.randn(channels, device="cuda")
         )
         self.state = torch.randn(len(lens), channels, SIZE, device="cuda")
@@ -53,11 +53,11 @@ class Scan:
         return 1e6 * (inputs + states) / BANDWIDTH
 
 
-def sequences(lens: list[int]) -> Seqs:
+def sequences(lens: list[int]) -> SSMSequences:
     starts = torch.tensor([0, *itertools.accumulate(lens)], device="cuda", dtype=torch.int32)
     positions = torch.cat([torch.arange(n) + 5 for n in lens]).cuda()
     rows = torch.arange(len(lens), device="cuda", dtype=torch.int32)
-    return Seqs(starts, rows, positions, np.array(lens, np.int32))
+    return SSMSequences(starts, rows, positions, np.array(lens, np.int32))
 
 
 def check() -> None:

@@ -15,11 +15,11 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from quire.attention.batch import Batch
-from quire.attention.latent import LatentEntry, LatentSpec
-from quire.attention.triton_latent import TritonLatent
-from quire.kernels.triton import latent_launch as launch
-from quire.kernels.triton.attention import Seqs
-from quire.kernels.triton.attention_launch import Shape
+from quire.attention.mla import MLAEntry, MLASpec
+from quire.attention.triton_mla import TritonMLA
+from quire.kernels.triton import mla_launch as launch
+from quire.kernels.triton.attention import AttentionSeqs
+from quire.kernels.triton.attention_launch import AttentionShape
 from quire.kernels.triton.launch import compiling
 
 MODELS = {"V2-Lite": 16, "V3": 128}
@@ -31,32 +31,32 @@ PEAK = 4.28e12
 
 SHARE_SHAPES = {
     "V2-Lite": [
-        Shape(16, 64, 8, 2),
-        Shape(16, 64, 8, 3),
-        Shape(16, 64, 4, 3),
-        Shape(16, 32, 4, 3, 2),
-        Shape(16, 32, 4, 2, 2),
-        Shape(16, 32, 8, 4),
-        Shape(16, 32, 8, 6),
-        Shape(16, 128, 8, 2),
-        Shape(16, 16, 4, 5, 2),
+        AttentionShape(16, 64, 8, 2),
+        AttentionShape(16, 64, 8, 3),
+        AttentionShape(16, 64, 4, 3),
+        AttentionShape(16, 32, 4, 3, 2),
+        AttentionShape(16, 32, 4, 2, 2),
+        AttentionShape(16, 32, 8, 4),
+        AttentionShape(16, 32, 8, 6),
+        AttentionShape(16, 128, 8, 2),
+        AttentionShape(16, 16, 4, 5, 2),
     ],
     "V3": [
-        Shape(64, 64, 8, 2),
-        Shape(64, 32, 8, 3),
-        Shape(64, 32, 8, 2),
-        Shape(32, 64, 8, 2),
-        Shape(32, 32, 4, 3),
-        Shape(32, 32, 8, 3),
+        AttentionShape(64, 64, 8, 2),
+        AttentionShape(64, 32, 8, 3),
+        AttentionShape(64, 32, 8, 2),
+        AttentionShape(32, 64, 8, 2),
+        AttentionShape(32, 32, 4, 3),
+        AttentionShape(32, 32, 8, 3),
     ],
 }
 TILE_SHAPES = [
-    Shape(128, 64, 8, 3),
-    Shape(128, 64, 8, 2),
-    Shape(128, 128, 8, 2),
-    Shape(128, 64, 4, 3),
-    Shape(64, 64, 4, 3),
-    Shape(128, 32, 8, 4),
+    AttentionShape(128, 64, 8, 3),
+    AttentionShape(128, 64, 8, 2),
+    AttentionShape(128, 128, 8, 2),
+    AttentionShape(128, 64, 4, 3),
+    AttentionShape(64, 64, 4, 3),
+    AttentionShape(128, 32, 8, 4),
 ]
 
 
@@ -65,7 +65,7 @@ class Load:
 
     def __init__(self, model: str, num_seqs: int, length: int, num_queries: int = 1) -> None:
         heads = MODELS[model]
-        self.spec = spec = LatentSpec(heads, 512, 128, 64, 128, 192**-0.5)
+        self.spec = spec = MLASpec(heads, 512, 128, 64, 128, 192**-0.5)
         blocks = -(-length // BLOCK)
         self.bytes = num_seqs * length * spec.width * 2
         order = np.random.default_rng(0).permutation(num_seqs * blocks).astype(np.int32)
@@ -75,7 +75,7 @@ class Load:
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda")
         lens = torch.full_like(starts[1:], length)
         rows = starts[:-1].clone()
-        self.seqs = Seqs(starts * num_queries, lens, rows, tables, tables.stride(0))
+        self.seqs = AttentionSeqs(starts * num_queries, lens, rows, tables, tables.stride(0))
         num_tokens = num_seqs * num_queries
         self.fused = random(num_tokens, heads * spec.query_dim + spec.width)
         self.q = self.fused[:, : heads * spec.query_dim].view(num_tokens, heads, spec.query_dim)
@@ -97,18 +97,18 @@ class Load:
         )
         self.table, self.norm = random(length, spec.rope_dim), random(spec.rank)
 
-    def decode(self, cache: Tensor, shape: Shape | None = None) -> None:
+    def decode(self, cache: Tensor, shape: AttentionShape | None = None) -> None:
         """The two kernels alone."""
-        sizes = launch.Sizes(self.spec.heads, 512, 128, 64, 128, self.spec.scale)
+        sizes = launch.MLASizes(self.spec.heads, 512, 128, 64, 128, self.spec.scale)
         latents, rope = launch.latents_of(cache), self.q[..., self.spec.nope_dim :]
         launch.attend_shares(self.seen, self.latent, rope, latents, self.seqs, sizes, 1, shape)
 
     def layer(self, cache: Tensor) -> None:
         """All from the projections to the output's."""
         kv, batch = self.fused[:, -self.spec.width :], self.batch
-        entry = LatentEntry(self.norm, 1e-6, self.table, batch.positions, batch.slots, cache)
-        TritonLatent().enter(self.q, kv, entry, self.spec)
-        self.seen = TritonLatent().attend(self.q, self.weight, cache, batch, self.spec)
+        entry = MLAEntry(self.norm, 1e-6, self.table, batch.positions, batch.slots, cache)
+        TritonMLA().enter(self.q, kv, entry, self.spec)
+        self.seen = TritonMLA().attend(self.q, self.weight, cache, batch, self.spec)
 
 
 def random(*shape: int) -> Tensor:
@@ -150,7 +150,7 @@ def decode_rows(short: bool) -> Iterator[dict[str, Any]]:
                 "model": model,
                 "seqs": num_seqs,
                 "keys": length,
-                "shape": tuple(name) if isinstance(name, Shape) else name,
+                "shape": tuple(name) if isinstance(name, AttentionShape) else name,
                 "us": round(time_s * 1e6, 1),
                 "GB/s": round(load.bytes / time_s / 1e9),
                 "%": round(100 * load.bytes / time_s / PEAK),

@@ -15,12 +15,12 @@ import torch
 from kernel_decode_layer import graph_us, random
 from torch import Tensor
 
-from quire.config.facts import Routing
-from quire.kernels.experts import ExpertWeights
-from quire.kernels.triton import experts as kernels
-from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles
+from quire.checkpoint.facts import Routing
+from quire.kernels.reference.moe import ExpertWeights
+from quire.kernels.triton import moe as kernels
 from quire.kernels.triton.launch import compiling, overlap
-from quire.kernels.triton.pairs import add
+from quire.kernels.triton.moe import MoERowsPlan, MoETile, MoETilesPlan, Plan
+from quire.kernels.triton.moe_align import add
 
 EXPERTS, TOP, HIDDEN, INNER, LAYERS = 128, 8, 2048, 768, 4
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192, 16384)
@@ -58,7 +58,7 @@ def parts(of: list[Layer], plan: Plan) -> Iterator[tuple[str, Callable[[], objec
         return lambda: [run(layer) for layer in of]
 
     yield "choose", each(lambda layer: kernels.choose(layer.x, layer.router, ROUTING))
-    if isinstance(plan, Rows):
+    if isinstance(plan, MoERowsPlan):
         yield "up", each(lambda at: kernels.up_rows(between, at.x, at.ids, at.experts, "silu", plan))
         yield "down", each(lambda at: kernels.down_rows(out, between, at.ids, at.weights, at.experts, plan))
     else:
@@ -118,7 +118,7 @@ def table(weights: list[ExpertWeights]) -> None:
 HEIGHTS = {1: (16,), 8: (16,), 32: (16,), 128: (16, 32), 256: (16, 32), 512: (32, 64), 2048: (64, 128),
            8192: (64, 128), 16384: (128,)}  # fmt: skip
 SMALL = [
-    Tile(*shape)
+    MoETile(*shape)
     for shape in [
         (32, 128, 4, 4), (32, 256, 4, 3), (32, 256, 4, 4), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3),
         (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), (64, 256, 4, 2), (64, 256, 4, 3), (128, 64, 4, 4),
@@ -127,14 +127,14 @@ SMALL = [
     ]
 ]  # fmt: skip
 LARGE = [
-    Tile(*shape)
+    MoETile(*shape)
     for shape in [
         (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4),
         (128, 128, 8, 2), (256, 64, 8, 3), (256, 64, 8, 4), (128, 128, 8, 3),
     ]
 ]  # fmt: skip
 ROWS = [
-    Rows(*shape)
+    MoERowsPlan(*shape)
     for shape in [
         (4, 2, 8, 4), (2, 2, 4, 8), (4, 4, 4, 8), (8, 4, 8, 4), (2, 1, 8, 4), (1, 1, 4, 2), (8, 8, 16, 16),
         (2, 8, 2, 8), (1, 1, 2, 1), (4, 2, 16, 2),
@@ -142,7 +142,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def fits(num: int, tile: Tile, parts: int) -> bool:
+def fits(num: int, tile: MoETile, parts: int) -> bool:
     height, rows, length = num, tile.rows * parts, tile.length
     return (
         2 * tile.stages * length * (height + rows) <= 220 * 1024 and height * rows / tile.warps <= 4096 + 64
@@ -155,11 +155,11 @@ def plans(num: int) -> Iterator[Plan]:
         yield from ROWS
     for height in HEIGHTS.get(num, ()):
         for tile in SMALL if height < 64 else LARGE:
-            yield Tiles(height, tile, tile)
+            yield MoETilesPlan(height, tile, tile)
 
 
 def usable(plan: Plan, name: str) -> bool:
-    if isinstance(plan, Rows):
+    if isinstance(plan, MoERowsPlan):
         return name in ("up", "down")
     return name in ("up", "down") and fits(plan.num, plan.up, 2 if name == "up" else 1)
 
@@ -185,7 +185,7 @@ def sweep(weights: list[ExpertWeights]) -> None:
         flop = share * num * TOP * EXPERT_BYTES
         print(f"{num} {name}, floor {floor:.1f}, {flop / min(times)[0] / 1e6:.0f} TFLOP/s:")
         for us, plan in sorted(times)[:8]:
-            shown = plan if isinstance(plan, Rows) else (plan.num, *plan.up)
+            shown = plan if isinstance(plan, MoERowsPlan) else (plan.num, *plan.up)
             print(f"    {us:.1f} {tuple(shown)}")
 
 

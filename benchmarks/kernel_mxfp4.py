@@ -11,8 +11,8 @@ import argparse
 import torch
 from kernel_decode_layer import graph_us, random
 
-from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles
 from quire.kernels.triton.launch import compiling
+from quire.kernels.triton.moe import MoERowsPlan, MoETile, MoETilesPlan, Plan
 from quire.kernels.triton.mxfp4 import Mxfp4Weights, mixed, plan_of
 
 EXPERTS, TOP, SIZE, LAYERS = 32, 4, 2880, 4
@@ -20,21 +20,21 @@ TOKENS = (1, 2, 4, 8, 32, 64, 256, 2048)
 EXPERT_BYTES = 3 * SIZE * SIZE * 17 // 32
 TB_S = 4.28e6
 """Bytes in a microsecond."""
-ROWS: list[Plan] = [Rows(*rows, warps, warps) for rows in ((2, 4), (4, 4), (4, 8)) for warps in (2, 4)]
+ROWS: list[Plan] = [MoERowsPlan(*rows, warps, warps) for rows in ((2, 4), (4, 4), (4, 8)) for warps in (2, 4)]
 SWEEP: dict[int, list[Plan]] = {
-    1: [*ROWS, Tiles(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))],
-    4: [*ROWS[1:4], Tiles(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))],
+    1: [*ROWS, MoETilesPlan(16, MoETile(64, 128, 4, 4), MoETile(64, 128, 4, 4))],
+    4: [*ROWS[1:4], MoETilesPlan(16, MoETile(64, 128, 4, 4), MoETile(64, 128, 4, 4))],
     32: [
-        Tiles(16, Tile(rows, length, warps, stages), Tile(rows, length, warps, stages))
+        MoETilesPlan(16, MoETile(rows, length, warps, stages), MoETile(rows, length, warps, stages))
         for rows, length, warps in ((64, 128, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8))
         for stages in (3, 5)
     ],
     256: [
-        Tiles(num, Tile(rows, length, warps, 3), Tile(rows, length, warps, 3))
+        MoETilesPlan(num, MoETile(rows, length, warps, 3), MoETile(rows, length, warps, 3))
         for num in (16, 32, 64)
         for rows, length, warps in ((64, 128, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8))
     ],
-    2048: [Tiles(num, Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)) for num in (32, 64, 128)],
+    2048: [MoETilesPlan(num, MoETile(64, 64, 4, 3), MoETile(128, 64, 8, 3)) for num in (32, 64, 128)],
 }
 
 

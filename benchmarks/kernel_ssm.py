@@ -16,8 +16,8 @@ import triton
 from kernel_decode_layer import graph_us, random
 from torch import Tensor
 
-from quire.kernels.state import Rates, Seqs
-from quire.kernels.triton import state as kernels
+from quire.kernels.reference.ssm import DecayRates, SSMSequences
+from quire.kernels.triton import ssm as kernels
 
 OPS = kernels.TritonStateOps()
 BANDWIDTH = 4.28e12
@@ -52,33 +52,35 @@ class Layer:
         self.product = random(num_tokens, sizes.channels + self.width + 2 * heads)
         self.weight, self.bias = random(sizes.channels, 4), random(sizes.channels)
         self.norm = random(second if sizes.delta else self.width)
-        self.rates = Rates(-torch.rand(heads, device="cuda"), torch.randn(heads, device="cuda"))
+        self.rates = DecayRates(-torch.rand(heads, device="cuda"), torch.randn(heads, device="cuda"))
         self.skip = torch.randn(heads, device="cuda")
         self.conv_state = torch.zeros(num_rows, sizes.channels, 3, device="cuda", dtype=torch.bfloat16)
         self.state = torch.zeros(num_rows, *sizes.state, device="cuda")
 
-    def mix(self, x: Tensor, seqs: Seqs) -> Tensor:
+    def mix(self, x: Tensor, seqs: SSMSequences) -> Tensor:
         heads = self.sizes.state[0]
         a, b = self.product[:, -2 * heads :].chunk(2, 1)
         if self.sizes.delta:
             return OPS.delta(x, a, b, self.rates, self.state, seqs)
         return OPS.scan(x, a, self.rates, self.skip, self.state, seqs)
 
-    def run(self, seqs: Seqs) -> Tensor:
+    def run(self, seqs: SSMSequences) -> Tensor:
         channels = self.sizes.channels
         x = OPS.conv(self.product[:, :channels], self.weight, self.bias, self.conv_state, seqs)
         gate = self.product[:, channels : channels + self.width]
         return OPS.gated_norm(self.mix(x, seqs), gate, self.norm, 1e-6, gate_first=not self.sizes.delta)
 
 
-def sequences(lens: list[int]) -> Seqs:
+def sequences(lens: list[int]) -> SSMSequences:
     starts = torch.tensor([0, *itertools.accumulate(lens)], device="cuda", dtype=torch.int32)
     positions = torch.cat([torch.arange(n) + 5 for n in lens]).cuda()
     rows = torch.arange(len(lens), device="cuda", dtype=torch.int32)
-    return Seqs(starts, rows, positions, np.array(lens, np.int32))
+    return SSMSequences(starts, rows, positions, np.array(lens, np.int32))
 
 
-def layer_us(sizes: Sizes, lens: list[int], part: Callable[[Layer, Seqs], object], layers: int) -> float:
+def layer_us(
+    sizes: Sizes, lens: list[int], part: Callable[[Layer, SSMSequences], object], layers: int
+) -> float:
     seqs = sequences(lens)
     if not seqs.single:
         _ = seqs.split  # a copy that no graph holds
@@ -86,11 +88,11 @@ def layer_us(sizes: Sizes, lens: list[int], part: Callable[[Layer, Seqs], object
     return graph_us(lambda: [part(layer, seqs) for layer in every]) / layers
 
 
-def whole(layer: Layer, seqs: Seqs) -> Tensor:
+def whole(layer: Layer, seqs: SSMSequences) -> Tensor:
     return layer.run(seqs)
 
 
-def only_state(layer: Layer, seqs: Seqs) -> Tensor:
+def only_state(layer: Layer, seqs: SSMSequences) -> Tensor:
     return layer.mix(layer.product[:, : layer.sizes.channels], seqs)
 
 
@@ -117,7 +119,7 @@ def sweep(name: str, sizes: Sizes) -> None:
     """The shapes of programs, one after the other."""
     which, shapes = ("_DELTA", DELTAS) if sizes.delta else ("_SCAN", SCANS)
     warps_of = f"{which}_WARPS"
-    tries: list[dict[str, Any]] = [{which: kernels.Shape(*shape)} for shape in shapes]
+    tries: list[dict[str, Any]] = [{which: kernels.SSMShape(*shape)} for shape in shapes]
     tries += [{"_SOLVE_WARPS": warps} for warps in (2, 4, 8) if sizes.delta]
     for given in tries:
         print(name, given, round(_with(given, sizes, [8192], 2), 1), flush=True)

@@ -13,23 +13,23 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.config.facts import ArchFacts
-from quire.config.keys import Keys
-from quire.config.media.qwen import qwen2_5_vl
-from quire.kernels.encoder import Spans, tiles_of
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.qwen import qwen2_5_vl
+from quire.checkpoint.reader import ConfigReader
 from quire.kernels.ops import choose
+from quire.kernels.reference.encoder import Spans, tiles_of
 from quire.kernels.triton import encoder
-from quire.kernels.triton.encoder import Shape
+from quire.kernels.triton.encoder import EncoderShape
 from quire.kernels.triton.launch import compiling
 from quire.layers.scope import Loads, Scope
 from quire.models.towers.qwen2_5_vl import Qwen2_5VL
-from quire.worker.tower_graphs import MOST_VECTORS, TIMES, TowerGraphs
+from quire.worker.cuda.encoder_graphs import MOST_VECTORS, TIMES, TowerGraphs
 
 HEADS, DIM = 16, 80
 PEAK, BANDWIDTH = 989e12, 4.8e12
 """Of an H200: products of bfloat16, and bytes."""
 SHAPES = [
-    Shape(block_n, warps, stages)
+    EncoderShape(block_n, warps, stages)
     for block_n, warps, stages in [
         (64, 8, 2), (64, 8, 3), (128, 8, 2), (128, 8, 3), (64, 4, 2), (64, 4, 3), (128, 4, 2), (32, 4, 3),
     ]
@@ -112,7 +112,7 @@ def tower() -> None:
     vision = {"out_hidden_size": 2048, "hidden_size": 1280, "num_heads": 16, "depth": 32}
     vision |= {"intermediate_size": 3420, "patch_size": 14, "in_chans": 3}
     text = {"hidden_size": 2048, "num_attention_heads": 16, "vision_config": vision}
-    media = qwen2_5_vl(Keys("dummy", text))[1]
+    media = qwen2_5_vl(ConfigReader("dummy", text))[1]
     facts = ArchFacts("", 8, 2048, 8, 16, 2, 128, 1e-6, (), media=media)
     device, dtype = torch.device("cuda"), torch.bfloat16
     scope = Scope(dtype, device, TorchSDPA(), 64, ops=choose(device, dtype))

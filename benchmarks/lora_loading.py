@@ -19,8 +19,8 @@ from quire.attention.torch_sdpa import TorchSDPA
 from quire.layers.linear import GateUpLinear, QKVLinear, RowLinear
 from quire.layers.lora import AdapterSlots
 from quire.layers.scope import Scope
-from quire.loader.adapter import AdapterReader
-from quire.loader.adapter_files import AdapterFiles
+from quire.loader.lora import LoRAReader
+from quire.loader.lora_files import LoRAFiles
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 4096, 14336, 32, 32, 8
 MODEL = {
@@ -32,7 +32,7 @@ MODEL = {
 }
 
 
-def reader(rank: int) -> AdapterReader:
+def reader(rank: int) -> LoRAReader:
     """Of the model's layers without their weights."""
     slots = AdapterSlots(max_slots=1, max_rank=rank, dtype=torch.bfloat16, device=torch.device("cpu"))
     scope = Scope(torch.bfloat16, torch.device("meta"), TorchSDPA(), 8, adapters=slots) / "model" / "layers"
@@ -42,7 +42,7 @@ def reader(rank: int) -> AdapterReader:
         RowLinear(HIDDEN, HIDDEN, attention / "o_proj")
         GateUpLinear(HIDDEN, INNER, mlp / "gate_up_proj")
         RowLinear(INNER, HIDDEN, mlp / "down_proj")
-    return AdapterReader(slots)
+    return LoRAReader(slots)
 
 
 def main() -> None:
@@ -61,9 +61,9 @@ def main() -> None:
         measure(reader(args.rank), folder, args.repeats)
 
 
-def measure(reading: AdapterReader, folder: Path, repeats: int) -> None:
+def measure(reading: LoRAReader, folder: Path, repeats: int) -> None:
     def contents() -> None:
-        with AdapterFiles(folder) as files:
+        with LoRAFiles(folder) as files:
             files.contents()
 
     phases = {"contents": contents, "all": lambda: reading.read("one", folder)}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from quire import LLM, SamplingParams
-from quire.worker.graphs import Graphs
+from quire.worker.cuda.graphs import Graphs
 
 LENGTHS = (20, 60, 120, 250, 380, 500, 600, 1000)
 REPEATS = 9

@@ -18,7 +18,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.bench.gpu import prompts_of
-from quire.worker.fronts import Fronts
+from quire.worker.cuda.draft_graphs import DraftGraphs
 
 BATCHES = (1, 8, 32)
 LENGTH, PROMPT, WARM = 320, 256, 40
@@ -111,7 +111,7 @@ def main(target: str, draft: str, most: int = 3, rate: float = 0.7) -> None:
     drafting._pace = Always()
     found |= {("always", batch): best(clock, batch) for batch in BATCHES}
     # Drafts that are there, whatever they are.
-    Fronts.__call__ = lambda self, plan: self.known.num_drafts.fill_(most)  # type: ignore[method-assign, assignment]
+    DraftGraphs.__call__ = lambda self, plan: self.known.num_drafts.fill_(most)  # type: ignore[method-assign, assignment]
     verify = {batch: best(clock, batch)[0] for batch in BATCHES}
     expected = sum(rate**at for at in range(most + 1))
     for (name, batch), (step, tokens, drafts) in found.items():

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from quire import LLM, SamplingParams
 from quire.bench.gpu import prompts_of
-from quire.worker.cuda import Cuda
+from quire.worker.cuda.device import CudaDevice
 
 BATCHES = (1, 8, 32)
 LENGTH, WRONG, ROUNDS = 767, 560, 5
@@ -36,16 +36,16 @@ class Steps:
     def __init__(self) -> None:
         self.count = self.num_wide = 0
         self.recorder: profile | None = None
-        prepare = Cuda.prepare
+        prepare = CudaDevice.prepare
 
-        def counted(device: Cuda, plan: Any, all_rows: Any) -> Any:
+        def counted(device: CudaDevice, plan: Any, all_rows: Any) -> Any:
             self.count += 1
             self.num_wide += len(plan.num_drafts) > 0
             if self.recorder is not None and self.count in (FIRST, FIRST + RECORDED):
                 (self.recorder.start if self.count == FIRST else self.recorder.stop)()
             return prepare(device, plan, all_rows)
 
-        Cuda.prepare = counted  # type: ignore[method-assign]
+        CudaDevice.prepare = counted  # type: ignore[method-assign]
 
 
 def generate(llm: LLM, batch: int, length: int) -> float:

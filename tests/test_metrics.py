@@ -8,9 +8,17 @@ import pytest
 from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM, SamplingParams
-from quire.data.stats import FinishedSequence, FrontStats, StepStats, Timeline
+from quire.data.stats import FinishedSequence, FrontStats, SequenceTimes, StepStats
 from quire.errors import RequestError
-from quire.metrics import Counter, EngineMetrics, Gauge, Histogram, Layout, MetricsPages, length_buckets
+from quire.metrics import (
+    Counter,
+    EngineMetrics,
+    Gauge,
+    Histogram,
+    MetricsLayout,
+    MetricsPages,
+    length_buckets,
+)
 
 PROMPT = list(range(20, 37))
 
@@ -152,7 +160,7 @@ def test_the_cache_is_described(llm: LLM) -> None:
 
 def test_a_value_on_the_edge_of_a_bucket_is_in_it() -> None:
     """Buckets are `less or equal`, and count everything below them too."""
-    pages = MetricsPages(Layout(max_model_len=100))
+    pages = MetricsPages(MetricsLayout(max_model_len=100))
     for num_tokens in (1, 8, 9, 10**6):
         pages.observe(StepStats(num_computed_tokens=num_tokens), FrontStats())
     pages.observe(StepStats(), FrontStats(first_token_s=[0.001, 0.002, 9999.0]))
@@ -172,8 +180,8 @@ def test_length_buckets_end_at_the_longest(longest: int, last: int) -> None:
 
 
 def test_intervals_are_taken_from_the_right_stations() -> None:
-    pages = MetricsPages(Layout(max_model_len=100))
-    times = Timeline(queued_at=1.0, scheduled_at=2.5, first_token_at=4.5, last_token_at=10.5)
+    pages = MetricsPages(MetricsLayout(max_model_len=100))
+    times = SequenceTimes(queued_at=1.0, scheduled_at=2.5, first_token_at=4.5, last_token_at=10.5)
     ended = FinishedSequence("stop", 7, 4, 3, 4, SamplingParams(), 0.0, times)
     pages.observe(StepStats(), FrontStats(finished=[ended]))
     found = EngineMetrics(pages, model_name="m", cache_info={}).snapshot()
@@ -185,7 +193,7 @@ def test_intervals_are_taken_from_the_right_stations() -> None:
 
 
 def test_the_adapters_of_all_engines_are_one_series_with_the_time_of_the_news() -> None:
-    pages = MetricsPages(Layout(64), num_engines=2)
+    pages = MetricsPages(MetricsLayout(64), num_engines=2)
     assert "lora_requests_info" not in EngineMetrics(pages, model_name="m", cache_info={}).text()
     metrics = EngineMetrics(pages, model_name="m", cache_info={}, max_loras=4)
     began = time.time()

@@ -10,9 +10,9 @@ __version_tuple__ = tuple(int(part) for part in __version__.split("."))
 _EXPORTS = LazyTable(
     "name",
     {
-        "LLM": "quire.llm:LLM",
-        "LLMEngine": "quire.core.local:LocalEngine",
-        "AsyncLLMEngine": "quire.async_llm:AsyncLLMEngine",
+        "LLM": "quire.entrypoints.llm:LLM",
+        "LLMEngine": "quire.entrypoints.in_process:LocalEngine",
+        "AsyncLLMEngine": "quire.entrypoints.async_llm:AsyncLLMEngine",
         "EngineArgs": "quire.config.args:EngineArgs",
         "AsyncEngineArgs": "quire.config.args:EngineArgs",
         "SamplingParams": "quire.data.params:SamplingParams",
@@ -24,7 +24,7 @@ _EXPORTS = LazyTable(
         "LoRARequest": "quire.data.lora:LoRARequest",
         "PoolingParams": "quire.data.pooling:PoolingParams",
         **{
-            name: f"quire.data.pooled_outputs:{name}"
+            name: f"quire.data.pooling_outputs:{name}"
             for kind in ("Pooling", "Embedding", "Classification", "Scoring")
             for name in (f"{kind}Output", f"{kind}RequestOutput")
         },

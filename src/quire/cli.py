@@ -10,7 +10,7 @@ from quire.errors import QuireError, nearest
 from quire.version import __version__
 
 COMMANDS = {
-    "serve": ("answer the OpenAI API over HTTP", "quire.launch"),
+    "serve": ("answer the OpenAI API over HTTP", "quire.entrypoints.launch"),
     "chat": ("talk to a model in the terminal", "quire.terminal.chat"),
     "complete": ("continue texts in the terminal", "quire.terminal.complete"),
     "bench throughput": ("requests and tokens a second, offline", "quire.bench.throughput"),
@@ -21,7 +21,7 @@ COMMANDS = {
     "plan": ("where a model fits, and how fast it can be", "quire.plan.command"),
     "tune": ("find the settings that keep latencies, on this machine", "quire.bench.tune"),
     "doctor": ("what is wrong with this machine for a model", "quire.plan.doctor"),
-    "python": ("run a script that was written for vLLM", "quire.vllm"),
+    "python": ("run a script that was written for vLLM", "quire.entrypoints.vllm_shim"),
     "run-batch": ("answer the requests of an OpenAI batch file", "quire.batch.run"),
     "quantize": ("write a model in fewer bits", "quire.quantize.command"),
     "save-sharded-state": ("write a model as the engine keeps it", "quire.terminal.save_state"),

@@ -8,10 +8,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 from zoo import SHARED, UNTAPED, ZOO
 
-from quire.config.families import ALIASES, FAMILIES, GGUF_FAMILIES
-from quire.config.keys import Keys
-from quire.config.layout import cache_specs
-from quire.config.media import MEDIA_FAMILIES
+from quire.checkpoint.families import ALIASES, FAMILIES, GGUF_FAMILIES
+from quire.checkpoint.layout import cache_specs
+from quire.checkpoint.multimodal import MEDIA_FAMILIES
+from quire.checkpoint.reader import ConfigReader
 from quire.models import CLASSIFIERS, MODELS
 
 _KEPT = {"full": "pages", "window": "window", "latent": "latent", "state": "state"}
@@ -20,19 +20,19 @@ _ELSEWHERE = {"WhisperForConditionalGeneration": ("pages, crossed", "tape", "gra
 
 GROUPS = {
     "dense": "Dense decoders",
-    "older": "Dense decoders of the first years",
+    "gpt": "Dense decoders of GPT's kind",
     "alibi": "Decoders with slopes (ALiBi)",
     "renamed": "Decoders under names of their own",
-    "windows": "Decoders with windows",
+    "sliding_window": "Sliding-window decoders",
     "moe": "Mixtures of experts",
-    "latent": "Latent attention",
-    "state": "Decoders with states",
+    "mla": "Latent attention (MLA)",
+    "ssm": "State-space and hybrid decoders",
     "encoder": "Encoders",
 }
-"""By the file in config/families/ that reads them."""
+"""By the file in checkpoint/families/ that reads them."""
 HEAD = """# Models
 
-Made by `python tests/arch/models_page.py > docs/models.md` out of the tables of `config/families/` and
+Made by `python tests/arch/models_page.py > docs/models.md` out of the tables of `checkpoint/families/` and
 `models/`; a test fails when it is stale.
 
 Every architecture runs on a CPU and on a GPU, from safetensors (or pytorch_model.bin), and from GGUF where
@@ -114,7 +114,9 @@ def _kept(name: str) -> str:
     config = SHARED | specimen.settings
     if specimen.twin is None:
         config = getattr(transformers, name).config_class(**config).to_dict()
-    specs = [spec for spec in cache_specs(FAMILIES[name].read(Keys(name, config))) if spec is not None]
+    specs = [
+        spec for spec in cache_specs(FAMILIES[name].read(ConfigReader(name, config))) if spec is not None
+    ]
     return ", ".join(dict.fromkeys(_KEPT[part.kind] for spec in specs for part in spec.parts))
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import scenes
 from canvas import COLOURS, INK, arrow, box, frame, words
 
-from quire.bench.bars import Group, svg
+from quire.bench.bars import BarGroup, svg
 from quire.bench.sched import add_requests
 from quire.cli import main as quire
-from quire.config.placement import balanced, placed
+from quire.config.expert_placement import balanced, placed
 from quire.data.params import SamplingParams
 from quire.data.plan import StepResult
 from quire.data.request import Request
@@ -54,7 +54,9 @@ def decode() -> str:
         name = theirs[0].partition(",")[0]
         for size, a, b in zip((1, 8, 32, 128, 256), theirs[1:], ours[1:], strict=True):
             values = {"vLLM 0.24": _numbers(a)[0], "Quire": _numbers(b)[0]}
-            groups.append(Group(f"{name}, batch {size}", values, {k: f"{v:g} ms" for k, v in values.items()}))
+            groups.append(
+                BarGroup(f"{name}, batch {size}", values, {k: f"{v:g} ms" for k, v in values.items()})
+            )
     return svg("A decode step on one H200, ms", groups)
 
 
@@ -65,7 +67,7 @@ def peers() -> str:
     groups = []
     for label, column in columns.items():
         values = {row[0]: _numbers(row[column])[0] for row in rows}
-        groups.append(Group(label, values, {name: f"{value:g}" for name, value in values.items()}))
+        groups.append(BarGroup(label, values, {name: f"{value:g}" for name, value in values.items()}))
     return svg("SmolLM2-135M on two ARM cores", groups)
 
 
@@ -74,7 +76,7 @@ def drafts() -> str:
     groups = []
     for name, plain, drafted, *_ in _table("speculation.md", "| workload | plain tok/s"):
         values = {"plain": median(_numbers(plain)), "with drafts": median(_numbers(drafted))}
-        groups.append(Group(name, values, {key: f"{value:g} tok/s" for key, value in values.items()}))
+        groups.append(BarGroup(name, values, {key: f"{value:g} tok/s" for key, value in values.items()}))
     return svg("One stream, plain and with drafts by prompt lookup (two cores)", groups)
 
 
@@ -84,7 +86,9 @@ def formats() -> str:
     groups = []
     for row in rows:
         value = _numbers(row[3])[0]
-        groups.append(Group(f"{row[0]} {row[1]}".strip(), {"decode": value}, {"decode": f"{value:g} tok/s"}))
+        groups.append(
+            BarGroup(f"{row[0]} {row[1]}".strip(), {"decode": value}, {"decode": f"{value:g} tok/s"})
+        )
     return svg("One stream of SmolLM2-135M by format, two cores", groups)
 
 
@@ -96,7 +100,7 @@ def shares() -> str:
             zip(("after 500 steps", "after 2,000", "after 3,800"), map(float, cell.split(", ")), strict=True)
         )
         groups.append(
-            Group(
+            BarGroup(
                 name.removeprefix("lowest level first, "),
                 values,
                 {key: f"{value:g}" for key, value in values.items()},
@@ -303,7 +307,7 @@ def adapters() -> str:
     values = [float(re.findall(r"\d+\.\d+", cell)[0]) for cell in row[1:]]
     names = ("no adapter", "one adapter", "eight in the batch")
     groups = [
-        Group(name, {"ms a step": value}, {"ms a step": f"{value:g} ms"})
+        BarGroup(name, {"ms a step": value}, {"ms a step": f"{value:g} ms"})
         for name, value in zip(names, values, strict=True)
     ]
     return svg("Llama-3.1-8B on one H200, 64 sequences, rank 16", groups, mark=values[0])

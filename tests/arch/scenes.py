@@ -7,16 +7,16 @@ from itertools import groupby
 import numpy as np
 from canvas import COLOURS, INK, PALE, PAPER, arrow, box, frame, words
 
-from quire.config.ranks import Rank, stage_layers
-from quire.data.operating import MODES
+from quire.config.parallel import Rank, stage_layers
+from quire.data.control import MODES
 from quire.data.outputs import RequestStateStats
 from quire.data.params import StructuredOutputsParams
 from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.data.timeline import RequestTimeline
-from quire.grammar import Grammars, Vocabulary
-from quire.server.messages.bodies import MessagesBody
-from quire.server.messages.translate import as_chat
+from quire.server.anthropic.bodies import MessagesBody
+from quire.server.anthropic.translate import as_chat
 from quire.server.responses.output import Output
+from quire.text.grammar import Grammars, Vocabulary
 from quire.text.parsers import answer_parser
 
 # ---- an answer told apart

@@ -8,50 +8,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from floors import FLOORS, TORCH_FREE
 
 ROOT = Path(__file__).parents[2] / "src" / "quire"
-FLOORS = [
-    ["errors", "logs", "version"],
-    ["unbuilt"],
-    ["config", "data", "registry"],
-    ["hub", "capacity", "dist", "sched", "text", "metrics", "grammar", "remote"],
-    ["comm", "kernels", "multimodal", "prepare"],
-    ["attention", "quant", "frontend"],
-    ["layers", "sampling", "spec", "server"],
-    ["models", "lora"],
-    ["loader"],
-    ["worker"],
-    ["executor"],
-    ["core", "api_process"],
-    ["private"],
-    ["offline", "async_llm"],
-    ["llm", "launch"],
-    ["bench", "batch", "terminal", "quantize"],
-    ["plan", "vllm"],
-    ["cli"],
-    ["__main__", "__init__"],
-]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
-TORCH_FREE = [
-    "config",
-    "data",
-    "sched",
-    "text",
-    "frontend",
-    "metrics",
-    "multimodal",
-    "hub",
-    "capacity",
-    "cli",
-    "plan",
-    "core",
-    "executor",
-    "remote",
-    "prepare",
-    "api_process",
-    "launch",
-    "grammar",
-]
 FILES = sorted(ROOT.rglob("*.py"))
 
 

@@ -7,7 +7,7 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
-from quire.hub import DEFAULT_MODEL
+from quire.checkpoint.hub import DEFAULT_MODEL
 
 ROOT = Path(__file__).parents[2]
 NOTICE = (ROOT / "NOTICE").read_text()

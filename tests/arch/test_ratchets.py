@@ -68,18 +68,6 @@ def test_files_and_functions_stay_readable() -> None:
     assert not too_long, "\n".join(too_long)
 
 
-def test_structure_names_every_file() -> None:
-    """docs/structure.md has a line for each file and folder, and none for what is gone."""
-    text = (ROOT.parents[1] / "docs" / "structure.md").read_text()
-    for path in ROOT.rglob("*.py"):
-        name = str(path.relative_to(ROOT))
-        if name.endswith("__init__.py") and name != "__init__.py":
-            name = str(path.parent.relative_to(ROOT)) + "/"
-        assert f"`{name}`" in text, f"docs/structure.md does not mention `{name}`"
-    for mentioned in {word for word in text.split("`")[1::2] if word.endswith(".py") and "tests" not in word}:
-        assert (ROOT / mentioned).exists(), f"docs/structure.md mentions {mentioned}, which does not exist"
-
-
 def test_every_public_class_has_a_docstring() -> None:
     classes = [
         (path, node)

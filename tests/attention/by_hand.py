@@ -35,7 +35,7 @@ def by_hand(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
     reach: Tensor | None = None,
-    slopes: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """[Q, heads, d] queries, the last of which sees the last of the [L, kv_heads, d] keys."""
     if not len(keys):
@@ -47,8 +47,8 @@ def by_hand(
         scores = (scores / spec.softcap).tanh() * spec.softcap
     key = torch.arange(len(k), device=q.device)
     place = key[-len(q) :, None]
-    if slopes is not None:
-        scores = scores - slopes.double()[:, None, None] * (place - key)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[:, None, None] * (place - key)
     hidden = key > (place if reach is None else reach[:, None])
     if spec.window is not None:
         hidden |= key <= place - spec.window
@@ -71,7 +71,7 @@ class Case:
     keys: list[Tensor]
     values: list[Tensor]
     sinks: Tensor | None
-    slopes: Tensor | None
+    alibi_slopes: Tensor | None
 
     def expected(self) -> Tensor:
         lens = self.batch.query_lens_host.tolist()
@@ -79,7 +79,7 @@ class Case:
         reaches = [None] * len(lens) if reach is None else reach.split(lens)
         return torch.cat(
             [
-                by_hand(q, k, v, self.spec, self.sinks, seen, self.slopes)
+                by_hand(q, k, v, self.spec, self.sinks, seen, self.alibi_slopes)
                 for q, k, v, seen in zip(pieces, self.keys, self.values, reaches, strict=True)
             ]
         )
@@ -90,7 +90,7 @@ def make_case(
     spec: AttentionSpec,
     *,
     block: int = BLOCK,
-    kept_as: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None,
     sinks: bool = False,
     device: str = "cpu",
     runs: Runs | None = None,
@@ -107,14 +107,14 @@ def make_case(
     rows = rng.permutation(len(chunks) + 2)[: len(chunks)].astype(np.int32)
     tables = np.full((len(chunks) + 2, max(1, int(widths.max()))), nobodys, np.int32)
     caches = [torch.full((num_blocks, block, spec.kv_heads, spec.head_dim), torch.nan) for _ in "kv"]
-    kept_as = kept_as or spec.dtype
+    cache_dtype = cache_dtype or spec.dtype
     kept: list[list[Tensor]] = [[], []]
     for row, n, width in zip(rows, seq_lens, widths, strict=True):
         tables[row, :width] = [free.pop() for _ in range(width)]
         place = np.arange(n)
         slots = torch.from_numpy(tables[row, place // block].astype(np.int64) * block + place % block)
         for cache, seen, scale in zip(caches, kept, (spec.k_scale, spec.v_scale), strict=True):
-            stored = (torch.randn(n, spec.kv_heads, spec.head_dim) / scale).to(kept_as).float()
+            stored = (torch.randn(n, spec.kv_heads, spec.head_dim) / scale).to(cache_dtype).float()
             cache.view(-1, spec.kv_heads, spec.head_dim)[slots] = stored
             seen.append((stored * scale).to(device))
     places = [np.arange(n - new, n) for (new, _), n in zip(chunks, seq_lens, strict=True)]
@@ -141,19 +141,19 @@ def make_case(
         spec,
         batch,
         torch.randn(int(starts[-1]), spec.heads, spec.head_dim, device=device).to(spec.dtype),
-        caches[0].to(kept_as).to(device),
-        caches[1].to(kept_as).to(device),
+        caches[0].to(cache_dtype).to(device),
+        caches[1].to(cache_dtype).to(device),
         kept[0],
         kept[1],
         torch.randn(spec.heads, device=device).to(spec.dtype) if sinks else None,
-        0.5 ** torch.arange(1, spec.heads + 1, device=device) if spec.leans else None,
+        0.5 ** torch.arange(1, spec.heads + 1, device=device) if spec.uses_alibi else None,
     )
 
 
 def attend(backend: AttentionBackend, case: Case) -> Tensor:
     backend.plan(case.batch)
     caches = case.k_cache, case.v_cache
-    return backend.forward(case.q, *caches, case.batch, case.spec, case.sinks, case.slopes)
+    return backend.forward(case.q, *caches, case.batch, case.spec, case.sinks, case.alibi_slopes)
 
 
 def check(
@@ -162,11 +162,13 @@ def check(
     spec: AttentionSpec,
     *,
     block: int = BLOCK,
-    kept_as: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None,
     sinks: bool = False,
     device: str = "cpu",
     runs: Runs | None = None,
 ) -> None:
-    case = make_case(chunks, spec, block=block, kept_as=kept_as, sinks=sinks, device=device, runs=runs)
+    case = make_case(
+        chunks, spec, block=block, cache_dtype=cache_dtype, sinks=sinks, device=device, runs=runs
+    )
     tolerance = TOLERANCE[spec.dtype] * max(1.0, spec.score_scale * spec.head_dim**0.5)
     torch.testing.assert_close(attend(backend, case), case.expected(), atol=tolerance, rtol=tolerance)

@@ -10,7 +10,7 @@ from quire.attention.backend import AttentionSpec, choose
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.config.machine import Machine
 from quire.errors import ConfigError
-from quire.kernels import native
+from quire.kernels.cpu import native
 from quire.registry import LazyTable
 
 MACHINE = Machine(device="cpu", name="a CPU", num_devices=1, total_bytes=1, free_bytes=1, num_cores=1)

@@ -20,7 +20,7 @@ from quire.attention.torch_sdpa import TorchSDPA
 from quire.attention.triton_attn import TritonAttention
 from quire.config.machine import Machine
 from quire.errors import ConfigError
-from quire.kernels import native
+from quire.kernels.cpu import native
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "TORCH_SDPA": TorchSDPA,
@@ -124,7 +124,7 @@ def test_half_precision_is_summed_in_float32(backend: AttentionBackend, window: 
 
 
 def test_a_narrower_cache(full: AttentionBackend) -> None:
-    check(full, MIXED, SPEC, kept_as=torch.float16)
+    check(full, MIXED, SPEC, cache_dtype=torch.float16)
 
 
 @pytest.mark.parametrize("window", [None, 33])
@@ -141,14 +141,14 @@ def test_sinks(full: AttentionBackend, window: int | None) -> None:
 @pytest.mark.parametrize(("heads", "window"), [((4, 4), None), ((6, 1), None), ((4, 2), 33)])
 def test_slopes(full: AttentionBackend, heads: tuple[int, int], window: int | None) -> None:
     """The slope of another head or in other units; distances from the start of a chunk, a share, a window."""
-    check(full, MIXED, AttentionSpec(*heads, 16, torch.float32, window, leans=True), block=16)
+    check(full, MIXED, AttentionSpec(*heads, 16, torch.float32, window, uses_alibi=True), block=16)
 
 
-@pytest.mark.parametrize(("kept_as", "window"), [(torch.float8_e4m3fn, None), (torch.float8_e5m2, 33)])
-def test_8_bit_caches(full: AttentionBackend, kept_as: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize(("cache_dtype", "window"), [(torch.float8_e4m3fn, None), (torch.float8_e5m2, 33)])
+def test_8_bit_caches(full: AttentionBackend, cache_dtype: torch.dtype, window: int | None) -> None:
     """Scales left out, swapped or applied twice; a kind taken for the other."""
     spec = replace(SPEC, dtype=torch.float16, k_scale=0.5, v_scale=2.0, window=window)
-    check(full, MIXED, spec, kept_as=kept_as, sinks=window is not None, block=16)
+    check(full, MIXED, spec, cache_dtype=cache_dtype, sinks=window is not None, block=16)
 
 
 REACHING: Chunks = [(50, 3), (1, 50), (5, 60), (36, 20), (1, 0), (7, 0)]
@@ -176,7 +176,7 @@ def test_packages_without_reach_say_so(name: str) -> None:
 @pytest.mark.usefixtures("packages")
 def test_packages_without_slopes_say_so(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: is used without slopes"):
-        choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, leans=True), H200)
+        choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, uses_alibi=True), H200)
 
 
 @pytest.mark.parametrize(
@@ -251,20 +251,20 @@ def test_what_is_not_installed_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_cache_that_cannot_be_read_does_not_fit(packages: None) -> None:
     """An assert in the first step instead of a reason at the start."""
-    spec, kept_as = AttentionSpec(4, 2, 128, torch.bfloat16), torch.float8_e4m3fn
+    spec, cache_dtype = AttentionSpec(4, 2, 128, torch.bfloat16), torch.float8_e4m3fn
     for kind in (FlashAttention, FlashInfer):
-        assert kind().fits(replace(spec, kept_as=torch.bfloat16), H200) is None
-    narrow = replace(spec, kept_as=kept_as)
+        assert kind().fits(replace(spec, cache_dtype=torch.bfloat16), H200) is None
+    narrow = replace(spec, cache_dtype=cache_dtype)
     with pytest.raises(ConfigError, match="FLASH_ATTN: reads a KV cache of the model's own type, not float8"):
         choose("FLASH_ATTN", narrow, H200)
     assert choose("FLASHINFER", narrow, H200).name == "FLASHINFER"
     with pytest.raises(ConfigError, match="or float8_e4m3fn, not float8_e5m2"):
-        choose("FLASHINFER", replace(spec, kept_as=torch.float8_e5m2), H200)
+        choose("FLASHINFER", replace(spec, cache_dtype=torch.float8_e5m2), H200)
 
 
 def test_flashinfer_is_told_the_scales_of_an_8_bit_cache(packages: None) -> None:
     spec = replace(SPEC, dtype=torch.float16, k_scale=0.5, v_scale=2.0)
-    check(FlashInfer(), MIXED, spec, kept_as=torch.float8_e4m3fn, block=16)
+    check(FlashInfer(), MIXED, spec, cache_dtype=torch.float8_e4m3fn, block=16)
 
 
 def test_the_older_flash_attn_wants_starts_and_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,12 +333,20 @@ def test_kinds_on_the_gpu(dtype: torch.dtype, head_dim: int, extra: str) -> None
     if extra == "cap":
         spec = replace(spec, softcap=2.0, scale=1.0)
     if extra == "slopes":
-        spec = replace(spec, leans=True)
-    kept_as = getattr(torch, f"float8_{extra}", None)
-    if kept_as is not None:
+        spec = replace(spec, uses_alibi=True)
+    cache_dtype = getattr(torch, f"float8_{extra}", None)
+    if cache_dtype is not None:
         spec = replace(spec, k_scale=0.5, v_scale=2.0)
     chunks = REAL["mixed"] + [(1, 5000)]
-    check(TritonAttention(), chunks, spec, block=16, kept_as=kept_as, sinks=extra == "sinks", device="cuda")
+    check(
+        TritonAttention(),
+        chunks,
+        spec,
+        block=16,
+        cache_dtype=cache_dtype,
+        sinks=extra == "sinks",
+        device="cuda",
+    )
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.cpu_attn import CPUAttention
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.kernels import native
+from quire.kernels.cpu import native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 Chunks = list[tuple[int, int]]
@@ -83,7 +83,7 @@ def test_slopes(heads: tuple[int, int], window: int | None) -> None:
     """The slope of another head or in other units; distances from the start of a tile; keys seen by few rows
     and by many."""
     chunks = [(150, 101), (1, 300), (3, 62), (1, 0), (1, -1)]
-    check(CPUAttention(), chunks, AttentionSpec(*heads, 16, torch.float32, window, leans=True))
+    check(CPUAttention(), chunks, AttentionSpec(*heads, 16, torch.float32, window, uses_alibi=True))
 
 
 def test_scores_far_below_the_largest_weigh_nothing() -> None:

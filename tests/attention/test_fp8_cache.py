@@ -18,11 +18,11 @@ from quire.attention.cpu_attn import CPUAttention
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.config.machine import Machine
 from quire.errors import ConfigError
-from quire.kernels import native
-from quire.kernels.cpu import CPUOps
-from quire.kernels.ops import Entry
-from quire.kernels.reference import Reference
-from quire.kernels.tape import record
+from quire.kernels.cpu import native
+from quire.kernels.cpu.ops import CPUOps
+from quire.kernels.cpu.tape import record
+from quire.kernels.ops import HeadEntry
+from quire.kernels.reference.ops import Reference
 from quire.layers.attention import caching_layers
 from quire.models.causal_lm import CausalLM
 
@@ -77,7 +77,7 @@ def keep_in(model: CausalLM, kind: torch.dtype, backend: AttentionBackend) -> No
     for layer in caching_layers(model.modules()):
         size = 64 * BLOCK_SIZE * layer.keeps.planes * layer.keeps.numbers
         memory = torch.zeros(size, dtype=torch.uint8)
-        layer.bind_memory(memory, block_size=BLOCK_SIZE, kept_as=kind, group=0)
+        layer.bind_memory(memory, block_size=BLOCK_SIZE, cache_dtype=kind, group=0)
         layer.backend = backend  # type: ignore[attr-defined]
 
 
@@ -144,7 +144,7 @@ def test_every_code_is_read_and_the_nearest_is_written(kind: torch.dtype) -> Non
         written = []
         for ops in (Reference(), CPUOps()):
             caches = [torch.zeros(len(x), 1, 1, 64, dtype=torch.uint8).view(kind) for _ in "kv"]
-            ops.rotate_and_write(qkv, Entry(1, table, places, slots, *caches, None, 0.5, 2.0))
+            ops.rotate_and_write(qkv, HeadEntry(1, table, places, slots, *caches, None, 0.5, 2.0))
             written.append([cache.view(torch.uint8) for cache in caches])
         assert all(torch.equal(*pair) for pair in zip(*written, strict=True))
         assert written[0][0].view(kind).float().isfinite().all()
@@ -163,15 +163,15 @@ def test_the_native_kernel_over_8_bits(kind: torch.dtype, window: int | None) ->
     for heads, dim in (((4, 2), 24), ((3, 3), 64)):
         spec = AttentionSpec(*heads, dim, torch.float32, window, k_scale=0.5, v_scale=2.0)
         for chunks in CHUNKS.values():
-            check(CPUAttention(), chunks, spec, kept_as=kind, sinks=heads[0] == 4)
+            check(CPUAttention(), chunks, spec, cache_dtype=kind, sinks=heads[0] == 4)
 
 
 def test_who_cannot_names_those_who_can() -> None:
-    spec = AttentionSpec(4, 2, 64, torch.bfloat16, kept_as=torch.float8_e4m3fn)
+    spec = AttentionSpec(4, 2, 64, torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
     ampere = Machine("cuda", "a GPU", 1, 1, 1, 1, capability=(8, 0))
     with pytest.raises(ConfigError, match=r"8\.9 on, this is 8\.0; fp8_e5m2 it can; .* or take TORCH_SDPA"):
         choose("TRITON_ATTN", spec, ampere)
     if native.library():
         cpu = replace(ampere, device="cpu")
         for kind in KINDS:
-            assert choose(None, replace(spec, kept_as=kind), cpu).name == "CPU_ATTN"
+            assert choose(None, replace(spec, cache_dtype=kind), cpu).name == "CPU_ATTN"

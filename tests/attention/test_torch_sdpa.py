@@ -10,7 +10,7 @@ from paged_batch import make_batch
 from quire.attention import torch_sdpa
 from quire.attention.backend import AttentionSpec
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.kernels.reference import write
+from quire.kernels.reference.ops import write
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])

@@ -6,7 +6,7 @@ from typing import Any
 
 from fake_openai import FakeServer
 
-from quire.batch.transport import Answer, AsgiTransport, HttpTransport
+from quire.batch.transport import AsgiTransport, BatchAnswer, HttpTransport
 from quire.remote.http import HttpClient
 
 
@@ -14,7 +14,7 @@ def test_over_http() -> None:
     with FakeServer() as server:
         client = HttpClient(server.url)
 
-        async def main() -> Answer:
+        async def main() -> BatchAnswer:
             answer = await HttpTransport(client).send("/v1/completions", b'{"prompt": "hi"}', "r1")
             client.close()
             return answer

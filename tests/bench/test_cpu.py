@@ -7,7 +7,7 @@ import sys
 import pytest
 from fake_openai import FakeServer
 
-from quire.bench.cpu import CpuWatch, Usage, check_pid, listening_pids, report
+from quire.bench.cpu import CpuUsage, CpuWatch, check_pid, listening_pids, report
 from quire.errors import ConfigError
 
 CHILD = """
@@ -66,7 +66,7 @@ def test_of_a_shared_socket_the_eldest_listener_is_found() -> None:
 
 
 def test_shares_are_of_one_core() -> None:
-    title, line = report([Usage(7, "quire:core", 1.5, 0.5)], seconds=4.0, num_tokens=50_000)
+    title, line = report([CpuUsage(7, "quire:core", 1.5, 0.5)], seconds=4.0, num_tokens=50_000)
     assert line.split() == ["quire:core", "7", "1.50", "0.50", "50.0%", "40.0"] and "of one core" in title
 
 

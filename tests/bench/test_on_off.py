@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_text import text_model
 
-from quire.bench.on_off import PARTS, Part, Row, Seen, _one_stream, picture, table
+from quire.bench.on_off import PARTS, OnOffPart, OnOffRun, Row, _one_stream, picture, table
 from quire.cli import main
 
 Capture = pytest.CaptureFixture[str]
@@ -57,8 +57,8 @@ def test_a_part_that_is_not_there_is_named(tmp_path: Path, capsys: Capture) -> N
 
 
 def test_the_table_says_the_gain_or_why_there_is_none() -> None:
-    part = Part("graphs (eager)", "+15 %", {}, {}, "one stream", _one_stream)
-    measured = Row(part, Seen(0.5, 10.0), Seen(0.25, 15.0, 0.0))
+    part = OnOffPart("graphs (eager)", "+15 %", {}, {}, "one stream", _one_stream)
+    measured = Row(part, OnOffRun(0.5, 10.0), OnOffRun(0.25, 15.0, 0.0))
     missing = Row(part, why_not="two ranks need two GPUs")
     lines = table([measured, missing])
     assert lines[2] == "| graphs (eager) | one stream | 500.0 / 250.0 | 10.0 / 15.0 | +50 % | +15 % |"

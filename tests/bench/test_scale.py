@@ -7,11 +7,11 @@ import random
 import pytest
 
 from quire.bench import gpu, scale
-from quire.bench.layouts import Layout, StepCost
+from quire.bench.layouts import GpuLayout, StepCost
 from quire.bench.scale import FREE
 from quire.bench.shapes import BATCHES, MEASURED, SHAPES, Measured
-from quire.bench.simulated import Core, Traffic, run
-from quire.bench.step_costs import PREFILL, Correction, Links, Step, decode_of
+from quire.bench.simulated import SimulatedCore, Traffic, run
+from quire.bench.step_costs import PREFILL, Correction, Links, StepShape, decode_of
 from quire.data.params import SamplingParams
 from quire.data.request import Request
 from quire.errors import ConfigError
@@ -20,22 +20,22 @@ WHOLE = [row for row in MEASURED if row.tp == 1]
 LIMITS = {"max_num_seqs": 1024, "max_num_batched_tokens": 16384}
 
 
-def seconds(model: str, layout: Layout, step: Step, links: Links = FREE) -> float:
+def seconds(model: str, layout: GpuLayout, step: StepShape, links: Links = FREE) -> float:
     return sum(StepCost(model, layout, links).stage_s(step))
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row.model}/{row.tp}")
 def test_measured_rows_come_out_again(row: Measured) -> None:
     for batch, ms in zip(BATCHES, row.decode_ms, strict=False):
-        assert 1e3 * seconds(row.model, Layout(tp=row.tp), decode_of(batch)) == pytest.approx(ms, rel=0.01)
-    rate = PREFILL.num_tokens / seconds(row.model, Layout(tp=row.tp), PREFILL)
+        assert 1e3 * seconds(row.model, GpuLayout(tp=row.tp), decode_of(batch)) == pytest.approx(ms, rel=0.01)
+    rate = PREFILL.num_tokens / seconds(row.model, GpuLayout(tp=row.tp), PREFILL)
     assert rate == pytest.approx(row.prefill_tok_s, rel=0.01)
 
 
 @pytest.mark.parametrize("row", WHOLE, ids=lambda row: row.model)
 def test_the_rates_alone_are_near(row: Measured) -> None:
     """Else the corrections hide a model of a step that is wrong, and other sizes are wrong with it."""
-    cost = StepCost(row.model, Layout(), FREE)
+    cost = StepCost(row.model, GpuLayout(), FREE)
     cost.correction = Correction()
     found = [1e3 * cost.stage_s(decode_of(batch))[0] for batch in BATCHES]
     assert found == pytest.approx(list(row.decode_ms), rel=0.08)
@@ -58,7 +58,7 @@ def test_a_whole_run_takes_what_it_was_measured_at(model: str, out_tok_s: float)
         for _ in range(num_in[-1]):
             draw.randint(0, gpu.VOCAB)
     num_out = [draw.randint(gpu.SHORTEST, gpu.LONGEST) for _ in num_in]
-    core = Core(StepCost(model, Layout(), Links()), max_len=4096, **LIMITS)
+    core = SimulatedCore(StepCost(model, GpuLayout(), Links()), max_len=4096, **LIMITS)
     for number, (prompt_len, length) in enumerate(zip(num_in, num_out, strict=True)):
         core.scheduler.add(
             Request(
@@ -82,7 +82,7 @@ def test_a_whole_run_takes_what_it_was_measured_at(model: str, out_tok_s: float)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_twice_the_devices_are_at_most_twice_as_fast(model: str, tp: int) -> None:
     for step in [*map(decode_of, (1, 4, 8, 20, 32, 64, 128, 200, 256)), PREFILL]:
-        one, two = (seconds(model, Layout(tp=size), step, Links()) for size in (tp, 2 * tp))
+        one, two = (seconds(model, GpuLayout(tp=size), step, Links()) for size in (tp, 2 * tp))
         assert one / 2 <= two * 1.0001, step
 
 
@@ -98,10 +98,10 @@ def test_sums_take_the_quickest_way_and_nodes_are_far() -> None:
 
 def test_stages_share_the_layers_and_a_send_is_paid_for() -> None:
     step = decode_of(32)
-    whole, halves = (StepCost("llama-3.1-8b", Layout(pp=pp), FREE).stage_s(step) for pp in (1, 2))
+    whole, halves = (StepCost("llama-3.1-8b", GpuLayout(pp=pp), FREE).stage_s(step) for pp in (1, 2))
     assert sum(halves) == pytest.approx(whole[0]) and halves[0] < halves[1]  # the head is on the last
-    assert StepCost("llama-3.1-8b", Layout(pp=2), Links()).stage_s(step)[0] > halves[0]
-    near, far = (StepCost("llama-3.1-8b", Layout(tp=tp, pp=2), Links()) for tp in (4, 8))
+    assert StepCost("llama-3.1-8b", GpuLayout(pp=2), Links()).stage_s(step)[0] > halves[0]
+    near, far = (StepCost("llama-3.1-8b", GpuLayout(tp=tp, pp=2), Links()) for tp in (4, 8))
     assert near._send_s(0, PREFILL) < far._send_s(0, PREFILL) / 5
 
 
@@ -109,7 +109,7 @@ def test_stages_are_busy_while_rows_decode() -> None:
     """With as many plans in flight as stages, two of them serve twice the requests in the same time."""
 
     def took_s(pp: int) -> float:
-        core = Core(StepCost("llama-3.1-8b", Layout(pp=pp), FREE), max_len=256, **LIMITS)
+        core = SimulatedCore(StepCost("llama-3.1-8b", GpuLayout(pp=pp), FREE), max_len=256, **LIMITS)
         watch = run([core], Traffic(64 * pp, 4, 200, concurrency=64 * pp, spread=0.0))
         return max(watch.last.values())
 
@@ -117,7 +117,9 @@ def test_stages_are_busy_while_rows_decode() -> None:
 
 
 def test_requests_go_to_the_core_with_fewest() -> None:
-    cores = [Core(StepCost("qwen3-0.6b", Layout(dp=2), FREE), max_len=64, **LIMITS) for _ in range(2)]
+    cores = [
+        SimulatedCore(StepCost("qwen3-0.6b", GpuLayout(dp=2), FREE), max_len=64, **LIMITS) for _ in range(2)
+    ]
     most = [0, 0]
 
     class Seen(Traffic):
@@ -131,7 +133,7 @@ def test_requests_go_to_the_core_with_fewest() -> None:
 
 
 def test_cores_in_lockstep_pay_for_each_others_tokens() -> None:
-    cost = StepCost("qwen3-30b-a3b", Layout(dp=8, ep=True), Links())
+    cost = StepCost("qwen3-30b-a3b", GpuLayout(dp=8, ep=True), Links())
     step = decode_of(4)
     assert cost.stage_s(step, all_tokens=8192)[0] > 2 * cost.stage_s(step, all_tokens=32)[0]
     alone = dataclasses.replace(cost.layout, ep=False)
@@ -189,18 +191,20 @@ def test_single_steps(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("text", ["tp1", "dp2", "tp8pp2", "dp16tp8", "dp2tp8ep"])
 def test_layouts_are_read_as_they_are_written(text: str) -> None:
-    assert str(Layout.of(text)) == text
+    assert str(GpuLayout.of(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp0", "8tp", "tp8-pp2", "cp2"])
 def test_no_layout(text: str) -> None:
     with pytest.raises(ConfigError, match="no layout"):
-        Layout.of(text)
+        GpuLayout.of(text)
 
 
 def test_sensible_layouts_use_all_gpus() -> None:
     found = scale.sensible("qwen3-30b-a3b", [1, 2, 8, 128])
     assert {layout.num_gpus for layout in found} == {1, 2, 8, 128} and len(found) == len(set(found))
     assert (
-        all(layout.tp <= 8 for layout in found) and Layout(16, 8) in found and Layout(128, ep=True) in found
+        all(layout.tp <= 8 for layout in found)
+        and GpuLayout(16, 8) in found
+        and GpuLayout(128, ep=True) in found
     )

@@ -10,7 +10,7 @@ import pytest
 
 from quire.bench import tune
 from quire.bench.pareto import frontier
-from quire.bench.tune import Point, Setting
+from quire.bench.tune import Setting, TunePoint
 from quire.cli import main
 
 
@@ -56,7 +56,7 @@ def test_the_best_that_keeps_the_limits_is_recommended(
 
 def test_a_broken_run_goes_on(measured: list[Any], tmp_path: Path) -> None:
     key = ["model", 512, 128, 4, ""]
-    known = Point(Setting(512, 32), 8, 1.0, 1.0, 1.0)
+    known = TunePoint(Setting(512, 32), 8, 1.0, 1.0, 1.0)
     lines = [
         json.dumps({"of": key, "point": known}),
         json.dumps({"of": ["other"], "point": known._replace(concurrency=64)}),
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_named(wrong: list[str], capsys: pytest.CaptureFixture[
 
 def test_the_frontier_has_nothing_that_is_beaten() -> None:
     points = [
-        Point(Setting(1, 1), n, 1.0, itl, rate)
+        TunePoint(Setting(1, 1), n, 1.0, itl, rate)
         for n, (itl, rate) in enumerate([(1, 5), (2, 4), (3, 9), (3, 8)])
     ]
     assert [point.concurrency for point in frontier(points)] == [0, 2]

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from serve_process import ServeProcess
 
+from quire.checkpoint.hub import locate
 from quire.config.env import Env
 from quire.errors import QuireError
-from quire.hub import locate
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network for prices
 FLAGS = ("--max-model-len", "4096", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")

@@ -31,8 +31,8 @@ def run(*words: str, cwd: Path) -> str:
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
     """The default model's own, as files that transformers reads."""
+    from quire.checkpoint.hub import locate
     from quire.config.env import Env
-    from quire.hub import locate
     from quire.text.tokenizer import load_tokenizer
 
     place = tmp_path / "tokenizer"

@@ -10,7 +10,7 @@ import pytest
 from quire.config.args import checked
 from quire.config.cli import FlagParser, add_engine_flags, given_from, human_int
 from quire.config.sections import options
-from quire.unbuilt import UNBUILT
+from quire.config.unsupported import UNBUILT
 
 
 def parser() -> FlagParser:

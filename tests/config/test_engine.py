@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
+from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
+from quire.checkpoint.layout import CacheSpec
+from quire.checkpoint.model import Checkpoint
+from quire.checkpoint.quant.facts import QuantFacts
 from quire.config.args import EngineArgs, checked
 from quire.config.engine import GIB, EngineConfig, resolve
 from quire.config.env import Env
-from quire.config.facts import ArchFacts, LayerFacts, RopeFacts
-from quire.config.foreign import IGNORED_SWITCHES, IGNORED_VALUES, LISTS, MAPPED, SHORT, foreign
 from quire.config.generation import default_sampling
-from quire.config.layout import CacheSpec
 from quire.config.machine import Machine
-from quire.config.model import Checkpoint
-from quire.config.quant.facts import QuantFacts
-from quire.config.ranks import stage_layers
+from quire.config.parallel import stage_layers
 from quire.config.sections import SECTIONS, options
+from quire.config.unsupported import UNBUILT
+from quire.config.vllm_names import IGNORED_SWITCHES, IGNORED_VALUES, LISTS, MAPPED, SHORT, foreign
 from quire.errors import ConfigError
 from quire.logs import warn_once
-from quire.unbuilt import UNBUILT
 
 FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, (LayerFacts(RopeFacts()),) * 2)
 ENV = Env(cache_root=Path("/nowhere"))

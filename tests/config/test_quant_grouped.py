@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from quire.config.keys import Keys
-from quire.config.quant import METHODS, choose_quant, read_quant
-from quire.config.quant.facts import QuantFacts
-from quire.config.quant.schemes import Grouped
+from quire.checkpoint.quant import METHODS, choose_quant, read_quant
+from quire.checkpoint.quant.facts import QuantFacts
+from quire.checkpoint.quant.schemes import Grouped
+from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 
 def read(method: str, **said: Any) -> QuantFacts:
-    return METHODS[method](Keys("config.json", said))
+    return METHODS[method](ConfigReader("config.json", said))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_older_tools_wrote_beside_config_json(
     file: str, said: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
     (tmp_path / file).write_text(json.dumps(said))
-    facts = read_quant(Keys("config.json", {}), tmp_path)
+    facts = read_quant(ConfigReader("config.json", {}), tmp_path)
     assert facts is not None and facts.method == method
     assert facts.scheme("model.layers.0.mlp.up_proj") is not None
 

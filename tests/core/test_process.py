@@ -15,15 +15,15 @@ from quire.core import process
 from quire.core.clients import Clients
 from quire.core.process import CoreServer
 from quire.core.stats_log import StatsLog
-from quire.data.media import Item, Media
+from quire.data.multimodal import Media, MediaItem
 from quire.data.params import SamplingParams
-from quire.data.plan import Finish, StepOutput, StepPlan
+from quire.data.plan import FinishReason, StepOutput, StepPlan
 from quire.data.request import Request
 from quire.data.wire import (
     Abort,
     Add,
     Beat,
-    Call,
+    ControlCall,
     FromCore,
     Hello,
     Missing,
@@ -33,8 +33,8 @@ from quire.data.wire import (
     decode_from_core,
     encode,
 )
-from quire.metrics import Layout, MetricsPages
-from quire.sched.adapters import AdapterGate
+from quire.metrics import MetricsLayout, MetricsPages
+from quire.sched.lora import LoRAScheduler
 
 TOKEN = "shared"
 
@@ -93,7 +93,7 @@ class Bench:
     def __init__(self, folder: str, clock: Callable[[], float] = time.monotonic, **limits: Any) -> None:
         self.address = f"ipc://{folder}/core"
         self.engine = Engine(**limits)
-        pages = MetricsPages(Layout(4096))
+        pages = MetricsPages(MetricsLayout(4096))
         ready = Ready(pid=1, max_model_len=4096, num_blocks=64, num_tokens=63 * 16)
         stats_log = StatsLog(3600, pages, quiet=True)
         self.server = CoreServer(
@@ -197,11 +197,11 @@ def test_a_request_without_what_the_core_lacks_is_not_added(make_bench: Callable
     bench = make_bench()
     client = bench.join()
     request = make_request("a", prompt(1), 2)
-    request.media = Media([Item(modality="image", key=b"cat", offset=0, length=1)])
+    request.media = Media([MediaItem(modality="image", key=b"cat", offset=0, length=1)])
     client.send(Add([request]))
     bench.turn_until(lambda: bool(client.missing), client)
     assert client.missing == ["a"] and not bench.server.clients.owner and not bench.server.core.has_work
-    client.send(Call(1, "reset_mm_cache"))
+    client.send(ControlCall(1, "reset_mm_cache"))
     bench.turn_until(lambda: bool(client.beats) and client.beats[-1].num_resets == 1, client)
 
 
@@ -247,7 +247,7 @@ def test_a_core_whose_requests_wait_for_an_adapter_does_not_stand_still(
 ) -> None:
     """Catches a server that calls itself dead while a disk is slow."""
     library = Library(at_once=False)
-    bench = make_bench(adapters=AdapterGate(library, max_slots=1, max_read=1))
+    bench = make_bench(adapters=LoRAScheduler(library, max_slots=1, max_read=1))
     bench.engine.worker.host = library.host
     client = bench.join()
     request = make_request("a", prompt(1), 6)
@@ -352,7 +352,7 @@ def test_an_end_that_was_still_queued_is_told_as_an_error(make_bench: Callable[.
     (identity,) = clients.known
     num_ended = 0
     while not given_up:
-        finished = {f"{num_ended}-{'x' * 1000}": Finish("stop")}
+        finished = {f"{num_ended}-{'x' * 1000}": FinishReason("stop")}
         clients.send(identity, Stepped(StepOutput([], [], finished=finished)))
         num_ended += 1
     assert given_up == [[]], "none of them was still there"

@@ -7,7 +7,7 @@ import pytest
 from quire.core import stats_log
 from quire.core.stats_log import StatsLog
 from quire.data.stats import StepStats
-from quire.metrics import Layout, MetricsPages
+from quire.metrics import MetricsLayout, MetricsPages
 
 INTERVAL_S = 10.0
 
@@ -35,7 +35,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def make_log(clock: Clock, quiet: bool = False) -> StatsLog:
-    return StatsLog(INTERVAL_S, MetricsPages(Layout(64)), quiet=quiet, clock=clock)
+    return StatsLog(INTERVAL_S, MetricsPages(MetricsLayout(64)), quiet=quiet, clock=clock)
 
 
 def rates(log: StatsLog) -> tuple[float, float]:

@@ -59,7 +59,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         num_tokens=random.integers(1, 9, num_rows, np.int32),
         samples=random.integers(0, 2, num_rows).astype(np.bool_),
         values=ints(2, draw(st.integers(0, 3))),
-        confined=ints(draw(st.integers(0, 3))),
+        constrained=ints(draw(st.integers(0, 3))),
         counts=tuple(draw(st.lists(INTS, max_size=3))),
     )
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.pooling import PoolingFacts, StoredPooling, settle
+from quire.checkpoint.pooling import PoolingFacts, StoredPooling, settle
 from quire.data.pooling import PoolingParams
 from quire.errors import ConfigError, RequestError
 from quire.frontend.pooling import completed, second_start

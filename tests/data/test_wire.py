@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from quire.config.pooling import PoolingFacts
+from quire.checkpoint.pooling import PoolingFacts
 from quire.data.params import SamplingParams
-from quire.data.plan import Finish, StepOutput
+from quire.data.plan import FinishReason, StepOutput
 from quire.data.pooling import Pooled, PoolingParams
 from quire.data.wire import Add, Stepped, decode_from_core, decode_to_core, encode
 from quire.frontend.inputs import InputProcessor, Prompt
@@ -50,7 +50,7 @@ def test_a_pooling_request_and_its_vectors_come_through() -> None:
         use_activation=True, task="embed", skip_reading_prefix_cache=False, second_start=5
     )
     matrix = np.random.default_rng(0).random((3, 4), np.float32)
-    sent = StepOutput([], [], finished={"a": Finish("stop")}, pooled={"a": Pooled.of(matrix)})
+    sent = StepOutput([], [], finished={"a": FinishReason("stop")}, pooled={"a": Pooled.of(matrix)})
     arrived = decode_from_core(encode(Stepped(sent)))
     assert isinstance(arrived, Stepped)
     assert (arrived.output.pooled["a"].array() == matrix).all()

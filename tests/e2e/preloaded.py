@@ -24,8 +24,14 @@ from typing import Any, Self
 
 _MAX_ORDER_BYTES = 1 << 20
 _MODULES = (
-    *("quire.launch", "quire.server.main", "quire.core.process", "quire.executor.inprocess"),
-    *("quire.executor.rank", "quire.worker.worker", "quire.comm.world", "quire.models.llama", "torch"),
+    *("quire.entrypoints.launch", "quire.server.main", "quire.core.process", "quire.executor.inprocess"),
+    *(
+        "quire.executor.worker_process",
+        "quire.worker.worker",
+        "quire.parallel.world",
+        "quire.models.llama",
+        "torch",
+    ),
     *("safetensors", "tokenizers", "llguidance", "numpy", "uvicorn"),
 )
 
@@ -177,7 +183,7 @@ def _serve(order: dict[str, Any], output: int) -> None:
     """Become the server that `order` describes."""
     from quire import logs
     from quire.cli import main
-    from quire.executor import crew
+    from quire.executor import worker_group
 
     os.setsid()
     signal.set_wakeup_fd(-1)
@@ -191,7 +197,7 @@ def _serve(order: dict[str, Any], output: int) -> None:
     logs._root.cache_clear()
     logs.get_logger("quire")
     util.spawnv_passfds = _spawn  # type: ignore[assignment]
-    crew.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedRank})  # type: ignore[assignment]
+    worker_group.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedRank})  # type: ignore[assignment]
     _leave(lambda: main(order["argv"]))
 
 

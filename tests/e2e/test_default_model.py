@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from serve_process import ServeProcess
 
+from quire.checkpoint.hub import locate
 from quire.config.env import Env
 from quire.errors import QuireError
-from quire.hub import locate
 
 
 def test_the_default_model_knows_paris(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from quire import LLM, SamplingParams
 from quire.config.env import warn_unknown
 from quire.errors import ConfigError, QuireError
 from quire.logs import warn_once
-from quire.multimodal.families.qwen import GridProcessor
+from quire.multimodal.processors.qwen import GridProcessor
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_images_lie_in_shared_memory(vlm: str, seen: list[str]) -> None:
     """Once when they are new, once when they are known."""
     llm = seeing(vlm, tensor_parallel_size=2, mm_encoder_tp_mode="data", mm_processor_cache_type="shm")
     assert [described(llm), described(llm)] == [seen, seen]
-    arena = llm.llm_engine.inputs.media.larder._arena
+    arena = llm.llm_engine.inputs.media.processor_cache._arena
     assert arena is not None and arena.num_bytes > 0 and not arena.num_busy
     llm.llm_engine.close()
 

@@ -28,7 +28,8 @@ from PIL import Image
 from serve_process import ServeProcess
 from tiny_text import TextModel
 
-from quire import LLM, vllm
+from quire import LLM
+from quire.entrypoints import vllm_shim
 from quire.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -198,10 +199,10 @@ def undone(monkeypatch: pytest.MonkeyPatch, place: Path) -> Iterator[None]:
 def test_a_script_runs_as_written(name: str, place: Path, expected: dict[str, list[str]]) -> None:
     if name in REFUSED:
         with pytest.raises(ConfigError) as caught:
-            vllm.executed([str(SNIPPETS / name)])
+            vllm_shim.executed([str(SNIPPETS / name)])
         assert REFUSED[name] in str(caught.value) and "\n" not in str(caught.value)
         return
-    llm: LLM = vllm.executed([str(SNIPPETS / name)])["llm"]
+    llm: LLM = vllm_shim.executed([str(SNIPPETS / name)])["llm"]
     model = model_of(name)
     try:
         for _ in range(2):  # once when images are new, once when they may be known

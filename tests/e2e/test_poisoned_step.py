@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tiny_text import TextModel, open_text
 
-from quire.core.local import LocalEngine
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.plan import StepPlan
+from quire.entrypoints.in_process import LocalEngine
 from quire.executor import Pending
 
 PROMPTS = [[5 + number, 6, 7 + number] for number in range(9)]

@@ -12,10 +12,10 @@ from schema_suite import KNOWN, cases, groups, validator
 from serve_process import PATIENCE_S, ServeProcess
 from tiny_text import EOS, VOCAB, TextModel
 
+from quire.configure import vocabulary_of
 from quire.data.params import StructuredOutputsParams
 from quire.errors import RequestError
-from quire.grammar import Grammars
-from quire.prepare import vocabulary_of
+from quire.text.grammar import Grammars
 from quire.text.tokenizer import load_tokenizer
 
 NUM_AT_ONCE = 16

@@ -19,9 +19,9 @@ import psutil
 import pytest
 from serve_process import ServeProcess, eventually
 
+from quire.checkpoint.hub import locate
 from quire.config.env import Env
 from quire.errors import QuireError
-from quire.hub import locate
 
 SECONDS = float(os.environ.get("QUIRE_TEST_SOAK_S", "1800"))
 SEED = int(os.environ.get("QUIRE_TEST_SOAK_SEED", "0"))

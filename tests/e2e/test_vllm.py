@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from tiny_text import TextModel
 
-from quire import LLM, SamplingParams, vllm
+from quire import LLM, SamplingParams
 from quire.cli import main
+from quire.entrypoints import vllm_shim
 from quire.errors import ConfigError
 
 SCRIPT = """
@@ -65,16 +66,16 @@ def test_a_script_runs_as_it_is(tiny: TextModel, tmp_path: Path) -> None:
     assert out.read_text().split("\n") == [expected, expected]
 
 
-@pytest.mark.parametrize("module", vllm.MODULES)
+@pytest.mark.parametrize("module", vllm_shim.MODULES)
 def test_every_name_is_there(module: str) -> None:
-    vllm.install()
+    vllm_shim.install()
     found = importlib.import_module(module)
-    for name in vllm.MODULES[module]:
+    for name in vllm_shim.MODULES[module]:
         assert getattr(found, name) is not None
 
 
 def test_what_is_not_there_says_so() -> None:
-    vllm.install()
+    vllm_shim.install()
     with pytest.raises(ImportError, match=r"is not in Quire.*sampling_params"):
         __import__("vllm.sampling_param")
     with pytest.raises(ImportError, match=r"vllm.SamplingParam is not in Quire.*mean.*SamplingParams"):
@@ -82,7 +83,7 @@ def test_what_is_not_there_says_so() -> None:
 
 
 def test_a_section_is_what_an_engine_argument_takes(tiny: TextModel) -> None:
-    section = vllm.Section(method="ngram", num_speculative_tokens=3)
+    section = vllm_shim.Section(method="ngram", num_speculative_tokens=3)
     llm = LLM(str(tiny.path), speculative_config=section, max_model_len=64, num_gpu_blocks_override=8)
     assert llm.config.speculation is not None and section.num_speculative_tokens == 3
     with pytest.raises(AttributeError, match=r"model was not given; there is method, num_"):
@@ -90,9 +91,9 @@ def test_a_section_is_what_an_engine_argument_takes(tiny: TextModel) -> None:
 
 
 def test_models_are_listed_and_none_is_added() -> None:
-    assert "LlamaForCausalLM" in vllm.ModelRegistry.get_supported_archs()
+    assert "LlamaForCausalLM" in vllm_shim.ModelRegistry.get_supported_archs()
     with pytest.raises(ConfigError, match=r"register_model\('Mine'\).*transformers"):
-        vllm.ModelRegistry.register_model("Mine", object)
+        vllm_shim.ModelRegistry.register_model("Mine", object)
 
 
 def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

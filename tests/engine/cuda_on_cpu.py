@@ -15,9 +15,9 @@ from quire.attention.torch_sdpa import TorchSDPA
 from quire.attention.triton_attn import TritonAttention
 from quire.config.engine import EngineConfig
 from quire.sampling.sampler import Sampler
-from quire.worker.cuda import Cuda
-from quire.worker.device import Computed, Model, Passed
-from quire.worker.fronts import Fronts
+from quire.worker.cuda.device import CudaDevice
+from quire.worker.cuda.draft_graphs import DraftGraphs
+from quire.worker.device import ForwardResult, Model, Passed
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 
@@ -26,7 +26,7 @@ NEEDS_KERNELS = pytest.mark.skipif(
 )
 
 
-class OnCPU(Cuda):
+class OnCPU(CudaDevice):
     """Everything but the graphs."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler, bound: int = 0) -> Needs:
@@ -44,14 +44,14 @@ class Replayed:
         for old, new in zip(self.done, _flat(self.again()), strict=True):
             old.copy_(new)
 
-    def remember(self, again: Callable[[], Any], done: Computed | Passed | Tensor) -> None:
+    def remember(self, again: Callable[[], Any], done: ForwardResult | Passed | Tensor) -> None:
         self.again, self.done = again, _flat(done)
 
 
-def _flat(done: Computed | Passed | Tensor) -> list[Tensor]:
+def _flat(done: ForwardResult | Passed | Tensor) -> list[Tensor]:
     if isinstance(done, Tensor):
         return [done]
-    if not isinstance(done, Computed):
+    if not isinstance(done, ForwardResult):
         return [*done]
     assert done.token_ids is not None and done.asked is not None
     found = [] if done.found is None else [done.found]
@@ -69,14 +69,14 @@ def captured(graph: Replayed, pool: object, capture_error_mode: str) -> Iterator
 class WithGraphs(OnCPU):
     captures_prompts = False
 
-    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:
+    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | Passed:
         compute = functools.partial(super().compute, batch, sheet)
         done = compute()
         if Replayed.capturing:
             Replayed.capturing[-1].remember(compute, done)
         return done
 
-    def _verify(self, done: Computed) -> Tensor:
+    def _verify(self, done: ForwardResult) -> Tensor:
         verify = functools.partial(super()._verify, done)
         found = verify()
         if Replayed.capturing:
@@ -113,7 +113,7 @@ def _remembered(compute: Callable[..., None]) -> Callable[..., None]:
 
 
 def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fronts, "compute", _remembered(Fronts.compute))
+    monkeypatch.setattr(DraftGraphs, "compute", _remembered(DraftGraphs.compute))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(torch.cuda, "graph", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -11,7 +11,7 @@ from oracle import make_tiny
 from tiny import open_tiny, prompts_of
 
 from quire import LLM, SamplingParams
-from quire.kernels import native
+from quire.kernels.cpu import native
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1}
 LENGTH: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}

@@ -9,7 +9,7 @@ from tiny_text import VOCAB, TextModel, open_text, text_model
 
 from quire import LLM, SamplingParams
 from quire.data.outputs import RequestOutput
-from quire.kernels import native
+from quire.kernels.cpu import native
 
 PROMPTS = [[40 + at, 300, 77, 310, 90, 77, 310, 90 + at] * (1 + at) for at in range(4)]
 CHOICE = ["a page is a leaf of a book", "a leaf is a page of a book", "a book is a leaf"]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from oracle import make_tiny
 
 from quire import LLM, SamplingParams
-from quire.worker import host
+from quire.worker import cpu
 
 VOCAB, LENGTH = 5, 4
 PROMPT = [1, 3, 2, 4]
@@ -120,7 +120,7 @@ def test_answers_come_as_often_as_without_drafts(model: tuple[Path, Any]) -> Non
 def test_another_rule_would_be_seen(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is taken for held now and then although something else was drawn."""
     path, hf = model
-    true = host.hold
+    true = cpu.hold
 
     def lenient(tokens: Any, drafts: Any, num_drafts: Any) -> Any:
         firsts = np.cumsum(1 + num_drafts) - 1 - num_drafts
@@ -128,5 +128,5 @@ def test_another_rule_would_be_seen(model: tuple[Path, Any], monkeypatch: pytest
         tokens[some] = DRAFTS[0]
         return true(tokens, drafts, num_drafts)
 
-    monkeypatch.setattr(host, "hold", lenient)
+    monkeypatch.setattr(cpu, "hold", lenient)
     assert distance(drawn(path, 1000)[0], expected(hf)) > 20

@@ -10,7 +10,7 @@ from tiny import prompts_of
 from zoo import TURNS, rope
 
 from quire import LLM, SamplingParams
-from quire.config.layout import most_blocks
+from quire.checkpoint.layout import most_blocks
 from quire.data.outputs import RequestOutput
 from quire.sched.kv_manager import KVManager
 

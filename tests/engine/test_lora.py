@@ -15,7 +15,7 @@ from tiny import prompts_of
 from tiny_adapter import write_adapter
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from quire.core.operator import done
+from quire.core.control import done
 from quire.data.outputs import RequestOutput
 from quire.errors import RequestError, RequestsFailed
 
@@ -173,7 +173,7 @@ def test_nothing_is_left_of_adapters_that_have_gone(
     llm: LLM, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is kept by the name of an adapter, of a reading or of a request, in the core and beside it."""
-    monkeypatch.setattr("quire.sched.adapters.log.disabled", True)  # pytest keeps what is told
+    monkeypatch.setattr("quire.sched.lora.log.disabled", True)  # pytest keeps what is told
     engine = llm.llm_engine
     numbers = itertools.count()
 

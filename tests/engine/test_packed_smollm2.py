@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.checkpoint.hub import locate
 from quire.config.env import Env
 from quire.errors import ConfigError
-from quire.hub import locate
-from quire.kernels import native
+from quire.kernels.cpu import native
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,7 +9,7 @@ from tiny import check_against, generate, generate_preempted, open_tiny, prompts
 from zoo import LLAMA3, ZOO
 
 from quire import SamplingParams
-from quire.config.layout import cache_specs, has_states
+from quire.checkpoint.layout import cache_specs, has_states
 from quire.logs import warn_once
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -14,10 +14,10 @@ from tiny import prompts_of
 from tiny_text import TextModel, text_model
 
 from quire import LLM, PoolingParams, SamplingParams
+from quire.configure import configure
+from quire.entrypoints.child_cores import private_engine
 from quire.errors import ConfigError, RequestError
 from quire.frontend.inputs import Prompt
-from quire.prepare import configure
-from quire.private import private_engine
 
 TOLERANCE = 1e-3
 RAW = PoolingParams(use_activation=False)

@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 from tiny_text import TextModel, open_text, text_model
 
-from quire.prepare import configure
-from quire.private import private_engine
+from quire.configure import configure
+from quire.entrypoints.child_cores import private_engine
 from quire.server.app import Application
 from quire.server.settings import make_settings
 

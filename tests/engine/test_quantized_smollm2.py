@@ -11,10 +11,10 @@ from test_packed_smollm2 import perplexity
 from torch import Tensor
 
 from quire import LLM
+from quire.checkpoint.hub import locate
 from quire.cli import main
 from quire.config.env import Env
 from quire.errors import ConfigError
-from quire.hub import locate
 
 pytestmark = pytest.mark.slow
 WORSE = {"fp8": 1.04, "int8": 1.03, "int4": 1.5, "gguf-q8_0": 1.01, "gguf-q4_0": 1.3}

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from test_drafts import let
 
 from quire import LLM, SamplingParams
+from quire.checkpoint.gguf import GGUFFile
 from quire.config.env import Env
-from quire.config.gguf import GGUFFile
 from quire.text.gguf_vocab import read_vocab
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

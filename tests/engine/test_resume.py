@@ -11,8 +11,8 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import ReasoningIds, RequestOutputKind
 from quire.data.request import Request
 from quire.data.wire import Add, decode_to_core, encode
-from quire.frontend.gathered import Gathered
 from quire.frontend.inputs import Prompt
+from quire.frontend.output_buffer import OutputBuffer
 
 PROMPT = [7, 40, 41, 42, 40, 41, 9, 40]
 LONG = {"max_tokens": 24, "ignore_eos": True}
@@ -102,7 +102,7 @@ class Trial:
                 engine.outputs.attach(state)
                 for request in over_the_wire(Add(state.continued(self.requests))):
                     engine.core.add(request)
-        whole = Gathered(outputs[0])
+        whole = OutputBuffer(outputs[0])
         for output in outputs[1:]:
             whole.add(output)
         return whole.joined()

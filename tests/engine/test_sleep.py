@@ -12,10 +12,10 @@ import torch
 from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM, SamplingParams
-from quire.dist.process import collect_all
 from quire.errors import ConfigError, EngineError, RequestError
-from quire.executor.calls import open_methods
-from quire.worker.sleep import Stowed, pin
+from quire.executor.rpc import open_methods
+from quire.system.process import collect_all
+from quire.worker.sleep import OffloadedWeights, pin
 from quire.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -139,7 +139,7 @@ def cache_bytes(worker: Any) -> int:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("method", ["quire.worker.worker.bind", "quire.worker.host.Host.warm_up"])
+@pytest.mark.parametrize("method", ["quire.worker.worker.bind", "quire.worker.cpu.CpuDevice.warm_up"])
 def test_a_second_attempt_to_wake_up_makes_up_for_the_first(
     alone: LLM, method: str, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +251,7 @@ def test_stowed_weights_come_back_where_they_are_held() -> None:
     model[1].bias = torch.nn.Parameter(model[0].bias[:30], requires_grad=False)
     part, x = model[0].weight[3:5].t(), torch.randn(2, 30)
     before, held = model(x), part.clone()
-    stowed = Stowed(model)
+    stowed = OffloadedWeights(model)
     assert stowed.num_bytes == 4 * (2 * 30 * 50 + 50)
     assert {each.untyped_storage().nbytes() for each in model.parameters()} == {0}
     stowed.restore()

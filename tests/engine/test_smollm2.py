@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from numpy_llama import Sizes, logits
 
 from quire import LLM, SamplingParams
+from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.hub import locate
 from quire.config.env import Env
-from quire.config.gguf import GGUFFile
 from quire.errors import ConfigError
-from quire.hub import locate
 
 PROMPTS = [
     "The capital of France is",

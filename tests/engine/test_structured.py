@@ -11,11 +11,11 @@ from llguidance import LLMatcher, LLTokenizer
 from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM, RequestOutput, SamplingParams
+from quire.configure import vocabulary_of
 from quire.data.outputs import CompletionOutput
 from quire.data.params import ReasoningIds
 from quire.errors import RequestError
-from quire.grammar import Grammars
-from quire.prepare import vocabulary_of
+from quire.text.grammar import Grammars
 
 PERSON = {
     "type": "object",

@@ -15,9 +15,9 @@ from tiny import prompts_of
 from torch import nn
 
 from quire import LLM, PoolingParams
+from quire.configure import configure
+from quire.entrypoints.child_cores import private_engine
 from quire.errors import RequestError
-from quire.prepare import configure
-from quire.private import private_engine
 from quire.server.app import Application
 from quire.server.settings import make_settings
 

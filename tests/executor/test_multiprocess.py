@@ -14,14 +14,15 @@ import pytest
 from oracle import make_tiny
 
 from quire import LLM, SamplingParams
+from quire.configure import configure
 from quire.data.plan import Admission, StepPlan
 from quire.errors import ConfigError, EngineDead, EngineError
-from quire.executor import crew, multiprocess
-from quire.executor.crew import LocalCrew
+from quire.executor import multiprocess
+from quire.executor import worker_group as worker_group
+from quire.executor.messages import Returned, decode_call
 from quire.executor.multiprocess import MultiprocessExecutor, RankedExecutor
-from quire.executor.orders import Returned, decode_call
-from quire.executor.rank import Place, own_places
-from quire.prepare import configure
+from quire.executor.worker_group import LocalCrew
+from quire.executor.worker_process import RankAddress, own_places
 
 PATIENCE_S = 60.0
 """Ends a test that hangs."""
@@ -56,8 +57,8 @@ def generate(llm: LLM, **params: Any) -> list[Any]:
 
 
 def ranks_of(llm: LLM) -> list[psutil.Process]:
-    crew = llm.llm_engine.core.executor.crew  # type: ignore[attr-defined]
-    return [psutil.Process(process.pid) for process in crew.processes]
+    worker_group = llm.llm_engine.core.executor.worker_group  # type: ignore[attr-defined]
+    return [psutil.Process(process.pid) for process in worker_group.processes]
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -160,7 +161,7 @@ class OneBroken(MultiprocessExecutor):
     folder: Path
 
     def muster(self) -> LocalCrew:
-        def broken(place: Place) -> Place:
+        def broken(place: RankAddress) -> RankAddress:
             nowhere = replace(place.config.checkpoint, path=Path("/nowhere"))
             return replace(place, config=replace(place.config, checkpoint=nowhere))
 
@@ -174,7 +175,7 @@ def test_a_rank_that_cannot_start_says_so_and_takes_all_along(tiny: Path, tmp_pa
     executor.folder = tmp_path
     with pytest.raises(ConfigError, match=r"^rank 1 \(Worker_TP1\) cannot start: .*/nowhere"):
         executor.start()
-    assert all(process.poll() is not None for process in executor.crew.processes)  # type: ignore[attr-defined]
+    assert all(process.poll() is not None for process in executor.worker_group.processes)  # type: ignore[attr-defined]
 
 
 WARM_UP = """
@@ -205,11 +206,11 @@ def test_a_rank_that_fails_in_warm_up_is_named_though_another_waits_for_it(
 ) -> None:
     """Catches an error that only says that a connection was closed, and ranks that are waited for."""
     monkeypatch.setattr(multiprocess, "CAUSE_S", 2.0)
-    monkeypatch.setattr(crew, "_ENTRY", WARM_UP.format(fault=fault))
+    monkeypatch.setattr(worker_group, "_ENTRY", WARM_UP.format(fault=fault))
     executor = MultiprocessExecutor(configure({"model": str(tiny), "tensor_parallel_size": 2} | SETTINGS))
     with pytest.raises(ConfigError, match=rf"^rank 1 \(Worker_TP1\) {words}"):
         executor.start()
-    assert all(process.poll() is not None for process in executor.crew.processes)  # type: ignore[attr-defined]
+    assert all(process.poll() is not None for process in executor.worker_group.processes)  # type: ignore[attr-defined]
 
 
 def test_ranks_that_wait_in_a_warm_up_for_one_that_failed_are_given_up(
@@ -228,7 +229,7 @@ def test_ranks_that_wait_in_a_warm_up_for_one_that_failed_are_given_up(
 
     monkeypatch.setattr(multiprocess, "TOGETHER_S", 0.05)
     executor: Any = RankedExecutor(None)  # type: ignore[arg-type]
-    executor.crew = HalfWarm()
+    executor.worker_group = HalfWarm()
     with pytest.raises(EngineDead, match="warm_up failed on second, and the others wait for it: no memory"):
         executor.call("warm_up")
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import zmq
 
-from quire.data.plan import Finish, FirstRun, StepOutput
+from quire.data.plan import FinishReason, FirstRun, StepOutput
 from quire.data.stats import StepStats
 from quire.data.wire import (
     Abort,
     Add,
     Beat,
-    Call,
+    ControlCall,
     FromCore,
     Hello,
     Missing,
@@ -23,12 +23,12 @@ from quire.data.wire import (
     decode_to_core,
     encode,
 )
-from quire.dist.arena import Borrower
 from quire.frontend.engine import AsyncEngine
-from quire.frontend.facts import EngineFacts
+from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.inputs import InputProcessor
-from quire.metrics import EngineMetrics, Layout, MetricsPages
-from quire.sched.pantry import Pantry
+from quire.metrics import EngineMetrics, MetricsLayout, MetricsPages
+from quire.sched.mm_receiver_cache import ReceiverCache
+from quire.system.shared_arena import ArenaReader
 from quire.text.tokenizer import Tokenizer
 
 BEAT_S = 0.05
@@ -45,8 +45,8 @@ class FastCore:
         self.socket.bind(address)
         self.token_id = token_id
         self.max_model_len = max_model_len
-        self.borrower = Borrower()
-        self.pantry = Pantry(1 << 20, self.borrower.take)
+        self.borrower = ArenaReader()
+        self.receiver_cache = ReceiverCache(1 << 20, self.borrower.take)
         self.clients: set[bytes] = set()
         self.owners: dict[str, bytes] = {}
         self.ends: dict[str, int] = {}
@@ -73,7 +73,7 @@ class FastCore:
             case Hello():
                 self.clients.add(client)
                 self.send(client, Ready(os.getpid(), self.max_model_len, 1000, 999 * 16))
-            case Add() if not self.pantry.fill(message.requests[0].media):
+            case Add() if not self.receiver_cache.fill(message.requests[0].media):
                 self.send(client, Missing(message.requests[0].id))
             case Add():
                 now = time.monotonic()
@@ -86,9 +86,9 @@ class FastCore:
             case Abort(request_ids):
                 for id in request_ids:
                     self.remove(id)
-            case Call(number, method):
+            case ControlCall(number, method):
                 if method == "reset_mm_cache":
-                    self.pantry.clear()
+                    self.receiver_cache.clear()
                 self.send(client, Reply(number, None))
 
     def remove(self, id: str) -> None:
@@ -121,7 +121,7 @@ class FastCore:
             if id in self.new:
                 output.admitted[id] = self.new[id]
             if self.num_steps >= self.ends[id]:
-                output.finished[id] = Finish("length")
+                output.finished[id] = FinishReason("length")
         return found
 
     def beat(self) -> None:
@@ -165,7 +165,7 @@ def engine_over(
     inputs = InputProcessor(
         tokenizer=tokenizer, vocab=vocab, max_model_len=max_model_len, eos_ids=[2], max_logprobs=20, seed=0
     )
-    pages = MetricsPages(Layout(max_model_len), num_engines=len(addresses))
+    pages = MetricsPages(MetricsLayout(max_model_len), num_engines=len(addresses))
     return AsyncEngine(
         facts=facts,
         inputs=inputs,

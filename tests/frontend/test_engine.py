@@ -16,21 +16,21 @@ from fast_core import engine_over, run_fast_core
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
-from quire.data.plan import Finish
+from quire.data.plan import FinishReason
 from quire.data.stats import StepStats
 from quire.data.wire import Beat, ToCore, encode
-from quire.dist.arena import Arena
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
-from quire.frontend.flight import failure
+from quire.frontend.in_flight import failure
 from quire.frontend.inputs import Prompt
 from quire.metrics import EngineMetrics
-from quire.multimodal.larder import Larder
+from quire.multimodal.processor_cache import ProcessorCache
+from quire.system.shared_arena import SharedArena
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Cores are started by a process that has imported what they need, so that each is there at once."""
-CONTEXT.set_forkserver_preload(["quire.frontend.engine", "quire.metrics", "quire.sched.pantry"])
+CONTEXT.set_forkserver_preload(["quire.frontend.engine", "quire.metrics", "quire.sched.mm_receiver_cache"])
 LONGEST = 10**7
 PATIENCE_S = 120.0
 """Ends a test that hangs."""
@@ -316,18 +316,18 @@ def test_the_adapters_of_a_core_are_those_it_last_told_of_and_of_a_dead_one_none
 
 
 def test_an_adapter_that_cannot_be_read_is_the_fault_of_who_named_it() -> None:
-    error = failure(Finish("error", "Loading lora x failed: No adapter found for /x"))
+    error = failure(FinishReason("error", "Loading lora x failed: No adapter found for /x"))
     assert isinstance(error, RequestError) and error.param == "model" and "/x" in str(error)
-    assert not isinstance(failure(Finish("error")), RequestError)
+    assert not isinstance(failure(FinishReason("error")), RequestError)
 
 
 class Seeing:
     """An engine whose core keeps the arrays of images; what goes to it is counted."""
 
-    def __init__(self, engine: AsyncEngine, arena: Arena | None = None) -> None:
+    def __init__(self, engine: AsyncEngine, arena: SharedArena | None = None) -> None:
         self.engine = engine
-        self.larder = Larder(1 << 20, far=arena is None, arena=arena)
-        engine.inputs = inputs(media(larder=self.larder), max_model_len=LONGEST)
+        self.processor_cache = ProcessorCache(1 << 20, far=arena is None, arena=arena)
+        engine.inputs = inputs(media(processor_cache=self.processor_cache), max_model_len=LONGEST)
         self.sent: list[int] = []
         """Bytes of each message."""
         (self.link,) = engine._links
@@ -341,7 +341,7 @@ class Seeing:
 
     @property
     def num_processed(self) -> int:
-        processor = self.engine.inputs.media._kitchen.processor  # type: ignore[union-attr]
+        processor = self.engine.inputs.media._media_processor.processor  # type: ignore[union-attr]
         assert isinstance(processor, FakeProcessor)
         return len(processor.seen)
 
@@ -382,7 +382,7 @@ def test_what_a_core_has_is_not_sent_again_and_what_it_lost_is(with_cores: Run) 
 
         lost = await seeing.prompt(cat)
         await engine.reset_mm_cache()
-        assert not len(seeing.larder)
+        assert not len(seeing.processor_cache)
         assert await seeing.ask(lost) > 64 * 64 * 3 and seeing.num_processed == 5
         assert running(engine) == [0] and engine.num_in_flight == 0
 
@@ -394,7 +394,7 @@ def test_what_is_in_shared_memory_is_never_sent(with_cores: Run) -> None:
     becomes of its requests, a core lets go of all of it."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
-        arena = Arena(1 << 20, 1 << 16)
+        arena = SharedArena(1 << 20, 1 << 16)
         seeing, cat, large = Seeing(engine, arena), picture(64, 64), picture(160, 160, seed=1)
         for pictures in ([cat], [cat, cat]):
             assert await seeing.ask(await seeing.prompt(*pictures)) < 2000 and seeing.num_processed == 1
@@ -444,14 +444,14 @@ def test_an_item_that_is_nowhere_any_more_ends_its_request(with_cores: Run) -> N
 def test_what_somebody_else_has_reset_is_forgotten_here() -> None:
     """Of several API processes one is asked: the others hear of it from the core."""
     engine = engine_over("ipc://nowhere", vocab=64, max_model_len=64)
-    larder = Larder(1 << 20)
-    engine.inputs = inputs(media(larder=larder))
+    processor_cache = ProcessorCache(1 << 20)
+    engine.inputs = inputs(media(processor_cache=processor_cache))
     engine.inputs.parse({"prompt": MARKS["image"], "multi_modal_data": {"image": picture()}})
     (link,) = engine._links
     link.handle(Beat(StepStats()))
-    assert len(larder) == 1
+    assert len(processor_cache) == 1
     link.handle(Beat(StepStats(), num_resets=1))
-    assert not len(larder)
+    assert not len(processor_cache)
 
 
 def test_a_request_for_a_core_that_has_never_been_up_is_told_that_it_starts(with_cores: Run) -> None:

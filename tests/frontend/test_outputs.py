@@ -9,10 +9,10 @@ from tiny_text import TOKENS, VOCAB, text_model
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
-from quire.data.plan import Finish, FirstRun, RowLogprobs, StepOutput
+from quire.data.plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.data.request import Request
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.outputs import OutputProcessor, Processed
+from quire.frontend.outputs import OutputProcessor, ProcessedOutputs
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 KINDS = list(RequestOutputKind)
@@ -44,7 +44,7 @@ def step(tokens: dict[str, int], at: float = 1.0, **fields: Any) -> StepOutput:
     return StepOutput(request_ids=list(tokens), token_ids=list(tokens.values()), at=at, **fields)
 
 
-def feed(outputs: OutputProcessor, token_ids: list[int], last: Finish) -> list[RequestOutput]:
+def feed(outputs: OutputProcessor, token_ids: list[int], last: FinishReason) -> list[RequestOutput]:
     """One step per token; the last ends the request, unless a stop string did before."""
     seen: list[RequestOutput] = []
     for place, id in enumerate(token_ids):
@@ -61,7 +61,7 @@ def test_all_kinds_tell_the_same_story(tokenizer: Tokenizer, token_ids: list[int
     pieces = [text[i : i + n] for i in range(len(text)) for n in (1, 2, 5)]
     stop = data.draw(st.lists(st.sampled_from(pieces or ["zz"]), max_size=2))
     seen = {
-        kind: feed(expecting(tokenizer, output_kind=kind, stop=stop), token_ids, Finish("length"))
+        kind: feed(expecting(tokenizer, output_kind=kind, stop=stop), token_ids, FinishReason("length"))
         for kind in KINDS
     }
     (final,) = seen[FINAL]
@@ -88,7 +88,9 @@ def test_a_met_stop_string_is_told_to_the_core(tokenizer: Tokenizer) -> None:
 
 def test_a_stop_string_in_the_last_token_needs_no_abort(tokenizer: Tokenizer) -> None:
     (star,) = tokenizer.encode("*", add_special_tokens=False)
-    processed = expecting(tokenizer, stop="*").process(step({"a": star}, finished={"a": Finish("length")}))
+    processed = expecting(tokenizer, stop="*").process(
+        step({"a": star}, finished={"a": FinishReason("length")})
+    )
     assert processed.stopped == []
     assert processed.outputs[0].outputs[0].finish_reason == "stop"
 
@@ -97,11 +99,11 @@ def test_an_ending_token_is_text_only_if_asked(tokenizer: Tokenizer) -> None:
     for include, text in ((False, ""), (True, "*")):
         (star,) = tokenizer.encode("*", add_special_tokens=False)
         outputs = expecting(tokenizer, stop_token_ids=[star], include_stop_str_in_output=include)
-        (output,) = outputs.process(step({"a": star}, finished={"a": Finish("stop", star)})).outputs
+        (output,) = outputs.process(step({"a": star}, finished={"a": FinishReason("stop", star)})).outputs
         assert output.outputs[0].text == text and output.outputs[0].token_ids == [star]
 
 
-def finish_of(processed: Processed) -> list[list[tuple[int, str | None]]]:
+def finish_of(processed: ProcessedOutputs) -> list[list[tuple[int, str | None]]]:
     return [[(each.index, each.finish_reason) for each in output.outputs] for output in processed.outputs]
 
 
@@ -109,16 +111,16 @@ def test_several_answers_end_one_by_one(tokenizer: Tokenizer) -> None:
     outputs = expecting(tokenizer, n=2)
     assert outputs.sequences_of(["a", "unknown"]) == ["0_a", "1_a"]
     assert finish_of(outputs.process(step({"0_a": 50, "1_a": 51}))) == [[(0, None), (1, None)]]
-    half = outputs.process(step({"0_a": 50, "1_a": 51}, finished={"1_a": Finish("length")}))
+    half = outputs.process(step({"0_a": 50, "1_a": 51}, finished={"1_a": FinishReason("length")}))
     assert finish_of(half) == [[(0, None), (1, "length")]] and not half.outputs[0].finished
-    end = outputs.process(step({"0_a": 50}, finished={"0_a": Finish("stop")}))
+    end = outputs.process(step({"0_a": 50}, finished={"0_a": FinishReason("stop")}))
     assert finish_of(end) == [[(0, "stop")]] and end.outputs[0].finished and "a" not in outputs
 
 
 def test_final_only_waits_for_the_last_answer(tokenizer: Tokenizer) -> None:
     outputs = expecting(tokenizer, n=2, output_kind=FINAL)
-    assert outputs.process(step({"0_a": 50}, finished={"0_a": Finish("stop")})).outputs == []
-    end = outputs.process(step({"1_a": 51}, finished={"1_a": Finish("length")}))
+    assert outputs.process(step({"0_a": 50}, finished={"0_a": FinishReason("stop")})).outputs == []
+    end = outputs.process(step({"1_a": 51}, finished={"1_a": FinishReason("length")}))
     assert finish_of(end) == [[(0, "stop"), (1, "length")]]
 
 
@@ -144,7 +146,7 @@ def test_times_and_cached_tokens(tokenizer: Tokenizer) -> None:
     assert len(first.stats.first_token_s) == 1 and first.stats.between_tokens_s == []
     second = outputs.process(step({"a": 50}, at=5.5))
     assert second.stats.between_tokens_s == [0.5]
-    last = outputs.process(step({"a": 50}, at=7.0, finished={"a": Finish("length")}))
+    last = outputs.process(step({"a": 50}, at=7.0, finished={"a": FinishReason("length")}))
     (output,) = last.outputs
     assert output.num_cached_tokens == 16 and output.metrics is not None
     times = output.metrics
@@ -170,7 +172,7 @@ def test_an_abort_gives_out_what_was_held_back(tokenizer: Tokenizer) -> None:
     outputs = expecting(tokenizer, stop="a very long stop string", output_kind=DELTA)
     (star,) = tokenizer.encode("*", add_special_tokens=False)
     (held,) = outputs.process(step({"a": star})).outputs
-    (last,) = outputs.process(step({}, finished={"a": Finish("abort")})).outputs
+    (last,) = outputs.process(step({}, finished={"a": FinishReason("abort")})).outputs
     assert (held.outputs[0].text, last.outputs[0].text) == ("", "*")
     assert last.outputs[0].token_ids == [] and last.outputs[0].finish_reason == "abort"
 
@@ -190,7 +192,7 @@ def test_stream_interval_gathers_tokens_but_not_the_first_nor_the_last(
     processor.add("a", Prompt([1]), [request])
     seen = []
     for token in range(7):
-        finished = {"a": Finish("length")} if token == 6 else {}
+        finished = {"a": FinishReason("length")} if token == 6 else {}
         for output in processor.process(StepOutput(["a"], [token], finished=finished)).outputs:
             seen.append(list(output.outputs[0].token_ids))
     assert [len(ids) for ids in seen] == sizes
@@ -201,11 +203,11 @@ def test_stream_interval_gathers_tokens_but_not_the_first_nor_the_last(
 def test_prompt_logprobs_reach_whichever_answer_speaks_first(tokenizer: Tokenizer, kind: Any) -> None:
     """They come from the first sequence, which computes the whole prompt and may be the last to draw."""
     outputs = expecting(tokenizer, n=2, prompt_logprobs=0, output_kind=kind)
-    early = outputs.process(step({"1_a": 51}, finished={"1_a": Finish("length")}))
+    early = outputs.process(step({"1_a": 51}, finished={"1_a": FinishReason("length")}))
     assert early.outputs == [] and early.stats.num_tokens == 1
     found = RowLogprobs([40], [-1.5], 3)
     late = outputs.process(
-        step({"0_a": 50}, prompt_logprobs={"0_a": [found]}, finished={"0_a": Finish("length")})
+        step({"0_a": 50}, prompt_logprobs={"0_a": [found]}, finished={"0_a": FinishReason("length")})
     )
     (output,) = late.outputs
     assert sorted(each.index for each in output.outputs) == [0, 1] and output.finished
@@ -234,7 +236,7 @@ def test_a_long_answer_that_nobody_reads_yet_becomes_text_in_pieces(tokenizer: T
     outputs = expecting(tokenizer, output_kind=FINAL)
     read = [outputs.process(step({"a": id})) and outputs._sequences["a"].num_read for id in ids]
     assert len(set(read)) >= len(ids) // 64
-    (output,) = outputs.process(step({"a": 50}, finished={"a": Finish("length")})).outputs
+    (output,) = outputs.process(step({"a": 50}, finished={"a": FinishReason("length")})).outputs
     assert output.outputs[0].text == tokenizer.decode([*ids, 50])
 
 
@@ -242,8 +244,8 @@ def test_a_long_answer_that_nobody_reads_yet_becomes_text_in_pieces(tokenizer: T
 def test_a_request_has_failed_if_one_of_its_answers_has(tokenizer: Tokenizer, kind: Any) -> None:
     """Also when its other answers end well, and later."""
     outputs = expecting(tokenizer, n=2, output_kind=kind)
-    first = outputs.process(step({"1_a": 51}, finished={"0_a": Finish("error")}))
-    last = outputs.process(step({"1_a": 51}, finished={"1_a": Finish("stop")}))
+    first = outputs.process(step({"1_a": 51}, finished={"0_a": FinishReason("error")}))
+    last = outputs.process(step({"1_a": 51}, finished={"1_a": FinishReason("stop")}))
     assert set(last.failed) == {"a"} and set(first.failed) == (set() if kind is FINAL else {"a"})
 
 
@@ -259,7 +261,7 @@ def test_text_without_outputs_is_the_same_text(tokenizer: Tokenizer, token_ids: 
     for place, id in enumerate(token_ids):
         last = place == len(token_ids) - 1
         for number, outputs in enumerate((plain, short)):
-            outputs.take(step({"a": id}, finished={"a": Finish("length")} if last else {}))
+            outputs.take(step({"a": id}, finished={"a": FinishReason("length")} if last else {}))
             if last or place % each == 0:
                 texts[number] += [output.outputs[0].text for output in outputs.flush().outputs]
     assert len(texts[1]) <= 2, "the first and the last"

@@ -10,13 +10,13 @@ from tiny_text import text_model
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
-from quire.data.plan import Finish, FirstRun, RowLogprobs, StepOutput
+from quire.data.plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
 from quire.data.wire import Abort, Add, Missing, Ready, Stepped, ToCore, decode_to_core, encode
 from quire.errors import EngineDead, EngineError
 from quire.frontend.engine import STARTS, AsyncEngine
-from quire.frontend.flight import MAX_DEATHS, MAX_SENT, PROGRESS
+from quire.frontend.in_flight import MAX_DEATHS, MAX_SENT, PROGRESS
 from quire.frontend.inputs import Prompt
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -131,7 +131,7 @@ def test_the_next_core_gets_the_output_so_far_and_the_answer_stays_one() -> None
         assert again.tokens == [*PROMPT, 50, 51] and again.prompt_len == len(PROMPT)
         assert (again.seed, again.limit, again.arrived_at) == (before.seed, before.limit, before.arrived_at)
         assert again.has_run and again.num_cached == FIRST.num_cached
-        cores.step({"a": 52}, finished={"a": Finish("stop")})
+        cores.step({"a": 52}, finished={"a": FinishReason("stop")})
         await reader.task
         assert reader.token_ids() == [50, 51, 52]
         assert reader.outputs[-1].num_cached_tokens == FIRST.num_cached
@@ -152,7 +152,7 @@ def test_another_core_takes_over_at_once() -> None:
         cores.die(first)
         other = 1 - first
         assert cores.requests(other)["a"].tokens == [*PROMPT, 50]
-        cores.step({"a": 51, "b": 60}, other, finished={"a": Finish("stop"), "b": Finish("stop")})
+        cores.step({"a": 51, "b": 60}, other, finished={"a": FinishReason("stop"), "b": FinishReason("stop")})
         await asyncio.gather(*(reader.task for reader in readers))
         assert [reader.token_ids() for reader in readers] == [[50, 51], [60]]
 
@@ -165,14 +165,16 @@ def test_of_several_sequences_only_those_that_have_not_ended_are_sent() -> None:
         reader = cores.ask("a", n=3, seed=9)
         await settle()
         cores.step({"0_a": 50, "1_a": 60}, admitted={"0_a": FIRST, "1_a": FIRST})
-        cores.step({"0_a": 51, "1_a": 61}, finished={"0_a": Finish("stop")})
+        cores.step({"0_a": 51, "1_a": 61}, finished={"0_a": FinishReason("stop")})
         cores.die()
         cores.come()
         again = cores.requests()
         assert {id: each.tokens[len(PROMPT) :] for id, each in again.items()} == {"1_a": [60, 61], "2_a": []}
         assert [each.seed for each in again.values()] == [10, 11]
         assert [each.has_run for each in again.values()] == [True, False]
-        cores.step({"1_a": 62, "2_a": 70}, finished={"1_a": Finish("stop"), "2_a": Finish("stop")})
+        cores.step(
+            {"1_a": 62, "2_a": 70}, finished={"1_a": FinishReason("stop"), "2_a": FinishReason("stop")}
+        )
         await reader.task
         assert [reader.token_ids(k) for k in range(3)] == [[50, 51], [60, 61, 62], [70]]
 
@@ -195,7 +197,7 @@ def test_logprobs_come_once(cut: int) -> None:
             ({}, {"prompt_logprobs": {"a": logprob(6)}, "admitted": {"a": FIRST}}),
             ({"a": 50}, {"prompt_logprobs": {"a": logprob(7)}, "logprobs": {"a": logprob(50)}}),
             ({"a": 51}, {"logprobs": {"a": logprob(51)}}),
-            ({"a": 52}, {"logprobs": {"a": logprob(52)}, "finished": {"a": Finish("stop")}}),
+            ({"a": 52}, {"logprobs": {"a": logprob(52)}, "finished": {"a": FinishReason("stop")}}),
         ]
         for tokens, fields in steps[:cut]:
             cores.step(tokens, **fields)
@@ -263,7 +265,7 @@ def test_what_came_before_the_death_is_not_made_again() -> None:
         reader = cores.ask("a")
         await settle()
         id = cores.requests()["a"].id
-        output = StepOutput([id], [50], finished={id: Finish("stop")}, at=cores.now)
+        output = StepOutput([id], [50], finished={id: FinishReason("stop")}, at=cores.now)
         cores.engine._links[0].handle(Stepped(output))
         cores.die()
         cores.come()
@@ -286,7 +288,7 @@ def test_without_resumption_only_what_nobody_has_seen_is_sent_again() -> None:
         cores.come()
         assert list(cores.requests()) == ["b"] and cores.requests()["b"].tokens == PROMPT
         assert not cores.requests()["b"].has_run and cores.count("request_resumed") == 0
-        cores.step({"b": 61}, finished={"b": Finish("stop")})
+        cores.step({"b": 61}, finished={"b": FinishReason("stop")})
         await hidden.task
         assert hidden.token_ids() == [61]
 
@@ -397,7 +399,7 @@ def test_a_core_that_lacks_media_gets_the_output_so_far_with_them() -> None:
         cores = Cores()
         reader = cores.ask("a", n=2)
         await settle()
-        cores.step({"0_a": 50, "1_a": 60}, finished={"0_a": Finish("stop")})
+        cores.step({"0_a": 50, "1_a": 60}, finished={"0_a": FinishReason("stop")})
         cores.die()
         cores.come()
         lacking = cores.requests()["1_a"].id
@@ -405,7 +407,7 @@ def test_a_core_that_lacks_media_gets_the_output_so_far_with_them() -> None:
         cores.engine._links[0].handle(Missing(lacking))
         assert cores.requests()["1_a"].tokens == [*PROMPT, 60]
         assert cores.count("request_resumed") == 1
-        cores.step({"1_a": 61}, finished={"1_a": Finish("stop")})
+        cores.step({"1_a": 61}, finished={"1_a": FinishReason("stop")})
         await reader.task
         assert [reader.token_ids(k) for k in range(2)] == [[50], [60, 61]]
 
@@ -417,7 +419,7 @@ def test_a_request_that_failed_by_itself_does_not_go_again() -> None:
         cores = Cores()
         reader = cores.ask("a")
         await settle()
-        cores.step({}, finished={"a": Finish("error")})
+        cores.step({}, finished={"a": FinishReason("error")})
         cores.die()
         cores.come()
         with pytest.raises(EngineError, match="failed on this request"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.frontend.prefixes import PrefixKeys, PrefixMap
+from quire.frontend.prefix_map import PrefixKeys, PrefixMap
 from quire.frontend.router import Router
 
 BLOCK, ROWS = 16, 64

@@ -12,9 +12,9 @@ from oracle import make_tiny
 from tiny import check_against, expected_of, logits_of
 from zoo import ZOO
 
-from quire.config.layout import cache_specs, has_states
+from quire.checkpoint.layout import cache_specs, has_states
 from quire.data.outputs import RequestOutput
-from quire.worker.graphs import Graph, Graphs
+from quire.worker.cuda.graphs import Graph, Graphs
 
 pytestmark = pytest.mark.gpu
 NOISE = 0.5

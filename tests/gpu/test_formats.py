@@ -50,9 +50,9 @@ def test_mxfp4(tmp_path: Path) -> None:
     check(*gpt_oss(tmp_path))
 
 
-@pytest.mark.parametrize("kept_as", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "gpt_oss"])
-def test_caches(family: str, kept_as: str, tmp_path: Path) -> None:
+def test_caches(family: str, cache_dtype: str, tmp_path: Path) -> None:
     """Of full attention, windows, latents and sinks."""
-    limit = ROUNDING if kept_as == "fp8_e4m3" else 2 * ROUNDING
-    check(*make_tiny(family, tmp_path), limit, kv_cache_dtype=kept_as)
+    limit = ROUNDING if cache_dtype == "fp8_e4m3" else 2 * ROUNDING
+    check(*make_tiny(family, tmp_path), limit, kv_cache_dtype=cache_dtype)

@@ -9,8 +9,8 @@ import torch
 from oracle import make_tiny
 
 from quire import LLM
-from quire.prepare import configure
-from quire.sampling.rehearsal import everything
+from quire.configure import configure
+from quire.sampling.memory_probe import everything
 from quire.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu

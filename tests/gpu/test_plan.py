@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.capacity import human
-from quire.plan.reckon import cache_of, memory_of
-from quire.prepare import configure
+from quire.configure import configure
+from quire.memory import human
+from quire.plan.estimate import cache_of, memory_of
 from quire.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from tiny_adapter import write_adapter
 from tiny_qwen import made
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.worker.graphs import Graph
+from quire.worker.cuda.graphs import Graph
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

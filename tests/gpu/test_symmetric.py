@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quire.comm.group import TorchGroup
-from quire.comm.symmetric import SymmetricGroup, with_quick_sums
+from quire.parallel.group import TorchGroup
+from quire.parallel.symmetric import SymmetricGroup, with_quick_sums
 
 pytestmark = pytest.mark.gpu
 SHAPES = ((1, 4096), (3, 136), (32, 4096), (128, 4096), (255, 4104))

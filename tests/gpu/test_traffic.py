@@ -14,7 +14,7 @@ import torch
 from oracle import make_tiny, run_hf
 
 from quire import LLM, SamplingParams
-from quire.core.local import LocalEngine
+from quire.entrypoints.in_process import LocalEngine
 
 pytestmark = pytest.mark.gpu
 SECONDS = float(os.environ.get("QUIRE_TEST_TRAFFIC_S", "20"))

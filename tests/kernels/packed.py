@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.quantized import TYPES
+from quire.kernels.cpu.gguf import TYPES
 
 HALVES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),

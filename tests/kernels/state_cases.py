@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.state import Given, Rates, Seqs, StateOps
+from quire.kernels.reference.ssm import DecayRates, MambaInputs, SSMSequences, StateOps
 
 ROWS = 9
 LENS = {
@@ -20,12 +20,12 @@ LENS = {
 
 
 class Case(NamedTuple):
-    seqs: Seqs
+    seqs: SSMSequences
     x: Tensor
     """[T, width], a slice of wider rows"""
     small: Tensor
     """[T, 2 * heads], another"""
-    rates: Rates
+    rates: DecayRates
     skip: Tensor
     state: Tensor
 
@@ -46,7 +46,7 @@ def make_case(
     rows = torch.randperm(ROWS)[: len(lens)]
     kept = torch.randn(ROWS, *state) * 0.5
     kept[rows[::2]] = torch.nan
-    seqs = Seqs(
+    seqs = SSMSequences(
         torch.from_numpy(starts).to(device, torch.int32),
         rows.to(device, torch.int32),
         torch.from_numpy(positions).to(device),
@@ -55,7 +55,9 @@ def make_case(
     heads, total = state[0], int(starts[-1])
     rows_of = (torch.randn(total, size + 5).to(device, dtype)[:, 3 : 3 + size] for size in (width, 2 * heads))
     rate, bias, skip = -torch.rand(heads) * 2, torch.randn(heads), torch.randn(heads)
-    return Case(seqs, *rows_of, Rates(rate.to(device), bias.to(device)), skip.to(device), kept.to(device))
+    return Case(
+        seqs, *rows_of, DecayRates(rate.to(device), bias.to(device)), skip.to(device), kept.to(device)
+    )
 
 
 def select_case(
@@ -67,11 +69,11 @@ def select_case(
     """For Mamba: channels, and numbers of state of each."""
     channels, size = shape
     case = make_case(lens, 3 * channels + 2 * size, shape, dtype=dtype, device=device)
-    rates = Rates(-torch.rand(shape).to(device) * 4, case.rates.bias)
+    rates = DecayRates(-torch.rand(shape).to(device) * 4, case.rates.bias)
     return case._replace(rates=rates)
 
 
 def run_select(ops: StateOps, case: Case, state: Tensor) -> Tensor:
     channels, size = state.shape[1:]
     x, gate, dt, b, c = case.x.split([channels, channels, channels, size, size], 1)
-    return ops.select(x, gate, Given(dt, b, c, case.rates, case.skip), state, case.seqs)
+    return ops.select(x, gate, MambaInputs(dt, b, c, case.rates, case.skip), state, case.seqs)

@@ -1,11 +1,11 @@
 import torch
 from torch import Tensor
 
-from quire.layers.embedding import Embedding, Head
+from quire.layers.embedding import Head, TokenEmbedding
 from quire.layers.scope import Scope
 
 
-def filled(embedding: Embedding) -> Tensor:
+def filled(embedding: TokenEmbedding) -> Tensor:
     """The random vectors that it now has."""
     (target,) = embedding.targets()
     target.tensor.copy_(torch.randn(8, 4))
@@ -15,7 +15,7 @@ def filled(embedding: Embedding) -> Tensor:
 
 def test_a_tied_head_uses_the_embeddings_own_memory(scope: Scope) -> None:
     """A head that copies the weight: twice the memory, or memory that loading never fills."""
-    embedding = Embedding(8, 4, scope / "embed")
+    embedding = TokenEmbedding(8, 4, scope / "embed")
     head = Head(8, 4, scope / "lm_head", tied=embedding)
     assert head.table is embedding
     vectors = filled(embedding)
@@ -31,6 +31,6 @@ def test_an_untied_head_has_its_own(scope: Scope) -> None:
 
 
 def test_embedding_looks_rows_up(scope: Scope) -> None:
-    embedding = Embedding(8, 4, scope / "embed")
+    embedding = TokenEmbedding(8, 4, scope / "embed")
     vectors = filled(embedding)
     torch.testing.assert_close(embedding(torch.tensor([3, 0, 3])), vectors[[3, 0, 3]])

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from quire.layers.linear import ColumnLinear, GateUpLinear, QKVLinear, RowLinear
 from quire.layers.scope import Loads, Scope
-from quire.quant.plain import Plain
+from quire.quant.plain import PlainWeight
 from quire.quant.weight import LinearShape
 
 
@@ -53,11 +53,11 @@ def test_the_format_is_chosen_by_the_names_of_the_parts(scope: Scope) -> None:
     """A layer that ignores the scope's choice of format."""
     asked: list[tuple[str, ...]] = []
 
-    class Doubled(Plain):
+    class Doubled(PlainWeight):
         def finish(self) -> None:
             self.product = lambda x: 2 * F.linear(x, self.weight)
 
-    def choose(parts: tuple[str, ...], shape: LinearShape) -> Plain:
+    def choose(parts: tuple[str, ...], shape: LinearShape) -> PlainWeight:
         asked.append(parts)
         return Doubled(shape)
 

@@ -7,11 +7,11 @@ import torch
 from lora_oracle import Adapted, slots_for
 from oracle import make_tiny
 
-from quire.config.quant import ONLINE
-from quire.kernels.reference import Reference
+from quire.checkpoint.quant import ONLINE
+from quire.kernels.reference.ops import Reference
 from quire.layers.linear import Linear
-from quire.layers.points import Factors
-from quire.quant.plain import Plain
+from quire.layers.lora_layers import LoRAFactors
+from quire.quant.plain import PlainWeight
 
 
 @pytest.mark.parametrize("method", ["int8", "fp8"])
@@ -19,7 +19,7 @@ def test_the_weight_may_be_in_any_format(method: str, tmp_path: Path) -> None:
     """A product of a format that goes past the adapters."""
     path, _ = make_tiny("llama", tmp_path)
     ours = Adapted(path, slots_for(2, 4), quant=ONLINE[method])
-    assert {type(module.weight) for module in ours.modules() if isinstance(module, Linear)} != {Plain}
+    assert {type(module.weight) for module in ours.modules() if isinstance(module, Linear)} != {PlainWeight}
     tokens = torch.tensor([0, -1, 1, 1, 0], dtype=torch.int32)
     for module in ours.modules():
         if not isinstance(module, Linear):
@@ -43,14 +43,14 @@ def test_a_slot_holds_one_adapter(tmp_path: Path) -> None:
     slots, names = ours.slots, list(ours.slots.points)
     for slot, rank in ((1, 4), (0, 3), (2, 2)):
         full = {
-            name: Factors(*(each.fill_(rank) for each in both))
+            name: LoRAFactors(*(each.fill_(rank) for each in both))
             for name, both in slots.room(dict.fromkeys(names, rank)).items()
         }
         slots.put(slot, full)
     slots.put(
         1,
         {
-            name: Factors(*(each.fill_(9) for each in both))
+            name: LoRAFactors(*(each.fill_(9) for each in both))
             for name, both in slots.room({names[1]: 1}).items()
         },
     )

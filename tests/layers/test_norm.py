@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from quire.kernels.reference import Reference
+from quire.kernels.reference.ops import Reference
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
 

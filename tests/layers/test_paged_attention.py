@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from quire.attention.backend import AttentionSpec
-from quire.config.facts import RopeFacts
+from quire.checkpoint.facts import RopeFacts
 from quire.layers.attention import PagedAttention, attention_layers
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope

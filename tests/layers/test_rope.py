@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.config.facts import RopeFacts
-from quire.config.rope import ROPE_KINDS
-from quire.kernels.reference import rotate
+from quire.checkpoint.facts import RopeFacts
+from quire.checkpoint.rope import ROPE_KINDS
+from quire.kernels.reference.ops import rotate
 from quire.layers.rope import KINDS, Rope
 from quire.layers.scope import Scope
 

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from quire.layers.embedding import Embedding, Head
+from quire.layers.embedding import Head, TokenEmbedding
 from quire.layers.linear import ColumnLinear, GateUpLinear, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Loads, Scope
@@ -27,7 +27,7 @@ def test_a_child_inherits_everything_but_the_name(scope: Scope) -> None:
 
 def test_every_layer_with_weights_can_be_loaded(scope: Scope) -> None:
     """A layer whose parameters no target reaches: it would silently keep unfilled memory."""
-    embedding = Embedding(8, 4, scope / "embed")
+    embedding = TokenEmbedding(8, 4, scope / "embed")
     layers: list[nn.Module] = [
         embedding,
         Head(8, 4, scope / "lm_head").table,

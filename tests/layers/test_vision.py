@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quire.comm.group import Group
-from quire.kernels.encoder import spans_of
+from quire.kernels.reference.encoder import spans_of
 from quire.layers.scope import Loads, Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
 from quire.loader.source import put
+from quire.parallel.group import Group
 
 HIDDEN, HEADS = 48, 4
 LENS = np.array([9, 4, 4, 1, 13], np.int32)

@@ -13,8 +13,8 @@ from gguf.quants import _type_traits, dequantize
 from gguf_files import CONVERSIONS, each_expert, gemma3_keys, make_tiny_gguf
 from oracle import load_tiny, random_prompts, run_hf, run_paged
 
-from quire.config.families import GGUF_FAMILIES
-from quire.config.gguf import GGUFFile
+from quire.checkpoint.families import GGUF_FAMILIES
+from quire.checkpoint.gguf import GGUFFile
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.loader import gguf as loader_gguf

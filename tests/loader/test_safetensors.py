@@ -8,7 +8,7 @@ import torch
 from oracle import load_tiny, make_tiny
 from safetensors.torch import load_file, save_file
 
-from quire.config.model import read_checkpoint
+from quire.checkpoint.model import read_checkpoint
 from quire.errors import ConfigError
 from quire.layers.norm import Norm
 from quire.layers.scope import Target

@@ -11,13 +11,13 @@ from oracle import load_tiny, make_tiny, random_prompts, run_paged
 from requantized import requantize
 from torch import Tensor
 
+from quire.checkpoint.model import read_checkpoint
+from quire.checkpoint.quant import ONLINE
 from quire.cli import main
-from quire.config.model import read_checkpoint
-from quire.config.quant import ONLINE
 from quire.errors import ConfigError
 from quire.loader import sharded
 from quire.loader.shards import STATE
-from quire.quant.plain import Plain
+from quire.quant.plain import PlainWeight
 
 FAMILIES = ["gemma3_text", "gpt_neox", "gpt_oss", "cohere", "qwen3_5_moe_text"]
 """Norms with 1 added, heads put apart, experts in turns, heads halved and tied ends, a rate of forgetting."""
@@ -69,7 +69,7 @@ def test_narrowed_weights_are_saved_narrow(method: str, tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path / "state", quant=quant), logits(path, quant=quant))
 
 
-class Turned(Plain):
+class Turned(PlainWeight):
     """Keeps its weight with inputs first, under another name."""
 
     def repack(self) -> None:
@@ -85,8 +85,8 @@ def test_repacked_weights_are_not_repacked_again(tmp_path: Path, monkeypatch: py
     path, _ = make_tiny("llama", tmp_path)
     expected = logits(path)
 
-    def linear(self: Any, parts: tuple[str, ...], shape: Any) -> Plain:
-        return Plain(shape) if "embed" in parts[0] else Turned(shape)
+    def linear(self: Any, parts: tuple[str, ...], shape: Any) -> PlainWeight:
+        return PlainWeight(shape) if "embed" in parts[0] else Turned(shape)
 
     monkeypatch.setattr("quire.quant.plain.PlainFormat.linear", linear)
     assert save(path, tmp_path / "state") == 0
@@ -115,6 +115,6 @@ def test_what_cannot_be_saved_is_refused(
     path, _ = make_tiny("llama", tmp_path)
     assert save(path, path) == 1
     assert "not an empty directory" in capsys.readouterr().err
-    monkeypatch.setattr(Plain, "finish", Plain.find_kernels)
+    monkeypatch.setattr(PlainWeight, "finish", PlainWeight.find_kernels)
     assert save(path, tmp_path / "state") == 1
     assert "weights of the kind Plain cannot be saved" in capsys.readouterr().err

@@ -13,8 +13,8 @@ from requantized import Pack
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.config.quant.schemes import Grouped
-from quire.kernels.fp8 import E4M3, Scaled, narrowed, widened
+from quire.checkpoint.quant.schemes import Grouped
+from quire.kernels.reference.fp8 import E4M3, Scaled, narrowed, widened
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256},

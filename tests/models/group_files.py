@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.config.quant.schemes import Grouped
-from quire.kernels.grouped import Codes
+from quire.checkpoint.quant.schemes import Grouped
+from quire.kernels.reference.int4 import Int4Codes
 
 Stored = dict[str, Tensor]
 
 
-def rounded(weight: Tensor, scheme: Grouped, group_of: Tensor | None = None) -> Codes:
+def rounded(weight: Tensor, scheme: Grouped, group_of: Tensor | None = None) -> Int4Codes:
     """The nearest codes, of inputs that are sorted by group."""
     inputs = weight.shape[1]
     group = inputs if scheme.group < 0 else scheme.group
@@ -29,7 +29,7 @@ def rounded(weight: Tensor, scheme: Grouped, group_of: Tensor | None = None) -> 
         zeros = (-low / scales).round().clamp(1, most)
     scales = scales.half().float()
     codes = (cut / scales[..., None] + zeros[..., None]).round().clamp(0, most)
-    return Codes(codes.flatten(1).to(torch.uint8), scales, zeros.to(torch.int32), scheme.bits)
+    return Int4Codes(codes.flatten(1).to(torch.uint8), scales, zeros.to(torch.int32), scheme.bits)
 
 
 def in_words(codes: Tensor, bits: int, axis: int, order: list[int] | None = None) -> Tensor:
@@ -45,7 +45,7 @@ def in_words(codes: Tensor, bits: int, axis: int, order: list[int] | None = None
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).contiguous()
 
 
-def stored(weight: Codes, scheme: Grouped, group_of: Tensor | None = None) -> Stored:
+def stored(weight: Int4Codes, scheme: Grouped, group_of: Tensor | None = None) -> Stored:
     """The tensors of a file. `weight` has its inputs sorted by group."""
     codes, scales, zeros, bits = weight
     if group_of is not None:
@@ -71,7 +71,7 @@ def stored(weight: Codes, scheme: Grouped, group_of: Tensor | None = None) -> St
     }
 
 
-def values(weight: Codes, group_of: Tensor | None = None) -> Tensor:
+def values(weight: Int4Codes, group_of: Tensor | None = None) -> Tensor:
     """What the file means."""
     whole = weight.values()
     return (

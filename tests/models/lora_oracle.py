@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.layers.lora import AdapterSlots
-from quire.loader.adapter import Adapter, AdapterReader
+from quire.loader.lora import LoRAReader, LoRAWeights
 
 PLAIN = -1
 """The slot of a row without an adapter."""
@@ -46,10 +46,10 @@ class Adapted:
         self.slots = slots
         self.model: Any = load_tiny(path, adapters=slots, **options)
         slots.allocate()
-        self.reader = AdapterReader(slots)
+        self.reader = LoRAReader(slots)
         self.slot_of: list[int] = []
 
-    def put(self, slot: int, path: Path) -> Adapter:
+    def put(self, slot: int, path: Path) -> LoRAWeights:
         adapter = self.reader.read("one", path)
         self.slots.put(slot, adapter.factors, adapter.tables)
         return adapter

@@ -14,7 +14,7 @@ from zoo import SHARED, ZOO, Settings, architecture_of
 
 from quire.attention.backend import AttentionBackend
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.config.model import read_checkpoint
+from quire.checkpoint.model import read_checkpoint
 from quire.layers.attention import caching_layers
 from quire.loader import load_model
 from quire.models.causal_lm import CausalLM
@@ -78,7 +78,7 @@ def load_tiny(
         if not keeps.is_paged:
             shape = (MAX_ROWS + 1, keeps.row_bytes(4) // 4)
         memory = torch.full(shape, torch.nan).view(torch.uint8)
-        layer.bind_memory(memory, block_size=BLOCK_SIZE, kept_as=torch.float32, group=0)
+        layer.bind_memory(memory, block_size=BLOCK_SIZE, cache_dtype=torch.float32, group=0)
     return model
 
 

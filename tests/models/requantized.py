@@ -11,7 +11,7 @@ from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.config.model import read_checkpoint
+from quire.checkpoint.model import read_checkpoint
 
 Pack = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
 """A layer's name and weight -> its tensors by suffix, and the weight that they stand for."""

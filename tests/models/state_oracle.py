@@ -11,7 +11,7 @@ from zoo import SHARED, ZOO
 
 from quire.attention.batch import Batch
 from quire.layers.attention import attention_layers
-from quire.layers.state import state_layers
+from quire.layers.ssm import state_layers
 
 MAX_ROWS = 5
 BASE: dict[str, Any] = {

@@ -12,7 +12,7 @@ from encoders import ENCODERS, Tiny, make, states, texts
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, PoolingParams
-from quire.config.model import read_checkpoint
+from quire.checkpoint.model import read_checkpoint
 from quire.errors import ConfigError, RequestError
 
 TOLERANCE = 1e-3

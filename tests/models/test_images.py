@@ -14,18 +14,18 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.attention.cpu_attn import CPUAttention
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.config.facts import MediaFacts
-from quire.config.model import read_checkpoint
-from quire.config.ranks import Stage
-from quire.data.media import Item, Media
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.model import read_checkpoint
+from quire.config.parallel import Stage
+from quire.data.multimodal import Media, MediaItem
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan
 from quire.errors import ConfigError
-from quire.kernels import native
+from quire.kernels.cpu import native
 from quire.layers.scope import Scope
 from quire.models import MODELS
 from quire.sampling.rows import SamplingRows
-from quire.worker.reach import reach_of
+from quire.worker.multimodal.bidirectional import reach_of
 from quire.worker.rows import Rows
 
 RUNS = [(3, 9), (15, 2)]
@@ -62,7 +62,9 @@ def test_images_of_gemma(backend: type[AttentionBackend], tmp_path: Path) -> Non
     ids = random_prompts(23)[0]
     model = load_tiny(path, backend=backend())
     all_rows = Rows(max_rows=4, max_len=32, block_size=4, sampling=SamplingRows(4, 128, torch.device("cpu")))
-    item = Item(modality="image", key=b"", offset=2, length=17, runs=[(at - 2, count) for at, count in RUNS])
+    item = MediaItem(
+        modality="image", key=b"", offset=2, length=17, runs=[(at - 2, count) for at, count in RUNS]
+    )
     admission = Admission(2, "", ids, len(ids), 0, [list(range(1, 9))], SamplingParams(), seed=0)
     admission.media = Media([item])
     found = []

@@ -9,9 +9,9 @@ from encoders import ENCODERS
 from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
 from zoo import ZOO, rope
 
-from quire.config.borrowed import BORROWED
-from quire.config.families import FAMILIES
-from quire.config.model import read_checkpoint
+from quire.checkpoint.families import FAMILIES
+from quire.checkpoint.model import read_checkpoint
+from quire.checkpoint.transformers_backend import BORROWED
 from quire.models import MODELS
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

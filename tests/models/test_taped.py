@@ -10,8 +10,8 @@ from torch import Tensor
 from zoo import UNTAPED, ZOO
 
 from quire.attention.cpu_attn import CPUAttention
-from quire.kernels import native
-from quire.kernels.tape import record
+from quire.kernels.cpu import native
+from quire.kernels.cpu.tape import record
 from quire.layers.attention import attention_layers, caching_layers
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")

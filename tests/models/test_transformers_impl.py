@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny import check_against, generate, open_tiny, prompts_of
 
-from quire.config import borrowed
-from quire.config.model import read_checkpoint
+from quire.checkpoint import transformers_backend
+from quire.checkpoint.model import read_checkpoint
 from quire.errors import ConfigError
 from quire.logs import warn_once
 
@@ -193,11 +193,11 @@ def test_our_own_table_can_be_asked_for(model_impl: str, helium: tuple[Path, Any
 def test_without_transformers_the_families_are_listed(
     helium: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    borrowed._known_to_transformers.cache_clear()
-    monkeypatch.setattr(borrowed, "find_spec", lambda name: None)
+    transformers_backend._known_to_transformers.cache_clear()
+    monkeypatch.setattr(transformers_backend, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"known: .*LlamaForCausalLM.*transformers package installed"):
         read_checkpoint(helium[0])
-    borrowed._known_to_transformers.cache_clear()
+    transformers_backend._known_to_transformers.cache_clear()
 
 
 @pytest.mark.parametrize("kind", REFUSED)

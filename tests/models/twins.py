@@ -72,7 +72,7 @@ def llama(settings: Settings, **more: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(settings | more)))
 
 
-def slopes(heads: int) -> Tensor:
+def alibi_slopes(heads: int) -> Tensor:
     """As the paper has them: a geometric row for the largest power of 2, then every second of the next."""
     near = 2 ** math.floor(math.log2(heads))
     first = [2 ** (-8 / near * (i + 1)) for i in range(near)]
@@ -85,7 +85,7 @@ def leaning(heads: int) -> Callable[[int], Tensor]:
     def bias(length: int) -> Tensor:
         place = torch.arange(length)
         behind = (place[:, None] - place).float()
-        scores = -slopes(heads)[:, None, None] * behind
+        scores = -alibi_slopes(heads)[:, None, None] * behind
         return scores.masked_fill(behind < 0, torch.finfo(torch.float32).min)[None]
 
     return bias

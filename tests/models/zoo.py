@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import twins
 from step_twin import step35
 
-from quire.config.families import FAMILIES
+from quire.checkpoint.families import FAMILIES
 
 Settings = dict[str, Any]
 """Keys of a config.json."""

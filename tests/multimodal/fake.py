@@ -17,15 +17,15 @@ from oracle import make_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts, MediaFacts
-from quire.config.keys import Keys
-from quire.config.media import MEDIA_FAMILIES
-from quire.data.media import Array, Item, Media
-from quire.frontend.media import TEXT_ALONE
+from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.multimodal import MEDIA_FAMILIES
+from quire.checkpoint.reader import ConfigReader
+from quire.data.multimodal import Array, Media, MediaItem
+from quire.frontend.multimodal import TEXT_ALONE
 from quire.layers.linear import ColumnLinear, RowLinear
 from quire.layers.scope import Scope
 from quire.models.towers import TOWERS
-from quire.multimodal.families import PROCESSORS
+from quire.multimodal.processors import PROCESSORS
 
 ARCHITECTURE = "FakeForConditionalGeneration"
 PATCH, WIDTH, MOST = 6, 8, 24
@@ -41,7 +41,7 @@ class FakeFacts:
     num_weights: int = 0
 
 
-def read(keys: Keys) -> tuple[Keys, MediaFacts]:
+def read(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     facts = MediaFacts("fake", ("image",), FakeFacts(PATCH, WIDTH), is_whole=bool(keys.get("whole")))
     return keys.but(architectures=["LlamaForCausalLM"]), facts
 
@@ -92,7 +92,9 @@ def register(monkeypatch: Any) -> None:
     monkeypatch.setitem(PROCESSORS.entries, "fake", "fake:FakeProcessor")
     monkeypatch.setattr(FakeTower, "batches", [])
     # Requests come with their media here; nothing has to be read.
-    monkeypatch.setattr("quire.core.local.media_reader", lambda config, tokenizer, cache: TEXT_ALONE)
+    monkeypatch.setattr(
+        "quire.entrypoints.in_process.media_reader", lambda config, tokenizer, cache: TEXT_ALONE
+    )
 
 
 class Fake(NamedTuple):
@@ -167,7 +169,7 @@ def image(num_patches: int, seed: int) -> NDArray[np.float32]:
 
 def see(*parts: list[int] | NDArray[Any], split: bool = False) -> Seen:
     """Texts and images, one after the other. With `split` there is a token between the halves of each."""
-    tokens, items, given = list[int](), list[Item](), list[NDArray[Any]]()
+    tokens, items, given = list[int](), list[MediaItem](), list[NDArray[Any]]()
     for part in parts:
         if isinstance(part, list):
             tokens += part
@@ -178,7 +180,9 @@ def see(*parts: list[int] | NDArray[Any], split: bool = False) -> Seen:
         arrays = {"pixels": Array.of(part)}
         key = hashlib.sha256(part.tobytes()).digest()
         items.append(
-            Item(modality="image", key=key, offset=len(tokens), length=len(span), runs=runs, arrays=arrays)
+            MediaItem(
+                modality="image", key=key, offset=len(tokens), length=len(span), runs=runs, arrays=arrays
+            )
         )
         tokens += span
         given.append(part)

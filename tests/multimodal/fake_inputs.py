@@ -14,13 +14,13 @@ from PIL import Image
 
 from quire.config.env import MediaEnv
 from quire.config.sections import MultimodalSection
-from quire.data.media import Array, Item
+from quire.data.multimodal import Array, MediaItem
 from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor
-from quire.frontend.media import MediaReader
-from quire.multimodal.families import Content, Processed, Sound, Video
-from quire.multimodal.kitchen import Kitchen
-from quire.multimodal.larder import Larder
+from quire.frontend.multimodal import MediaInputReader
+from quire.multimodal.processing import MediaProcessor
+from quire.multimodal.processor_cache import ProcessorCache
+from quire.multimodal.processors import Content, ProcessedItem, Sound, Video
 
 START, PAD, END = 1, 2, 3
 """Tokens of a span."""
@@ -43,7 +43,7 @@ class FakeProcessor:
     def text(self, modality: str, number: int) -> str:
         return MARKS[modality]
 
-    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> Processed:
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         side = arguments.get("side", 16)
         if not isinstance(side, int):
             raise RequestError("`side` must be an integer", param="mm_processor_kwargs")
@@ -57,15 +57,15 @@ class FakeProcessor:
                 assert content.mode == "RGB"
                 count = -(-content.width // side) * -(-content.height // side)
                 numbers = np.asarray(content)
-        return Processed(
+        return ProcessedItem(
             [START, *[PAD] * count, END], [(1, count)], {"count": count}, {"numbers": Array.of(numbers)}
         )
 
-    def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> Processed:
+    def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
         found = embeds["embeds"]
         if found.ndim != 2 or found.shape[1] != HIDDEN:
             raise RequestError(f"vectors of shape {list(found.shape)} are not [n, {HIDDEN}]", "image_embeds")
-        return Processed([PAD] * len(found), [], {"count": len(found)}, {"embeds": Array.of(found)})
+        return ProcessedItem([PAD] * len(found), [], {"count": len(found)}, {"embeds": Array.of(found)})
 
     def most_vectors(self, modality: str) -> int:
         return 64
@@ -74,7 +74,7 @@ class FakeProcessor:
         return (128, 128)
 
     def positions(
-        self, token_ids: Sequence[int], items: Sequence[Item], facts: Sequence[Mapping[str, Any]]
+        self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]
     ) -> Array | None:
         assert [fact["count"] for fact in facts] == [item.num_vectors for item in items]
         return Array.of(np.tile(np.arange(len(token_ids), dtype=np.int32), (3, 1)))
@@ -83,22 +83,22 @@ class FakeProcessor:
 def media(
     limits: Mapping[str, int] | None = None,
     env: Mapping[str, Any] | None = None,
-    larder: Larder | None = None,
+    processor_cache: ProcessorCache | None = None,
     max_tokens: int | None = None,
     **section: Any,
-) -> MediaReader:
+) -> MediaInputReader:
     sections = MultimodalSection(**section), MediaEnv(**(env or {}))
-    kitchen = Kitchen(FakeProcessor(), *sections, larder, max_tokens=max_tokens)
-    return MediaReader(
+    media_processor = MediaProcessor(FakeProcessor(), *sections, processor_cache, max_tokens=max_tokens)
+    return MediaInputReader(
         "fake",
-        kitchen,
+        media_processor,
         {"image": 9, "video": 9, "audio": 9, **(limits or {})},
         takes_embeds=section.get("enable_mm_embeds", False),
         interleaves=section.get("interleave_mm_strings", False),
     )
 
 
-def inputs(reader: MediaReader | None = None, **limits: Any) -> InputProcessor:
+def inputs(reader: MediaInputReader | None = None, **limits: Any) -> InputProcessor:
     return InputProcessor(
         tokenizer=byte_tokenizer(),
         **{"vocab": VOCAB, "max_model_len": 512, "eos_ids": [EOS], "max_logprobs": 20, "seed": 0, **limits},
@@ -106,7 +106,7 @@ def inputs(reader: MediaReader | None = None, **limits: Any) -> InputProcessor:
     )
 
 
-def seeing(reader: MediaReader | None = None) -> FakeEngine:
+def seeing(reader: MediaInputReader | None = None) -> FakeEngine:
     engine = FakeEngine()
     engine.inputs.media = reader or media()
     return engine

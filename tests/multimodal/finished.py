@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from quire.data.media import TABLE, Arrays
-from quire.worker.media import numbers_of
+from quire.data.multimodal import TABLE, Arrays
+from quire.worker.multimodal.encoder import numbers_of
 
 
 def finished(arrays: Arrays | None) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tiny_seeing import TEXT, make_tokenizer, save_tiny
 
-from quire.multimodal.families import Sound
+from quire.multimodal.processors import Sound
 
 RATE = 16000
 SECONDS = 2

@@ -16,12 +16,12 @@ from tiny_seeing import picture as picture
 from tiny_seeing import sizes as sizes
 
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.config.model import read_checkpoint
+from quire.checkpoint.model import read_checkpoint
 from quire.loader import load_model
 from quire.models.towers import TOWERS
-from quire.multimodal.families import PROCESSORS, spells
-from quire.multimodal.kitchen import Prepared
-from quire.multimodal.spans import place
+from quire.multimodal.placeholders import place
+from quire.multimodal.processing import PreparedItem
+from quire.multimodal.processors import PROCESSORS, spells
 from quire.text.tokenizer import load_tokenizer
 
 
@@ -78,7 +78,7 @@ class Twin:
     def token_ids(self, text: str, images: list[Image.Image]) -> list[int]:
         """The same prompt, as we make it; what its items say of it is checked, too."""
         processed = [self.ours.process("image", image, {}) for image in images]
-        ready = [Prepared("image", b"%d" % i, each) for i, each in enumerate(processed)]
+        ready = [PreparedItem("image", b"%d" % i, each) for i, each in enumerate(processed)]
         if spells(self.ours):
             text = self.ours.spelled(text)
         tokens, media = place(self.tokenizer.encode(text), ready, self.ours)

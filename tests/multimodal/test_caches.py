@@ -8,26 +8,26 @@ import numpy as np
 import pytest
 from fake_inputs import FakeProcessor, data_url, file_of, image_part, inputs, media, picture
 
-from quire.config.media.caches import cache_kind
+from quire.config.data_parallel import lay_out
+from quire.config.mm_caches import cache_kind
 from quire.config.sections import MultimodalSection, ParallelSection
-from quire.config.topology import lay_out
+from quire.configure import configure
 from quire.data.lru import Lru
-from quire.data.media import Array, Item, Media
+from quire.data.multimodal import Array, Media, MediaItem
 from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt
 from quire.frontend.inputs import Prompt
-from quire.frontend.media import MediaReader
-from quire.multimodal import kitchen
-from quire.multimodal.larder import Larder
-from quire.prepare import configure
-from quire.sched.pantry import Pantry
+from quire.frontend.multimodal import MediaInputReader
+from quire.multimodal import processing
+from quire.multimodal.processor_cache import ProcessorCache
+from quire.sched.mm_receiver_cache import ReceiverCache
 
 encode_media = msgspec.msgpack.Encoder().encode
 decode_media = msgspec.msgpack.Decoder(Media).decode
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def see(reader: MediaReader, *parts: dict[str, Any], **options: Any) -> Prompt:
+def see(reader: MediaInputReader, *parts: dict[str, Any], **options: Any) -> Prompt:
     return chat_prompt(
         inputs(reader), [{"role": "user", "content": list(parts)}], chat_template=TEMPLATE, **options
     )
@@ -37,9 +37,9 @@ def image_of(number: int) -> dict[str, Any]:
     return image_part(data_url(file_of(picture(16, 16, seed=number))))
 
 
-def seen_by(reader: MediaReader) -> int:
+def seen_by(reader: MediaInputReader) -> int:
     """Items that were processed."""
-    processor = reader._kitchen.processor  # type: ignore[union-attr]
+    processor = reader._media_processor.processor  # type: ignore[union-attr]
     assert isinstance(processor, FakeProcessor)
     return len(processor.seen)
 
@@ -82,17 +82,17 @@ def test_the_largest_object_of_shared_memory_is_for_shared_memory() -> None:
 
 def test_a_hit_is_neither_decoded_nor_processed(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[str] = []
-    decode = kitchen.decode
+    decode = processing.decode
 
     def counting(modality: str, *args: Any, **options: Any) -> Any:
         decoded.append(modality)
         return decode(modality, *args, **options)
 
-    monkeypatch.setattr(kitchen, "decode", counting)
+    monkeypatch.setattr(processing, "decode", counting)
     counted: list[tuple[int, int]] = []
-    larder = Larder(1 << 20)
-    larder.count = lambda queries, hits: counted.append((queries, hits))
-    reader = media(larder=larder)
+    processor_cache = ProcessorCache(1 << 20)
+    processor_cache.count = lambda queries, hits: counted.append((queries, hits))
+    reader = media(processor_cache=processor_cache)
     first = see(reader, image_of(0), image_of(1))
     again = see(reader, image_of(1), image_of(0))
     assert len(decoded) == seen_by(reader) == 2
@@ -103,7 +103,7 @@ def test_a_hit_is_neither_decoded_nor_processed(monkeypatch: pytest.MonkeyPatch)
         assert item.arrays is same.arrays is not None and item.runs == same.runs
     see(reader, image_of(0), mm_processor_kwargs={"side": 8})  # is another item
     assert seen_by(reader) == 3
-    larder.clear()
+    processor_cache.clear()
     see(reader, image_of(0))
     assert seen_by(reader) == 4
 
@@ -112,9 +112,9 @@ def test_a_hit_is_neither_decoded_nor_processed(monkeypatch: pytest.MonkeyPatch)
 def test_the_same_image_twice_in_a_prompt_is_processed_once(max_bytes: int, hits: int) -> None:
     """Whether it is kept for others or not; each is asked for by itself."""
     counted: list[tuple[int, int]] = []
-    larder = Larder(max_bytes)
-    larder.count = lambda queries, found: counted.append((queries, found))
-    reader = media(larder=larder)
+    processor_cache = ProcessorCache(max_bytes)
+    processor_cache.count = lambda queries, found: counted.append((queries, found))
+    reader = media(processor_cache=processor_cache)
     prompt = see(reader, image_of(0), image_of(1), image_of(0), image_of(0))
     assert seen_by(reader) == 2 and prompt.media is not None
     first, other, *same = [item.key for item in prompt.media.items]
@@ -123,7 +123,7 @@ def test_the_same_image_twice_in_a_prompt_is_processed_once(max_bytes: int, hits
 
 
 def test_who_has_a_uuid_need_not_send_its_content_again() -> None:
-    reader = media(larder=Larder(1 << 20))
+    reader = media(processor_cache=ProcessorCache(1 << 20))
     empty = {"type": "image_url", "image_url": None, "uuid": "cat"}
     with pytest.raises(RequestError, match="nothing is kept of the uuid 'cat'"):
         see(reader, empty)
@@ -135,11 +135,11 @@ def test_who_has_a_uuid_need_not_send_its_content_again() -> None:
 
 
 def test_nothing_is_kept_where_there_is_no_room(caplog: pytest.LogCaptureFixture) -> None:
-    reader = media(larder=Larder(0))
+    reader = media(processor_cache=ProcessorCache(0))
     for _ in range(2):
         see(reader, image_of(0))
     assert seen_by(reader) == 2 and not caplog.records
-    reader = media(larder=Larder(2000))
+    reader = media(processor_cache=ProcessorCache(2000))
     small, large = image_of(0), image_part(data_url(file_of(picture(64, 64))))
     with caplog.at_level(logging.WARNING, "quire"):
         for _ in range(2):
@@ -166,19 +166,19 @@ def test_what_is_kept_is_bounded() -> None:
             del expected[next(iter(expected))]
         assert kept.num_bytes == sum(expected.values()) <= kept.max_bytes and len(kept) == len(expected)
     assert not kept.put(b"large", 0, 10_001) and b"large" not in kept
-    larder = Larder(60_000)
-    reader = media(larder=larder)
+    processor_cache = ProcessorCache(60_000)
+    reader = media(processor_cache=processor_cache)
     for number in range(60):
         see(reader, image_of(number % 50))
-        assert larder.num_bytes <= 60_000
-    assert 10 < len(larder) < 50
+        assert processor_cache.num_bytes <= 60_000
+    assert 10 < len(processor_cache) < 50
 
 
 def test_both_sides_keep_the_same() -> None:
     """Random items in random requests, some of them twice; the far side forgets now and then. Nothing is
     sent that is there, and what was not sent is there, or is asked for again."""
     random = np.random.default_rng(0)
-    larder, pantry = Larder(20_000, far=True), Pantry(20_000)
+    processor_cache, receiver_cache = ProcessorCache(20_000, far=True), ReceiverCache(20_000)
     arrays = {
         bytes([n]): {"numbers": Array.of(np.full(int(random.integers(0, 3000)), n, np.uint8))}
         for n in range(60)
@@ -186,23 +186,23 @@ def test_both_sides_keep_the_same() -> None:
     num_sent = num_missing = 0
     for turn in range(1000):
         keys = [bytes([n]) for n in (random.normal(30, 8, random.integers(1, 5)).astype(int) % 60)]
-        whole = Media([Item(modality="image", key=k, offset=n, length=1) for n, k in enumerate(keys)])
+        whole = Media([MediaItem(modality="image", key=k, offset=n, length=1) for n, k in enumerate(keys)])
         for item in whole.items:
-            item.arrays = None if larder._is_far(item.key) else arrays[item.key]
-        assert not larder.lacks(whole)
-        got = decode_media(encode_media(larder.outgoing(whole)))
+            item.arrays = None if processor_cache._is_far(item.key) else arrays[item.key]
+        assert not processor_cache.lacks(whole)
+        got = decode_media(encode_media(processor_cache.outgoing(whole)))
         num_sent += sum(item.arrays is not None for item in got.items)
         if turn % 200 == 150:
-            pantry.clear()
-        if not pantry.fill(got):
+            receiver_cache.clear()
+        if not receiver_cache.fill(got):
             num_missing += 1
-            larder.forget_far()
+            processor_cache.forget_far()
             for item in whole.items:
                 item.arrays = arrays[item.key]
-            got = decode_media(encode_media(larder.outgoing(whole, whole=True)))
-            assert pantry.fill(got)
+            got = decode_media(encode_media(processor_cache.outgoing(whole, whole=True)))
+            assert receiver_cache.fill(got)
         for item in got.items:
             assert item.arrays is not None
             assert (item.arrays["numbers"].numbers() == item.key[0]).all()
-        assert pantry.num_bytes <= 20_000
+        assert receiver_cache.num_bytes <= 20_000
     assert 0 < num_missing <= 5 and 100 < num_sent < 2000

@@ -13,27 +13,27 @@ from fake_inputs import file_of, huge_png, picture, wav
 from PIL import Image
 
 from quire.errors import RequestError
-from quire.multimodal.decode import Limits, decode
-from quire.multimodal.families import Sound, Video
+from quire.multimodal.decode import DecodeLimits, decode
 from quire.multimodal.fetch import Blob
+from quire.multimodal.processors import Sound, Video
 
 MAX_PIXELS = 178956970
 
 
 def image(data: bytes, max_pixels: int = MAX_PIXELS, **options: Any) -> Image.Image:
-    found = decode("image", Blob((data,)), options, Limits(max_pixels))
+    found = decode("image", Blob((data,)), options, DecodeLimits(max_pixels))
     assert isinstance(found, Image.Image) and found.mode == "RGB"
     return found
 
 
 def video(*parts: bytes, max_pixels: int = MAX_PIXELS, media_type: str = "", **options: Any) -> Video:
-    found = decode("video", Blob(parts, media_type), options, Limits(max_pixels))
+    found = decode("video", Blob(parts, media_type), options, DecodeLimits(max_pixels))
     assert isinstance(found, Video)
     return found
 
 
 def sound(data: bytes) -> Sound:
-    found = decode("audio", Blob((data,)), {}, Limits(1))
+    found = decode("audio", Blob((data,)), {}, DecodeLimits(1))
     assert isinstance(found, Sound) and found.samples.dtype == np.float32
     return found
 
@@ -124,7 +124,7 @@ def test_no_byte_that_changes_is_more_than_an_error() -> None:
                 broken[rng.randrange(len(broken))] = rng.randrange(256)
             for modality in ("image", "video", "audio"):
                 with contextlib.suppress(RequestError):
-                    decode(modality, Blob((bytes(broken),)), {}, Limits(100_000))
+                    decode(modality, Blob((bytes(broken),)), {}, DecodeLimits(100_000))
 
 
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])

@@ -17,22 +17,22 @@ from staged import Engine
 from tiny import logits_of, open_tiny, prompts_of
 
 from quire import LLM, PoolingParams, SamplingParams
-from quire.capacity import max_span, max_vectors
-from quire.config.facts import MediaFacts
+from quire.checkpoint.facts import MediaFacts
 from quire.config.sections import MultimodalSection
+from quire.configure import configure
 from quire.core import build
 from quire.data.codec import decode_plan, encode_plan
-from quire.data.media import Array, Media
+from quire.data.multimodal import Array, Media
 from quire.data.outputs import RequestOutput
 from quire.data.plan import StepPlan
 from quire.data.request import Request
 from quire.data.wire import Add, decode_to_core, encode
 from quire.errors import ConfigError, RequestError
 from quire.frontend.inputs import Prompt
-from quire.multimodal import largest
-from quire.prepare import configure
+from quire.memory import max_span, max_vectors
+from quire.multimodal import largest_items
 from quire.worker.device import Model
-from quire.worker.media import Encoder, shares
+from quire.worker.multimodal.encoder import MediaEncoder, shares
 from quire.worker.rows import Rows
 from quire.worker.worker import Worker
 
@@ -282,13 +282,13 @@ class Sized(InputsProcessor):
 
 
 def test_settings_say_how_large_items_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(largest, "PROCESSORS", {"fake": lambda *given: Sized()})
+    monkeypatch.setattr(largest_items, "PROCESSORS", {"fake": lambda *given: Sized()})
     facts = MediaFacts("fake", ("image", "video", "audio"), None)
 
     def found(kwargs: dict[str, Any] | None = None, **limits: Any) -> dict[str, int]:
         section = MultimodalSection(limit_mm_per_prompt=limits, mm_processor_kwargs=kwargs or {})
         tokenizer: Any = "a tokenizer"
-        return largest.largest_items(Path(), facts, section, tokenizer, 90)
+        return largest_items.largest_items(Path(), facts, section, tokenizer, 90)
 
     some: dict[str, Any] = {"video": 0, "audio": {"count": 0}}
     assert found() == {"image": 64, "video": 64, "audio": 64} and found(**some) == {"image": 64}
@@ -367,7 +367,7 @@ def test_items_travel_with_plans_and_requests(fake: Fake) -> None:
     (item,) = found.encodes
     assert found.forgotten == [b"k"] and item.places() == seen.media.items[0].places()
     assert item.arrays is not None and (item.arrays["pixels"].numbers() == CAT).all()
-    encoder = Encoder(FakeTower, hidden=1, dtype=torch.float32, device=torch.device("cpu"))
+    encoder = MediaEncoder(FakeTower, hidden=1, dtype=torch.float32, device=torch.device("cpu"))
     assert torch.equal(encoder._on_device(item.arrays["bits"]), bits)
     request = Request(id="a", tokens=seen.tokens, params=SamplingParams(), prompt_len=1, limit=2, seed=0)
     request.media = seen.media

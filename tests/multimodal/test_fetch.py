@@ -15,8 +15,8 @@ from hostile import IMAGE, free_port, hostile_server
 
 from quire.config.env import Env, MediaEnv
 from quire.errors import ConfigError, RequestError, Unreachable
+from quire.multimodal.byte_budget import BudgetShare, ByteBudget
 from quire.multimodal.fetch import Fetcher, Lookups
-from quire.multimodal.room import Room, Share
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def fetch(
     limits = {"media_max_mb": 1.0, "media_fetch_max_retries": 0, "image_fetch_timeout": 60.0, **env}
     with ThreadPoolExecutor(2) as threads:
         fetcher = Fetcher(MediaEnv(**limits), threads, allowed_domains=domains, allowed_path=path)
-        with Room(1 << 30).hold(Share(1 << 30)) as hold:
+        with ByteBudget(1 << 30).hold(BudgetShare(1 << 30)) as hold:
             return asyncio.run(fetcher.fetch(url, modality, hold)).parts[0]
 
 
@@ -132,7 +132,7 @@ def test_names_that_nobody_answers_for_hold_up_no_others(
     async def go() -> None:
         limits = {"image_fetch_timeout": 0.2, "audio_fetch_timeout": 60.0}
         hosts = [f"{number}.example" for number in range(40)]
-        with ThreadPoolExecutor(2) as threads, Room(1 << 30).hold(Share(1 << 30)) as hold:
+        with ThreadPoolExecutor(2) as threads, ByteBudget(1 << 30).hold(BudgetShare(1 << 30)) as hold:
             fetcher = Fetcher(MediaEnv(**limits), threads, allowed_domains=[*hosts, "quick.example"])
             urls = [f"http://{host}:{port}/image.png" for host in hosts]
             lost = await asyncio.gather(

@@ -15,14 +15,14 @@ from tiny_seeing import STRONG, make_tokenizer
 
 from quire import LLM, SamplingParams
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.config import weights
-from quire.config.model import read_checkpoint
+from quire.checkpoint import weights
+from quire.checkpoint.model import read_checkpoint
 from quire.errors import RequestError
 from quire.loader import load_model
 from quire.models.towers import TOWERS
-from quire.multimodal.families import PROCESSORS
-from quire.multimodal.kitchen import Prepared
-from quire.multimodal.spans import place
+from quire.multimodal.placeholders import place
+from quire.multimodal.processing import PreparedItem
+from quire.multimodal.processors import PROCESSORS
 from quire.text.tokenizer import load_tokenizer
 
 COUNT = 5
@@ -153,7 +153,7 @@ def test_moments_and_spans_are_those_of_transformers(twin: Twin) -> None:
         np.testing.assert_allclose(twin.mel(count).numpy(), theirs, atol=1e-5)
     for text, counts in CONTENTS:
         made = [twin.ours.process("audio", sound(count), {}) for count in counts]
-        ready = [Prepared("audio", b"%d" % at, each) for at, each in enumerate(made)]
+        ready = [PreparedItem("audio", b"%d" % at, each) for at, each in enumerate(made)]
         ids = twin.tokenizer.encode(text)
         assert (place(ids, ready, twin.ours)[0] if ready else ids) == twin.token_ids(text, counts)
     with pytest.raises(RequestError, match="too short: it has 512 samples at 16000 Hz, and 513"):

@@ -29,10 +29,10 @@ from quire.data.params import SamplingParams
 from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt
 from quire.frontend.inputs import Prompt
-from quire.frontend.media import MediaReader
-from quire.multimodal.families import Processed, Video
-from quire.multimodal.kitchen import Kitchen, Prepared
-from quire.multimodal.spans import _spans_in
+from quire.frontend.multimodal import MediaInputReader
+from quire.multimodal.placeholders import _spans_in
+from quire.multimodal.processing import MediaProcessor, PreparedItem
+from quire.multimodal.processors import ProcessedItem, Video
 
 WHOLE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 PARTS = (
@@ -164,15 +164,15 @@ def test_tokens_may_have_their_spans_already() -> None:
 
 def test_spans_are_looked_for_token_by_token_and_soon() -> None:
     """Tokens whose bytes hold the span, but not in its place; and such that begin like it everywhere."""
-    whole = Prepared("image", b"", Processed([1, 1]))
-    ready = replace(whole, processed=Processed([256, 256]))
+    whole = PreparedItem("image", b"", ProcessedItem([1, 1]))
+    ready = replace(whole, processed=ProcessedItem([256, 256]))
     assert _spans_in([1, 1, 1, 7], [ready]) is None and offsets([1, 256, 256], [ready]) == [(1, 2)]
     assert offsets([1, 1, 1, 1], [whole, whole]) == [(0, 2), (2, 2)]
-    long = replace(whole, processed=Processed([5] * 16000))
+    long = replace(whole, processed=ProcessedItem([5] * 16000))
     assert _spans_in(([5] * 15999 + [6]) * 8, [long]) is None
 
 
-def offsets(token_ids: list[int], prepared: list[Prepared], *more: Any) -> list[tuple[int, int]] | None:
+def offsets(token_ids: list[int], prepared: list[PreparedItem], *more: Any) -> list[tuple[int, int]] | None:
     found = _spans_in(token_ids, prepared, *more)
     return found and [(item.offset, item.length) for item in found]
 
@@ -183,7 +183,7 @@ def test_spans_are_found_whose_edges_have_melted_into_others() -> None:
     def joined(before: int, after: int) -> int | None:
         return before + after if before < 10 > after and before + after < 10 else None
 
-    item = Prepared("image", b"", Processed([2, 90, 91, 92, 2], [(2, 1)]))
+    item = PreparedItem("image", b"", ProcessedItem([2, 90, 91, 92, 2], [(2, 1)]))
     core = [90, 91, 92]
     assert offsets([50, 2, *core, 2, 50], [item], joined) == [(1, 5)]
     assert offsets([50, 3, *core, 4, 50], [item], joined) == [(2, 4)]
@@ -283,8 +283,8 @@ class Foreseeing(FakeProcessor):
 
 def test_a_video_that_no_prompt_can_hold_is_not_decoded() -> None:
     processor = Foreseeing()
-    kitchen = Kitchen(processor, MultimodalSection(), MediaEnv(), max_tokens=4096)
-    reader = MediaReader("fake", kitchen, {"video": 1})
+    media_processor = MediaProcessor(processor, MultimodalSection(), MediaEnv(), max_tokens=4096)
+    reader = MediaInputReader("fake", media_processor, {"video": 1})
     frames = [picture(90, 90, seed=seed).quantize(4) for seed in range(3)]
     film = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
     part = {"type": "video_url", "video_url": {"url": data_url(film, "video/gif")}}
@@ -295,12 +295,15 @@ def test_a_video_that_no_prompt_can_hold_is_not_decoded() -> None:
 
 def test_models_that_know_only_text_say_so() -> None:
     for reader, words in (
-        (MediaReader("org/llama"), "org/llama is not a multimodal model"),
+        (MediaInputReader("org/llama"), "org/llama is not a multimodal model"),
         (
-            MediaReader("org/vl", lacks_tokenizer=True),
+            MediaInputReader("org/vl", lacks_tokenizer=True),
             "only with its tokenizer, and skip_tokenizer_init is set",
         ),
-        (MediaReader("org/vl", limits={"image": 0}), r"At most 0 image\(s\) may be provided in one prompt"),
+        (
+            MediaInputReader("org/vl", limits={"image": 0}),
+            r"At most 0 image\(s\) may be provided in one prompt",
+        ),
     ):
         with pytest.raises(RequestError, match=words):
             chat_prompt(inputs(reader), turn(image_part()), chat_template=PARTS)

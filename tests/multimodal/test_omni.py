@@ -18,12 +18,12 @@ from tiny_seeing import picture
 
 from quire import LLM, SamplingParams
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.comm.world import World
-from quire.config import weights
-from quire.config.model import read_checkpoint
+from quire.checkpoint import weights
+from quire.checkpoint.model import read_checkpoint
 from quire.errors import RequestError
 from quire.loader import load_model
 from quire.models.towers import TOWERS
+from quire.parallel.world import World
 
 COUNT = 5
 LENGTHS = [481, 1600, 4800, 9600, 9601, 16123, 31990, 32000]

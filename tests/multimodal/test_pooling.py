@@ -22,9 +22,9 @@ from test_qwen import Twin as Qwen
 from test_seeing_engine import prompts as seen_prompts
 
 from quire import LLM
+from quire.configure import configure
+from quire.entrypoints.child_cores import private_engine
 from quire.errors import ConfigError
-from quire.prepare import configure
-from quire.private import private_engine
 from quire.server.app import Application
 from quire.server.settings import make_settings
 

@@ -12,9 +12,9 @@ from tiny import generate_preempted
 from tiny_qwen import FAMILIES, made
 
 from quire import LLM, SamplingParams
-from quire.config.model import read_checkpoint
+from quire.checkpoint.model import read_checkpoint
 from quire.data.params import BeamSearchParams
-from quire.multimodal.families import PROCESSORS, Video
+from quire.multimodal.processors import PROCESSORS, Video
 from quire.text.tokenizer import load_tokenizer
 
 COUNT = 5

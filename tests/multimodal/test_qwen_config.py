@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tiny_qwen import FAMILIES, made
 
-from quire.config.media.qwen import GridFacts
-from quire.config.model import read_checkpoint
+from quire.checkpoint.model import read_checkpoint
+from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.errors import ConfigError
 
 FIRST: dict[str, Any] = {
@@ -89,6 +89,6 @@ def test_what_transformers_saves_is_read(family: str, tmp_path_factory: pytest.T
     text, media = model.config.text_config, facts.media
     assert media is not None
     assert (facts.hidden, len(facts.layers)) == (text.hidden_size, text.num_hidden_layers)
-    taps = getattr(model.config.vision_config, "deepstack_visual_indexes", ())
-    assert (media.levels, media.tower.taps) == (len(taps), tuple(taps))
+    aux_hidden_states = getattr(model.config.vision_config, "deepstack_visual_indexes", ())
+    assert (media.levels, media.tower.aux_layers) == (len(aux_hidden_states), tuple(aux_hidden_states))
     assert media.tower.depth == model.config.vision_config.depth

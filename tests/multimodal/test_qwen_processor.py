@@ -11,10 +11,10 @@ from finished import patches
 from PIL import Image
 from tiny_qwen import BEGIN, END, IMAGE, VIDEO, made
 
-from quire.config.model import read_checkpoint
-from quire.data.media import Item
+from quire.checkpoint.model import read_checkpoint
+from quire.data.multimodal import MediaItem
 from quire.errors import RequestError
-from quire.multimodal.families import PROCESSORS, Processed, Processor, Video
+from quire.multimodal.processors import PROCESSORS, ProcessedItem, Processor, Video
 from quire.text.tokenizer import load_tokenizer
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -39,7 +39,7 @@ def processor_of(family: str, base: Path, settings: Path | None = None) -> Proce
     return processor
 
 
-def pixels_of(processed: Processed) -> Any:
+def pixels_of(processed: ProcessedItem) -> Any:
     return patches(processed.arrays).numpy()
 
 
@@ -172,7 +172,9 @@ def test_times_stand_among_the_frames_where_a_family_has_them(base: Path) -> Non
     assert got.facts["grid"] == [2, 4, 6] and words.decode(got.token_ids[:13]) == "<2.0 seconds>"
 
 
-def _rope_index(model: Any, ids: list[int], items: list[Item], facts: list[Any], steps: list[float]) -> Any:
+def _rope_index(
+    model: Any, ids: list[int], items: list[MediaItem], facts: list[Any], steps: list[float]
+) -> Any:
     kinds = np.zeros(len(ids), np.int32)
     for item in items:
         for first, count in item.places():
@@ -199,7 +201,7 @@ def test_positions_equal_those_of_transformers(family: str, base: Path) -> None:
     processor, draw = processor_of(family, base), np.random.default_rng(2)
     for _ in range(12):
         ids: list[int] = []
-        items: list[Item] = []
+        items: list[MediaItem] = []
         facts: list[Any] = []
         steps: list[float] = []
         for _ in range(draw.integers(1, 5)):
@@ -211,7 +213,9 @@ def test_positions_equal_those_of_transformers(family: str, base: Path) -> None:
             content = Image.fromarray(frames[0]) if modality == "image" else Video(frames, fps=fps)
             got = processor.process(modality, content, {})
             items.append(
-                Item(modality=modality, key=b"", offset=len(ids), length=len(got.token_ids), runs=got.runs)
+                MediaItem(
+                    modality=modality, key=b"", offset=len(ids), length=len(got.token_ids), runs=got.runs
+                )
             )
             facts.append(got.facts)
             steps += [2 / fps] if modality == "video" else []

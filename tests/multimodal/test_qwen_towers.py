@@ -12,13 +12,13 @@ from tiny_qwen import FAMILIES, made
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.comm.world import World
-from quire.config import weights
-from quire.config.model import read_checkpoint
+from quire.checkpoint import weights
+from quire.checkpoint.model import read_checkpoint
 from quire.errors import ConfigError
 from quire.layers import vision
 from quire.loader import load_model
 from quire.models.towers import TOWERS
+from quire.parallel.world import World
 
 GRIDS = [(1, 4, 6), (3, 10, 8), (1, 2, 2), (2, 14, 6)]
 

@@ -12,7 +12,7 @@ from test_qwen import LARGE, SEES, SMALL, WIDE, Twin, asked
 from tiny_seeing import picture
 
 from quire import LLM
-from quire.config.model import read_checkpoint
+from quire.checkpoint.model import read_checkpoint
 
 SIZE = 12
 SETTINGS: dict[str, Any] = {

@@ -18,15 +18,15 @@ from seeing_more import MORE
 from threads import run_threads, tp_worlds
 
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.comm.world import World
-from quire.config.keys import Keys
-from quire.config.media import MEDIA_FAMILIES
-from quire.config.model import read_checkpoint
-from quire.data.media import Array
+from quire.checkpoint.model import read_checkpoint
+from quire.checkpoint.multimodal import MEDIA_FAMILIES
+from quire.checkpoint.reader import ConfigReader
+from quire.data.multimodal import Array
 from quire.errors import RequestError
 from quire.loader import load_model
 from quire.models.towers import TOWERS
-from quire.multimodal.families import Video
+from quire.multimodal.processors import Video
+from quire.parallel.world import World
 
 Tensors = dict[str, torch.Tensor]
 
@@ -229,7 +229,7 @@ def test_short_configurations_of_the_hub_are_completed(tmp_path: Path) -> None:
             "vision_use_head": False,
         },
     }
-    text, media = MEDIA_FAMILIES["Gemma3ForConditionalGeneration"](Keys("config.json", gemma))
+    text, media = MEDIA_FAMILIES["Gemma3ForConditionalGeneration"](ConfigReader("config.json", gemma))
     assert media is not None
     assert (text.get("vocab_size"), text.get("rope_theta"), media.tower.tokens) == (262208, 1e6, 256)
 

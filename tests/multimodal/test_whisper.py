@@ -13,12 +13,12 @@ from seeing import close
 from threads import run_threads, tp_worlds
 
 from quire import LLM, SamplingParams
-from quire.comm.world import World
-from quire.config import weights
-from quire.config.model import read_checkpoint
+from quire.checkpoint import weights
+from quire.checkpoint.model import read_checkpoint
 from quire.errors import ConfigError, RequestError
-from quire.kernels import native
-from quire.multimodal.families import PROCESSORS, Sound
+from quire.kernels.cpu import native
+from quire.multimodal.processors import PROCESSORS, Sound
+from quire.parallel.world import World
 from quire.text.tokenizer import load_tokenizer
 
 COUNT = 8

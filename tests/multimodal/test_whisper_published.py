@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from quire import LLM, SamplingParams
-from quire.frontend.speech import Scribe, pieces_of
+from quire.frontend.speech import Transcriber, pieces_of
 
 END, START, TRANSLATE, TRANSCRIBE, UNTIMED = 50257, 50258, 50358, 50359, 50363
 TASKS = {"transcribe": TRANSCRIBE, "translate": TRANSLATE}
@@ -87,7 +87,7 @@ class Published:
         self.llm = LLM(str(path), dtype="float32", use_tqdm_on_load=False, **sizes)
 
     @property
-    def speech(self) -> Scribe:
+    def speech(self) -> Transcriber:
         found = self.llm.llm_engine.inputs.media.speech
         assert found is not None
         return found

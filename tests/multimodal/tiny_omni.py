@@ -13,10 +13,10 @@ from PIL import Image
 from tiny_seeing import STRONG, make_tokenizer, save_tiny
 from torch.nn import functional as F
 
-from quire.config.model import read_checkpoint
-from quire.multimodal.families import PROCESSORS, Video
-from quire.multimodal.kitchen import Prepared
-from quire.multimodal.spans import place
+from quire.checkpoint.model import read_checkpoint
+from quire.multimodal.placeholders import place
+from quire.multimodal.processing import PreparedItem
+from quire.multimodal.processors import PROCESSORS, Video
 from quire.text.tokenizer import load_tokenizer
 
 NAMES = ["<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>", "<|vis|>", "<|/vis|>", "<|aud|>", "<|/aud|>"]
@@ -159,7 +159,7 @@ class Omni:
         sounds = [self.ours.process("audio", sound(count), {}) for count in content.sounds]
         kinds = ["image"] * len(made) + ["video"] * len(films) + ["audio"] * len(sounds)
         ready = [
-            Prepared(kind, b"%d" % at, each)
+            PreparedItem(kind, b"%d" % at, each)
             for at, (kind, each) in enumerate(zip(kinds, [*made, *films, *sounds], strict=True))
         ]
         ids = self.tokenizer.encode(content.text)

@@ -7,14 +7,14 @@ import pytest
 from oracle import make_tiny
 from zoo import ZOO
 
+from quire.checkpoint.model import Checkpoint
+from quire.checkpoint.weights import count
 from quire.cli import main
 from quire.config.env import Env
-from quire.config.model import Checkpoint
-from quire.config.weights import count
+from quire.configure import configure
 from quire.errors import ConfigError
 from quire.plan.devices import DEVICES, device
-from quire.plan.rates import rates
-from quire.plan.reckon import (
+from quire.plan.estimate import (
     PRECISIONS,
     Wanted,
     cache_of,
@@ -25,8 +25,8 @@ from quire.plan.reckon import (
     smallest,
     weight_bytes,
 )
-from quire.plan.subject import subject
-from quire.prepare import configure
+from quire.plan.model_sizes import subject
+from quire.plan.rates import rates
 from quire.worker.worker import Worker
 
 LLAMA_70B = "layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256"

@@ -9,15 +9,15 @@ import torch
 from formats import TABLES, pack4, pack8, said
 from requantized import error_of, loaded, requantize
 
-from quire.config.keys import Keys
-from quire.config.quant import read_quant
-from quire.config.quant.schemes import BitsAndBytes
+from quire.checkpoint.quant import read_quant
+from quire.checkpoint.quant.schemes import BitsAndBytes
+from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
-from quire.kernels.table import in_halves, scaled, split
+from quire.kernels.reference.nf4 import in_halves, scaled, split
 from quire.quant.bitsandbytes import BitsAndBytesFormat, Packed4
 from quire.quant.experts import ExpertShape
 from quire.quant.plain import PlainFormat
-from quire.quant.shares import Run
+from quire.quant.sharding import Shard
 from quire.quant.weight import LinearShape
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_logits_of_a_checkpoint(family: str, kind: str, nested: bool, tmp_path: 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_an_example_of_the_package(kind: Any) -> None:
     """The first of two numbers is in the high half of a byte."""
-    packed = Packed4(1, (Run(1),), Run(64), BitsAndBytes(kind), CPU)
+    packed = Packed4(1, (Shard(1),), Shard(64), BitsAndBytes(kind), CPU)
     packed.codes[0, :, 0] = torch.tensor([*bytes.fromhex(EXAMPLES[kind])], dtype=torch.uint8)
     packed.absmax.fill_(1.0)
     packed.table[0] = TABLES[kind]
@@ -58,7 +58,7 @@ def test_an_example_of_the_package(kind: Any) -> None:
 
 def test_halves_for_the_gpu_stand_for_the_same() -> None:
     torch.manual_seed(0)
-    packed = Packed4(1, (Run(6),), Run(256), BitsAndBytes("nf4"), CPU)
+    packed = Packed4(1, (Shard(6),), Shard(256), BitsAndBytes("nf4"), CPU)
     packed.codes.random_(0, 256)
     packed.absmax.uniform_(0.1, 1)
     packed.table[0] = TABLES["nf4"]
@@ -99,12 +99,12 @@ def test_in_bfloat16_on_every_device(device: str) -> None:
 )
 def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        read_quant(Keys("config.json", {"quantization_config": said("nf4") | changes}))
+        read_quant(ConfigReader("config.json", {"quantization_config": said("nf4") | changes}))
 
 
 def test_what_is_skipped() -> None:
     facts = read_quant(
-        Keys("c", {"quantization_config": said("nf4", True) | {"llm_int8_skip_modules": ["up_proj"]}})
+        ConfigReader("c", {"quantization_config": said("nf4", True) | {"llm_int8_skip_modules": ["up_proj"]}})
     )
     assert facts is not None and facts.scheme("a.up_proj") is None
     assert facts.scheme("a.down_proj") == BitsAndBytes("nf4", True)

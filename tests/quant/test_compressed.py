@@ -8,10 +8,10 @@ import torch
 from requantized import error_of, loaded, requantize
 from torch import Tensor
 
-from quire.config.keys import Keys
-from quire.config.quant import read_quant
-from quire.config.quant.facts import QuantFacts
-from quire.config.quant.schemes import Fp8, Grouped, Int8
+from quire.checkpoint.quant import read_quant
+from quire.checkpoint.quant.facts import QuantFacts
+from quire.checkpoint.quant.schemes import Fp8, Grouped, Int8
+from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
@@ -31,7 +31,7 @@ def read(
     named = {f"group_{i}": each for i, each in enumerate(groups)}
     method = {} if key == "compression_config" else {"quant_method": "compressed-tensors"}
     said = method | {"format": format, "config_groups": named} | more
-    facts = read_quant(Keys("config.json", {key: said}))
+    facts = read_quant(ConfigReader("config.json", {key: said}))
     assert facts is not None and facts.method == "compressed-tensors"
     return facts
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.config.quant import ONLINE, choose_quant
-from quire.config.quant.facts import QuantFacts, Rule, all_but
-from quire.config.quant.schemes import Fp8, Grouped
+from quire.checkpoint.quant import ONLINE, choose_quant
+from quire.checkpoint.quant.facts import LayerRule, QuantFacts, all_but
+from quire.checkpoint.quant.schemes import Fp8, Grouped
 from quire.errors import ConfigError
 from quire.quant import formats
 from quire.quant.experts import ExpertShape
 from quire.quant.formats import SchemeFormat
-from quire.quant.plain import Plain, PlainFormat
-from quire.quant.several import Several
+from quire.quant.mixed import MixedWeight
+from quire.quant.plain import PlainFormat, PlainWeight
 from quire.quant.weight import LinearShape, lend, lent
 
 SHAPE = LinearShape(32, (16,), False, torch.float32, torch.device("cpu"))
@@ -37,7 +37,7 @@ def _table(monkeypatch: pytest.MonkeyPatch) -> None:
 def kept(format: SchemeFormat, *parts: str, shape: LinearShape = SHAPE) -> bool:
     """Whether a layer is in a scheme."""
     weight = format.linear(parts, shape)
-    assert isinstance(weight, Plain)
+    assert isinstance(weight, PlainWeight)
     return weight.weight.dtype == torch.bfloat16
 
 
@@ -62,10 +62,10 @@ def test_nothing_is_narrowed_that_may_not_be() -> None:
 
 def test_parts_that_disagree_are_computed_side_by_side() -> None:
     """Biases and orders of another part; experts cannot."""
-    facts = QuantFacts("x", (Rule("[qk]_proj", INT4), Rule("z_proj", Fp8())))
+    facts = QuantFacts("x", (LayerRule("[qk]_proj", INT4), LayerRule("z_proj", Fp8())))
     format = SchemeFormat(facts, PlainFormat(), None)
     weight = format.linear(("q_proj", "k_proj", "v_proj"), replace(SHAPE, sizes_out=(16, 8, 4), bias=True))
-    assert isinstance(weight, Several)
+    assert isinstance(weight, MixedWeight)
     whole, biases = torch.randn(28, 32).bfloat16().float(), torch.randn(28)
     for part, own, bias in zip(
         weight.parts(), whole.split([16, 8, 4]), biases.split([16, 8, 4]), strict=True

@@ -10,12 +10,12 @@ from oracle import load_tiny, make_tiny
 from requantized import error_of, loaded, requantize
 from torch import Tensor
 
-from quire.config.keys import Keys
-from quire.config.quant import ONLINE, read_quant
-from quire.config.quant.schemes import Fp8
+from quire.checkpoint.quant import ONLINE, read_quant
+from quire.checkpoint.quant.schemes import Fp8
+from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
-from quire.kernels import native
-from quire.kernels.fp8 import E4M3, Scaled, linear_reference, narrowed, widened
+from quire.kernels.cpu import native
+from quire.kernels.reference.fp8 import E4M3, Scaled, linear_reference, narrowed, widened
 from quire.quant.experts import ExpertShape
 from quire.quant.fp8 import Fp8Experts, Fp8Format, Fp8Weight
 from quire.quant.plain import PlainFormat
@@ -185,7 +185,7 @@ def test_experts_with_one_scale_of_gate_and_up() -> None:
 
 
 def read(**said: Any) -> Fp8 | None:
-    facts = read_quant(Keys("config.json", {"quantization_config": said}))
+    facts = read_quant(ConfigReader("config.json", {"quantization_config": said}))
     assert facts is not None
     scheme = facts.scheme("model.layers.0.mlp.up_proj")
     assert scheme is None or isinstance(scheme, Fp8)

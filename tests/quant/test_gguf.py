@@ -11,14 +11,14 @@ from gguf_files import make_tiny_gguf, write_gguf
 from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
 from packed import stored
 
-from quire.kernels import native
-from quire.kernels.experts import ExpertWeights, mix
-from quire.kernels.linear import linear_reference
-from quire.kernels.quantized import unpack_reference
+from quire.kernels.cpu import native
+from quire.kernels.cpu.gguf import unpack_reference
+from quire.kernels.cpu.linear import linear_reference
+from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.loader.gguf import GGUFSource
 from quire.quant.experts import ExpertShape, StoredExperts
-from quire.quant.gguf import GGUFFormat, Packed
-from quire.quant.plain import Plain, PlainExperts, PlainFormat
+from quire.quant.gguf import GGUFFormat, GGUFWeight
+from quire.quant.plain import PlainExperts, PlainFormat, PlainWeight
 from quire.quant.weight import LinearShape, Weight
 
 CPU = torch.device("cpu")
@@ -63,15 +63,15 @@ def experts_of(parts: list[tuple[Any, ...]], shape: ExpertShape) -> StoredExpert
 )
 def test_packed_only_where_every_part_can_be(parts: list[tuple[Any, ...]], packed: bool) -> None:
     """A layer with a type that has no kernel, taken for packed bytes."""
-    assert isinstance(linear_of(parts), Packed if packed else Plain)
+    assert isinstance(linear_of(parts), GGUFWeight if packed else PlainWeight)
 
 
 def test_unpacked_without_kernels_for_device_or_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(linear_of([("Q4_1", 16, 64)], ELSEWHERE), Plain)
+    assert isinstance(linear_of([("Q4_1", 16, 64)], ELSEWHERE), PlainWeight)
     half = LinearShape(64, (16,), False, torch.float16, CPU)
-    assert isinstance(format_of([("Q4_1", 16, 64)]).linear(("0",), half), Plain)
+    assert isinstance(format_of([("Q4_1", 16, 64)]).linear(("0",), half), PlainWeight)
     monkeypatch.setattr(native, "library", lambda: None)
-    assert isinstance(linear_of([("Q4_1", 16, 64)]), Plain)
+    assert isinstance(linear_of([("Q4_1", 16, 64)]), PlainWeight)
 
 
 @needs_native
@@ -210,7 +210,7 @@ def test_a_layer_is_repacked_before_the_next_is_read(tmp_path: Path, monkeypatch
         monkeypatch.setattr(kind, name, note)
 
     noted(GGUFSource, "fill", "read")
-    noted(Packed, "finish", "repacked")
+    noted(GGUFWeight, "finish", "repacked")
     load_tiny(write_gguf(tmp_path / "m.gguf", hf_model, "Q8_0"), packed=True)
     runs = "".join("r" if event == "read" else " " for event in events).split()
     assert events.count("repacked") >= 4 * 4 + 1 and max(map(len, runs)) < 8

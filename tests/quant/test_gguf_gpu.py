@@ -10,11 +10,11 @@ from gguf_files import make_tiny_gguf
 from oracle import load_tiny, random_prompts, run_hf, run_paged
 from packed import stored
 
-from quire.kernels.linear import linear_reference
-from quire.kernels.quantized import unpack_reference
+from quire.kernels.cpu.gguf import unpack_reference
+from quire.kernels.cpu.linear import linear_reference
 from quire.quant import gguf
 from quire.quant.experts import ExpertShape
-from quire.quant.gguf import GGUFFormat, PackedExpertsOnGPU, PackedOnGPU
+from quire.quant.gguf import GGUFExpertsOnGPU, GGUFFormat, GGUFWeightOnGPU
 from quire.quant.weight import LinearShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,7 +26,7 @@ def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
     """A part in the place of another, a bias at the wrong output."""
     torch.manual_seed(0)
     sizes, columns = (8, 5, 7), 256
-    weight = PackedOnGPU(kinds, LinearShape(columns, sizes, bias, torch.float16, DEVICE))
+    weight = GGUFWeightOnGPU(kinds, LinearShape(columns, sizes, bias, torch.float16, DEVICE))
     x, expected = torch.randn(2, columns, device=DEVICE).half(), []
     for i, (kind, size, part) in enumerate(zip(kinds, sizes, weight.parts(), strict=True)):
         part["weight"].tensor.data = stored(kind, size, columns, i)
@@ -55,10 +55,10 @@ def test_packed_only_where_every_part_can_be() -> None:
         return format.experts(("0", "1", "2"), shape)
 
     assert all(
-        isinstance(layer(*kinds), PackedOnGPU) for kinds in (("Q4_K",), ("IQ4_XS", "Q6_K"), ("MXFP4",))
+        isinstance(layer(*kinds), GGUFWeightOnGPU) for kinds in (("Q4_K",), ("IQ4_XS", "Q6_K"), ("MXFP4",))
     )
     assert layer("IQ2_XS") == layer("Q4_K", "F16") == layer() == "plain"
-    assert isinstance(experts(32, "Q4_0", "Q4_0", "Q8_0"), PackedExpertsOnGPU)
+    assert isinstance(experts(32, "Q4_0", "Q4_0", "Q8_0"), GGUFExpertsOnGPU)
     assert experts(32, "Q4_0", "Q4_1", "Q8_0") == experts(34, "Q4_0", "Q4_0", "Q8_0") == "plain"
 
 
@@ -68,12 +68,12 @@ def test_logits_match_the_model_it_was_written_from(
     family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gate and up in each other's place, experts of another, rows of the embedding or the head."""
-    monkeypatch.setattr(gguf, "Packed", PackedOnGPU)
-    monkeypatch.setattr(gguf, "PackedExperts", PackedExpertsOnGPU)
+    monkeypatch.setattr(gguf, "Packed", GGUFWeightOnGPU)
+    monkeypatch.setattr(gguf, "PackedExperts", GGUFExpertsOnGPU)
     overrides: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 64, "tie_word_embeddings": True}
     path, hf_model = make_tiny_gguf(family, tmp_path, kind, **overrides)
     model = load_tiny(path, packed=True)
-    assert any(isinstance(module, PackedOnGPU) for module in model.modules())
+    assert any(isinstance(module, GGUFWeightOnGPU) for module in model.modules())
     ids = random_prompts(3, vocab=64)[0]
     ours, expected = run_paged(model, [ids], [[2], [1]])[0], run_hf(hf_model, ids)
     assert (ours - expected).norm() / expected.norm() < 1e-2

@@ -11,14 +11,14 @@ from oracle import load_tiny, make_tiny
 from requantized import error_of, loaded, requantize
 from torch import Tensor
 
-from quire.config.quant import ONLINE
-from quire.config.quant.schemes import Int8
+from quire.checkpoint.quant import ONLINE
+from quire.checkpoint.quant.schemes import Int8
 from quire.errors import ConfigError
-from quire.kernels import native
-from quire.kernels.experts import ExpertWeights, mix
-from quire.kernels.int8 import Codes, fits_blocks, narrow, product_reference
+from quire.kernels.cpu import native
+from quire.kernels.reference.int8 import Int8Codes, fits_blocks, narrow, product_reference
+from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape
-from quire.quant.int8 import Int8Format, Narrowed, NarrowedExperts, Stored
+from quire.quant.int8 import Int8Format, Int8Quantized, Int8QuantizedExperts, Int8Stored
 from quire.quant.plain import PlainFormat
 from quire.quant.weight import LinearShape
 
@@ -34,7 +34,7 @@ def test_logits_of_a_checkpoint(family: str, by: str, tmp_path: Path) -> None:
     config = compressed("int-quantized", "int", by)
     path, twin = requantize(family, tmp_path, config, partial(pack_int8, by, False))
     model = loaded(path)
-    assert any(isinstance(module, Stored) for module in model.modules())
+    assert any(isinstance(module, Int8Stored) for module in model.modules())
     assert error_of(model, twin) < 2e-3
 
 
@@ -43,7 +43,7 @@ def test_logits_of_what_is_narrowed_while_it_is_loaded(family: str, tmp_path: Pa
     path, twin = make_tiny(family, tmp_path)
     model = load_tiny(path, quant=ONLINE["int8"])
     kinds = {type(module) for module in model.modules()}
-    assert Narrowed in kinds and (family == "llama") != (NarrowedExperts in kinds)
+    assert Int8Quantized in kinds and (family == "llama") != (Int8QuantizedExperts in kinds)
     assert error_of(model, twin) < 5e-2  # of rounding the weights alone, which the twin does not
 
 
@@ -75,11 +75,11 @@ def test_parts_with_different_scales(
 
 def test_a_scale_that_float16_would_lose_is_not_made_a_block() -> None:
     codes = torch.randint(-127, 127, (4, 32), dtype=torch.int8)
-    assert fits_blocks(Codes(codes, torch.full((4,), 3e-4))) and not fits_blocks(
-        Codes(codes, torch.full((4,), 1e-7))
+    assert fits_blocks(Int8Codes(codes, torch.full((4,), 3e-4))) and not fits_blocks(
+        Int8Codes(codes, torch.full((4,), 1e-7))
     )
-    assert fits_blocks(Codes(torch.zeros_like(codes), torch.full((4,), 1e-7)))
-    assert not fits_blocks(Codes(codes, torch.full((4,), 1e6)))
+    assert fits_blocks(Int8Codes(torch.zeros_like(codes), torch.full((4,), 1e-7)))
+    assert not fits_blocks(Int8Codes(codes, torch.full((4,), 1e6)))
 
 
 def test_what_is_narrowed_keeps_small_and_large_outputs() -> None:
@@ -94,7 +94,7 @@ def test_what_is_narrowed_keeps_small_and_large_outputs() -> None:
 def test_only_one_layer_is_wide_at_a_time() -> None:
     """Else a model takes as much memory while it is loaded as it is to save."""
     torch.manual_seed(0)
-    weight = Narrowed(SHAPE, lambda: PlainFormat().linear(("a",), SHAPE))
+    weight = Int8Quantized(SHAPE, lambda: PlainFormat().linear(("a",), SHAPE))
     assert sum(parameter.untyped_storage().nbytes() for parameter in weight.parameters()) < 1000
     weight.begin()
     for part in weight.parts():
@@ -102,8 +102,10 @@ def test_only_one_layer_is_wide_at_a_time() -> None:
         part["bias"].tensor.zero_()
     values = torch.cat([part["weight"].tensor for part in weight.parts()])
     weight.finish()
-    kept_as = torch.float32 if native.library() is None else torch.uint8
-    assert {parameter.dtype for name, parameter in weight.named_parameters() if name != "bias"} == {kept_as}
+    cache_dtype = torch.float32 if native.library() is None else torch.uint8
+    assert {parameter.dtype for name, parameter in weight.named_parameters() if name != "bias"} == {
+        cache_dtype
+    }
     x = torch.randn(2, 64)
     torch.testing.assert_close(weight(x), product_reference(x, narrow(values)), rtol=1e-3, atol=1e-3)
 

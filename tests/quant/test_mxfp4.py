@@ -7,11 +7,11 @@ import torch
 from formats import E2M1, gpt_oss
 from oracle import load_tiny, random_prompts, run_hf, run_paged
 
-from quire.config.model import read_checkpoint
-from quire.config.quant.schemes import Mxfp4
+from quire.checkpoint.model import read_checkpoint
+from quire.checkpoint.quant.schemes import Mxfp4
 from quire.errors import ConfigError
-from quire.kernels import native
-from quire.kernels.mxfp4 import in_halves, unpack
+from quire.kernels.cpu import native
+from quire.kernels.reference.mxfp4 import in_halves, unpack
 from quire.quant.experts import ExpertShape
 from quire.quant.mxfp4 import Mxfp4Experts, Mxfp4Format
 from quire.quant.plain import PlainFormat

@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.config.facts import MoeFacts, Routing
-from quire.kernels import native
-from quire.kernels.linear import Product
-from quire.kernels.ops import Entry
+from quire.checkpoint.facts import MoeFacts, Routing
+from quire.kernels.cpu import native
+from quire.kernels.cpu.linear import LinearProduct
+from quire.kernels.ops import HeadEntry
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.mlp import MLP
-from quire.layers.moe import Router
+from quire.layers.moe import ExpertRouter
 from quire.layers.scope import Scope
-from quire.quant.plain import Plain
+from quire.quant.plain import PlainWeight
 from quire.quant.weight import LinearShape, Weight
 
 SHAPE = LinearShape(8, (6,), False, torch.float32, torch.device("cpu"))
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Able(Plain):
+class Able(PlainWeight):
     """Has all abilities, each with an answer of its own."""
 
     def finish(self) -> None:
@@ -31,16 +31,16 @@ class Able(Plain):
         self.entered = self.enter
         self.chosen = self.choose
 
-    def enter(self, x: Tensor, entry: Entry) -> Tensor | None:
+    def enter(self, x: Tensor, entry: HeadEntry) -> Tensor | None:
         return torch.full((1,), 2.0) if len(x) == 1 else None
 
     def choose(self, x: Tensor, *, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         return torch.full((1,), 3.0), torch.full((1,), routing.per_token)
 
 
-def made(shape: LinearShape, kept_as: torch.dtype | None = None) -> Weight:
+def made(shape: LinearShape, cache_dtype: torch.dtype | None = None) -> Weight:
     torch.manual_seed(0)
-    weight = Plain(shape, kept_as)
+    weight = PlainWeight(shape, cache_dtype)
     weight.weight.copy_(torch.randn(6, 8))
     weight.finish()
     return weight
@@ -61,7 +61,7 @@ def ready(layer: Linear) -> None:
 def test_a_cpu_has_no_fused_products() -> None:
     weight = made(SHAPE)
     assert weight.gated is weight.entered is weight.chosen is None
-    assert isinstance(weight.product, Product) == (native.library() is not None)
+    assert isinstance(weight.product, LinearProduct) == (native.library() is not None)
 
 
 @pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
@@ -108,13 +108,13 @@ def test_a_way_into_the_cache_that_does_not_fit_is_not_taken(scope: Scope) -> No
     layer, cache = QKVLinear(8, 2, 1, 4, scope), torch.zeros(1, 4, 1, 4)
     ready(layer)
     table, places = torch.zeros(8, 4), torch.arange(2)
-    entries = [Entry(2, table, places[:n], places[:n], cache, cache.clone(), None) for n in (1, 2)]
+    entries = [HeadEntry(2, table, places[:n], places[:n], cache, cache.clone(), None) for n in (1, 2)]
     assert layer(X[:1], entries[0]).tolist() == [2.0]
     assert layer(X, entries[1]).shape == (2, 2, 4)
 
 
 def test_a_router_asks_its_weight(scope: Scope) -> None:
-    layer = Router(8, MoeFacts(experts=4, intermediate=8, routing=Routing(2)), scope)
+    layer = ExpertRouter(8, MoeFacts(experts=4, intermediate=8, routing=Routing(2)), scope)
     ready(layer)
     assert [float(part) for part in layer(X, None)] == [3.0, 2.0]
 
@@ -127,6 +127,6 @@ def test_a_layer_in_float32_does_not_round_what_it_makes_of_narrower_numbers(
     if not in_c:
         monkeypatch.setattr(native, "library", lambda: None)
     weight = made(SHAPE)
-    assert isinstance(weight, Plain)
+    assert isinstance(weight, PlainWeight)
     for x in (X, X.bfloat16()):
         torch.testing.assert_close(weight(x), x.float() @ weight.weight.T)

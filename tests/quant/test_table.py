@@ -11,10 +11,10 @@ from formats import SIZES, STORED
 from requantized import error_of, loaded, requantize
 from safetensors.torch import load_file, save_file
 
-from quire.config.quant import METHODS
-from quire.config.quant.schemes import Scheme
+from quire.checkpoint.quant import METHODS
+from quire.checkpoint.quant.schemes import Scheme
 from quire.errors import ConfigError
-from quire.quant.plain import Plain, PlainExperts
+from quire.quant.plain import PlainExperts, PlainWeight
 
 ELSEWHERE = {"modelopt": "test_fp8.py", "mxfp4": "test_mxfp4.py"}
 
@@ -26,7 +26,7 @@ def test_logits(name: str, family: str, tmp_path: Path) -> None:
     config, pack = STORED[name]
     path, twin = requantize(family, tmp_path, config, pack, **SIZES[family])
     model = loaded(path)
-    plain = {name for name, module in model.named_modules() if isinstance(module, Plain | PlainExperts)}
+    plain = {name for name, module in model.named_modules() if isinstance(module, PlainWeight | PlainExperts)}
     unpacked = {"nf4", "fp4", "gptq act-order"}
     assert all("proj" not in each for each in plain) or name in unpacked, plain
     assert error_of(model, twin) < 5e-3

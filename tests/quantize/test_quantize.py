@@ -14,9 +14,9 @@ from tiny_text import VOCAB, TextModel, text_model
 from torch import Tensor
 from zoo import LLAMA3, TIED
 
+from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.model import read_checkpoint
 from quire.cli import main
-from quire.config.gguf import GGUFFile
-from quire.config.model import read_checkpoint
 from quire.quantize import compressed
 from quire.quantize.schemes import SCHEMES
 from quire.text.tokenizer import load_tokenizer

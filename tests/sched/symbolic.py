@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from quire.config.layout import CacheLayout, CacheSpec, has_states, layout
+from quire.checkpoint.layout import CacheLayout, CacheSpec, has_states, layout
 from quire.core.engine_core import EngineCore
-from quire.data.media import Media
+from quire.data.multimodal import Media
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, Masks, RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
 from quire.errors import EngineDead
 from quire.executor import Pending
-from quire.sched.drafting import Drafting
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
+from quire.sched.spec import Drafting
 
 FULL, LATENT = CacheSpec("full", numbers=8), CacheSpec("latent", planes=1, numbers=16)
 NARROW, WIDE = (CacheSpec("window", numbers=8, window=window) for window in (6, 13))

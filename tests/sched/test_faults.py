@@ -182,7 +182,7 @@ def test_a_batch_that_failed_is_halved_and_grows_again_slowly(monkeypatch: pytes
     ids=["nothing known", "decodes", "rows went well", "tokens went well", "no longer", "neither any more"],
 )
 def test_what_is_halved(passed: tuple[int, int], failed: tuple[int, int], left: tuple[int, int]) -> None:
-    limits = step_limits.Limits(max_rows=32, max_tokens=512)
+    limits = step_limits.StepLimits(max_rows=32, max_tokens=512)
     limits.passed(*passed)
     limits.shrink(*failed)
     assert (limits.max_rows, limits.max_tokens) == left

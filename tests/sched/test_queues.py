@@ -7,7 +7,7 @@ from symbolic import Engine
 
 from quire.data.params import SamplingParams
 from quire.data.request import Request
-from quire.sched.queues import LINES, FcfsLine
+from quire.sched.queues import LINES, FcfsQueue
 
 Ranked = tuple[tuple[float, ...], Request]
 
@@ -81,7 +81,7 @@ def test_the_dead_never_outnumber_the_living(policy: str) -> None:
         request = make_request(number)
         line.push(request)
         line.remove(request)
-        assert len(line) == 1 and len(line._line if isinstance(line, FcfsLine) else line._heap) <= 2
+        assert len(line) == 1 and len(line._line if isinstance(line, FcfsQueue) else line._heap) <= 2
 
 
 @pytest.mark.parametrize("policy", LINES)

@@ -9,7 +9,7 @@ from symbolic import Engine, continuation
 
 from quire.data.params import RepetitionDetectionParams, SamplingParams
 from quire.data.plan import StepOutput, StepPlan, StepResult
-from quire.sched import victims
+from quire.sched import preemption
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
@@ -144,7 +144,7 @@ def test_preempted_requests_come_back_with_the_same_tokens() -> None:
 
 def test_preemption_warns_with_count_and_remedies_but_not_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(victims.log, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(preemption.log, "warning", lambda text, *values: said.append(text % values))
     engine = Engine(num_blocks=9, max_num_seqs=8)
     for i in range(4):
         engine.add(str(i), prompt(8, 20 * i), count=20)

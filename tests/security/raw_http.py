@@ -12,9 +12,9 @@ import uvloop
 from fake_engine import FakeEngine
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.server.http.sockets import bind
 from quire.server.main import serve
 from quire.server.settings import make_settings
-from quire.server.sockets import bind
 
 PATIENCE_S = 60.0
 """Ends a test that hangs."""

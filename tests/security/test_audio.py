@@ -60,7 +60,7 @@ def test_a_length_that_lies_ends_with_the_file() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_samples_have_an_upper_bound(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.multimodal.sound.MAX_SAMPLES", 10_000)
+    monkeypatch.setattr("quire.multimodal.audio.MAX_SAMPLES", 10_000)
     engine = seeing()
     data = silence(100_000) if packed else wav(np.zeros((100_000, 1), np.int16))
     assert not packed or len(data) < 20_000

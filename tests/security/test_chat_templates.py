@@ -69,7 +69,7 @@ def test_a_template_that_takes_too_long_is_400_and_others_are_answered(
             assert others_answered.wait(60)
         return chat_prompt(*args, **kwargs)
 
-    monkeypatch.setattr("quire.server.prompts.chat_prompt", rendering)
+    monkeypatch.setattr("quire.server.openai.prompts.chat_prompt", rendering)
     engine = FakeEngine()
     application = Application(engine, make_settings(TRUSTED))
     transport = httpx.ASGITransport(application.asgi)

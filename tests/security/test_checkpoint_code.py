@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from quire.errors import ConfigError
-from quire.loader.adapter_files import AdapterFiles
+from quire.loader.lora_files import LoRAFiles
 from quire.loader.pt import load_pickle, load_pickle_bytes
 from quire.text.tokenizer import load_tokenizer
 
@@ -51,7 +51,7 @@ def test_a_pickle_that_is_replaced_while_it_is_read_keeps_the_hashed_tensors(
         return load(*args, **options)
 
     monkeypatch.setattr(torch, "load", replaced_before)
-    with AdapterFiles(tmp_path) as files:
+    with LoRAFiles(tmp_path) as files:
         contents = files.contents()
     assert contents.tensors["weight"].tolist() == [0.0] * 4
 

@@ -18,20 +18,20 @@ import numpy as np
 import pytest
 import zmq
 
+from quire.config.data_parallel import lay_out
 from quire.config.sections import ParallelSection
-from quire.config.topology import lay_out
 from quire.core import clients as clients_module
-from quire.core import lockstep as lockstep_module
+from quire.core import dp_sync as lockstep_module
 from quire.core.clients import Clients
-from quire.core.lockstep import Count, Hello, Lockstep
+from quire.core.dp_sync import Count, Lockstep, SyncHello
 from quire.data.plan import StepPlan
-from quire.data.wire import Call, encode
+from quire.data.wire import ControlCall, encode
 from quire.data.wire import Hello as ClientHello
-from quire.dist import roll as roll_module
-from quire.dist.cluster_token import secure
-from quire.dist.roll import Announcer, Enlist, Roll
+from quire.entrypoints.launch import Supervisor
 from quire.errors import ConfigError
-from quire.launch import Supervisor
+from quire.system import node_registry as roll_module
+from quire.system.cluster_token import secure
+from quire.system.node_registry import Announcer, JoinNode, NodeRegistry
 
 PATIENCE_S = 60.0
 TOKEN = "the secret of the deployment"
@@ -155,7 +155,7 @@ def test_a_stranger_at_the_port_of_rounds_changes_nothing(
     engines.open(0, 1)
     engines.meet()
     engines.round(3, 1)
-    foreign = [pack(Count(7, 1)), pack(Count(1, 5)), pack(Hello(1, "")), pack(Hello(1, "guess"))]
+    foreign = [pack(Count(7, 1)), pack(Count(1, 5)), pack(SyncHello(1, "")), pack(SyncHello(1, "guess"))]
     connect_and_leave(engines.address)
     with stranger(engines.address) as plain, stranger(engines.address, "guess") as other:
         named = stranger(engines.address, identity=(1).to_bytes(4, "big"))
@@ -176,12 +176,12 @@ def test_a_stranger_at_the_port_of_rounds_changes_nothing(
 def test_a_stranger_is_not_met_in_place_of_an_engine(engines: Engines) -> None:
     engines.open(0)
     with stranger(engines.address, identity=(1).to_bytes(4, "big")) as first, ExitStack() as stack:
-        for message in (*NOISE, pack(Hello(1, "guess")), pack(Count(0, 1))):
+        for message in (*NOISE, pack(SyncHello(1, "guess")), pack(Count(0, 1))):
             offer(first, message)
         connect_and_leave(engines.address)
         with_token = stack.enter_context(stranger(engines.address, TOKEN))
         for rank in (0, 2, -1, 1 << 40):
-            with_token.send(pack(Hello(rank, TOKEN)))
+            with_token.send(pack(SyncHello(rank, TOKEN)))
         time.sleep(0.3)
         assert not engines.steps, "the hub waits for the real engine"
         engines.open(1)
@@ -217,13 +217,13 @@ def test_an_engine_with_another_token_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def roll(tmp_path: Path, encrypted: bool) -> Iterator[Roll]:
-    made = Roll("127.0.0.1", free_port(), size=2, awaited=(1,), folder=tmp_path, token=TOKEN)
+def roll(tmp_path: Path, encrypted: bool) -> Iterator[NodeRegistry]:
+    made = NodeRegistry("127.0.0.1", free_port(), size=2, awaited=(1,), folder=tmp_path, token=TOKEN)
     yield made
     made.close()
 
 
-def test_a_machine_without_the_token_enlists_nothing(roll: Roll, tmp_path: Path) -> None:
+def test_a_machine_without_the_token_enlists_nothing(roll: NodeRegistry, tmp_path: Path) -> None:
     host, _, port = roll._place.rpartition(":")
     for token in ("", "guess"):
         node = Announcer(host, int(port), size=2, addresses={1: "tcp://10.9.9.9:1"}, token=token)
@@ -232,10 +232,10 @@ def test_a_machine_without_the_token_enlists_nothing(roll: Roll, tmp_path: Path)
         ):
             until(lambda: False, roll.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))  # noqa: B023
         node.close()
-    assert roll.missing == [1] and not Roll.file_of(tmp_path, 1).exists()
+    assert roll.missing == [1] and not NodeRegistry.file_of(tmp_path, 1).exists()
     real = Announcer(host, int(port), size=2, addresses={1: "tcp://10.0.0.1:4001"}, token=TOKEN)
     until(lambda: roll.was_complete, roll.listen, lambda: real.tick(is_up=True, timeout_s=PATIENCE_S))
-    assert Roll.file_of(tmp_path, 1).read_text() == "tcp://10.0.0.1:4001"
+    assert NodeRegistry.file_of(tmp_path, 1).read_text() == "tcp://10.0.0.1:4001"
     real.close()
 
 
@@ -243,10 +243,10 @@ def test_a_machine_without_the_token_enlists_nothing(roll: Roll, tmp_path: Path)
     "address",
     ["tcp://one", "ipc:///tmp/other", "tcp://a:1\n", "inproc://x", "tcp://h:99999999", "", "x" * 9999],
 )
-def test_only_addresses_of_cores_are_written_down(roll: Roll, tmp_path: Path, address: str) -> None:
-    noted = roll._note(b"node", Enlist("node", 2, TOKEN, {1: address}))
+def test_only_addresses_of_cores_are_written_down(roll: NodeRegistry, tmp_path: Path, address: str) -> None:
+    noted = roll._note(b"node", JoinNode("node", 2, TOKEN, {1: address}))
     assert "is no address of a core: expected tcp://HOST:PORT" in noted.problem and len(noted.problem) < 200
-    assert roll.missing == [1] and not Roll.file_of(tmp_path, 1).exists()
+    assert roll.missing == [1] and not NodeRegistry.file_of(tmp_path, 1).exists()
 
 
 @pytest.mark.parametrize("flags", [{}, {"enable_expert_parallel": True}, {"data_parallel_rank": 1}])
@@ -290,7 +290,7 @@ def test_a_core_reads_nothing_of_a_peer_without_the_token(encrypted: bool) -> No
     """Calls too: a method of the workers is called for API processes of the deployment only."""
     address = f"tcp://127.0.0.1:{free_port()}"
     clients = Clients(address, lambda _: None, token=TOKEN)
-    call = encode(Call(1, "collective_rpc", {"method": "report"}))
+    call = encode(ControlCall(1, "collective_rpc", {"method": "report"}))
     with ExitStack() as stack:
         peers = [stack.enter_context(stranger(address, token)) for token in ("", "guess")]
         for peer in peers:
@@ -305,7 +305,7 @@ def test_a_core_reads_nothing_of_a_peer_without_the_token(encrypted: bool) -> No
         until(lambda: len(received) == 2, lambda: received.append(clients.receive()) or _compact(received))
         time.sleep(0.1)
         assert clients.receive() is None
-        assert [type(message) for _, message in received] == [ClientHello, Call]
+        assert [type(message) for _, message in received] == [ClientHello, ControlCall]
         assert len(clients.known) == 1
     clients.close()
 

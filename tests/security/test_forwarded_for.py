@@ -10,9 +10,9 @@ import httpx
 import pytest
 from fake_engine import FakeEngine
 
+from quire.server.http.sockets import bind
 from quire.server.main import serve
 from quire.server.settings import make_settings
-from quire.server.sockets import bind
 
 FALSE = "203.0.113.7"
 HEADERS = {"x-forwarded-for": FALSE, "x-real-ip": FALSE, "forwarded": f"for={FALSE}"}

@@ -13,13 +13,13 @@ import pytest
 from ask import CHAT, COMPLETIONS, ask, refused
 from fake_engine import FakeEngine
 
-from quire import grammar
 from quire.data.params import SamplingParams, StructuredOutputsParams
-from quire.data.plan import TOO_COMPLEX, Finish
+from quire.data.plan import TOO_COMPLEX, FinishReason
 from quire.data.request import Request
-from quire.frontend.flight import failure
-from quire.grammar import Grammars, Vocabulary
+from quire.frontend.in_flight import failure
 from quire.sched.stops import why_stopped
+from quire.text import grammar
+from quire.text.grammar import Grammars, Vocabulary
 
 BYTES = Vocabulary([*(bytes([id]) for id in range(256)), b""], [256], (256,), lambda text: [*text.encode()])
 REGEX = "|".join(f"[a-z]{number}" for number in range(300))
@@ -140,5 +140,5 @@ def test_a_limit_of_the_library_is_told_apart_from_a_dead_end() -> None:
 def test_a_client_is_told_that_its_grammar_is_too_complex() -> None:
     request = Request(id="a", tokens=[1, 2], params=SamplingParams(), prompt_len=1, limit=9, seed=0)
     assert why_stopped(request, np.array([1, 2], np.int32), "limit") == ("error", TOO_COMPLEX)
-    error = failure(Finish("error", TOO_COMPLEX))
+    error = failure(FinishReason("error", TOO_COMPLEX))
     assert error.status == 400 and "simplify" in str(error) and "nothing fits" not in str(error)

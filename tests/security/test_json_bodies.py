@@ -9,8 +9,8 @@ import pytest
 from fake_engine import FakeEngine
 from starlette.routing import Route
 
-from quire.server import direct
 from quire.server.app import Application
+from quire.server.http import fast_path
 from quire.server.settings import make_settings
 
 FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
@@ -52,9 +52,9 @@ def test_no_route_follows_a_body_into_the_depth(application: Application, pair: 
 @pytest.mark.parametrize(
     "value",
     [
-        "[" + "1," * (direct._MAX_VALUES + 1) + "1]",
-        "[" + "[ 1 ]," * (direct._MAX_PARTS + 1) + "1]",
-        '{"a":[' + '{"abc":0},' * (direct._MAX_PARTS // 2 + 1) + "0]}",
+        "[" + "1," * (fast_path._MAX_VALUES + 1) + "1]",
+        "[" + "[ 1 ]," * (fast_path._MAX_PARTS + 1) + "1]",
+        '{"a":[' + '{"abc":0},' * (fast_path._MAX_PARTS // 2 + 1) + "0]}",
     ],
     ids=["values", "lists", "objects"],
 )
@@ -66,6 +66,6 @@ def test_the_values_of_a_body_have_an_upper_bound(application: Application, path
 
 def test_what_stands_in_a_text_is_no_value(application: Application) -> None:
     """A long prompt of commas and brackets is no attack."""
-    text = "[,{:" * (direct._MAX_PARTS + 1)
+    text = "[,{:" * (fast_path._MAX_PARTS + 1)
     reply = post(application, "/v1/completions", f'{{"prompt":"ab","user":"{text}"}}')
     assert reply.status_code == 200, reply.text[:300]

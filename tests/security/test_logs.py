@@ -15,8 +15,8 @@ from fake_engine import FakeEngine
 from quire.data.params import SamplingParams
 from quire.data.request import Request
 from quire.logs import printable, warn_once
-from quire.sched.constraints import Constraints
-from quire.sched.victims import PreemptionWarning
+from quire.sched.grammar import Constraints
+from quire.sched.preemption import PreemptionWarning
 
 FORGED = "x\nERROR 01-01 00:00:00 [engine.py:1] forged \x1b[31m"
 

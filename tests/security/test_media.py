@@ -15,12 +15,12 @@ from fake_inputs import data_url, file_of, huge_png, image_part, media, picture,
 from PIL import Image
 
 from quire.errors import RequestError
-from quire.frontend.media import MediaReader
-from quire.multimodal.decode import Limits, decode
+from quire.frontend.multimodal import MediaInputReader
+from quire.multimodal.byte_budget import ByteBudget
+from quire.multimodal.decode import DecodeLimits, decode
 from quire.multimodal.fetch import Blob
-from quire.multimodal.given import Given, Link
 from quire.multimodal.image_files import to_rgb
-from quire.multimodal.room import Room
+from quire.multimodal.inputs import MediaInput, MediaLink
 from quire.multimodal.video import _begin_size
 
 SIDE = 200
@@ -32,7 +32,7 @@ def flat(mode: str) -> Image.Image:
 
 def taken(modality: str, data: bytes, **options: Any) -> int:
     counts: list[int] = []
-    decode(modality, Blob((data,)), options, Limits(10**6, take=counts.append))
+    decode(modality, Blob((data,)), options, DecodeLimits(10**6, take=counts.append))
     return sum(counts)
 
 
@@ -55,7 +55,7 @@ def test_an_image_for_which_there_is_no_room_is_not_decoded(monkeypatch: pytest.
         raise RequestError("no room")
 
     with pytest.raises(RequestError, match="no room"):
-        decode("image", Blob((data,)), {}, Limits(10**9, take=refuse))
+        decode("image", Blob((data,)), {}, DecodeLimits(10**9, take=refuse))
 
 
 def test_a_picture_that_is_turned_takes_room_for_both() -> None:
@@ -73,7 +73,7 @@ def test_the_frames_of_a_moving_picture_are_taken_before_they_are_decoded() -> N
 
 def test_frames_that_are_larger_than_the_head_says_take_more() -> None:
     counts: list[int] = []
-    limits = Limits(100 * 100, take=counts.append)
+    limits = DecodeLimits(100 * 100, take=counts.append)
     largest = _begin_size(0, 10, 10, limits)
     for width, height in ((10, 10), (20, 10), (10, 10), (20, 10)):
         largest = _begin_size(largest, width, height, limits)
@@ -112,25 +112,25 @@ def test_an_icon_that_lies_about_its_size_is_refused() -> None:
     file = io.BytesIO()
     Image.new("RGBA", (32, 32)).save(file, "ICO", sizes=[(32, 32)])
     good = file.getvalue()
-    assert decode("image", Blob((good,)), {}, Limits(10**6))
+    assert decode("image", Blob((good,)), {}, DecodeLimits(10**6))
     png = huge_png(9000, 9000)
     bad = struct.pack("<HHHBBBBHHII", 0, 1, 1, 32, 32, 0, 0, 1, 32, len(png), 22) + png
     with pytest.raises(RequestError, match="another size than its directory says"):
-        decode("image", Blob((bad,)), {}, Limits(10**9))
+        decode("image", Blob((bad,)), {}, DecodeLimits(10**9))
 
 
 # ---- all items together
 
 
-def reader(num_bytes: int) -> MediaReader:
+def reader(num_bytes: int) -> MediaInputReader:
     """One that may take so many bytes to decode."""
     return media(env={"media_max_mb": num_bytes / 4 / 2**20}, mm_processor_cache_gb=0)
 
 
 def test_images_are_decoded_as_many_at_once_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     eyes = reader(10 * SIDE * SIDE)  # for two of them
-    assert eyes._kitchen is not None
-    processor, lock = eyes._kitchen.processor, threading.Lock()
+    assert eyes._media_processor is not None
+    processor, lock = eyes._media_processor.processor, threading.Lock()
     running, most, process = 0, 0, processor.process
     both = threading.Barrier(2, timeout=5)
 
@@ -146,14 +146,14 @@ def test_images_are_decoded_as_many_at_once_as_there_is_room_for(monkeypatch: py
 
     monkeypatch.setattr(processor, "process", slowly)
     files = [file_of(Image.new("RGB", (SIDE, SIDE), (seed, 0, 0))) for seed in range(8)]
-    items = [Given("image", Link(data_url(file)), "here") for file in files]
+    items = [MediaInput("image", MediaLink(data_url(file)), "here") for file in files]
 
     async def go() -> None:
         async with asyncio.timeout(60):
             await asyncio.gather(*(eyes.prepare([item]) for item in items))
 
     asyncio.run(go())
-    assert most == 2 and eyes._kitchen._decoding._left == 10 * SIDE * SIDE
+    assert most == 2 and eyes._media_processor._decoding._left == 10 * SIDE * SIDE
 
 
 def test_an_item_that_needs_more_than_all_may_take_is_a_bad_request() -> None:
@@ -168,7 +168,7 @@ def test_an_item_that_needs_more_than_all_may_take_is_a_bad_request() -> None:
 
 def test_threads_that_take_piece_by_piece_all_end() -> None:
     """Two that hold some and wait for more would wait for ever, if the oldest could not go on."""
-    room, start = Room(10), threading.Barrier(4, timeout=30)
+    room, start = ByteBudget(10), threading.Barrier(4, timeout=30)
 
     def one() -> int:
         with room.hold() as hold:
@@ -185,9 +185,9 @@ def test_threads_that_take_piece_by_piece_all_end() -> None:
 
 def test_room_is_given_back_when_decoding_fails() -> None:
     eyes = reader(10 * SIDE * SIDE)
-    assert eyes._kitchen is not None
+    assert eyes._media_processor is not None
     broken = file_of(flat("RGB"))[:-60]
     for _ in range(5):
         with pytest.raises(RequestError, match="broken or cut off"):
-            eyes.prepare_now([Given("image", Link(data_url(broken)), "here")])
-    assert eyes._kitchen._decoding._left == 10 * SIDE * SIDE
+            eyes.prepare_now([MediaInput("image", MediaLink(data_url(broken)), "here")])
+    assert eyes._media_processor._decoding._left == 10 * SIDE * SIDE

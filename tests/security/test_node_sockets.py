@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from quire.executor import remote
-from quire.executor.remote import (
+from quire.executor import tcp
+from quire.executor.tcp import (
     MAX_JOIN_BYTES,
     MAX_UNADMITTED,
-    End,
+    HeadEnd,
     Join,
     RemoteCrew,
     decode_from_head,
@@ -53,7 +53,7 @@ class Port:
 
     def __init__(self) -> None:
         self.listener = Listener()
-        self.crew = RemoteCrew(self.listener, range(1, 3), 1, token=TOKEN)  # type: ignore[arg-type]
+        self.worker_group = RemoteCrew(self.listener, range(1, 3), 1, token=TOKEN)  # type: ignore[arg-type]
         self.sockets: list[socket.socket] = []
         self.pipes: list[Connection] = []
 
@@ -68,18 +68,18 @@ class Port:
 
     def join(self, rank: int) -> None:
         self.say(rank, TOKEN)
-        until(lambda: rank in self.crew.nodes)
+        until(lambda: rank in self.worker_group.nodes)
 
-    def refusal(self, rank: int, token: str = TOKEN) -> End:
+    def refusal(self, rank: int, token: str = TOKEN) -> HeadEnd:
         """What a machine is told that is not admitted."""
         pipe = self.say(rank, token)
         assert pipe.poll(PATIENCE_S)
         end = decode_from_head(pipe.recv_bytes())
-        assert isinstance(end, End)
+        assert isinstance(end, HeadEnd)
         return end
 
     def close(self) -> None:
-        self.crew.end()
+        self.worker_group.end()
         for each in (*self.sockets, *self.pipes):
             each.close()
 
@@ -113,7 +113,7 @@ def test_a_connection_that_cannot_be_accepted_is_not_the_last(port: Port, number
         assert is_closed(port.connect())
     port.join(1)
     port.join(2)
-    assert port.crew.await_all(time.monotonic() + PATIENCE_S)
+    assert port.worker_group.await_all(time.monotonic() + PATIENCE_S)
 
 
 def test_a_machine_without_the_token_is_told_and_ends_nothing(port: Port) -> None:
@@ -125,14 +125,14 @@ def test_a_machine_without_the_token_is_told_and_ends_nothing(port: Port) -> Non
     assert port.refusal(1).problem.startswith("two machines have --node-rank 1")
     assert "node 9 (127.0.0.1) is none of those that are awaited" in port.refusal(9).problem
     port.join(2)
-    assert port.crew.await_all(time.monotonic() + PATIENCE_S)
+    assert port.worker_group.await_all(time.monotonic() + PATIENCE_S)
 
 
 @pytest.mark.parametrize("size", [MAX_JOIN_BYTES + 1, 1 << 30, 0x7FFFFFFF, 0xFFFFFFFF])
 def test_a_first_message_that_is_too_long_is_not_read(
     port: Port, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "GREETING_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(tcp, "GREETING_S", 10 * PATIENCE_S)
     sock = port.connect()
     sock.sendall(size.to_bytes(4, "big"))
     assert is_closed(sock)
@@ -141,7 +141,7 @@ def test_a_first_message_that_is_too_long_is_not_read(
 
 def test_a_first_message_has_a_time_limit(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that comes byte by byte."""
-    monkeypatch.setattr(remote, "GREETING_S", 0.2)
+    monkeypatch.setattr(tcp, "GREETING_S", 0.2)
     silent, slow = port.connect(), port.connect()
     closed = threading.Event()
 

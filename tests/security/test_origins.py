@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 
 from quire.config.env import Env
 from quire.server import main
-from quire.server.exposure import exposures
+from quire.server.http.exposure import exposures
 from quire.server.settings import make_settings
 
 PAGE = {"origin": "https://evil.example", "sec-fetch-site": "cross-site"}

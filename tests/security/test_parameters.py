@@ -16,9 +16,9 @@ from quire.data.request import Request
 from quire.errors import RequestError
 from quire.sched.running import Running
 from quire.sched.stops import why_stopped
-from quire.server import completions, merged
-from quire.server.asked import sampling_params
-from quire.server.merged import Pauses
+from quire.server.openai import completions, streams
+from quire.server.openai.sampling_params import sampling_params
+from quire.server.openai.streams import Pauses
 from quire.server.responses.items import MAX_REFERENCES, read_items
 
 
@@ -124,7 +124,7 @@ class Turns:
         done.append(1)
 
 
-@pytest.mark.parametrize(("seconds", "most"), [(merged.PIECE_S, 1), (merged.PIECE_S / 4, 5)])
+@pytest.mark.parametrize(("seconds", "most"), [(streams.PIECE_S, 1), (streams.PIECE_S / 4, 5)])
 def test_pauses_come_by_time_and_tasks_of_one_call_share_them(seconds: float, most: int) -> None:
     """However many tasks are ready, those of one call hold one turn of the loop for about one piece."""
 

@@ -15,16 +15,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.core.lockstep import _called, _from_engine, _hello
+from quire.core.dp_sync import _called, _from_engine, _hello
 from quire.data.codec import decode_masks, decode_outcome, decode_plan
 from quire.data.wire import decode_from_core, decode_hello, decode_to_core
-from quire.dist.roll import Enlist, Noted
-from quire.executor.orders import decode_call, decode_order, decode_word
-from quire.executor.remote import RemoteCrew, decode_from_head, decode_from_node, decode_join, tuned
+from quire.executor.messages import decode_call, decode_order, decode_word
+from quire.executor.tcp import RemoteCrew, decode_from_head, decode_from_node, decode_join, tuned
+from quire.system.node_registry import JoinNode, NodeJoined
 
 SOURCE = Path(__file__).parents[2] / "src" / "quire"
 LOADERS = {("pickle", "loads"), ("pickle", "load"), ("pickle", "Unpickler"), ("marshal", "loads")}
-ALLOWED = {"executor/rank.py": 1}
+ALLOWED = {"executor/worker_process.py": 1}
 """One: where a rank stands, from its parent over an inherited socket pair that nothing else can reach."""
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     "to core": decode_to_core,
@@ -33,8 +33,8 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "to the hub": _from_engine,
     "hello to the hub": _hello,
     "from the hub": _called,
-    "enlist": lambda data: msgspec.msgpack.decode(data, type=Enlist),
-    "noted": lambda data: msgspec.msgpack.decode(data, type=Noted),
+    "enlist": lambda data: msgspec.msgpack.decode(data, type=JoinNode),
+    "noted": lambda data: msgspec.msgpack.decode(data, type=NodeJoined),
     "join": decode_join,
     "from node": decode_from_node,
     "from head": decode_from_head,
@@ -71,15 +71,15 @@ def test_a_pickle_is_no_message(name: str, tmp_path: Path) -> None:
 
 def test_pickles_sent_to_the_port_of_nodes_are_not_read(tmp_path: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    crew = RemoteCrew(listener, range(1, 2), 1, token="")
+    worker_group = RemoteCrew(listener, range(1, 2), 1, token="")
     for data in pickles(tmp_path / "ran"):
         pipe = tuned(socket.create_connection(listener.getsockname()))
         pipe.send_bytes(data)
         with pytest.raises((EOFError, OSError)):
             pipe.recv_bytes()
         pipe.close()
-    crew.end()
-    assert not (tmp_path / "ran").exists() and not crew.nodes
+    worker_group.end()
+    assert not (tmp_path / "ran").exists() and not worker_group.nodes
 
 
 def test_pickles_are_loaded_nowhere_else() -> None:

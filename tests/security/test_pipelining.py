@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from http_corpus import BODY, LENGTH, get, post
 from raw_http import PATIENCE_S, PROBE, RawServer, raw_server
 
-from quire.server.protocol import MAX_HELD_BYTES
+from quire.server.http.protocol import MAX_HELD_BYTES
 
 ENDLESS = json.dumps({"prompt": "ab", "max_tokens": 90_000, "ignore_eos": True}).encode()
 STREAM = json.dumps({"prompt": "ab", "max_tokens": 90_000, "ignore_eos": True, "stream": True}).encode()

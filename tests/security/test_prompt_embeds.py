@@ -16,7 +16,7 @@ from fake_engine import FakeEngine
 from fake_inputs import media, seeing
 from saved import saved, sent
 
-from quire.frontend.embeds import EmbedsReader
+from quire.frontend.prompt_embeds import PromptEmbedsReader
 
 HIDDEN = 4
 
@@ -33,7 +33,7 @@ class Trap:
 
 def engine_with_embeds() -> FakeEngine:
     engine = FakeEngine()
-    engine.inputs.embeds = EmbedsReader(HIDDEN, "float32")
+    engine.inputs.embeds = PromptEmbedsReader(HIDDEN, "float32")
     return engine
 
 

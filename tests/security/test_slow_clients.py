@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.frontend.answer import Answer
-from quire.frontend.gathered import Gathered
+from quire.frontend.output_buffer import OutputBuffer
+from quire.frontend.output_stream import OutputStream
 
 NUM_OUTPUTS = 20_000
 
@@ -60,7 +60,7 @@ def check_work(found: RequestOutput) -> None:
 
 def test_outputs_that_wait_are_copied_a_bounded_number_of_times() -> None:
     Counted.num_reads = CountedText.num_copied = 0
-    gathered = Gathered(delta(0))
+    gathered = OutputBuffer(delta(0))
     gathered.add(delta(1))
     kept = gathered._choices[0]._token_ids
     for at in range(2, NUM_OUTPUTS):
@@ -73,7 +73,7 @@ def test_an_answer_that_is_not_read_is_gathered_in_linear_time() -> None:
     Counted.num_reads = CountedText.num_copied = 0
 
     async def go() -> RequestOutput:
-        answer: Answer[RequestOutput] = Answer("a", lambda _: None, lambda _: None)
+        answer: OutputStream[RequestOutput] = OutputStream("a", lambda _: None, lambda _: None)
         reading = asyncio.create_task(anext(answer))
         await asyncio.sleep(0)
         for at in range(NUM_OUTPUTS):

@@ -17,14 +17,14 @@ from fake_engine import FakeEngine
 from http_corpus import AUTH, BODY, CHUNKED, LENGTH, get, post
 from raw_http import PATIENCE_S, PROBE, Client, RawServer, SlowReader, raw_server
 
+from quire.server.http.accept import Dealer, Hand
+from quire.server.http.refusals import OpenConnections, RefusalLog, default_max_connections, network_of
+from quire.server.http.sockets import bind
 from quire.server.main import serve
-from quire.server.refusals import OpenConnections, RefusalLog, default_max_connections, network_of
 from quire.server.settings import HttpSection, make_settings
-from quire.server.sockets import bind
-from quire.server.spread import Dealer, Hand
 
 LIMIT_S = 0.3
-LOGGER = "quire.server.refusals"
+LOGGER = "quire.server.http.refusals"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def impatient_server() -> Iterator[RawServer]:
     engine = FakeEngine("abcdef", step_s=LIMIT_S / 3)
     limits = {"request_header_timeout": LIMIT_S, "request_body_timeout": LIMIT_S}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.server.protocol.LINGER_S", LIMIT_S)
+        patch.setattr("quire.server.http.protocol.LINGER_S", LIMIT_S)
         with raw_server(engine, disable_uvicorn_access_log=True, **limits) as server:
             yield server
 
@@ -250,7 +250,7 @@ def test_the_limit_of_open_files_is_raised() -> None:
 import resource
 hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 512)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-from quire.dist.process import raise_file_limit
+from quire.system.process import raise_file_limit
 raise_file_limit()
 raise_file_limit()
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)

@@ -11,8 +11,8 @@ from hostile import hostile_server
 
 from quire.config.env import MediaEnv
 from quire.errors import Unreachable
+from quire.multimodal.byte_budget import BudgetShare, ByteBudget
 from quire.multimodal.fetch import Fetcher, _is_public
-from quire.multimodal.room import Room, Share
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def server() -> Iterator[Any]:
 def fetch(url: str, domains: tuple[str, ...] = ()) -> bytes:
     with ThreadPoolExecutor(1) as threads:
         fetcher = Fetcher(MediaEnv(media_fetch_max_retries=0), threads, allowed_domains=domains)
-        with Room(1 << 20).hold(Share(1 << 20)) as hold:
+        with ByteBudget(1 << 20).hold(BudgetShare(1 << 20)) as hold:
             return asyncio.run(fetcher.fetch(url, "image", hold)).parts[0]
 
 

@@ -13,16 +13,16 @@ from fake_inputs import data_url, file_of, image_part, media, picture, seeing
 
 from quire.config.env import Env
 from quire.data.cache_scope import CACHE_SCOPE, scoped_salt
-from quire.data.media import Item
+from quire.data.multimodal import MediaItem
 from quire.data.request import Request
-from quire.frontend.flight import prefix_extra
-from quire.frontend.prefixes import PrefixKeys
+from quire.frontend.in_flight import prefix_extra
+from quire.frontend.prefix_map import PrefixKeys
 from quire.metrics.keys import KeyPages
-from quire.multimodal.larder import Larder
+from quire.multimodal.processor_cache import ProcessorCache
 from quire.sched.kv_manager import _root_key
+from quire.server.api_keys import Ledger, key_names
 from quire.server.app import Application
-from quire.server.gate import FREE_PATHS, OPERATOR_PATHS, TOKENLESS_PATHS
-from quire.server.keys import Ledger, key_names
+from quire.server.http.limits import FREE_PATHS, OPERATOR_PATHS, TOKENLESS_PATHS
 from quire.server.settings import make_settings
 
 KEYS = """
@@ -172,7 +172,7 @@ def test_a_request_does_not_inherit_the_key_of_the_one_before_it(tmp_path: Path)
 # ---- media
 
 
-def images(server: Server, key: str, *parts: Any, path: str = CHAT) -> list[Item]:
+def images(server: Server, key: str, *parts: Any, path: str = CHAT) -> list[MediaItem]:
     request = server.send(key, path, {"messages": [{"role": "user", "content": list(parts)}]})
     assert request.media is not None
     return request.media.items
@@ -180,7 +180,7 @@ def images(server: Server, key: str, *parts: Any, path: str = CHAT) -> list[Item
 
 @pytest.fixture
 def sighted(tmp_path: Path) -> Server:
-    return Server(tmp_path, seeing(media(larder=Larder(1 << 20))))
+    return Server(tmp_path, seeing(media(processor_cache=ProcessorCache(1 << 20))))
 
 
 def test_a_uuid_of_another_key_stands_for_nothing(sighted: Server) -> None:
@@ -208,13 +208,13 @@ def test_the_same_image_of_another_key_is_processed_anew(
 ) -> None:
     """How fast an image is ready would tell that another key has sent it."""
     made = []
-    keep = Larder.keep
+    keep = ProcessorCache.keep
 
-    def keeping(self: Larder, name: bytes, key: bytes, *processed: Any) -> Any:
+    def keeping(self: ProcessorCache, name: bytes, key: bytes, *processed: Any) -> Any:
         made.append(key)
         return keep(self, name, key, *processed)
 
-    monkeypatch.setattr(Larder, "keep", keeping)
+    monkeypatch.setattr(ProcessorCache, "keep", keeping)
     found = [images(sighted, key, image_part())[0].key for key in ("key-a", "key-b", "key-a", "plain")]
     assert made == [found[0], found[1], found[3]] and len(set(made)) == 3 and found[0] == found[2]
     assert images(sighted, "plainer", image_part())[0].key == found[3] and len(made) == 3

@@ -13,9 +13,9 @@ from fake_inputs import FakeProcessor, data_url, file_of, picture, seeing
 
 from quire.config.env import MediaEnv
 from quire.config.sections import MultimodalSection
-from quire.frontend.media import MediaReader
-from quire.multimodal.families import Video
-from quire.multimodal.kitchen import Kitchen
+from quire.frontend.multimodal import MediaInputReader
+from quire.multimodal.processing import MediaProcessor
+from quire.multimodal.processors import Video
 
 
 class PerPixel(FakeProcessor):
@@ -27,8 +27,8 @@ class PerPixel(FakeProcessor):
 
 def watching(**env: Any) -> tuple[FakeEngine, PerPixel]:
     processor = PerPixel()
-    kitchen = Kitchen(processor, MultimodalSection(), MediaEnv(**env), max_tokens=4096)
-    return seeing(MediaReader("fake", kitchen, {"video": 1})), processor
+    media_processor = MediaProcessor(processor, MultimodalSection(), MediaEnv(**env), max_tokens=4096)
+    return seeing(MediaInputReader("fake", media_processor, {"video": 1})), processor
 
 
 def watch(engine: FakeEngine, url: str, **body: Any) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 from fake_engine import FakeEngine
 
+from quire.checkpoint.pooling import PoolingFacts
 from quire.config.env import Env
-from quire.config.pooling import PoolingFacts
+from quire.server.api_keys import Ledger
 from quire.server.app import Application, _surrounded
-from quire.server.keys import Ledger
 from quire.server.settings import make_settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -11,22 +11,22 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from quire.config.pooling import PoolingFacts
+from quire.checkpoint.pooling import PoolingFacts
+from quire.configure import vocabulary_of
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
-from quire.data.plan import Finish, FirstRun, RowLogprobs, StepOutput
-from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.data.pooling import Floats, PoolingParams
+from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.request import Request
 from quire.errors import EngineDead, EngineError, RequestError
-from quire.frontend.checked import CheckedParams
+from quire.frontend.checked_params import CheckedParams
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor
-from quire.grammar import Grammars
 from quire.metrics.http import Exchange
-from quire.metrics.keys import Account
-from quire.prepare import vocabulary_of
+from quire.metrics.keys import KeyAccount
+from quire.text.grammar import Grammars
 from quire.text.tokenizer import Tokenizer
 
 VOCAB = 258
@@ -193,7 +193,7 @@ class FakeEngine:
         priority: int = 0,
         rank: int | None = None,
         timed: bool = False,
-        account: Account | None = None,
+        account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check()
@@ -207,7 +207,7 @@ class FakeEngine:
         return self._stream(engine_id, prompt, requests, account)
 
     async def _stream(
-        self, id: str, prompt: Prompt, requests: list[Request], account: Account | None
+        self, id: str, prompt: Prompt, requests: list[Request], account: KeyAccount | None
     ) -> AsyncGenerator[RequestOutput, None]:
         outputs = OutputProcessor(self.tokenizer)
         outputs.add(id, prompt, requests, None, account)
@@ -250,11 +250,11 @@ class FakeEngine:
                     self._logprobs(token, count or 0) if asked is None else labels_logprobs(token, asked)
                 ]
             if token == request.eos_id:
-                step.finished[request.id] = Finish("stop")
+                step.finished[request.id] = FinishReason("stop")
             elif token in (request.params.stop_token_ids or ()):
-                step.finished[request.id] = Finish("stop", token)
+                step.finished[request.id] = FinishReason("stop", token)
             elif len(request.tokens) >= request.limit:
-                step.finished[request.id] = Finish("length")
+                step.finished[request.id] = FinishReason("length")
         return step
 
     def _add_prompt_logprobs(self, step: StepOutput, request: Request) -> None:
@@ -278,7 +278,7 @@ class FakeEngine:
         *,
         priority: int = 0,
         rank: int | None = None,
-        account: Account | None = None,
+        account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         self.check()

@@ -9,11 +9,11 @@ from tokenizers import AddedToken
 
 from quire.config.env import MediaEnv
 from quire.config.sections import MultimodalSection
-from quire.data.media import Array
-from quire.frontend.media import MediaReader
+from quire.data.multimodal import Array
+from quire.frontend.multimodal import MediaInputReader
 from quire.frontend.speech import RATE, Speech
-from quire.multimodal.families import Content, Processed, Sound
-from quire.multimodal.kitchen import Kitchen
+from quire.multimodal.processing import MediaProcessor
+from quire.multimodal.processors import Content, ProcessedItem, Sound
 from quire.text.tokenizer import Tokenizer
 
 NAMES = ["startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "notimestamps"]
@@ -37,10 +37,10 @@ class Ear(FakeProcessor):
     def marks(self, modality: str) -> list[int]:
         return []
 
-    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> Processed:
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Sound) and content.rate == RATE
         self.seen.append(content)
-        return Processed([], [(0, 4)], {"count": 4}, {"mel": Array.of(content.samples)})
+        return ProcessedItem([], [(0, 4)], {"count": 4}, {"mel": Array.of(content.samples)})
 
 
 class Writer(FakeEngine):
@@ -52,8 +52,8 @@ class Writer(FakeEngine):
         self.inputs.vocab = self.facts.vocab = VOCAB
         self.ear = Ear()
         speech = Speech(self.tokenizer, max_len=448, at_once=30 * RATE)
-        kitchen = Kitchen(self.ear, MultimodalSection(), MediaEnv())
-        self.inputs.media = MediaReader("fake", kitchen, {"audio": 1}, speech=speech)
+        media_processor = MediaProcessor(self.ear, MultimodalSection(), MediaEnv())
+        self.inputs.media = MediaInputReader("fake", media_processor, {"audio": 1}, speech=speech)
         self.usual = self.script
 
     def begin(self, script: list[int] | None = None) -> None:

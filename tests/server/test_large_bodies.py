@@ -10,14 +10,14 @@ import pytest
 from ask import refused
 from fake_engine import FakeEngine
 
-from quire.server import direct
 from quire.server.app import Application
-from quire.server.direct import may_have_surrogates
+from quire.server.http import fast_path
+from quire.server.http.fast_path import may_have_surrogates
 from quire.server.settings import make_settings
 
 ENGINE = FakeEngine()
 APPLICATION = Application(ENGINE, make_settings({}))
-LONG = 'a, [b]: {c} \\" ' * (direct._LARGE // 12)
+LONG = 'a, [b]: {c} \\" ' * (fast_path._LARGE // 12)
 """Of which nothing counts."""
 
 
@@ -51,7 +51,7 @@ def test_large_bodies_are_answered_as_small_ones_are() -> None:
         small, large = (refused(post(path, json.dumps(each))) for each in (body, body | extra))
         large["message"] = large["message"].replace("valid array", "valid list")
         assert small == large
-    assert refused(post("/v1/completions", '{"a": ' + " " * direct._LARGE))["type"] == "Bad Request"
+    assert refused(post("/v1/completions", '{"a": ' + " " * fast_path._LARGE))["type"] == "Bad Request"
     surrogate = json.dumps({"prompt": "ab", **extra}).replace("ab", "\\ud800")
     assert "lone surrogate U+D800" in refused(post("/v1/completions", surrogate))["message"]
 
@@ -59,9 +59,9 @@ def test_large_bodies_are_answered_as_small_ones_are() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (listed("1", direct._MAX_VALUES + 2), "values"),
-        (listed("[1]", direct._MAX_PARTS + 1), "lists, objects and names"),
-        ("{" + ",".join(f'"{k}":1' for k in range(direct._MAX_PARTS)) + "}", "lists, objects and names"),
+        (listed("1", fast_path._MAX_VALUES + 2), "values"),
+        (listed("[1]", fast_path._MAX_PARTS + 1), "lists, objects and names"),
+        ("{" + ",".join(f'"{k}":1' for k in range(fast_path._MAX_PARTS)) + "}", "lists, objects and names"),
     ],
     ids=["values", "lists", "names"],
 )
@@ -72,14 +72,14 @@ def test_bodies_that_hold_too_much_are_refused(value: str, words: str) -> None:
 
 
 def test_others_are_answered_while_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, over, read = threading.Event(), threading.Event(), direct._read
+    begun, over, read = threading.Event(), threading.Event(), fast_path._read
 
     def slowly(*given: Any) -> Any:
         begun.set()
         assert over.wait(60)
         return read(*given)
 
-    monkeypatch.setattr(direct, "_read", slowly)
+    monkeypatch.setattr(fast_path, "_read", slowly)
 
     async def go() -> None:
         body = json.dumps({"prompt": "ab", "note": LONG})

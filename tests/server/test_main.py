@@ -12,9 +12,9 @@ from ask import CHAT, COMPLETIONS, MESSAGES
 from fake_engine import FakeEngine
 
 from quire.errors import ConfigError
+from quire.server.http.sockets import bind
 from quire.server.main import serve
 from quire.server.settings import make_settings
-from quire.server.sockets import bind
 
 PATIENCE_S = 60
 """Ends a test that hangs."""

@@ -8,14 +8,14 @@ from ask import chat, complete, refused
 from fake_engine import FakeEngine
 from saved import sent
 
-from quire.frontend.embeds import EmbedsReader
+from quire.frontend.prompt_embeds import PromptEmbedsReader
 
 GIVEN = sent(torch.ones(3, 4))
 
 
 def open_engine() -> FakeEngine:
     engine = FakeEngine()
-    engine.inputs.embeds = EmbedsReader(4, "float32")
+    engine.inputs.embeds = PromptEmbedsReader(4, "float32")
     return engine
 
 

@@ -34,7 +34,8 @@ def test_a_client_needs_neither_torch_nor_the_engine() -> None:
     with FakeServer() as server:
         code = (
             "import sys; sys.modules['torch'] = None; from quire.cli import main; "
-            f"main(['chat', '--url', '{server.url}/v1', '-q', 'hi']); assert 'quire.llm' not in sys.modules"
+            f"main(['chat', '--url', '{server.url}/v1', '-q', 'hi']); "
+            "assert 'quire.entrypoints.llm' not in sys.modules"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "t0" in done.stdout, done.stderr

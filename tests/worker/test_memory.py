@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.layout import CacheSpec, layout
+from quire.checkpoint.layout import CacheSpec, layout
 from quire.config.machine import Machine
 from quire.config.sections import CacheSection
 from quire.errors import ConfigError
@@ -64,7 +64,7 @@ class Fake:
     def __init__(self, keeps: CacheSpec) -> None:
         self.keeps = keeps
 
-    def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
+    def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
         self.memory, self.group = memory, group
 
 
@@ -76,7 +76,8 @@ BLOCKS, PAGE = 10, 4 * 2 * 8 * 2
 def bound(specs: list[CacheSpec | None]) -> list[Fake]:
     layers = [Fake(spec) for spec in specs if spec is not None]
     cpu = torch.device("cpu")
-    sizes = {"num_blocks": BLOCKS, "num_rows": 3, "block_size": 4, "kept_as": torch.bfloat16, "device": cpu}
+    sizes = {"num_blocks": BLOCKS, "num_rows": 3, "block_size": 4}
+    sizes |= {"cache_dtype": torch.bfloat16, "device": cpu}
     bind(layers, layout(specs, 100), **sizes)  # type: ignore[arg-type]
     return layers
 
@@ -112,5 +113,5 @@ def test_a_draft_lies_beside_the_groups_of_its_target() -> None:
 def test_a_layer_that_keeps_other_than_was_planned_is_our_bug() -> None:
     with pytest.raises(AssertionError, match="layer 1 keeps"):
         cpu = torch.device("cpu")
-        sizes = {"num_blocks": 2, "num_rows": 3, "block_size": 4, "kept_as": torch.float32, "device": cpu}
+        sizes = {"num_blocks": 2, "num_rows": 3, "block_size": 4, "cache_dtype": torch.float32, "device": cpu}
         bind([Fake(FULL), Fake(NARROW)], layout([FULL, FULL], 100), **sizes)  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan, StepResult
 from quire.sampling.rows import SamplingRows
 from quire.worker.device import NewTokens, batch_of
+from quire.worker.input_buffers import StepBuffers, bytes_of, sizes_of, tensors
 from quire.worker.rows import Rows
-from quire.worker.sheet import Page, bytes_of, sizes_of, tensors
 
 CPU = torch.device("cpu")
 MAX_LEN = 96
@@ -30,7 +30,7 @@ def make_rows(block_size: int, num_groups: int = 1) -> Rows:
 def prepare(plan: StepPlan, all_rows: Rows) -> Batch:
     sizes = sizes_of(plan, 0, len(all_rows.block_tables))
     memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
-    page = Page(memory, sizes)
+    page = StepBuffers(memory, sizes)
     page.write(plan, all_rows)
     tables = torch.from_numpy(all_rows.block_tables)
     return batch_of(tensors(memory, sizes), tables, plan.num_tokens, page.arrays["seq_lens"])

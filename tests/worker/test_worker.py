@@ -8,9 +8,9 @@ import pytest
 import torch
 from oracle import make_tiny, run_hf
 
+from quire.configure import configure
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan
-from quire.prepare import configure
 from quire.worker.worker import Worker
 
 BLOCK_SIZE = 4

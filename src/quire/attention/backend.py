@@ -44,14 +44,14 @@ class AttentionSpec:
     """Scores s become softcap * tanh(s / softcap); None: as they are."""
     sinks: bool = False
     """Whether each head has a logit that takes part in its softmax and has no value."""
-    leans: bool = False
+    uses_alibi: bool = False
     """Whether each head has a slope: what its scores lose for each token between query and key (ALiBi)."""
     reaches: bool = False
     """Whether tokens may see some that follow them (`Batch.reach`)."""
     k_scale: float = 1.0
     """An 8-bit cache holds keys divided by this."""
     v_scale: float = 1.0
-    kept_as: torch.dtype | None = None
+    cache_dtype: torch.dtype | None = None
     """The type of the cache where a backend is chosen; None: the same as `dtype`."""
 
     @property
@@ -88,10 +88,10 @@ class AttentionBackend(Protocol):
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """[T, heads, head_dim] queries -> the same shape. `sinks` [heads] are logits that take part in each
-        head's softmax and have no value. `slopes` [heads], in float32, are what the scores of each head lose
+        head's softmax and have no value. `alibi_slopes` [heads], in float32, are what each head's scores lose
         for each token between query and key."""
         ...
 
@@ -118,7 +118,7 @@ def why_no_package(spec: AttentionSpec) -> str | None:
         return "lets no token see what follows it, as those of this model do"
     if spec.sinks:
         return "is used without sinks"
-    if spec.leans:
+    if spec.uses_alibi:
         return "is used without slopes, which this model's heads have"
     return None
 

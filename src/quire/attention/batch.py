@@ -55,7 +55,7 @@ class Batch:
     before: Tensor | None = None
     """[2, T, hidden], what the stage before made of the tokens: what its last layer said, and what that is
     added to. None in the first stage, which reads `token_ids`."""
-    taps: tuple[Tensor, ...] = ()
+    aux_hidden_states: tuple[Tensor, ...] = ()
     """[T, hidden] each, what the model noted of its states on the way, for a draft."""
     num_real: int | None = None
     """Tokens that are no padding; None: unknown, or all."""
@@ -67,8 +67,8 @@ class Batch:
     """The same for layers that keep a state."""
     beside: Tensor | None = None
     """[T, hidden], what a layer leaves for the next one to add, in models that have such layers."""
-    picked: Any = None
-    """What the last indexer picked for each token; see `attention/indexer.py`."""
+    topk_indices: Any = None
+    """What the last indexer picked for each token; see `attention/sparse_indices.py`."""
     first: Tensor | None = None
     """[T, hidden], what the embedding made of the tokens, for models whose layers read it again."""
     crossed: "Batch | None" = None

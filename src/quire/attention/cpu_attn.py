@@ -5,7 +5,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionSpec, named
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
-from quire.kernels import attention, native
+from quire.kernels.cpu import attention, native
 
 
 class CPUAttention:
@@ -21,8 +21,8 @@ class CPUAttention:
             return f"computes float32 and bfloat16, not {named(spec.dtype)}"
         if spec.head_dim % attention.HEAD_DIM_STEP:
             return f"needs a head size that is a multiple of {attention.HEAD_DIM_STEP}, not {spec.head_dim}"
-        if spec.kept_as is not None and spec.kept_as not in attention.KEPT:
-            return f"cannot read a KV cache of {named(spec.kept_as)}"
+        if spec.cache_dtype is not None and spec.cache_dtype not in attention.KEPT:
+            return f"cannot read a KV cache of {named(spec.cache_dtype)}"
         return None if native.library() else "there are no native kernels"
 
     def plan(self, batch: Batch) -> None:
@@ -36,7 +36,7 @@ class CPUAttention:
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         return attention.attend(
             q,
@@ -52,7 +52,7 @@ class CPUAttention:
             window=spec.window,
             softcap=spec.softcap,
             sinks=sinks,
-            slopes=slopes,
+            alibi_slopes=alibi_slopes,
             reach=batch.reach,
             scales=spec.scales,
         )

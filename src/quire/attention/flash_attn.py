@@ -43,8 +43,8 @@ class FlashAttention:
             return f"none of the packages {', '.join(_PACKAGES)} is installed"
         if spec.head_dim > 256 or spec.head_dim % 8:
             return f"needs a head size up to 256 in steps of 8, not {spec.head_dim}"
-        if spec.kept_as not in (None, spec.dtype):
-            return f"reads a KV cache of the model's own type, not {named(spec.kept_as)}"
+        if spec.cache_dtype not in (None, spec.dtype):
+            return f"reads a KV cache of the model's own type, not {named(spec.cache_dtype)}"
         return why_no_package(spec)
 
     def plan(self, batch: Batch) -> None:
@@ -60,9 +60,9 @@ class FlashAttention:
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is slopes is None, "this package is used without"
+        assert sinks is alibi_slopes is None, "this package is used without"
         assert k_cache.dtype == q.dtype, "this package has no scales for a narrower cache"
         step: _Step = batch.attention
         attend, by_lens, block_step = _package()

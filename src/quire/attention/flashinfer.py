@@ -39,8 +39,8 @@ class FlashInfer:
             return "the package flashinfer is not installed"
         if spec.head_dim not in (64, 128, 256):
             return f"needs a head size of 64, 128 or 256, not {spec.head_dim}"
-        if spec.kept_as not in (None, spec.dtype, torch.float8_e4m3fn):
-            return f"reads a KV cache of the model's own type or float8_e4m3fn, not {named(spec.kept_as)}"
+        if spec.cache_dtype not in (None, spec.dtype, torch.float8_e4m3fn):
+            return f"reads a KV cache of the model's own type or float8_e4m3fn, not {named(spec.cache_dtype)}"
         return why_no_package(spec)
 
     def plan(self, batch: Batch) -> None:
@@ -54,9 +54,9 @@ class FlashInfer:
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is slopes is None, "this package is used without"
+        assert sinks is alibi_slopes is None, "this package is used without"
         key = (spec, k_cache.shape[1], k_cache.dtype)
         planned = batch.attention.wrappers
         if key not in planned:
@@ -65,7 +65,7 @@ class FlashInfer:
         return out
 
     def _planned(self, key: tuple[AttentionSpec, int, torch.dtype], batch: Batch) -> Any:
-        spec, block_size, kept_as = key
+        spec, block_size, cache_dtype = key
         if key not in self._wrappers:
             workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=batch.seq_lens.device)
             make = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
@@ -82,7 +82,7 @@ class FlashInfer:
             window_left=-1 if spec.window is None else spec.window - 1,
             logits_soft_cap=spec.softcap,
             q_data_type=spec.dtype,
-            kv_data_type=kept_as,
+            kv_data_type=cache_dtype,
         )
         return self._wrappers[key]
 

@@ -71,17 +71,17 @@ class TorchSDPA:
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         for span in batch.attention.cut(k_cache.shape[1], spec.window):
             queries = q[span.tokens].reshape(len(span.slots), -1, spec.heads, spec.head_dim)
             keys = read(k_cache, span.slots, q.dtype, spec.k_scale)
             values = read(v_cache, span.slots, q.dtype, spec.v_scale)
-            if spec.softcap is None and sinks is None and slopes is None:
+            if spec.softcap is None and sinks is None and alibi_slopes is None:
                 attended = _attend(queries, keys, values, span, spec)
             else:
-                attended = _attend_by_scores(queries, keys, values, span, spec, sinks, slopes)
+                attended = _attend_by_scores(queries, keys, values, span, spec, sinks, alibi_slopes)
             out[span.tokens] = attended.flatten(0, 1)
         return out
 
@@ -120,7 +120,7 @@ def _attend_by_scores(
     span: _Span,
     spec: AttentionSpec,
     sinks: Tensor | None,
-    slopes: Tensor | None,
+    alibi_slopes: Tensor | None,
 ) -> Tensor:
     """`_attend`, with what torch's own attention does not have: a soft cap on scores, slopes, and sinks."""
     group = spec.heads // spec.kv_heads
@@ -129,8 +129,8 @@ def _attend_by_scores(
     scores = torch.einsum("nqhd,nlhd->nhql", q, k) * spec.score_scale
     if spec.softcap is not None:
         scores = (scores / spec.softcap).tanh() * spec.softcap
-    if slopes is not None:
-        scores = scores - slopes[:, None, None] * span.behind[:, None]
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None] * span.behind[:, None]
     seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if span.causal else span.mask
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)

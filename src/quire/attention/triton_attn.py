@@ -12,10 +12,10 @@ from torch import Tensor
 from quire.attention.backend import AttentionSpec, named, why_no_gpu
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
-from quire.kernels.sent import sent
+from quire.kernels.host_to_device import sent
 
 if TYPE_CHECKING:
-    from quire.kernels.triton.attention_launch import Layer
+    from quire.kernels.triton.attention_launch import AttentionLayer
 
 MOST_ROWS = 128
 """Of queries of a decode with drafts, times heads: up to here its keys are cut as those of others are."""
@@ -99,7 +99,7 @@ class TritonAttention:
             return f"computes float32, float16 and bfloat16, not {named(spec.dtype)}"
         if spec.head_dim > 512:
             return f"needs a head size up to 512, not {spec.head_dim}"
-        if spec.kept_as == torch.float8_e4m3fn and machine.capability < (8, 9):
+        if spec.cache_dtype == torch.float8_e4m3fn and machine.capability < (8, 9):
             capability = ".".join(map(str, machine.capability))
             return f"reads fp8_e4m3 from compute capability 8.9 on, this is {capability}; fp8_e5m2 it can"
         return None if find_spec("triton") else "the package triton is not installed"
@@ -115,10 +115,10 @@ class TritonAttention:
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         from quire.kernels.triton import attention_launch as launch
-        from quire.kernels.triton.attention import Seqs
+        from quire.kernels.triton.attention import AttentionSeqs
 
         layer = _layer(spec)
         few, most = 1 if batch.reach is not None else layer.few, batch.max_query_len
@@ -129,22 +129,24 @@ class TritonAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         cache = launch.cache_of(k_cache, v_cache)
         tables = batch.block_tables
-        seqs = Seqs(batch.query_starts, batch.seq_lens, batch.rows, tables, tables.stride(0))
+        seqs = AttentionSeqs(batch.query_starts, batch.seq_lens, batch.rows, tables, tables.stride(0))
         shape = launch.tile_shape(layer, q.dtype, most)
         cut: _Cut = batch.attention.cut(few, shape.block_m // layer.group)
         if cut.tiles is not None:
-            launch.attend_tiles(out, q, cache, seqs, cut.tiles, layer, sinks, slopes, batch.reach, shape)
+            launch.attend_tiles(
+                out, q, cache, seqs, cut.tiles, layer, sinks, alibi_slopes, batch.reach, shape
+            )
         if cut.num_few:
             each = few if few > layer.few else 1
-            launch.attend_shares(out, q, cache, seqs, cut.few, layer, sinks, slopes, most_queries=each)
+            launch.attend_shares(out, q, cache, seqs, cut.few, layer, sinks, alibi_slopes, most_queries=each)
         return out
 
 
 @cache
-def _layer(spec: AttentionSpec) -> "Layer":
-    from quire.kernels.triton.attention_launch import Layer
+def _layer(spec: AttentionSpec) -> "AttentionLayer":
+    from quire.kernels.triton.attention_launch import AttentionLayer
 
-    return Layer(
+    return AttentionLayer(
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,

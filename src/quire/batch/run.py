@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from quire.batch.journal import Journal
 from quire.batch.lines import Line, answer_line, error_line, index, read_request
-from quire.batch.transport import Answer, AsgiTransport, HttpTransport, Transport
+from quire.batch.transport import AsgiTransport, BatchAnswer, HttpTransport, Transport
 from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.configure import configure
+from quire.entrypoints.child_cores import private_engine
 from quire.errors import ConfigError
-from quire.prepare import configure
-from quire.private import private_engine
 from quire.remote.http import HttpClient, ServerGone
 from quire.remote.openai import bearer
 from quire.server.app import Application
@@ -105,7 +105,7 @@ async def _answer(args: argparse.Namespace, source: Path, work: Sequence[Line], 
     total = num_before + len(work)
     async with open_transport(args) as transport:
         with source.open("rb") as file, tqdm(total=total, initial=num_before, desc="Requests") as bar:
-            batch = Batch(
+            batch = BatchRun(
                 transport, file, journal, max_retries=args.max_retries, on_done=lambda: bar.update(1)
             )
             try:
@@ -115,7 +115,7 @@ async def _answer(args: argparse.Namespace, source: Path, work: Sequence[Line], 
                 raise ServerGone(f"{error}; {done}, the same command goes on from there") from None
 
 
-class Batch:
+class BatchRun:
     """The requests of a file, some at a time, into a journal."""
 
     def __init__(
@@ -153,7 +153,7 @@ class Batch:
             self._journal.add(request.custom_id, entry)
             self._on_done()
 
-    async def _patiently(self, url: str, body: bytes, request_id: str) -> Answer:
+    async def _patiently(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
         """Try again, each time later, while the server is gone or asks for patience."""
         for attempt in range(self._max_retries):
             try:

@@ -14,7 +14,7 @@ AsgiApp = Callable[
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BatchAnswer:
     """What came back for one request."""
 
     status: int
@@ -24,7 +24,7 @@ class Answer:
 class Transport(Protocol):
     """A way to an engine."""
 
-    async def send(self, url: str, body: bytes, request_id: str) -> Answer:
+    async def send(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
         """Post JSON and wait for the whole answer. ServerGone if there is none."""
         ...
 
@@ -35,9 +35,9 @@ class HttpTransport:
     def __init__(self, client: HttpClient) -> None:
         self._client = client
 
-    async def send(self, url: str, body: bytes, request_id: str) -> Answer:
+    async def send(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
         response = await self._client.request("POST", url, body, headers={"X-Request-Id": request_id})
-        return Answer(response.status, response.body)
+        return BatchAnswer(response.status, response.body)
 
 
 class AsgiTransport:
@@ -47,7 +47,7 @@ class AsgiTransport:
         self._app = app
         self._headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
 
-    async def send(self, url: str, body: bytes, request_id: str) -> Answer:
+    async def send(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
         unread = [body]
         status, parts = 500, []
 
@@ -65,7 +65,7 @@ class AsgiTransport:
                 parts.append(message.get("body", b""))
 
         await self._app(self._scope(url, body, request_id), receive, take)
-        return Answer(status, b"".join(parts))
+        return BatchAnswer(status, b"".join(parts))
 
     def _scope(self, url: str, body: bytes, request_id: str) -> Message:
         headers = [

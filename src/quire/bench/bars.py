@@ -8,7 +8,7 @@ _WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP = 860, 210, 150, 15, 12, 62
 _COLOURS = ("#b0b7c3", "#4c72b0", "#55a868", "#dd8452", "#937860")
 
 
-class Group(NamedTuple):
+class BarGroup(NamedTuple):
     """The bars that are compared with each other."""
 
     label: str
@@ -18,7 +18,7 @@ class Group(NamedTuple):
     """What is written behind each."""
 
 
-def svg(title: str, groups: Sequence[Group], *, mark: float | None = None) -> str:
+def svg(title: str, groups: Sequence[BarGroup], *, mark: float | None = None) -> str:
     """A bar for each value, all on one scale; `mark` is a dashed line across them."""
     series = list(dict.fromkeys(name for group in groups for name in group.values))
     first = 1 if len(series) == 1 else 0

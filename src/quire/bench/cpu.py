@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CpuUsage:
     """CPU time of one process."""
 
     pid: int
@@ -26,12 +26,12 @@ class CpuWatch:
     def __init__(self, pids: Iterable[int]) -> None:
         self._before = {each.pid: each for each in _usages(pids)}
 
-    def spent(self) -> list[Usage]:
+    def spent(self) -> list[CpuUsage]:
         """What each process, also those that came since, has used since the beginning."""
         found = []
         for now in _usages(list(self._before)):
-            then = self._before.get(now.pid, Usage(now.pid, now.role, 0.0, 0.0))
-            found.append(Usage(now.pid, now.role, now.user_s - then.user_s, now.system_s - then.system_s))
+            then = self._before.get(now.pid, CpuUsage(now.pid, now.role, 0.0, 0.0))
+            found.append(CpuUsage(now.pid, now.role, now.user_s - then.user_s, now.system_s - then.system_s))
         return found
 
 
@@ -61,7 +61,7 @@ def _is_listening(socket: Any, port: int) -> bool:
     return socket.status == psutil.CONN_LISTEN and bool(socket.laddr) and socket.laddr.port == port
 
 
-def report(usages: Sequence[Usage], *, seconds: float, num_tokens: int) -> list[str]:
+def report(usages: Sequence[CpuUsage], *, seconds: float, num_tokens: int) -> list[str]:
     """A table of who spent how much during a run of `seconds` that streamed `num_tokens`."""
     shown = [
         f"{'process':<28} {'pid':>8} {'user s':>9} {'system s':>9} {'of one core':>12} {'us/token':>9}",
@@ -75,7 +75,7 @@ def report(usages: Sequence[Usage], *, seconds: float, num_tokens: int) -> list[
     return shown
 
 
-def _usages(pids: Iterable[int]) -> Iterator[Usage]:
+def _usages(pids: Iterable[int]) -> Iterator[CpuUsage]:
     seen: set[int] = set()
     for pid in pids:
         try:
@@ -89,7 +89,7 @@ def _usages(pids: Iterable[int]) -> Iterator[Usage]:
             seen.add(process.pid)
             try:
                 times = process.cpu_times()
-                yield Usage(process.pid, _role(process), times.user, times.system)
+                yield CpuUsage(process.pid, _role(process), times.user, times.system)
             except psutil.NoSuchProcess:
                 continue
 

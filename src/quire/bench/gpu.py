@@ -18,7 +18,7 @@ from typing import Any
 
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.data.params import SamplingParams
-from quire.llm import LLM
+from quire.entrypoints.llm import LLM
 
 WORKLOADS = ("decode", "prefill", "offline")
 DECODE_PROMPT, DECODE_STEPS = 512, 128

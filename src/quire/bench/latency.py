@@ -11,7 +11,7 @@ from tqdm import tqdm
 from quire.bench.datasets import random_samples
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.data.params import BeamSearchParams, SamplingParams
-from quire.llm import LLM
+from quire.entrypoints.llm import LLM
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 

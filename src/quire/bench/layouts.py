@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 
 from quire.bench.shapes import SHAPES
-from quire.bench.step_costs import LayerCost, Links, Step, correction, fitted
-from quire.config.ranks import stage_layers
+from quire.bench.step_costs import LayerCost, Links, StepShape, correction, fitted
+from quire.config.parallel import stage_layers
 from quire.errors import ConfigError
 
 GPU_BYTES, USED_SHARE, OTHER_BYTES = 150e9, 0.9, 4e9
@@ -13,7 +13,7 @@ GPU_BYTES, USED_SHARE, OTHER_BYTES = 150e9, 0.9, 4e9
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GpuLayout:
     """Over how many GPUs a model is spread, and how."""
 
     dp: int = 1
@@ -31,18 +31,18 @@ class Layout:
         return (named or "tp1") + ("ep" if self.ep else "")
 
     @staticmethod
-    def of(text: str) -> "Layout":
+    def of(text: str) -> "GpuLayout":
         """`dp2tp8`, `tp8pp2`, `dp16tp1ep`: parts in any order."""
         parts = re.findall(r"(dp|tp|pp)([1-9][0-9]*)|(ep)", text)
         if not parts or "".join("".join(part) for part in parts) != text:
             raise ConfigError(f"{text!r} is no layout, such as tp8, tp8pp2, dp16tp8 or dp8tp1ep")
-        return Layout(**{name: int(size) for name, size, _ in parts if name}, ep="ep" in text)
+        return GpuLayout(**{name: int(size) for name, size, _ in parts if name}, ep="ep" in text)
 
 
 class StepCost:
     """Seconds of a step of a core: what was measured of its share, and the collectives between."""
 
-    def __init__(self, model: str, layout: Layout, links: Links, all_to_all: bool = False) -> None:
+    def __init__(self, model: str, layout: GpuLayout, links: Links, all_to_all: bool = False) -> None:
         self.layout, self.links, self.all_to_all = layout, links, all_to_all
         self.shape = shape = SHAPES[model]
         ep = layout.tp * layout.dp if layout.ep else 1
@@ -50,7 +50,7 @@ class StepCost:
         self.correction = correction(model, layout.tp)
         self.stages = stage_layers(shape.layers, layout.pp)
 
-    def stage_s(self, step: Step, all_tokens: float = 0.0) -> list[float]:
+    def stage_s(self, step: StepShape, all_tokens: float = 0.0) -> list[float]:
         """Of each stage, what it sends to the next included. `all_tokens` are those of all cores in
         lockstep."""
         factor = self.correction.at(step.num_tokens)
@@ -65,7 +65,7 @@ class StepCost:
             found.append(took_s + (self._head_s(step, factor) if is_last else self._send_s(number, step)))
         return found
 
-    def _layer_s(self, layer: int, step: Step, meeting: float, factor: float) -> float:
+    def _layer_s(self, layer: int, step: StepShape, meeting: float, factor: float) -> float:
         shape, tp, dp = self.shape, self.layout.tp, self.layout.dp
         computed_s = self.layer.products_s(layer, step) + self.layer.experts_s(layer, meeting)
         sum_s = self.links.all_reduce_s(2 * step.num_tokens * shape.hidden, tp)
@@ -74,7 +74,7 @@ class StepCost:
             sums_s = sum_s + 2 * self._dispatch_s(step, meeting)
         return factor * computed_s + self.layer.attention_s(step) + sums_s
 
-    def _dispatch_s(self, step: Step, meeting: float) -> float:
+    def _dispatch_s(self, step: StepShape, meeting: float) -> float:
         """Tokens to the experts, or back: all to everybody, or each only to where its experts are."""
         layout, row_bytes = self.layout, 2 * self.shape.hidden
         size = layout.tp * layout.dp
@@ -83,11 +83,11 @@ class StepCost:
             return self.links.scattered_s(step.num_tokens / layout.tp * copies * row_bytes, size)
         return self.links.exchange_s(meeting * (1 - 1 / layout.dp) * row_bytes, size)
 
-    def _head_s(self, step: Step, factor: float) -> float:
+    def _head_s(self, step: StepShape, factor: float) -> float:
         logits = 4 * step.num_sampled * self.shape.vocab * (1 - 1 / self.layout.tp)
         return factor * self.layer.head_s(step) + self.links.exchange_s(logits, self.layout.tp)
 
-    def _send_s(self, number: int, step: Step) -> float:
+    def _send_s(self, number: int, step: StepShape) -> float:
         """Hidden states and residuals, from each device to its peer."""
         tp, node = self.layout.tp, self.links.gpus_per_node
         other_node = (number * tp + tp - 1) // node != ((number + 2) * tp - 1) // node

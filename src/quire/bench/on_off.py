@@ -12,19 +12,19 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from quire.bench.bars import Group, svg
+from quire.bench.bars import BarGroup, svg
 from quire.bench.on_off_media import images, open_seeing
 from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.configure import configure
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
+from quire.entrypoints.llm import LLM
 from quire.errors import ConfigError
-from quire.llm import LLM
-from quire.prepare import configure
 
 Settings = Mapping[str, Any]
 
 
-class Sizes(NamedTuple):
+class WorkloadSizes(NamedTuple):
     """How large the workloads are, in tokens and requests."""
 
     longest: int
@@ -44,13 +44,13 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    "tiny": Sizes(256, 64, 3, 2, 1, 64, 16, 56, 2, 1 << 26),
-    "cpu": Sizes(1024, 384, 6, 4, 2, 512, 96, 224, 8, 1 << 30),
-    "cuda": Sizes(8192, 2048, 64, 64, 8, 2048, 256, 448, 32, 24 << 30),
+    "tiny": WorkloadSizes(256, 64, 3, 2, 1, 64, 16, 56, 2, 1 << 26),
+    "cpu": WorkloadSizes(1024, 384, 6, 4, 2, 512, 96, 224, 8, 1 << 30),
+    "cuda": WorkloadSizes(8192, 2048, 64, 64, 8, 2048, 256, 448, 32, 24 << 30),
 }
 
 
-class Seen(NamedTuple):
+class OnOffRun(NamedTuple):
     """What came of one run of a workload."""
 
     ttft_s: float
@@ -61,7 +61,7 @@ class Seen(NamedTuple):
     """The longest time between two tokens of a stream, where that is looked at."""
 
 
-class Part(NamedTuple):
+class OnOffPart(NamedTuple):
     """An optimization, and the workload that it is for."""
 
     name: str
@@ -70,17 +70,17 @@ class Part(NamedTuple):
     off: Settings
     on: Settings
     workload: str
-    measure: Callable[[LLM, Sizes, int], Seen]
-    opened: Callable[[Settings, Sizes], LLM] | None = None
+    measure: Callable[[LLM, WorkloadSizes, int], OnOffRun]
+    opened: Callable[[Settings, WorkloadSizes], LLM] | None = None
     """By default the model that was asked for, with these settings."""
 
 
 class Row(NamedTuple):
     """A part, measured; without figures the reason why not."""
 
-    part: Part
-    off: Seen | None = None
-    on: Seen | None = None
+    part: OnOffPart
+    off: OnOffRun | None = None
+    on: OnOffRun | None = None
     seconds: float = 0.0
     why_not: str = ""
 
@@ -133,7 +133,7 @@ class Bench:
         """Of the run that is not counted: a GPU compiles kernels for what it meets."""
         self._plain = self.open({}, self.sizes)
 
-    def open(self, change: Settings, sizes: Sizes) -> LLM:
+    def open(self, change: Settings, sizes: WorkloadSizes) -> LLM:
         settings = {
             "max_model_len": sizes.longest,
             "max_num_batched_tokens": sizes.longest // 4,
@@ -143,7 +143,7 @@ class Bench:
         }
         return LLM(**(settings | self._given | dict(change)))
 
-    def row(self, part: Part, rounds: int) -> Row:
+    def row(self, part: OnOffPart, rounds: int) -> Row:
         """In turns, so that a busy moment of the machine meets both."""
         began = time.perf_counter()
         print(f"{part.name}: {part.workload} ...", file=sys.stderr, flush=True)
@@ -170,8 +170,8 @@ def _close(llm: LLM) -> None:
     gc.collect()
 
 
-def _middle(found: Sequence[Seen]) -> Seen:
-    return Seen(*(median(column) for column in zip(*found, strict=True)))
+def _middle(found: Sequence[OnOffRun]) -> OnOffRun:
+    return OnOffRun(*(median(column) for column in zip(*found, strict=True)))
 
 
 # ---- the workloads
@@ -185,35 +185,35 @@ def _asked(length: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
 
 
-def _run(llm: LLM, prompts: Sequence[Any], length: int) -> Seen:
+def _run(llm: LLM, prompts: Sequence[Any], length: int) -> OnOffRun:
     """All at once: the mean of first tokens, and the tokens a second."""
     began = time.perf_counter()
     outputs = llm.generate(prompts, _asked(length), use_tqdm=False)
     took = time.perf_counter() - began
-    return Seen(_ttft(outputs), len(prompts) * length / took)
+    return OnOffRun(_ttft(outputs), len(prompts) * length / took)
 
 
 def _ttft(outputs: Sequence[RequestOutput]) -> float:
     return mean(each.metrics.first_token_latency for each in outputs if each.metrics is not None)
 
 
-def _decode(llm: LLM, prompts: Sequence[list[int]], length: int) -> Seen:
+def _decode(llm: LLM, prompts: Sequence[list[int]], length: int) -> OnOffRun:
     """The steps behind the first tokens, of prompts that are known by then."""
     llm.generate(prompts, _asked(1), use_tqdm=False)
     outputs = llm.generate(prompts, _asked(length), use_tqdm=False)
     times = [each.metrics for each in outputs if each.metrics is not None]
     took = max(each.last_token_ts for each in times) - min(each.first_token_ts for each in times)
-    return Seen(_ttft(outputs), len(prompts) * (length - 1) / took)
+    return OnOffRun(_ttft(outputs), len(prompts) * (length - 1) / took)
 
 
-def _sharing(llm: LLM, sizes: Sizes, turn: int) -> Seen:
+def _sharing(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
     draw = random.Random(turn)
     prefix = _prompt(draw, sizes.prefix)
     llm.generate([prefix], _asked(1), use_tqdm=False)
     return _run(llm, [prefix + _prompt(draw, 16) for _ in range(sizes.sharing)], 8)
 
 
-def _beside_long_prompts(llm: LLM, sizes: Sizes, turn: int) -> Seen:
+def _beside_long_prompts(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
     """Streams while long prompts are computed: their tokens a second, and their longest wait."""
     engine, draw = llm.llm_engine, random.Random(turn)
     names = [f"stream {turn} {number}" for number in range(sizes.streams)]
@@ -238,7 +238,7 @@ def _beside_long_prompts(llm: LLM, sizes: Sizes, turn: int) -> Seen:
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
-    return Seen(mean(ttfts), made / (last - began), max(gaps))
+    return OnOffRun(mean(ttfts), made / (last - began), max(gaps))
 
 
 def _step(llm: LLM, counts: dict[str, int]) -> set[str]:
@@ -251,18 +251,18 @@ def _step(llm: LLM, counts: dict[str, int]) -> set[str]:
     return {output.request_id for output in outputs}
 
 
-def _one_stream(llm: LLM, sizes: Sizes, turn: int) -> Seen:
+def _one_stream(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
     return _decode(llm, [_prompt(random.Random(turn), 32)], sizes.answer)
 
 
-def _long_contexts(llm: LLM, sizes: Sizes, turn: int) -> Seen:
+def _long_contexts(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
     """The same prompts in each turn, so that only the first computes them."""
     draw = random.Random(0)
     prompts = [_prompt(draw, sizes.context) for _ in range(sizes.streams)]
     return _decode(llm, prompts, sizes.answer // 2)
 
 
-def _quoting(llm: LLM, sizes: Sizes, turn: int) -> Seen:
+def _quoting(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
     """A text that is said again. A model of random weights has no text; what it says soon repeats itself."""
     if llm.config.model.skip_tokenizer_init:
         return _one_stream(llm, sizes, turn)
@@ -272,14 +272,14 @@ def _quoting(llm: LLM, sizes: Sizes, turn: int) -> Seen:
     return _decode(llm, [ids], sizes.answer)
 
 
-def _looking(llm: LLM, sizes: Sizes, turn: int) -> Seen:
+def _looking(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
     return _run(llm, images(sizes.num_images, sizes.image_edge, turn), 1)
 
 
 # ---- the parts
 
 
-def _weights(bench: Bench) -> Part:
+def _weights(bench: Bench) -> OnOffPart:
     """A GGUF file is kept as it is packed, or not; other weights are narrowed, or not."""
     if bench.is_gguf:
         change: dict[str, Settings] = {"off": {"quantization": "none"}, "on": {}}
@@ -287,19 +287,19 @@ def _weights(bench: Bench) -> Part:
     else:
         change, name = {"off": {}, "on": {"quantization": "fp8"}}, "fp8 weights"
     text = f"one stream, {bench.sizes.answer} tokens"
-    return Part(name, "+50 %", change["off"], change["on"], text, _one_stream)
+    return OnOffPart(name, "+50 %", change["off"], change["on"], text, _one_stream)
 
 
-def _encoder(bench: Bench) -> Part:
+def _encoder(bench: Bench) -> OnOffPart:
     folder = tempfile.TemporaryDirectory()
 
-    def opened(change: Settings, sizes: Sizes) -> LLM:
+    def opened(change: Settings, sizes: WorkloadSizes) -> LLM:
         machine = bench.machine
         if machine.device == "cuda" and machine.num_devices < 2:
             raise ConfigError("two ranks need two GPUs")
         return open_seeing(Path(folder.name), change, sizes.image_edge, sizes.num_images)
 
-    return Part(
+    return OnOffPart(
         "encoder DP (mm_encoder_tp_mode)",
         "+10 to 40 %",
         {"mm_encoder_tp_mode": "weights"},
@@ -316,12 +316,12 @@ def _plain_part(
     off: Settings,
     on: Settings,
     workload: str,
-    measure: Callable[[LLM, Sizes, int], Seen],
-) -> Callable[[Bench], Part]:
-    return lambda bench: Part(name, claim, off, on, workload.format(**bench.sizes._asdict()), measure)
+    measure: Callable[[LLM, WorkloadSizes, int], OnOffRun],
+) -> Callable[[Bench], OnOffPart]:
+    return lambda bench: OnOffPart(name, claim, off, on, workload.format(**bench.sizes._asdict()), measure)
 
 
-def _whole_prompts(bench: Bench) -> Part:
+def _whole_prompts(bench: Bench) -> OnOffPart:
     sizes = bench.sizes
     # a prompt that is not cut needs room beside the streams, or waits until they are done
     off = {"enable_chunked_prefill": False, "max_num_batched_tokens": sizes.longest + sizes.streams}
@@ -329,11 +329,11 @@ def _whole_prompts(bench: Bench) -> Part:
         f"{sizes.streams} streams while {sizes.long_prompts} prompts of {sizes.longest - 16} tokens come;"
         f" chunks of {sizes.longest // 4}"
     )
-    return Part("chunked prefill", "+30 %", off, {}, text, _beside_long_prompts)
+    return OnOffPart("chunked prefill", "+30 %", off, {}, text, _beside_long_prompts)
 
 
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3}
-PARTS: dict[str, Callable[[Bench], Part]] = {
+PARTS: dict[str, Callable[[Bench], OnOffPart]] = {
     "prefix": _plain_part(
         "prefix caching",
         "+400 %",
@@ -399,7 +399,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 def picture(rows: Sequence[Row], title: str) -> str:
     """Rates, each against its own without."""
     groups = [
-        Group(
+        BarGroup(
             row.part.name.partition(" (")[0],
             {"off": 1.0, "on": row.ratio},
             {"off": f"{row.off.rate:,.0f} a second", "on": f"{row.on.rate:,.0f}, {row.ratio:.2f} x"},

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, models
 
-from quire.llm import LLM
+from quire.entrypoints.llm import LLM
 
 _PATCH, _MERGE = 14, 2
 _MARKS = {"<unk>": 0, "<image>": 1001, "<video>": 1002, "<begin>": 1003, "<end>": 1004}

@@ -7,7 +7,7 @@ import time
 import psutil
 
 from quire.data.params import SamplingParams
-from quire.llm import LLM
+from quire.entrypoints.llm import LLM
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.bench.layouts import GPU_BYTES, OTHER_BYTES, USED_SHARE, Layout, StepCost
+from quire.bench.layouts import GPU_BYTES, OTHER_BYTES, USED_SHARE, GpuLayout, StepCost
 from quire.bench.shapes import BATCHES, CONTEXT, MEASURED, PREFILL_STEP, SHAPES
-from quire.bench.simulated import MOST_CORES, MOST_IN_LOCKSTEP, Core, Traffic, run
+from quire.bench.simulated import MOST_CORES, MOST_IN_LOCKSTEP, SimulatedCore, Traffic, run
 from quire.bench.step_costs import KV_BYTES_S, PREFILL, Links, decode_of, fitted
 from quire.errors import ConfigError
 
@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     links = Links(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Links)})
-    named = [Layout.of(text) for text in args.layouts or ()]
+    named = [GpuLayout.of(text) for text in args.layouts or ()]
     if not args.json:
         print("\n".join(assumptions(args.model, links)))
         print(STEP_TITLE if args.steps else line({name: TITLES.get(name, name) for name in COLUMNS}))
@@ -100,20 +100,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def sensible(model: str, gpus: Sequence[int]) -> list[Layout]:
+def sensible(model: str, gpus: Sequence[int]) -> list[GpuLayout]:
     """For each number of GPUs: shares within a node, stages across nodes or instead of shares, copies for
     the rest; for a mixture also experts spread over all."""
     shape, found = SHAPES[model], []
     for count in gpus:
         sizes = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if count % (tp * pp) == 0]
         kept = [(tp, pp) for tp, pp in sizes if pp == 1 or tp * pp == min(count, 8) or (tp == 8 and pp == 2)]
-        found += [Layout(count // (tp * pp), tp, pp) for tp, pp in kept]
+        found += [GpuLayout(count // (tp * pp), tp, pp) for tp, pp in kept]
         if shape.experts and count > 1:
-            found += [Layout(count // tp, tp, ep=True) for tp in (1, 8) if count % tp == 0]
+            found += [GpuLayout(count // tp, tp, ep=True) for tp in (1, 8) if count % tp == 0]
     return found
 
 
-def measure(args: argparse.Namespace, layout: Layout, links: Links) -> dict[str, Any]:
+def measure(args: argparse.Namespace, layout: GpuLayout, links: Links) -> dict[str, Any]:
     """A row of the table; only why, where a layout cannot be."""
     cost = StepCost(args.model, layout, links, args.all_to_all)
     per_gpu = 1 / layout.num_gpus if args.total else 1.0
@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace, layout: Layout, links: Links) -> dict[str,
     }
 
 
-def steps(model: str, layout: Layout, links: Links) -> dict[str, Any]:
+def steps(model: str, layout: GpuLayout, links: Links) -> dict[str, Any]:
     """One step at a time through all stages, nothing beside it; all cores in lockstep do the same."""
     cost, computing = (StepCost(model, layout, each) for each in (links, FREE))
     row: dict[str, Any] = {"model": model, "gpus": layout.num_gpus, "layout": str(layout)}
@@ -170,15 +170,15 @@ def step_line(row: dict[str, Any]) -> str:
     return f"{row['gpus']:>5} {row['layout']:<12} {times} {row['prefill_tok_s']:>10,}"
 
 
-def in_lockstep(layout: Layout) -> bool:
+def in_lockstep(layout: GpuLayout) -> bool:
     return layout.ep and layout.dp > 1
 
 
-def simulated_cores(layout: Layout) -> int:
+def simulated_cores(layout: GpuLayout) -> int:
     return min(layout.dp, MOST_IN_LOCKSTEP if in_lockstep(layout) else MOST_CORES)
 
 
-def _like(layout: Layout) -> Layout:
+def _like(layout: GpuLayout) -> GpuLayout:
     """The one to simulate: cores that do not wait for each other are as fast whatever their number."""
     return layout if layout.ep else dataclasses.replace(layout, dp=simulated_cores(layout))
 
@@ -186,7 +186,7 @@ def _like(layout: Layout) -> Layout:
 @functools.lru_cache(maxsize=256)
 def simulate(
     model: str,
-    layout: Layout,
+    layout: GpuLayout,
     links: Links,
     all_to_all: bool,
     traffic: Traffic,
@@ -194,7 +194,7 @@ def simulate(
     max_num_batched_tokens: int,
 ) -> dict[str, float]:
     cores = [
-        Core(
+        SimulatedCore(
             StepCost(model, layout, links, all_to_all),
             max_len=traffic.longest,
             max_num_seqs=max_num_seqs,

@@ -29,12 +29,12 @@ from quire.bench.prefix_hits import prefix_summary
 from quire.bench.report import GOODPUT_METRICS, TITLES, detailed, lines, summarise
 from quire.bench.serve_flags import add_flags
 from quire.bench.traffic import ENDPOINTS, Record, drive, request_body, send, send_times
+from quire.checkpoint.hub import locate
 from quire.config.env import Env
-from quire.dist.process import raise_file_limit
 from quire.errors import ConfigError
-from quire.hub import locate
 from quire.remote.http import HttpClient, ServerGone
 from quire.remote.openai import BadAnswer, bearer, models
+from quire.system.process import raise_file_limit
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["add_flags", "run"]

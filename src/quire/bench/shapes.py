@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """The sizes of a model. Weights are counted in numbers, `weight_bytes` each."""
 
     layers: int
@@ -66,13 +66,13 @@ class Shape:
 
 
 SHAPES = {
-    "qwen3-0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151936, tied=True),
-    "llama-3.1-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256),
-    "llama-3.1-70b": Shape(80, 8192, 64, 8, 128, 28672, 128256),
-    "qwen3-30b-a3b": Shape(
+    "qwen3-0.6b": ModelShape(28, 1024, 16, 8, 128, 3072, 151936, tied=True),
+    "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 128256),
+    "llama-3.1-70b": ModelShape(80, 8192, 64, 8, 128, 28672, 128256),
+    "qwen3-30b-a3b": ModelShape(
         *(48, 2048, 32, 4, 128, 6144, 151936), experts=128, experts_per_token=8, expert_intermediate=768
     ),
-    "deepseek-v3": Shape(
+    "deepseek-v3": ModelShape(
         *(61, 7168, 128, 128, 192, 18432, 129280),
         experts=256,
         experts_per_token=8,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quire.bench.layouts import StepCost
-from quire.bench.step_costs import Step
+from quire.bench.step_costs import StepShape
 from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput, StepPlan, StepResult
 from quire.data.request import Request
@@ -64,7 +64,7 @@ class Traffic:
             )
 
 
-class Core:
+class SimulatedCore:
     """The scheduler of a core, and the stages that compute its plans."""
 
     def __init__(
@@ -104,14 +104,14 @@ class Core:
         running, waiting = len(scheduler.running), len(scheduler.admitter.waiting)
         return {"num_running": running, "num_waiting": waiting, "kv_usage": scheduler.kv.pool.usage}
 
-    def plan(self) -> tuple[StepPlan, Step] | None:
+    def plan(self) -> tuple[StepPlan, StepShape] | None:
         plan = self.scheduler.plan()
         if plan is None:
             return None
         reached = self.scheduler.running.num_computed[plan.rows].astype(np.float64)
         one = plan.num_tokens == 1
         pairs = plan.num_tokens * (reached - plan.num_tokens / 2)
-        step = Step(
+        step = StepShape(
             plan.total_tokens, len(plan.sampling_rows), float(reached[one].sum()), float(pairs[~one].sum())
         )
         return plan, step
@@ -170,12 +170,12 @@ class Watch:
         return within / max(self.ends_at - self.steady_at, 1e-9)
 
 
-Outputs = list[tuple[Core, StepOutput]]
+Outputs = list[tuple[SimulatedCore, StepOutput]]
 Stepping = Callable[[float, float], tuple[float, Outputs]]
 """From a time on, until something happens, or the next request comes: that time, and what came of it."""
 
 
-def _apart(cores: list[Core]) -> Stepping:
+def _apart(cores: list[SimulatedCore]) -> Stepping:
     """Each core steps by itself."""
 
     def step(now: float, next_arrival: float) -> tuple[float, Outputs]:
@@ -189,7 +189,7 @@ def _apart(cores: list[Core]) -> Stepping:
     return step
 
 
-def _lockstep(cores: list[Core], dp: int) -> Stepping:
+def _lockstep(cores: list[SimulatedCore], dp: int) -> Stepping:
     """All cores at once, as long as the slowest takes; their tokens meet in the experts."""
 
     def step(now: float, next_arrival: float) -> tuple[float, Outputs]:
@@ -203,7 +203,7 @@ def _lockstep(cores: list[Core], dp: int) -> Stepping:
     return step
 
 
-def run(cores: list[Core], traffic: Traffic, lockstep_dp: int = 0) -> Watch:
+def run(cores: list[SimulatedCore], traffic: Traffic, lockstep_dp: int = 0) -> Watch:
     """Until all are answered. With `lockstep_dp` the cores are some of so many that step together."""
     watch = Watch(traffic.concurrency or traffic.num_requests // 5)
     rows = cores[0].scheduler.limits.max_rows

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from quire.checkpoint.gguf import split_parts
+from quire.checkpoint.hub import locate
 from quire.config.args import checked
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.config.env import Env
-from quire.config.gguf import split_parts
 from quire.errors import ConfigError
-from quire.hub import locate
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 NAMES = {"startup_time": "startup time", "import_time": "import time", "first_token_time": "first token"}

@@ -9,7 +9,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.bench.shapes import BATCHES, CONTEXT, MEASURED, PREFILL_LEN, PREFILL_STEP, SHAPES, Measured, Shape
+from quire.bench.shapes import (
+    BATCHES,
+    CONTEXT,
+    MEASURED,
+    PREFILL_LEN,
+    PREFILL_STEP,
+    SHAPES,
+    Measured,
+    ModelShape,
+)
 
 Floats = NDArray[np.float64]
 KV_BYTES_S = 3.94e12
@@ -48,7 +57,7 @@ class Links:
         return self.efficiency * min(rings, self.nvlink_bytes_s)
 
     def all_reduce_s(self, num_bytes: float, num_gpus: int) -> float:
-        """As `comm/symmetric.py` chooses."""
+        """As `parallel/symmetric.py` chooses."""
         if num_gpus == 1:
             return 0.0
         rate, part = self.bytes_s(num_gpus), (num_gpus - 1) / num_gpus
@@ -80,7 +89,7 @@ class Links:
         return start_s + num_bytes / (self.efficiency * rate)
 
 
-class Step(NamedTuple):
+class StepShape(NamedTuple):
     """What of a plan decides how long it takes."""
 
     num_tokens: int
@@ -92,7 +101,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class GpuRates:
     """What a GPU does in a second, by the number of rows: `BATCHES`."""
 
     weight_bytes_s: Floats
@@ -122,10 +131,10 @@ class LayerCost:
     Of a mixture's experts, each of `ep` devices has some whole ones; with 1 all have a part of each.
     """
 
-    def __init__(self, shape: Shape, tp: int, rates: Rates, ep: int = 1) -> None:
+    def __init__(self, shape: ModelShape, tp: int, rates: GpuRates, ep: int = 1) -> None:
         self.shape, self.tp, self.rates, self.ep = shape, tp, rates, ep
 
-    def products_s(self, layer: int, step: Step) -> float:
+    def products_s(self, layer: int, step: StepShape) -> float:
         """All but attention over the cache, and experts."""
         shape, rows, rates = self.shape, step.num_tokens, self.rates
         weights = (shape.attention_weights + shape.mlp_weights(layer)) / self.tp
@@ -143,14 +152,14 @@ class LayerCost:
         flops = 2 * num_tokens * shape.experts_per_token * shape.expert_weights / parts
         return max(met * shape.weight_bytes / rates.expert_bytes_s, flops / rates.flops) + rates.mixture_s
 
-    def attention_s(self, step: Step) -> float:
+    def attention_s(self, step: StepShape) -> float:
         """Decodes read the cache, or multiply with latents; prompts multiply."""
         shape, heads = self.shape, self.shape.heads / self.tp
         latent_s = 4 * heads * shape.latent / ATTENTION_FLOPS
         decodes_s = step.kv_tokens * max(shape.kv_bytes(self.tp) / KV_BYTES_S, latent_s)
         return decodes_s + step.prompt_pairs * 4 * heads * shape.head_dim / ATTENTION_FLOPS
 
-    def head_s(self, step: Step) -> float:
+    def head_s(self, step: StepShape) -> float:
         weights, rows = self.shape.head_weights / self.tp, max(step.num_sampled, 1)
         return max(self.rates.read_s(2 * weights, rows), 2 * rows * weights / self.rates.flops)
 
@@ -158,21 +167,21 @@ class LayerCost:
 # ---- fitting
 
 
-def decode_of(batch: int) -> Step:
+def decode_of(batch: int) -> StepShape:
     """A step of `quire.bench.gpu`'s decodes."""
-    return Step(batch, batch, batch * CONTEXT)
+    return StepShape(batch, batch, batch * CONTEXT)
 
 
-PREFILL = Step(PREFILL_STEP, PREFILL_STEP // PREFILL_LEN, 0.0, PREFILL_STEP * PREFILL_LEN / 2)
+PREFILL = StepShape(PREFILL_STEP, PREFILL_STEP // PREFILL_LEN, 0.0, PREFILL_STEP * PREFILL_LEN / 2)
 
 
 @functools.cache
-def fitted() -> Rates:
+def fitted() -> GpuRates:
     """Least squares of relative errors, over all that was measured."""
     flops, element_s = _fit_prefill()
     columns, wanted = [], []
     for row in MEASURED:
-        shape, rates = SHAPES[row.model], Rates(np.ones(5), np.ones(5), 1, 1, flops, element_s)
+        shape, rates = SHAPES[row.model], GpuRates(np.ones(5), np.ones(5), 1, 1, flops, element_s)
         cost = LayerCost(shape, row.tp, rates)
         for number, (batch, ms) in enumerate(zip(BATCHES, row.decode_ms, strict=False)):
             step, column = decode_of(batch), np.zeros(12)
@@ -186,7 +195,7 @@ def fitted() -> Rates:
             columns.append(weight * column)
             wanted.append(weight * (ms / 1e3 - known_s))
     found = np.linalg.lstsq(np.array(columns), np.array(wanted), rcond=None)[0]
-    return Rates(1 / found[:5], found[5:10], float(1 / found[10]), float(found[11]), flops, element_s)
+    return GpuRates(1 / found[:5], found[5:10], float(1 / found[10]), float(found[11]), flops, element_s)
 
 
 def _fit_prefill() -> tuple[float, float]:
@@ -201,7 +210,7 @@ def _fit_prefill() -> tuple[float, float]:
     return float(1 / found[0]), float(found[1])
 
 
-def _bytes_of(shape: Shape) -> float:
+def _bytes_of(shape: ModelShape) -> float:
     """All weights that each step reads, the head in 16 bits."""
     layers = sum(shape.attention_weights + shape.mlp_weights(layer) for layer in range(shape.layers))
     return layers * shape.weight_bytes + 2 * shape.head_weights
@@ -230,7 +239,7 @@ def correction(model: str, tp: int) -> Correction:
     return Correction(tuple(step.num_tokens for step in steps), tuple(ratios))
 
 
-def _ratio(row: Measured, step: Step, measured_s: float) -> float:
+def _ratio(row: Measured, step: StepShape, measured_s: float) -> float:
     shape = SHAPES[row.model]
     cost = LayerCost(shape, row.tp, fitted())
     attention_s = shape.layers * cost.attention_s(step)

@@ -8,8 +8,8 @@ from pathlib import Path
 from quire.bench.datasets import Sample, random_samples, sharegpt_samples
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.data.params import SamplingParams
+from quire.entrypoints.llm import LLM
 from quire.errors import ConfigError
-from quire.llm import LLM
 
 
 def add_flags(parser: FlagParser) -> None:

@@ -39,7 +39,7 @@ class Setting(NamedTuple):
         return [f"--max-num-batched-tokens={tokens}", f"--max-num-seqs={seqs}"]
 
 
-class Point(NamedTuple):
+class TunePoint(NamedTuple):
     """What came of one setting with so many requests at once."""
 
     setting: Setting
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def sweep(args: argparse.Namespace, settings: Sequence[Setting], levels: Sequence[int]) -> list[Point]:
+def sweep(args: argparse.Namespace, settings: Sequence[Setting], levels: Sequence[int]) -> list[TunePoint]:
     """All points; those in the journal are taken from there, each new one goes into it at once."""
     key = [args.model, args.input_len, args.output_len, args.requests, args.serve_args]
     known = {(point.setting, point.concurrency): point for point in _journal(args.journal, key)}
@@ -111,14 +111,14 @@ def sweep(args: argparse.Namespace, settings: Sequence[Setting], levels: Sequenc
             for level in missing:
                 done += 1
                 print(f"[{done}/{total}] {' '.join(setting.flags)}, {level} at once ...", file=sys.stderr)
-                point = Point(setting, level, *_measured(args, url, level))
+                point = TunePoint(setting, level, *_measured(args, url, level))
                 known[setting, level] = point
                 with args.journal.open("a", encoding="utf-8") as journal:
                     journal.write(json.dumps({"of": key, "point": point}) + "\n")
     return [known[setting, level] for setting in settings for level in levels]
 
 
-def _journal(path: Path, key: list[Any]) -> Iterator[Point]:
+def _journal(path: Path, key: list[Any]) -> Iterator[TunePoint]:
     """What an earlier run has measured; a line that was cut off is no result."""
     if not path.exists():
         return
@@ -129,7 +129,7 @@ def _journal(path: Path, key: list[Any]) -> Iterator[Point]:
             continue
         if entry.get("of") == key:
             setting, *rest = entry["point"]
-            yield Point(Setting(*setting), *rest)
+            yield TunePoint(Setting(*setting), *rest)
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def _measured(args: argparse.Namespace, url: str, level: int) -> tuple[float, fl
     return result["p95_ttft_ms"], result["p95_itl_ms"], result["output_throughput"]
 
 
-def _named(point: Point) -> str:
+def _named(point: TunePoint) -> str:
     tokens, seqs = point.setting
     return f"tokens {tokens}, seqs {seqs}, {point.concurrency} at once"
 

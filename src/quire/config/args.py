@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from typing import Any
 
-from quire.config.foreign import IGNORED_SWITCHES, IGNORED_VALUES, foreign, translated
 from quire.config.sections import Option, options
+from quire.config.unsupported import UNBUILT, refuse
+from quire.config.vllm_names import IGNORED_SWITCHES, IGNORED_VALUES, foreign, translated
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
-from quire.unbuilt import UNBUILT, refuse
 
 logger = get_logger(__name__)
 

@@ -13,10 +13,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.config.foreign import IGNORED_SWITCHES, LISTS, SHORT, foreign
 from quire.config.sections import SECTIONS, Option, options, options_of
+from quire.config.unsupported import is_switch
+from quire.config.vllm_names import IGNORED_SWITCHES, LISTS, SHORT, foreign
 from quire.errors import nearest
-from quire.unbuilt import is_switch
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _HUMAN_INT = re.compile(r"([+-]?\d+(?:\.\d+)?)([kKmMgGtT]?)")

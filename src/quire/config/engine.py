@@ -5,21 +5,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.checkpoint.draft import Draft
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.hub import DEFAULT_MODEL_ID, DEFAULT_MODEL_NAMES
+from quire.checkpoint.layout import DTYPE_BYTES, cache_specs, has_states, row_bytes
+from quire.checkpoint.model import Checkpoint
+from quire.checkpoint.pooling import PoolingFacts, both_ways_error, settle
+from quire.checkpoint.quant import choose_quant
+from quire.checkpoint.quant.facts import QuantFacts
+from quire.checkpoint.tensor_parallel import check_shares, of_one
 from quire.config.args import checked
 from quire.config.cpu_kernels import Cpu, check_cpu_kernels
-from quire.config.draft import Draft
+from quire.config.data_parallel import local_ranks
 from quire.config.env import Env
-from quire.config.experts import with_experts
-from quire.config.facts import ArchFacts
-from quire.config.layout import DTYPE_BYTES, cache_specs, has_states, row_bytes
+from quire.config.expert_parallel import with_experts
 from quire.config.lora import lora_section
 from quire.config.machine import Machine
-from quire.config.model import Checkpoint
-from quire.config.pooling import PoolingFacts, both_ways_error, settle
+from quire.config.parallel import stage_layers
 from quire.config.profiling import Profiling
-from quire.config.quant import choose_quant
-from quire.config.quant.facts import QuantFacts
-from quire.config.ranks import stage_layers
 from quire.config.sections import (
     AttentionSection,
     CacheSection,
@@ -32,19 +35,13 @@ from quire.config.sections import (
     SchedulerSection,
     options,
 )
-from quire.config.shares import check_shares, of_one
 from quire.config.speculation import SpecFacts
-from quire.config.topology import local_ranks
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
 
 GIB = 1 << 30
-DEFAULT_MODEL_ID = "SmolLM2-135M-Instruct"
-DEFAULT_MODEL_NAMES = ("", "default", "smollm2")
-"""What a model argument may say, beside nothing at all, to mean the packaged default."""
-
 CPU_KV_CACHE_LIMIT = 4 * GIB
 RETIRED_BACKENDS = ("XFORMERS",)
 """Attention backends of old scripts that stand for no particular kernel today."""

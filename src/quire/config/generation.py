@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quire.checkpoint.model import Checkpoint
 from quire.config.engine import EngineConfig
-from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 

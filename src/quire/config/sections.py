@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FieldRule:
     """What a field accepts beyond its type, and how it looks on the command line."""
 
     at_least: float | None = None
@@ -85,15 +85,15 @@ class ModelSection:
     """Branch, tag or commit of the tokenizer on the hub."""
     gguf_file: str | None = None
     """The .gguf file to read, of a model directory or hub id that holds several."""
-    max_model_len: Annotated[int, Rule(at_least=1, human=True, auto=True)]
+    max_model_len: Annotated[int, FieldRule(at_least=1, human=True, auto=True)]
     """Longest sequence, prompt and output together. Default: what the checkpoint was made for. `auto` or -1:
     as much of that as the KV cache can hold."""
-    auto_fit: Annotated[bool, Rule(derived=True)] = False
+    auto_fit: Annotated[bool, FieldRule(derived=True)] = False
     """Whether the worker may shorten max_model_len until one sequence fits into the KV cache."""
-    quantization: Annotated[str | None, Rule(short="-q")] = None
+    quantization: Annotated[str | None, FieldRule(short="-q")] = None
     """Format of the weights. Default: what the checkpoint says. Packed blocks of a GGUF file are computed
     with as they are (`gguf`), or unpacked to dtype (`none`)."""
-    max_logprobs: Annotated[int, Rule(at_least=-1)] = 20
+    max_logprobs: Annotated[int, FieldRule(at_least=-1)] = 20
     """Most logprobs a request may ask for per token; -1: the whole vocabulary."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = (
         "raw_logprobs"
@@ -140,18 +140,18 @@ class LoadSection:
 class CacheSection:
     """The KV cache: its size and its blocks."""
 
-    block_size: Annotated[int, Rule(at_least=1, at_most=256)] = 16
+    block_size: Annotated[int, FieldRule(at_least=1, at_most=256)] = 16
     """Tokens in a block; a power of two."""
-    gpu_memory_utilization: Annotated[float, Rule(above=0, at_most=1)]
+    gpu_memory_utilization: Annotated[float, FieldRule(above=0, at_most=1)]
     """Share of the device's memory for weights, activations and KV cache. Default: 0.92. On a CPU a given
     value also lifts kv_cache_memory_limit."""
-    kv_cache_memory_bytes: Annotated[int | None, Rule(at_least=1, human=True)] = None
+    kv_cache_memory_bytes: Annotated[int | None, FieldRule(at_least=1, human=True)] = None
     """Exact size of the KV cache, in place of measuring what is free."""
-    kv_cache_memory_limit: Annotated[int | None, Rule(derived=True)] = None
+    kv_cache_memory_limit: Annotated[int | None, FieldRule(derived=True)] = None
     """Upper bound in bytes of a measured KV cache, None for none. On a CPU with no flag that sizes the cache
     it is 4 GiB, or QUIRE_CPU_KVCACHE_SPACE in GiB, so that the cache is the smaller of this and
     gpu_memory_utilization of what is free after the model is loaded."""
-    num_gpu_blocks_override: Annotated[int | None, Rule(at_least=2)] = None
+    num_gpu_blocks_override: Annotated[int | None, FieldRule(at_least=2)] = None
     """Exact number of blocks, in place of measuring; for tests of preemption."""
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prefixes between requests."""
@@ -166,13 +166,13 @@ class CacheSection:
 class SchedulerSection:
     """What one step may hold, and who goes first."""
 
-    max_num_batched_tokens: Annotated[int, Rule(at_least=1, human=True)]
+    max_num_batched_tokens: Annotated[int, FieldRule(at_least=1, human=True)]
     """Most tokens of one step. Default: by device memory, larger for offline use than for serving."""
-    max_num_scheduled_tokens: Annotated[int, Rule(at_least=1, human=True)]
+    max_num_scheduled_tokens: Annotated[int, FieldRule(at_least=1, human=True)]
     """Most tokens the scheduler gives out in one step. Default: max_num_batched_tokens."""
-    max_num_seqs: Annotated[int, Rule(at_least=1)]
+    max_num_seqs: Annotated[int, FieldRule(at_least=1)]
     """Most requests running at once. Default: by device memory."""
-    long_prefill_token_threshold: Annotated[int, Rule(at_least=0)] = 0
+    long_prefill_token_threshold: Annotated[int, FieldRule(at_least=0)] = 0
     """Most prompt tokens that one request gets in a step; 0: no such bound."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Who is admitted first: by arrival, or by priority (lower first) and then arrival."""
@@ -183,9 +183,9 @@ class SchedulerSection:
     """Spread a long prompt over several steps, together with running requests."""
     scheduler_reserve_full_isl: bool = True
     """Admit a request only when the cache has room for its whole prompt."""
-    watermark: Annotated[float, Rule(at_least=0, below=1)] = 0.0
+    watermark: Annotated[float, FieldRule(at_least=0, below=1)] = 0.0
     """Share of the blocks kept free when a request is admitted."""
-    stream_interval: Annotated[int, Rule(at_least=1)] = 1
+    stream_interval: Annotated[int, FieldRule(at_least=1)] = 1
     """Tokens between two chunks of a streamed answer."""
     resume_requests: bool = True
     """Continue answers whose core died, in another core or in the restarted one: streams pause. Off: answers
@@ -214,27 +214,27 @@ class ParallelSection:
 
     device: Literal["auto", "cpu", "cuda"]
     """Kind of device. Default: CUDA where there is one."""
-    tensor_parallel_size: Annotated[int, Rule(at_least=1, short="-tp")] = 1
+    tensor_parallel_size: Annotated[int, FieldRule(at_least=1, short="-tp")] = 1
     """Devices that share each layer."""
-    pipeline_parallel_size: Annotated[int, Rule(at_least=1, short="-pp")] = 1
+    pipeline_parallel_size: Annotated[int, FieldRule(at_least=1, short="-pp")] = 1
     """Groups of devices that hold consecutive layers."""
-    data_parallel_size: Annotated[int, Rule(at_least=1, short="-dp")] = 1
+    data_parallel_size: Annotated[int, FieldRule(at_least=1, short="-dp")] = 1
     """Copies of the engine behind one address."""
-    data_parallel_size_local: Annotated[int | None, Rule(at_least=0, short="-dpl")] = None
+    data_parallel_size_local: Annotated[int | None, FieldRule(at_least=0, short="-dpl")] = None
     """Those of them that run on this machine. Default: all, or one with data_parallel_rank."""
-    data_parallel_start_rank: Annotated[int, Rule(at_least=0, short="-dpr")] = 0
+    data_parallel_start_rank: Annotated[int, FieldRule(at_least=0, short="-dpr")] = 0
     """Number of the first of them."""
-    data_parallel_rank: Annotated[int | None, Rule(at_least=0, short="-dpn")] = None
+    data_parallel_rank: Annotated[int | None, FieldRule(at_least=0, short="-dpn")] = None
     """Number of the only copy of this server, where something else spreads requests over the servers."""
-    data_parallel_address: Annotated[str, Rule(short="-dpa")] = "127.0.0.1"
+    data_parallel_address: Annotated[str, FieldRule(short="-dpa")] = "127.0.0.1"
     """Address of the machine whose API processes speak to all copies."""
-    data_parallel_rpc_port: Annotated[int, Rule(at_least=1, at_most=65535, short="-dpp")] = 29550
+    data_parallel_rpc_port: Annotated[int, FieldRule(at_least=1, at_most=65535, short="-dpp")] = 29550
     """Its port where copies on other machines announce themselves."""
-    data_parallel_backend: Annotated[Literal["mp", "ray"], Rule(short="-dpb")] = "mp"
+    data_parallel_backend: Annotated[Literal["mp", "ray"], FieldRule(short="-dpb")] = "mp"
     """How copies are started."""
-    data_parallel_hybrid_lb: Annotated[bool, Rule(short="-dph")] = False
+    data_parallel_hybrid_lb: Annotated[bool, FieldRule(short="-dph")] = False
     """Every machine has API processes of its own, which speak to its own copies only."""
-    data_parallel_external_lb: Annotated[bool, Rule(short="-dpe")] = False
+    data_parallel_external_lb: Annotated[bool, FieldRule(short="-dpe")] = False
     """Every copy has API processes of its own."""
     data_parallel_routing: Literal["affinity", "load", "round_robin"] = "affinity"
     """Which copy a request goes to: the one that has its prefix unless it is busier than the others, the
@@ -245,7 +245,7 @@ class ParallelSection:
     pp_layer_partition: str = ""
     """Layers of each group, as `8,8,6`. Default: VLLM_PP_LAYER_PARTITION, or even; what is left over goes to
     groups before the last."""
-    enable_expert_parallel: Annotated[bool, Rule(short="-ep")] = False
+    enable_expert_parallel: Annotated[bool, FieldRule(short="-ep")] = False
     """Each device has some of the experts of a layer, in place of some of each expert."""
     all2all_backend: str = "allgather_reducescatter"
     """How tokens reach the experts of other devices, and what these made of them comes back."""
@@ -255,21 +255,21 @@ class ParallelSection:
     """Move experts between devices as their load changes."""
     eplb_config: dict[str, Any] = field(default_factory=dict)
     """JSON of how: window_size, step_interval, num_redundant_experts."""
-    nnodes: Annotated[int, Rule(at_least=1, short="-n")] = 1
+    nnodes: Annotated[int, FieldRule(at_least=1, short="-n")] = 1
     """Machines that the workers of an engine are on."""
-    node_rank: Annotated[int, Rule(at_least=0, short="-r")] = 0
+    node_rank: Annotated[int, FieldRule(at_least=0, short="-r")] = 0
     """Which of them this is."""
     master_addr: str = "127.0.0.1"
     """Address of the first machine."""
-    master_port: Annotated[int, Rule(at_least=0, at_most=65535)] = 29501
+    master_port: Annotated[int, FieldRule(at_least=0, at_most=65535)] = 29501
     """Its port where the workers meet."""
     device_ids: tuple[str, ...] = ()
     """The GPUs to use, in this order, as CUDA_VISIBLE_DEVICES names them."""
     disable_custom_all_reduce: bool = False
     """Sum between GPUs by NCCL alone."""
-    distributed_timeout_seconds: Annotated[int, Rule(at_least=1)] = 600
+    distributed_timeout_seconds: Annotated[int, FieldRule(at_least=1)] = 600
     """How long workers wait for each other before they give up."""
-    cpu_threads: Annotated[int, Rule(at_least=1)]
+    cpu_threads: Annotated[int, FieldRule(at_least=1)]
     """Threads that compute on a CPU. Default: one for each core that this process may use, shared by the
     ranks on this machine."""
 
@@ -288,11 +288,11 @@ class LoRASection:
 
     enable_lora: bool = False
     """Let requests be answered with LoRA adapters."""
-    max_loras: Annotated[int, Rule(at_least=1)] = 1
+    max_loras: Annotated[int, FieldRule(at_least=1)] = 1
     """Most adapters in one step: as many are held on the device, whatever their rank."""
-    max_lora_rank: Annotated[int, Rule(at_least=1)] = 16
+    max_lora_rank: Annotated[int, FieldRule(at_least=1)] = 16
     """Largest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512. The memory of each is as large."""
-    max_cpu_loras: Annotated[int, Rule(at_least=1)]
+    max_cpu_loras: Annotated[int, FieldRule(at_least=1)]
     """Adapters that are kept in host memory once they were read. Default: max_loras, which is the least."""
     lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """Type of the adapters' weights; `auto` is the model's."""
@@ -304,7 +304,7 @@ class LoRASection:
     lora_whole_modules: tuple[str, ...] = ()
     """Which of `embed_tokens` and `lm_head` adapters may bring whole (modules_to_save): each slot has room
     for as much as the model's own takes. Default: neither."""
-    lora_extra_vocab_size: Annotated[int, Rule(at_least=0)] = 256
+    lora_extra_vocab_size: Annotated[int, FieldRule(at_least=0)] = 256
     """Most tokens that an adapter may bring, or have trained by themselves; 0: none. Each slot has room for
     so many rows of the embedding and of the head."""
 
@@ -325,12 +325,12 @@ class MultimodalSection:
     """JSON of how media are read, by modality, such as {"video": {"num_frames": 40}}."""
     mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """JSON of arguments of the model's processor, such as {"max_pixels": 1003520}."""
-    mm_processor_cache_gb: Annotated[float, Rule(at_least=0)] = 4.0
+    mm_processor_cache_gb: Annotated[float, FieldRule(at_least=0)] = 4.0
     """GiB of processed items that are kept for the next request with the same; 0: none."""
     mm_processor_cache_type: Literal["lru", "shm"] = "lru"
     """Where they are kept: in processes, or in `shm`, memory that all workers of an engine share; that takes
     one API process for the engine."""
-    mm_shm_cache_max_object_size_mb: Annotated[int, Rule(at_least=1)] = 128
+    mm_shm_cache_max_object_size_mb: Annotated[int, FieldRule(at_least=1)] = 128
     """With `shm`, the largest item that is kept, in MiB."""
     mm_hasher_algorithm: Literal["blake3", "sha256", "sha512"] = "blake3"
     """By what items are told apart; `blake3` where it is installed, else sha256."""
@@ -369,14 +369,14 @@ class ObservabilitySection:
 class SpeculationSection:
     """Speculative decoding, as it is asked for; `SpecFacts` is what comes of it."""
 
-    speculative_config: Annotated[dict[str, Any], Rule(short="-sc")] = field(default_factory=dict)
+    speculative_config: Annotated[dict[str, Any], FieldRule(short="-sc")] = field(default_factory=dict)
     """JSON of how drafts are made: method (`ngram`, `suffix`), num_speculative_tokens, prompt_lookup_min and
     prompt_lookup_max, and what else config/speculation.py lists. Default: no drafts."""
     spec_method: str | None = None
     """Its `method`."""
     spec_model: str | None = None
     """Its `model`: the one that drafts."""
-    spec_tokens: Annotated[int | None, Rule(at_least=1)] = None
+    spec_tokens: Annotated[int | None, FieldRule(at_least=1)] = None
     """Its `num_speculative_tokens`: the most drafts of a request in a step."""
 
 
@@ -407,11 +407,11 @@ class Option:
     """Whether None may be asked for: it means the default."""
     default: Any
     """The field's own default; None where `resolve()` finds it."""
-    rule: Rule
+    rule: FieldRule
 
 
 def _option(section: str, name: str, annotation: Any, default: Any) -> Option:
-    rule, choices, optional = Rule(), (), default is None
+    rule, choices, optional = FieldRule(), (), default is None
     if get_origin(annotation) is Annotated:
         annotation, rule = get_args(annotation)
     if get_origin(annotation) in (Union, types.UnionType):

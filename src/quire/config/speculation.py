@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from quire.config.args import checked_value
-from quire.config.sections import Rule, options_of
+from quire.config.sections import FieldRule, options_of
+from quire.config.unsupported import UNBUILT, refuse
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
-from quire.unbuilt import UNBUILT, refuse
 
 log = get_logger(__name__)
 
@@ -36,23 +36,23 @@ class SpecFacts:
 
     method: str
     """What makes them: one of METHODS."""
-    num_speculative_tokens: Annotated[int, Rule(at_least=1)]
+    num_speculative_tokens: Annotated[int, FieldRule(at_least=1)]
     """Most drafts of a request in a step."""
     model: str | None = None
     """The model that drafts."""
     revision: str | None = None
     quantization: str | None = None
-    max_model_len: Annotated[int | None, Rule(at_least=1)] = None
+    max_model_len: Annotated[int | None, FieldRule(at_least=1)] = None
     """Longest sequence that it drafts for."""
-    draft_tensor_parallel_size: Annotated[int | None, Rule(at_least=1)] = None
+    draft_tensor_parallel_size: Annotated[int | None, FieldRule(at_least=1)] = None
     enforce_eager: bool | None = None
     attention_backend: str | None = None
     kv_cache_dtype: str | None = None
-    prompt_lookup_min: Annotated[int | None, Rule(at_least=1)] = None
+    prompt_lookup_min: Annotated[int | None, FieldRule(at_least=1)] = None
     """Fewest last tokens that must have stood before."""
-    prompt_lookup_max: Annotated[int | None, Rule(at_least=1)] = None
+    prompt_lookup_max: Annotated[int | None, FieldRule(at_least=1)] = None
     num_speculative_tokens_per_batch_size: Annotated[
-        tuple[tuple[int, int, int], ...], Rule(derived=True)
+        tuple[tuple[int, int, int], ...], FieldRule(derived=True)
     ] = ()
     """From so many running requests to so many: the most drafts of each."""
     parallel_drafting: bool = False
@@ -60,14 +60,14 @@ class SpecFacts:
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     rejection_sample_method: Literal["standard", "block", "synthetic"] = "standard"
     """`synthetic`: drafts are accepted at given rates, whatever they are; for measuring."""
-    synthetic_acceptance_rates: Annotated[tuple[float, ...], Rule(derived=True)] = ()
+    synthetic_acceptance_rates: Annotated[tuple[float, ...], FieldRule(derived=True)] = ()
     """By place in the draft, how often it and all before it are accepted."""
-    synthetic_acceptance_length: Annotated[float | None, Rule(at_least=1)] = None
+    synthetic_acceptance_length: Annotated[float | None, FieldRule(at_least=1)] = None
     """Mean tokens of a step, the target's own counted in."""
-    suffix_decoding_max_tree_depth: Annotated[int, Rule(at_least=1)] = 24
-    suffix_decoding_max_cached_requests: Annotated[int, Rule(at_least=0)] = 10000
-    suffix_decoding_max_spec_factor: Annotated[float, Rule(at_least=0)] = 1.0
-    suffix_decoding_min_token_prob: Annotated[float, Rule(at_least=0, at_most=1)] = 0.1
+    suffix_decoding_max_tree_depth: Annotated[int, FieldRule(at_least=1)] = 24
+    suffix_decoding_max_cached_requests: Annotated[int, FieldRule(at_least=0)] = 10000
+    suffix_decoding_max_spec_factor: Annotated[float, FieldRule(at_least=0)] = 1.0
+    suffix_decoding_min_token_prob: Annotated[float, FieldRule(at_least=0, at_most=1)] = 0.1
 
     @staticmethod
     def of(

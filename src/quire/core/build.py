@@ -2,21 +2,21 @@
 
 from dataclasses import replace
 
-from quire.capacity import MAX_DRAWS, CacheSize, max_kept, max_span, max_vectors
 from quire.config.engine import EngineConfig
+from quire.configure import open_grammars, open_tokenizer
+from quire.core.dp_sync import open_lockstep
 from quire.core.engine_core import EngineCore
-from quire.core.lockstep import open_lockstep
-from quire.dist.process import calm_threads
 from quire.executor import EXECUTORS, Executor
-from quire.grammar import Grammars
-from quire.prepare import open_grammars, open_tokenizer
-from quire.sched.adapters import AdapterGate
-from quire.sched.drafting import Drafting
-from quire.sched.drafts import SORTS, proposer_of
-from quire.sched.drafts.pace import Pace
+from quire.memory import MAX_DRAWS, CacheSize, max_kept, max_span, max_vectors
+from quire.sched.encoder_cache import EncoderCache
 from quire.sched.kv_manager import KVManager
-from quire.sched.media import EncoderCache
+from quire.sched.lora import LoRAScheduler
+from quire.sched.proposers import SORTS, proposer_of
+from quire.sched.proposers.pace import Pace
 from quire.sched.scheduler import Scheduler
+from quire.sched.spec import Drafting
+from quire.system.process import calm_threads
+from quire.text.grammar import Grammars
 
 
 def build_core(
@@ -40,7 +40,7 @@ def build_core(
     lora = config.lora
     adapters = None
     if lora.enable_lora:
-        adapters = AdapterGate(
+        adapters = LoRAScheduler(
             executor,
             max_slots=lora.max_loras,
             max_read=lora.max_cpu_loras,
@@ -55,7 +55,7 @@ def with_largest(config: EngineConfig) -> EngineConfig:
     media = config.checkpoint.facts.media
     if media is None:
         return config
-    from quire.multimodal.largest import largest_items
+    from quire.multimodal.largest_items import largest_items
 
     path, longest = config.checkpoint.path, config.model.max_model_len
     found = largest_items(path, media, config.multimodal, open_tokenizer(config), longest)
@@ -66,7 +66,7 @@ def build_scheduler(
     config: EngineConfig,
     cache: CacheSize,
     grammars: Grammars | None = None,
-    adapters: AdapterGate | None = None,
+    adapters: LoRAScheduler | None = None,
 ) -> Scheduler:
     limits = config.scheduler
     kv = KVManager(

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from quire.data.plan import Finish, StepOutput
+from quire.data.plan import FinishReason, StepOutput
 from quire.data.wire import FromCore, Stepped, ToCore, decode_hello, decode_to_core, encode
-from quire.dist.cluster_token import is_same, secure
 from quire.logs import FirstWarning, get_logger
+from quire.system.cluster_token import is_same, secure
 
 log = get_logger(__name__)
 
@@ -152,7 +152,7 @@ class Clients:
             queue.num_bytes,
             len(owned),
         )
-        lost = {request_id: Finish("error") for request_id in [*queue.ended, *owned]}
+        lost = {request_id: FinishReason("error") for request_id in [*queue.ended, *owned]}
         queue = self.queues[client] = Queue()
         queue.push(encode(Stepped(StepOutput([], [], finished=lost, at=time.monotonic()))), list(lost))
         self._give_up(owned)

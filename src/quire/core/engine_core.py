@@ -3,10 +3,10 @@
 import time
 from collections.abc import Iterable
 
-from quire.core.gate import Gate
-from quire.core.lockstep import Lockstep
-from quire.core.pipeline import Pipeline
-from quire.data.plan import Finish, StepOutput
+from quire.core.dp_sync import Lockstep
+from quire.core.pause import PauseState
+from quire.core.step_queue import StepQueue
+from quire.data.plan import FinishReason, StepOutput
 from quire.data.request import Request
 from quire.data.stats import StepStats
 from quire.executor import Executor
@@ -25,8 +25,8 @@ class EngineCore:
         self, executor: Executor, scheduler: Scheduler, *, depth: int = 1, lockstep: Lockstep | None = None
     ) -> None:
         self.scheduler = scheduler
-        self.pipeline = Pipeline(executor, depth, lockstep)
-        self.gate = Gate()
+        self.pipeline = StepQueue(executor, depth, lockstep)
+        self.gate = PauseState()
 
     @property
     def executor(self) -> Executor:
@@ -44,7 +44,7 @@ class EngineCore:
             request.queued_at = time.monotonic()
             self.gate.outside[request.id] = request
 
-    def abort(self, request_ids: Iterable[str]) -> dict[str, Finish]:
+    def abort(self, request_ids: Iterable[str]) -> dict[str, FinishReason]:
         given = list(request_ids)
         return self.gate.drop(given) | self.scheduler.abort(given)
 

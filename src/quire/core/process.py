@@ -11,23 +11,23 @@ from pathlib import Path
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.config.media.caches import max_bytes
+from quire.config.mm_caches import max_bytes
 from quire.core.build import build_core
 from quire.core.clients import Clients
-from quire.core.desk import Desk
 from quire.core.engine_core import EngineCore
+from quire.core.rpc import CoreRpc
 from quire.core.stats_log import StatsLog
-from quire.data.plan import Finish, StepOutput
+from quire.data.plan import FinishReason, StepOutput
 from quire.data.request import Request
 from quire.data.stats import FrontStats, StepStats
-from quire.data.wire import Abort, Add, Beat, Call, Hello, Missing, Ready, Stepped, ToCore
-from quire.dist.arena import Borrower
-from quire.dist.platform import devices_of
-from quire.dist.process import adopt, calm_collector
+from quire.data.wire import Abort, Add, Beat, ControlCall, Hello, Missing, Ready, Stepped, ToCore
 from quire.errors import EngineDead, QuireError
 from quire.logs import get_logger
-from quire.metrics import Layout, MetricsPages
-from quire.sched.pantry import Pantry
+from quire.metrics import MetricsLayout, MetricsPages
+from quire.sched.mm_receiver_cache import ReceiverCache
+from quire.system.platform import devices_of
+from quire.system.process import adopt, calm_collector
+from quire.system.shared_arena import ArenaReader
 
 log = get_logger(__name__)
 
@@ -43,7 +43,7 @@ TURN_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class CoreAddress:
     """Where a core sits: the address that it answers on, and its page of the metrics."""
 
     address: str
@@ -69,7 +69,7 @@ def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
     return replace(config, parallel=replace(config.parallel, data_parallel_rank=rank))
 
 
-def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
+def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> None:
     """Entry of the core process of `config.parallel.data_parallel_rank`. Tells `parent` when it is ready, or
     in one line why it cannot be."""
     rank, size = config.parallel.data_parallel_rank or 0, config.parallel.data_parallel_size
@@ -81,7 +81,9 @@ def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
     except QuireError as error:
         parent.send(f"engine {rank}: {error}" if size > 1 else str(error))
         sys.exit(1)
-    metrics = MetricsPages(Layout.of(config), seat.metrics_file, engine=seat.page, num_engines=seat.num_pages)
+    metrics = MetricsPages(
+        MetricsLayout.of(config), seat.metrics_file, engine=seat.page, num_engines=seat.num_pages
+    )
     start_s = time.monotonic() - began_at
     ready = Ready(os.getpid(), cache.max_model_len, cache.num_blocks, cache.num_tokens, start_s)
     env = Env.read(os.environ)
@@ -101,7 +103,7 @@ def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
         core.close()
 
 
-def _take_devices(config: EngineConfig, seat: Seat) -> None:
+def _take_devices(config: EngineConfig, seat: CoreAddress) -> None:
     """Of several cores each sees devices of its own. Takes effect before torch is imported."""
     shared = os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
     if config.machine.device == "cuda" and seat.num_local > 1 and not shared:
@@ -142,9 +144,9 @@ class CoreServer:
         self._next_beat = 0.0
         self._next_page = 0.0 if address.startswith("tcp:") else float("inf")
         self._running = True
-        self.borrower = Borrower()
-        self.pantry = Pantry(kept_bytes, self.borrower.take)
-        self.desk = Desk(core, self.clients.send, self._tell_ended, self.pantry)
+        self.borrower = ArenaReader()
+        self.receiver_cache = ReceiverCache(kept_bytes, self.borrower.take)
+        self.rpc = CoreRpc(core, self.clients.send, self._tell_ended, self.receiver_cache)
 
     def stop(self) -> None:
         self._running = False
@@ -156,8 +158,8 @@ class CoreServer:
     def turn(self) -> None:
         """Messages, a step, a beat."""
         self._receive()
-        self.desk.turn()
-        if self.core.has_work and not self.desk.is_busy:
+        self.rpc.turn()
+        if self.core.has_work and not self.rpc.is_busy:
             self._step()
         elif not self.core.has_work:
             self._progress_at, self._is_stuck = self._clock(), False
@@ -168,7 +170,7 @@ class CoreServer:
     def _receive(self) -> None:
         """Some of what has arrived, so that steps get their turn; with nothing to compute, wait for it."""
         if self._is_idle:
-            in_a_hurry = self._is_stuck or self.clients.queues or self.desk.has_questions
+            in_a_hurry = self._is_stuck or self.clients.queues or self.rpc.has_questions
             lockstep = self.core.pipeline.lockstep
             wait_s = RETRY_S if in_a_hurry else BEAT_S
             if self._is_stuck and self.core.scheduler.gates.is_awaiting:
@@ -184,11 +186,11 @@ class CoreServer:
     def _is_idle(self) -> bool:
         """Whether there is nothing to compute now."""
         is_stuck = self._is_stuck and not self.core.pipeline.is_called
-        return not self.core.has_work or is_stuck or self.desk.is_busy
+        return not self.core.has_work or is_stuck or self.rpc.is_busy
 
     def _handle(self, client: bytes, message: ToCore) -> None:
         match message:
-            case Add() if not all(self.pantry.fill(request.media) for request in message.requests):
+            case Add() if not all(self.receiver_cache.fill(request.media) for request in message.requests):
                 self.clients.send(client, Missing(message.requests[0].id))
             case Add():
                 for request in message.all():
@@ -196,8 +198,8 @@ class CoreServer:
             case Abort(request_ids):
                 self._abort(request_ids)
                 self._observe(StepStats())
-            case Call():
-                self.desk.ask(client, message)
+            case ControlCall():
+                self.rpc.ask(client, message)
             case Hello():
                 self.clients.send(client, self.ready)
 
@@ -210,7 +212,7 @@ class CoreServer:
         if request.pooling is None:
             request.limit = min(request.limit, self.ready.max_model_len)
             if len(request.tokens) >= request.limit:
-                self._tell_ended({request.id: Finish("length")})
+                self._tell_ended({request.id: FinishReason("length")})
                 return
         self.core.add(request)
 
@@ -232,7 +234,7 @@ class CoreServer:
         self.stats_log.add(step.stats)
         self._send_out(step)
 
-    def _tell_ended(self, finished: dict[str, Finish]) -> None:
+    def _tell_ended(self, finished: dict[str, FinishReason]) -> None:
         """Those who waited for them did not end them."""
         self._send_out(StepOutput([], [], finished=finished, at=self._clock()))
         self._observe(StepStats())
@@ -255,7 +257,7 @@ class CoreServer:
         self._observe(stats)  # gauges: nobody else sees that a client died, or the core before this one
         self.stats_log.tick(stats)
         stalled_s = now - self._progress_at if self.core.has_work else 0.0
-        beat = Beat(stats, stalled_s, self.pantry.num_resets)
+        beat = Beat(stats, stalled_s, self.receiver_cache.num_resets)
         if now >= self._next_page:
             self._next_page = now + PAGE_S
             beat.page = self.metrics.own.tobytes()

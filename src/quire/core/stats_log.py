@@ -15,7 +15,7 @@ WINDOW = 1000
 """Admissions that the prefix hit rate is taken over."""
 
 
-class Tally:
+class StatsTotals:
     """Tokens since it was made."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -58,7 +58,7 @@ class StatsLog:
         self.quiet = quiet
         self.rank = rank
         self._clock = clock
-        self._interval, self._run = Tally(clock), Tally(clock)
+        self._interval, self._run = StatsTotals(clock), StatsTotals(clock)
         self._said_at = float("-inf")
         self._num_preempted = 0
         self._lookups: deque[tuple[int, int]] = deque(maxlen=WINDOW)
@@ -68,7 +68,7 @@ class StatsLog:
 
     def begin_run(self) -> None:
         """The first request comes to an engine at rest."""
-        self._interval, self._run = Tally(self._clock), Tally(self._clock)
+        self._interval, self._run = StatsTotals(self._clock), StatsTotals(self._clock)
 
     def end_run(self, now: StepStats) -> None:
         """The last request has ended: the rates are those of the whole run."""
@@ -98,9 +98,9 @@ class StatsLog:
         idle = not (tally.num_prompt or tally.num_generated or now.num_running or now.num_waiting)
         self._say(tally, now, again=idle and self._was_idle)
         self._was_idle = idle
-        self._interval = Tally(self._clock)
+        self._interval = StatsTotals(self._clock)
 
-    def _say(self, tally: Tally, now: StepStats, *, again: bool = False) -> None:
+    def _say(self, tally: StatsTotals, now: StepStats, *, again: bool = False) -> None:
         self._said_at = self._clock()
         if not self.quiet:
             (log.debug if again else log.info)("%s", self._line(*tally.rates(), now))

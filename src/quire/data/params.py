@@ -10,10 +10,10 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import msgspec
 
-from quire.data.moments import Aligning, Moments
+from quire.config.unsupported import UNBUILT, refuse
+from quire.data.timestamps import AlignmentHeads, TimestampTokens
 from quire.errors import RequestError
 from quire.logs import get_logger, warn_once
-from quire.unbuilt import UNBUILT, refuse
 
 logger = get_logger(__name__)
 
@@ -194,9 +194,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     `thinking_token_budget`."""
     timestamps: bool = False
     """Tell the time, by Whisper's rules; the prompt does without `<|notimestamps|>` then."""
-    moments: Moments | None = None
+    moments: TimestampTokens | None = None
     """Internal: the tokens of which these rules are."""
-    aligning: Aligning | None = None
+    aligning: AlignmentHeads | None = None
     """Internal: find out when the tokens of the prompt were said."""
 
     @classmethod

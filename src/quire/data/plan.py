@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.coming import Coming
-from quire.data.embeds import Embeds
+from quire.data.async_value import AsyncValue
 from quire.data.lora import LoRARequest
-from quire.data.media import Item, Media
+from quire.data.multimodal import Media, MediaItem
 from quire.data.params import SamplingParams
 from quire.data.pooling import Pooled, PoolingParams
+from quire.data.prompt_embeds import PromptEmbeds
 from quire.data.stats import StepStats
 
 Ints = NDArray[np.int32]
@@ -42,7 +42,7 @@ class Masks(msgspec.Struct):
     """[rows, words] token t is bit t % 32 of word t // 32; there may be fewer or more bits than tokens."""
     draws: Ints = _NONE
     """For which of its draws, from 0 on, each row has this mask; empty: each for its first."""
-    coming: Coming | None = None
+    coming: AsyncValue | None = None
     """The bits, which are still being filled; None: they are there."""
 
     def wait(self) -> None:
@@ -69,7 +69,7 @@ class Admission(msgspec.Struct):
     """The request's own random stream; every sample is a function of (seed, position)."""
     stop_ids: tuple[int, ...] = ()
     """What `min_tokens` must hold back: the end-of-sequence ids and stop_token_ids."""
-    embeds: Embeds | None = None
+    embeds: PromptEmbeds | None = None
     """The prompt as vectors, in place of its token ids."""
     media: Media | None = None
     """Images, videos and sounds of the prompt, without arrays: what the plans encode is told by key."""
@@ -79,7 +79,7 @@ class Admission(msgspec.Struct):
     """The slot of its adapter; -1: it has none."""
 
 
-class Slotted(msgspec.Struct):
+class LoRAAssignment(msgspec.Struct):
     """An adapter on its way into a slot of the device; whatever was there goes."""
 
     slot: int
@@ -114,16 +114,16 @@ class StepPlan(msgspec.Struct):
     values: Ints = _NO_VALUES
     """[2, rows]: rows and the last token of each, where a stage that has not sampled it needs to know it."""
 
-    confined: Ints = _NONE
+    constrained: Ints = _NONE
     """The rows that sample by a grammar. What they may sample depends on tokens that may still be under way:
     it follows, as `Masks`, and no row samples before."""
 
-    adapters: list[Slotted] = []
+    adapters: list[LoRAAssignment] = []
     """What goes into slots before anything is computed; each worker has read it by now."""
 
     forgotten: list[bytes] = []
     """Keys of items whose vectors are not needed any more; before anything is encoded."""
-    encodes: list[Item] = []
+    encodes: list[MediaItem] = []
     """Items that go through their towers first, each once; their vectors stay until they are forgotten."""
 
     counts: tuple[int, ...] = ()
@@ -210,7 +210,7 @@ TOO_COMPLEX = "grammar limit"
 """The stop_reason of an error for a grammar that the grammar library could not follow to its end."""
 
 
-class Finish(msgspec.Struct):
+class FinishReason(msgspec.Struct):
     """Why a sequence ended."""
 
     reason: str
@@ -237,7 +237,7 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     token_ids: list[int]
     counts: list[int] = []
     """How many of the tokens, one after the other, each of the requests got. Empty: one each."""
-    finished: dict[str, Finish] = {}
+    finished: dict[str, FinishReason] = {}
     logprobs: dict[str, list[RowLogprobs]] = {}
     """By new token."""
     drafted: dict[str, int] = {}

@@ -2,11 +2,11 @@
 
 import msgspec
 
-from quire.data.embeds import Embeds
 from quire.data.lora import LoRARequest
-from quire.data.media import Media
+from quire.data.multimodal import Media
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
+from quire.data.prompt_embeds import PromptEmbeds
 from quire.data.repetition import RepetitionCounts
 
 
@@ -30,7 +30,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     cache_salt: str | None = None
     timed: bool = False
     """Whether its share of every step is told."""
-    embeds: Embeds | None = None
+    embeds: PromptEmbeds | None = None
     """The prompt as vectors; its tokens are zeros then, and stand for nothing."""
     media: Media | None = None
     """Images, videos and sounds of the prompt; its tokens have their spans."""

@@ -39,7 +39,7 @@ class StepStats(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Timeline:
+class SequenceTimes:
     """When a sequence passed its stations, monotonic seconds; 0.0 where it never came. How long it had to
     make way, and what it took of the steps."""
 
@@ -69,7 +69,7 @@ class FinishedSequence:
     """Most tokens of any sequence of the request, set on the last of them to end."""
     params: SamplingParams
     arrived_at: float
-    times: Timeline
+    times: SequenceTimes
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ class Abort(msgspec.Struct, tag="abort"):
     request_ids: list[str]
 
 
-class Call(msgspec.Struct, tag="call"):
+class ControlCall(msgspec.Struct, tag="call"):
     """Ask the core for something that is no request; answered by a Reply with the same number."""
 
     number: int
@@ -108,7 +108,7 @@ class Missing(msgspec.Struct, tag="missing"):
     """The first of its prompt."""
 
 
-ToCore = Hello | Add | Abort | Call
+ToCore = Hello | Add | Abort | ControlCall
 FromCore = Ready | Stepped | Beat | Reply | Missing
 
 encode = msgspec.msgpack.Encoder().encode

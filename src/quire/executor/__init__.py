@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from quire.capacity import CacheSize
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, Pending, StepPlan, StepResult
+from quire.memory import CacheSize
 from quire.registry import LazyTable
 
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from quire.capacity import CacheSize
-from quire.comm.world import World, join
 from quire.config.engine import EngineConfig
-from quire.config.experts import meeting_of, steps_together
-from quire.config.ranks import Rank
+from quire.config.expert_parallel import meeting_of, steps_together
+from quire.config.parallel import Rank
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, StepPlan
 from quire.errors import EngineDead
 from quire.executor import Pending
-from quire.executor.calls import invoke
-from quire.executor.reading import AdapterReading
-from quire.executor.remote import interface_to
+from quire.executor.lora_loading import AdapterReading
+from quire.executor.rpc import invoke
+from quire.executor.tcp import interface_to
+from quire.memory import CacheSize
+from quire.parallel.world import World, join
 from quire.worker.worker import Worker
 
 

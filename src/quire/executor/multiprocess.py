@@ -17,20 +17,15 @@ from typing import Any, NoReturn
 import msgspec
 from tqdm import tqdm
 
-from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.config.experts import meeting_of, steps_together
+from quire.config.expert_parallel import meeting_of, steps_together
 from quire.data.codec import decode_outcome, encode_masks, encode_plan
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, StepPlan, StepResult
-from quire.dist.scratch import Scratch
 from quire.errors import ConfigError, EngineDead, EngineError, QuireError, RequestError
-from quire.executor.crew import Crew, LocalCrew
-from quire.executor.nodes import NodesCrew
-from quire.executor.orders import (
+from quire.executor.messages import (
     DONE,
-    Call,
     Did,
     Doing,
     Failed,
@@ -39,12 +34,17 @@ from quire.executor.orders import (
     Phase,
     Returned,
     Word,
+    WorkerCall,
     encode,
     encode_call,
 )
-from quire.executor.rank import own_places
-from quire.executor.remote import interface_to
+from quire.executor.multi_node import NodesCrew
+from quire.executor.tcp import interface_to
+from quire.executor.worker_group import LocalCrew, WorkerGroup
+from quire.executor.worker_process import own_places
 from quire.logs import get_logger
+from quire.memory import CacheSize
+from quire.system.scratch import Scratch
 
 log = get_logger(__name__)
 
@@ -94,7 +94,7 @@ class RankedExecutor:
         self._dead: str | None = None
         self._end: Callable[[], object] = lambda: None
 
-    def muster(self) -> Crew:
+    def muster(self) -> WorkerGroup:
         """Start all ranks."""
         raise NotImplementedError
 
@@ -102,10 +102,10 @@ class RankedExecutor:
 
     def start(self) -> CacheSize:
         deadline = time.monotonic() + self._start_s
-        self.crew = self.muster()
-        self._end = weakref.finalize(self, self.crew.end)
+        self.worker_group = self.muster()
+        self._end = weakref.finalize(self, self.worker_group.end)
         try:
-            with Report(self.crew.names) as report:
+            with Report(self.worker_group.names) as report:
                 self._all("load", report, deadline)
                 measured = self._all("measure", report, deadline)
                 size = min((did.size for did in measured if did.size), key=lambda size: size.num_blocks)
@@ -113,7 +113,7 @@ class RankedExecutor:
                 self._all("warm_up", report, deadline)
                 self._all("run", report, deadline)
         except BaseException as error:
-            self.crew.farewell = str(error) or type(error).__name__
+            self.worker_group.farewell = str(error) or type(error).__name__
             self.close()
             raise
         return size
@@ -122,11 +122,13 @@ class RankedExecutor:
         self, phase: Phase, report: "Report", deadline: float, size: CacheSize | None = None
     ) -> list[Did]:
         """Have every rank do it; what they said when it was done."""
-        self.crew.tell(encode(Order(phase, size)))
+        self.worker_group.tell(encode(Order(phase, size)))
         done: dict[int, Did] = {}
-        while len(done) < len(self.crew.names):
+        while len(done) < len(self.worker_group.names):
             try:
-                index, word = self.crew.heard.get(timeout=min(SLICE_S, max(deadline - time.monotonic(), 0)))
+                index, word = self.worker_group.heard.get(
+                    timeout=min(SLICE_S, max(deadline - time.monotonic(), 0))
+                )
             except Empty:
                 report.tick()
                 if time.monotonic() > deadline:
@@ -143,7 +145,7 @@ class RankedExecutor:
         return [done[index] for index in sorted(done)]
 
     def _late(self, report: "Report", done: dict[int, Did]) -> str:
-        missing = [str(index) for index in range(len(self.crew.names)) if index not in done]
+        missing = [str(index) for index in range(len(self.worker_group.names)) if index not in done]
         return (
             f"the engine was not ready within {self._start_s:g} s (VLLM_ENGINE_READY_TIMEOUT_S): "
             f"waiting for rank {', '.join(missing)}; {report.text}"
@@ -154,13 +156,13 @@ class RankedExecutor:
         words, deadline = {index: word}, time.monotonic() + CAUSE_S
         while not any(_blame(each) == _CAUSE for each in words.values()):
             try:
-                other, heard = self.crew.heard.get(timeout=max(deadline - time.monotonic(), 0))
+                other, heard = self.worker_group.heard.get(timeout=max(deadline - time.monotonic(), 0))
             except Empty:
                 break
             if isinstance(heard, Failed | Gone):
                 words.setdefault(other, heard)  # a rank that failed also ends
         index = max(words, key=lambda each: _blame(words[each]))
-        word, name = words[index], self.crew.names[index]
+        word, name = words[index], self.worker_group.names[index]
         if isinstance(word, Gone):
             return f"rank {index} ({name}) ended while it was starting: {word.why}; the log may say more"
         return f"rank {index} ({name}) cannot start: {word.error}"
@@ -177,7 +179,7 @@ class RankedExecutor:
     def _send(self, data: bytes) -> None:
         self.watch()
         try:
-            self.crew.send(data, self._step_s)
+            self.worker_group.send(data, self._step_s)
         except TimeoutError as error:
             self._die(f"the ranks take no more plans: {error}")
 
@@ -185,7 +187,7 @@ class RankedExecutor:
         """Of this step, if it comes in time. What the ranks say of those before it, nobody waits for."""
         until = time.monotonic() + timeout_s
         while (left := until - time.monotonic()) >= 0:
-            data = self.crew.receive(min(left, SLICE_S))
+            data = self.worker_group.receive(min(left, SLICE_S))
             self.watch()
             if data is None:
                 continue
@@ -216,7 +218,7 @@ class RankedExecutor:
         return bool(counts) and set(counts.values()) == {size}
 
     def _names(self, indices: Iterable[int]) -> str:
-        return ", ".join(self.crew.names[index] for index in sorted(indices))
+        return ", ".join(self.worker_group.names[index] for index in sorted(indices))
 
     # ---- calls
 
@@ -234,13 +236,13 @@ class RankedExecutor:
         number = next(self._numbers)
         until = time.monotonic() + (_FOREVER_S if timeout_s is None else timeout_s)
         try:
-            data = encode_call(Call(number, method, list(args), dict(kwargs or {})))
+            data = encode_call(WorkerCall(number, method, list(args), dict(kwargs or {})))
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(f"{method}: its arguments cannot be sent: {error}", param="args") from None
         found = self._returned[number] = {}
         try:
             self._send(data)
-            while len(found) < len(self.crew.names):
+            while len(found) < len(self.worker_group.names):
                 if time.monotonic() > until:
                     raise RequestError(
                         f"{method} was not over within {timeout_s:g} s, and still runs", param="timeout"
@@ -266,7 +268,7 @@ class RankedExecutor:
         if returned.is_request:
             raise RequestError(returned.error)
         if returned.error:
-            raise EngineError(f"{self.crew.names[index]}: {returned.error}")
+            raise EngineError(f"{self.worker_group.names[index]}: {returned.error}")
         return returned.value
 
     # ---- adapters
@@ -274,11 +276,11 @@ class RankedExecutor:
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
         number, future = next(self._numbers), Future[AdapterFacts]()
         self._fetching[number], self._returned[number] = future, {}
-        self.crew.tell(encode(Order("fetch", number=number, adapter=lora)))
+        self.worker_group.tell(encode(Order("fetch", number=number, adapter=lora)))
         return future
 
     def drop(self, name: str) -> None:
-        self.crew.tell(encode(Order("drop", name=name)))
+        self.worker_group.tell(encode(Order("drop", name=name)))
 
     def _read(self, number: int) -> None:
         """All ranks have answered."""
@@ -300,7 +302,7 @@ class RankedExecutor:
         with self._hearing:
             with contextlib.suppress(Empty):
                 while True:
-                    self._hear(*self.crew.heard.get_nowait())
+                    self._hear(*self.worker_group.heard.get_nowait())
             if self._failed and time.monotonic() - self._failed_at > ALIKE_S:
                 self._check_failed()
 
@@ -313,12 +315,12 @@ class RankedExecutor:
         self._failed.clear()
 
     def _hear(self, index: int, word: Word) -> None:
-        name = self.crew.names[index]
+        name = self.worker_group.names[index]
         if isinstance(word, Gone):
             self._die(f"{name} is gone: {word.why}")
         if isinstance(word, Returned) and (found := self._returned.get(word.number)) is not None:
             found[index] = word
-            if word.number in self._fetching and len(found) == len(self.crew.names):
+            if word.number in self._fetching and len(found) == len(self.worker_group.names):
                 self._read(word.number)
         if not isinstance(word, Failed):
             return
@@ -333,7 +335,7 @@ class RankedExecutor:
 
     def _die(self, why: str) -> NoReturn:
         self._dead = why
-        self.crew.farewell = None
+        self.worker_group.farewell = None
         raise EngineDead(why)
 
     def close(self) -> None:
@@ -414,13 +416,13 @@ class Report:
 class MultiprocessExecutor(RankedExecutor):
     """Each rank is a process, of this machine or of those that join it."""
 
-    def muster(self) -> Crew:
+    def muster(self) -> WorkerGroup:
         if self.config.parallel.nnodes > 1:
             return NodesCrew(self.config, self._start_s)
-        return ScratchCrew(self.config)
+        return LocalWorkerGroup(self.config)
 
 
-class ScratchCrew(LocalCrew):
+class LocalWorkerGroup(LocalCrew):
     """All ranks of an engine on this machine; they meet in a file."""
 
     def __init__(self, config: EngineConfig) -> None:

@@ -10,28 +10,28 @@ from dataclasses import replace
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.dist.cluster_token import new_token
 from quire.errors import ConfigError
-from quire.executor.crew import Crew
+from quire.executor.messages import Order, Word, decode_order
 from quire.executor.multiprocess import RankedExecutor
-from quire.executor.orders import Order, Word, decode_order
-from quire.executor.rank import Place, Port, own_places, serve
-from quire.executor.remote import (
+from quire.executor.tcp import (
     LONGEST,
-    Answer,
-    End,
+    HeadEnd,
     Join,
     Node,
-    Plan,
+    PlanMessage,
+    RankMessage,
     RemoteCrew,
-    Said,
+    StepAnswer,
     Tell,
     Welcome,
     decode_from_head,
     interface_to,
     tuned,
 )
+from quire.executor.worker_group import WorkerGroup
+from quire.executor.worker_process import Port, RankAddress, own_places, serve
 from quire.logs import get_logger, name_process
+from quire.system.cluster_token import new_token
 
 log = get_logger(__name__)
 
@@ -41,11 +41,11 @@ LOOK_S = 1.0
 class RayExecutor(RankedExecutor):
     """Each rank is an actor of a Ray cluster."""
 
-    def muster(self) -> Crew:
-        return RayCrew(self.config, self._start_s)
+    def muster(self) -> WorkerGroup:
+        return RayWorkerGroup(self.config, self._start_s)
 
 
-class RayCrew(RemoteCrew):
+class RayWorkerGroup(RemoteCrew):
     """Actors, one a bundle of a placement group; neighbours in rank share a machine."""
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
@@ -74,7 +74,9 @@ class RayCrew(RemoteCrew):
             self.end()
             raise
 
-    def _place(self, config: EngineConfig, places: list[Place], timeout_s: float, deadline: float) -> None:
+    def _place(
+        self, config: EngineConfig, places: list[RankAddress], timeout_s: float, deadline: float
+    ) -> None:
         """Actors in the order of ranks."""
         ray, kind = self._ray, "GPU" if config.machine.device == "cuda" else "CPU"
         has = ray.cluster_resources().get(kind, 0)
@@ -154,13 +156,13 @@ class RayRank:
             free.bind((own, 0))
             return f"tcp://{own}:{free.getsockname()[1]}"
 
-    def begin(self, place: Place, host: str, port: int, token: str) -> None:
+    def begin(self, place: RankAddress, host: str, port: int, token: str) -> None:
         """Returns at once."""
         name_process(place.name)
         threading.Thread(target=_run, args=(place, host, port, token), daemon=True).start()
 
 
-def _run(place: Place, host: str, port: int, token: str) -> None:
+def _run(place: RankAddress, host: str, port: int, token: str) -> None:
     """The connection of a rank, whose end is that of the process."""
     try:
         tp = place.config.parallel.tensor_parallel_size
@@ -175,9 +177,9 @@ def _run(place: Place, host: str, port: int, token: str) -> None:
                     threading.Thread(target=_serve, args=(own, rank), daemon=True).start()
                 case Tell(data):
                     rank.orders.put(decode_order(data))
-                case Plan(data):
+                case PlanMessage(data):
                     rank.plans.put(data)
-                case End():
+                case HeadEnd():
                     break
     except (EOFError, OSError) as error:
         log.debug("The engine is gone: %r", error)
@@ -185,7 +187,7 @@ def _run(place: Place, host: str, port: int, token: str) -> None:
         os._exit(0)
 
 
-def _serve(place: Place, port: Port) -> None:
+def _serve(place: RankAddress, port: Port) -> None:
     try:
         serve(place, port)
     finally:
@@ -205,10 +207,10 @@ class NodePort:
         return self.orders.get()
 
     def say(self, word: Word) -> None:
-        self._node.send(Said(0, word))
+        self._node.send(RankMessage(0, word))
 
     def plan(self) -> bytes:
         return self.plans.get()
 
     def answer(self, outcome: bytes) -> None:
-        self._node.send(Answer(outcome))
+        self._node.send(StepAnswer(outcome))

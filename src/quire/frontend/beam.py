@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from quire.data.lora import LoRARequest
-from quire.data.media import Array
+from quire.data.multimodal import Array
 from quire.data.outputs import BeamSearchSequence, Logprob
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError

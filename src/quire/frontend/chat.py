@@ -6,10 +6,16 @@ from typing import Any
 
 from quire.errors import ConfigError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.parts import part_media
-from quire.frontend.patience import limited
-from quire.multimodal.kitchen import Prepared
-from quire.text.chat_template import Marks, choose_template, content_format, normalise, shipped_templates
+from quire.frontend.message_parts import part_media
+from quire.frontend.time_limit import limited
+from quire.multimodal.processing import PreparedItem
+from quire.text.chat_template import (
+    MediaMarkers,
+    choose_template,
+    content_format,
+    normalise,
+    shipped_templates,
+)
 
 _OWN = ("self", "messages", "tokenize", "chat_template")
 """What `chat_template_kwargs` may not replace."""
@@ -46,7 +52,7 @@ def chat_prompt(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_special_tokens: bool = False,
     mm_processor_kwargs: Mapping[str, Any] | None = None,
-    prepared: Sequence[Prepared] | None = None,
+    prepared: Sequence[PreparedItem] | None = None,
     render_s: float | None = None,
 ) -> Prompt:
     """Rendered in at most `render_s` seconds; what takes longer is refused. With `prepared` the messages are
@@ -71,7 +77,7 @@ def chat_prompt(
     if prepared is None:
         messages, items = part_media(messages)
         prepared = inputs.media.prepare_now(items, mm_processor_kwargs)
-    marks = Marks(inputs.media.mark, inputs.media.interleaves) if prepared else None
+    marks = MediaMarkers(inputs.media.mark, inputs.media.interleaves) if prepared else None
     template = choose_template(tokenizer.chat_template, chat_template, with_tools=tools is not None)
     wanted: Any = chat_template_content_format
     with limited(render_s, "rendering the chat template"):

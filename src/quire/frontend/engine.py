@@ -13,28 +13,28 @@ import msgspec
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
-from quire.data.plan import Finish, StepOutput
-from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.plan import FinishReason, StepOutput
 from quire.data.pooling import PoolingParams
+from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.wire import Abort
 from quire.errors import EngineDead, EngineError, QuireError, RequestError
-from quire.frontend.answer import Answer
-from quire.frontend.checked import CheckedParams
-from quire.frontend.facts import EngineFacts
-from quire.frontend.flight import Flight, failure, marks, next_to_send, prefix_extra
+from quire.frontend.checked_params import CheckedParams
+from quire.frontend.control import CoreControl
+from quire.frontend.core_client import CALL_TIMEOUT_S, CoreLink
+from quire.frontend.engine_facts import EngineFacts
+from quire.frontend.in_flight import RequestInFlight, failure, marks, next_to_send, prefix_extra
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.link import CALL_TIMEOUT_S, CoreLink
-from quire.frontend.live import LiveView
-from quire.frontend.operation import Operation
+from quire.frontend.live_stats import LiveView
+from quire.frontend.output_stream import OutputStream
 from quire.frontend.outputs import OutputProcessor
-from quire.frontend.prefixes import PrefixMap
+from quire.frontend.prefix_map import PrefixMap
 from quire.frontend.request_state import RequestState
 from quire.frontend.router import Router
 from quire.frontend.tracing import Tracer
 from quire.logs import get_logger
 from quire.metrics import FINISH_REASONS, EngineMetrics
 from quire.metrics.http import Exchange
-from quire.metrics.keys import Account
+from quire.metrics.keys import KeyAccount
 from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
@@ -100,14 +100,14 @@ class AsyncEngine:
             first=first % len(self._links),
         )
         self._pages = [metrics.pages.of_engine(place) for place in range(len(self._links))]
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, RequestInFlight] = {}
         self._numbers = itertools.count()
         self._tag = uuid.uuid4().hex[:8]
         """Makes ids this process's own: users may give the same one twice, and to several processes."""
         self._ready = asyncio.Event()
         self._live = LiveView()
         self._tracer = tracer
-        self.operation = Operation(self._call_all, self._router.forget_prefixes, settings or {})
+        self.operation = CoreControl(self._call_all, self._router.forget_prefixes, settings or {})
         self._task: asyncio.Task[None] | None = None
 
     # ---- life
@@ -170,9 +170,9 @@ class AsyncEngine:
         rank: int | None = None,
         max_logprobs: int | None = None,
         timed: bool = False,
-        account: Account | None = None,
+        account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
-    ) -> Answer[RequestOutput]:
+    ) -> OutputStream[RequestOutput]:
         """The outputs of a request as they come. What is wrong with it is raised here, at once. With a `rank`
         it goes to that core and no other; `timed`, its share of the steps is counted."""
         self._check_any(rank)
@@ -181,7 +181,7 @@ class AsyncEngine:
             id, prompt, params, priority=priority, max_logprobs=max_logprobs, timed=timed, lora=lora
         )
         is_delta = requests[0].params.output_kind is RequestOutputKind.DELTA
-        return self._answer(id, Flight(prompt, requests, rank, account), is_delta=is_delta)
+        return self._answer(id, RequestInFlight(prompt, requests, rank, account), is_delta=is_delta)
 
     def encode(
         self,
@@ -191,14 +191,14 @@ class AsyncEngine:
         *,
         priority: int = 0,
         rank: int | None = None,
-        account: Account | None = None,
+        account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
-    ) -> Answer[PoolingRequestOutput[PoolingOutput]]:
+    ) -> OutputStream[PoolingRequestOutput[PoolingOutput]]:
         """The one output of a request to a pooling model. What is wrong with it is raised here, at once."""
         self._check_any(rank)
         id = self._internal_id(request_id, rank)
         request = self.inputs.pooling_request(id, prompt, params, priority=priority, lora=lora)
-        return self._answer(id, Flight(prompt, [request], rank, account))
+        return self._answer(id, RequestInFlight(prompt, [request], rank, account))
 
     def _internal_id(self, request_id: str, rank: int | None) -> str:
         ranks = [link.rank for link in self._links]
@@ -207,28 +207,28 @@ class AsyncEngine:
             raise RequestError(f"data_parallel_rank {rank} is out of range: there {known}")
         return f"{request_id}-{self._tag}{next(self._numbers):x}"
 
-    def _answer(self, id: str, flight: Flight, *, is_delta: bool = False) -> Answer[Any]:
+    def _answer(self, id: str, flight: RequestInFlight, *, is_delta: bool = False) -> OutputStream[Any]:
         if flight.account is not None:
             for request in flight.requests:
                 request.tenant, request.weight = flight.account.tenant, flight.account.weight
 
-        def begin(answer: Answer[Any]) -> None:
+        def begin(answer: OutputStream[Any]) -> None:
             self._check_any()
             flight.answer = answer
             self._flights[id] = flight
             self._send_off(id, flight)
 
-        return Answer(id, begin, self._abort, is_delta=is_delta)
+        return OutputStream(id, begin, self._abort, is_delta=is_delta)
 
-    def _send_off(self, id: str, flight: Flight) -> None:
+    def _send_off(self, id: str, flight: RequestInFlight) -> None:
         """To the core that is best for it; if there is none, it waits for one."""
         among = self._askable(flight.rank)
         if not among:
             flight.link = None
             flight.lost_at = flight.lost_at or self._clock()
             return
-        first, larder = flight.requests[0], self.inputs.media.larder
-        if first.media is not None and larder.lacks(first.media):
+        first, processor_cache = flight.requests[0], self.inputs.media.processor_cache
+        if first.media is not None and processor_cache.lacks(first.media):
             flight.link = None
             flight.lost_at = flight.lost_at or self._clock()
             flight.bringing = flight.bringing or asyncio.create_task(self._bring(id, flight))
@@ -242,9 +242,9 @@ class AsyncEngine:
             self._pages[place].count_resumed()
         flight.num_sent += 1
         flight.num_before, flight.lost_at = flight.num_tokens, 0.0
-        link.send(flight.outgoing(larder))
+        link.send(flight.outgoing(processor_cache))
 
-    def _expect(self, id: str, flight: Flight, link: CoreLink) -> RequestState:
+    def _expect(self, id: str, flight: RequestInFlight, link: CoreLink) -> RequestState:
         """Gather the outputs of a request where its core sends them."""
         if flight.state is not None:
             link.outputs.attach(flight.state)
@@ -254,13 +254,13 @@ class AsyncEngine:
         flight.state = link.outputs.add(id, flight.prompt, flight.requests, put_text, flight.account)
         return flight.state
 
-    async def _bring(self, id: str, flight: Flight) -> None:
+    async def _bring(self, id: str, flight: RequestInFlight) -> None:
         """Media that no core has any more are made again, then it is sent off."""
         media = flight.requests[0].media
         assert media is not None
         try:
             await self.inputs.media.bring(media, flight.prompt.prepared)
-            if self.inputs.media.larder.lacks(media):
+            if self.inputs.media.processor_cache.lacks(media):
                 raise EngineError("an item of this request is not to be had any more; please send it again")
         except Exception as error:  # handed to who waits for the answer
             if self._pop(id) is not None and flight.answer is not None:
@@ -289,18 +289,18 @@ class AsyncEngine:
             link.send(Abort(ids))
         self._close(request_id, flight, "abort")
 
-    def _pop(self, request_id: str) -> Flight | None:
+    def _pop(self, request_id: str) -> RequestInFlight | None:
         self._router.end(request_id)
         return self._flights.pop(request_id, None)
 
-    def _close(self, request_id: str, flight: Flight, reason: str) -> None:
+    def _close(self, request_id: str, flight: RequestInFlight, reason: str) -> None:
         """End the sequences of a request that has no reader any more; one that waits for a core counts at the
         first. Other requests keep the outputs that are on their way."""
         link = flight.link or self._links[0]
         if flight.link is None:
             self._expect(request_id, flight, link)
         ids = link.outputs.sequences_of([request_id])
-        link.outputs.take(StepOutput([], [], finished={id: Finish(reason) for id in ids}))
+        link.outputs.take(StepOutput([], [], finished={id: FinishReason(reason) for id in ids}))
         self.on_turn(link)
 
     # ---- cores come, speak and go
@@ -328,11 +328,11 @@ class AsyncEngine:
             self.metrics.pages.take_page(link.place, page)
 
     def on_reset(self) -> None:
-        self.inputs.media.larder.clear()
+        self.inputs.media.processor_cache.clear()
 
     def on_missing(self, request_id: str) -> None:
         """It goes again, with all that it has."""
-        self.inputs.media.larder.forget_far()
+        self.inputs.media.processor_cache.forget_far()
         for id, flight in list(self._flights.items()):
             if flight.link is not None and any(request.id == request_id for request in flight.requests):
                 flight.link.outputs.detach([id])
@@ -371,7 +371,7 @@ class AsyncEngine:
         terms = {"is_alone": len(flights) == 1, "resumes": self._resumes}
         again = {id: flight for id, flight in flights.items() if flight.outlives(**terms)}
         self._router.lose(link.place)
-        self.inputs.media.larder.lose_far()
+        self.inputs.media.processor_cache.lose_far()
         self.metrics.note_adapters(link.place, [], [])
         link.outputs.detach(again)
         for flight in again.values():
@@ -418,7 +418,7 @@ class AsyncEngine:
 
     async def reset_mm_cache(self) -> None:
         """Here; other API processes hear of it from the cores."""
-        self.inputs.media.larder.clear()
+        self.inputs.media.processor_cache.clear()
         await self._call_all("reset_mm_cache", {})
 
     async def _call(self, method: str) -> list[Any]:

@@ -7,24 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from quire.config.pooling import PoolingFacts
+from quire.checkpoint.pooling import PoolingFacts
 from quire.data.cache_scope import scoped_salt
-from quire.data.embeds import Embeds
 from quire.data.lora import LoRARequest
-from quire.data.media import Media
-from quire.data.moments import Moments
+from quire.data.multimodal import Media
 from quire.data.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.data.pooling import PoolingParams
+from quire.data.prompt_embeds import PromptEmbeds
 from quire.data.request import Request
+from quire.data.timestamps import TimestampTokens
 from quire.errors import RequestError
-from quire.frontend.checked import CheckedParams, check_salt
-from quire.frontend.embeds import EmbedsReader
-from quire.frontend.media import TEXT_ALONE, MediaReader, items_of, joined
-from quire.frontend.own_tokens import OwnTokenizers
-from quire.frontend.patience import limited
+from quire.frontend.checked_params import CheckedParams, check_salt
+from quire.frontend.lora_tokenizer import OwnTokenizers
+from quire.frontend.multimodal import TEXT_ALONE, MediaInputReader, items_of, joined
 from quire.frontend.pooling import GENERATES_NOT, completed, pools, second_start
-from quire.grammar import Grammars, sendable
-from quire.multimodal.kitchen import Prepared
+from quire.frontend.prompt_embeds import PromptEmbedsReader
+from quire.frontend.time_limit import limited
+from quire.multimodal.processing import PreparedItem
+from quire.text.grammar import Grammars, sendable
 from quire.text.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 256
@@ -86,11 +86,11 @@ class Prompt:
     cache_salt: str | None = None
     second_start: int | None = None
     """Where the second of two texts begins, for models that tell them apart."""
-    embeds: Embeds | None = None
+    embeds: PromptEmbeds | None = None
     """In place of token ids, which are zeros then."""
     media: Media | None = None
     """Images, videos and sounds, whose spans the token ids have,"""
-    prepared: Sequence[Prepared] = ()
+    prepared: Sequence[PreparedItem] = ()
     """and what they came of."""
 
 
@@ -110,8 +110,8 @@ class InputProcessor:
         max_prompt_len: int | None = None,
         pooling: PoolingFacts | None = None,
         grammars: Grammars | None = None,
-        embeds: EmbedsReader | None = None,
-        media: MediaReader = TEXT_ALONE,
+        embeds: PromptEmbedsReader | None = None,
+        media: MediaInputReader = TEXT_ALONE,
         enable_lora: bool = False,
         num_own: int = 0,
     ) -> None:
@@ -161,7 +161,7 @@ class InputProcessor:
         prompt: Any,
         *,
         add_special_tokens: bool = True,
-        prepared: Sequence[Prepared] = (),
+        prepared: Sequence[PreparedItem] = (),
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Text or ids, bare or in a dict, as token ids. Strings are tokenized here. The media of a dict are
@@ -184,14 +184,14 @@ class InputProcessor:
 
     async def parse_beside(self, prompt: Any, **options: Any) -> Prompt:
         """`parse` in an event loop: others go on while the media of the prompt are made ready."""
-        prepared: list[Prepared] = []
+        prepared: list[PreparedItem] = []
         if isinstance(prompt, Mapping):
             prompt = joined(prompt)
             given = items_of(prompt)
             prepared = await self.media.prepare(given, prompt.get("mm_processor_kwargs"))
         return self.parse(prompt, prepared=prepared, **options)
 
-    def _placed(self, prompt: Prompt, prepared: Sequence[Prepared]) -> Prompt:
+    def _placed(self, prompt: Prompt, prepared: Sequence[PreparedItem]) -> Prompt:
         """The same with the spans of its media."""
         if not prepared:
             if self.media.prefix and self.pooling is not None:  # texts were trained so, too
@@ -204,7 +204,7 @@ class InputProcessor:
         return self._checked(prompt)
 
     def _from_mapping(
-        self, prompt: Mapping[str, Any], add_special_tokens: bool, prepared: Sequence[Prepared]
+        self, prompt: Mapping[str, Any], add_special_tokens: bool, prepared: Sequence[PreparedItem]
     ) -> Prompt:
         salt = prompt.get("cache_salt")
         check_salt(salt)
@@ -236,7 +236,7 @@ class InputProcessor:
         )
 
     def _from_text(
-        self, text: str, salt: str | None, add_special_tokens: bool, prepared: Sequence[Prepared] = ()
+        self, text: str, salt: str | None, add_special_tokens: bool, prepared: Sequence[PreparedItem] = ()
     ) -> Prompt:
         if self.tokenizer is None:
             raise RequestError(
@@ -480,7 +480,7 @@ class InputProcessor:
         with limited(seconds, "structured_outputs: the grammar"):
             self.grammars.check(asked)
 
-    def _moments(self) -> Moments:
+    def _moments(self) -> TimestampTokens:
         if self.media.speech is None or self.media.speech.moments is None:
             raise RequestError("this model does not tell the time", param="timestamps")
         return self.media.speech.moments

@@ -14,8 +14,8 @@ from quire.data.outputs import (
     light,
 )
 from quire.data.params import RequestOutputKind
-from quire.data.plan import Finish, RowLogprobs, StepOutput
-from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.plan import FinishReason, RowLogprobs, StepOutput
+from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.request import Request
 from quire.data.stats import FrontStats
 from quire.frontend.inputs import Prompt
@@ -28,7 +28,7 @@ from quire.frontend.request_state import (
     stats_of,
     whole_of,
 )
-from quire.metrics.keys import Account
+from quire.metrics.keys import KeyAccount
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -38,13 +38,13 @@ _MANY_UNREAD = 64
 
 
 @dataclass(slots=True)
-class Processed:
+class ProcessedOutputs:
     """What has come to the outside since the last time."""
 
     outputs: list[AnyOutput]
     stopped: list[str]
     """Sequences that met a stop string: the core still runs them and has to be told."""
-    failed: dict[str, Finish]
+    failed: dict[str, FinishReason]
     """The requests that the core failed on, each with the end of one of its sequences."""
     stats: FrontStats
 
@@ -83,7 +83,7 @@ class OutputProcessor:
         prompt: Prompt,
         requests: list[Request],
         put_text: Callable[[str, int], None] | None = None,
-        account: Account | None = None,
+        account: KeyAccount | None = None,
     ) -> RequestState:
         """Expect outputs of these sequences of one prompt, and return the state that they are gathered in. A
         single one that streams nothing but text may hand it to `put_text`, with the number of its tokens,
@@ -145,7 +145,7 @@ class OutputProcessor:
 
     # ---- what comes in
 
-    def process(self, step: StepOutput) -> Processed:
+    def process(self, step: StepOutput) -> ProcessedOutputs:
         """One step, in and out."""
         self.take(step)
         return self.flush()
@@ -204,7 +204,7 @@ class OutputProcessor:
                 watched.append(sequence)
         self._end(step.finished, watched)
 
-    def _end(self, finished: dict[str, Finish], watched: list[SequenceState]) -> None:
+    def _end(self, finished: dict[str, FinishReason], watched: list[SequenceState]) -> None:
         """Sequences that the core ended, and those that met a stop string."""
         ended = []
         for id, finish in finished.items():
@@ -218,7 +218,7 @@ class OutputProcessor:
                     del self._sequences[sequence.id]
                     self._stopped.append(sequence.id)
                     ended.append(sequence)
-                sequence.finish = Finish("stop", met, known.num_preemptions if known else 0)
+                sequence.finish = FinishReason("stop", met, known.num_preemptions if known else 0)
         for sequence in ended:
             sequence.parent.num_open -= 1
             if not sequence.touched:
@@ -245,7 +245,7 @@ class OutputProcessor:
 
     # ---- what the user sees
 
-    def flush(self) -> Processed:
+    def flush(self) -> ProcessedOutputs:
         """The outputs that are due, of all that was noted since the last call."""
         due: dict[RequestState, list[SequenceState]] = {}
         waiting: list[SequenceState] = []
@@ -268,7 +268,7 @@ class OutputProcessor:
             for parent, sequences in due.items()
         ]
         failed = {parent.request_id: parent.failed for parent in due if parent.failed is not None}
-        processed = Processed(outputs, self._stopped, failed, self._stats)
+        processed = ProcessedOutputs(outputs, self._stopped, failed, self._stats)
         self._touched, self._stopped, self._stats = waiting, [], FrontStats()
         return processed
 

@@ -5,9 +5,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from quire.config.pooling import PoolingFacts, dimensions_error
-from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
+from quire.checkpoint.pooling import PoolingFacts, dimensions_error
 from quire.data.pooling import PoolingParams
+from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.errors import RequestError
 
 T = TypeVar("T")

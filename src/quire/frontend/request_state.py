@@ -15,12 +15,12 @@ from quire.data.outputs import (
     light,
 )
 from quire.data.params import RequestOutputKind, SamplingParams
-from quire.data.plan import Finish
+from quire.data.plan import FinishReason
 from quire.data.pooling import Floats
 from quire.data.request import Request
-from quire.data.stats import FinishedSequence, Timeline
+from quire.data.stats import FinishedSequence, SequenceTimes
 from quire.frontend.inputs import Prompt
-from quire.metrics.keys import Account
+from quire.metrics.keys import KeyAccount
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -38,9 +38,9 @@ class SequenceState:
     """Whether its text must be looked at token by token."""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
-    times: Timeline = field(default_factory=Timeline)
+    times: SequenceTimes = field(default_factory=SequenceTimes)
     num_cached: int = 0
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     num_read: int = 0
     """Tokens that have become text."""
     num_sent: int = 0
@@ -136,7 +136,7 @@ class RequestState:
     sequences: list[SequenceState] = field(default_factory=list)
     num_open: int = 0
     """Sequences that have not ended."""
-    failed: Finish | None = None
+    failed: FinishReason | None = None
     """One that ended as an error."""
     put_text: Callable[[str, int], None] | None = None
     """Where text goes that needs no output around it."""
@@ -145,7 +145,7 @@ class RequestState:
     pools: bool = False
     lora: LoRARequest | None = None
     tokenizer: Tokenizer | None = None
-    account: Account | None = None
+    account: KeyAccount | None = None
 
     @property
     def has_run(self) -> bool:
@@ -219,7 +219,7 @@ def _completion(
     return made
 
 
-def facts_of(sequence: SequenceState, finish: Finish) -> FinishedSequence:
+def facts_of(sequence: SequenceState, finish: FinishReason) -> FinishedSequence:
     """What the metrics count of a sequence that has ended."""
     parent = sequence.parent
     return FinishedSequence(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.frontend.prefixes import Keys, PrefixKeys, PrefixMap
+from quire.frontend.prefix_map import Keys, PrefixKeys, PrefixMap
 
 SLACK_ROWS = 1 / 16
 """How far the core that knows all of a prompt may be ahead of the least busy one: this part of the sequences

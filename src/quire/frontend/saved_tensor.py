@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.data.embeds import Rows
+from quire.data.prompt_embeds import Rows
 from quire.errors import RequestError
 
 _STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}

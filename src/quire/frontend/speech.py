@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.moments import Aligning, Moments
+from quire.data.timestamps import AlignmentHeads, TimestampTokens
 from quire.errors import RequestError
-from quire.frontend.words import UNSPACED, words_of
+from quire.frontend.word_timestamps import UNSPACED, words_of
 from quire.logs import get_logger
 from quire.text.tokenizer import Tokenizer
 
@@ -74,7 +74,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TimedWord:
     """A word, and when it was said, in seconds."""
 
     text: str
@@ -82,7 +82,7 @@ class Said:
     end: float
 
 
-class Scribe(Protocol):
+class Transcriber(Protocol):
     """How one model is asked."""
 
     @property
@@ -102,7 +102,7 @@ class Scribe(Protocol):
         """Whether it must be told the language, so that it is asked for that first."""
 
     @property
-    def moments(self) -> Moments | None:
+    def moments(self) -> TimestampTokens | None:
         """The tokens by which it tells the time; None: it does not."""
 
     @property
@@ -125,10 +125,10 @@ class Scribe(Protocol):
 
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
-    ) -> tuple[list[int], Aligning]:
+    ) -> tuple[list[int], AlignmentHeads]:
         """The prompt that tells when the tokens of an answer were said."""
 
-    def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[Said]:
+    def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
         """Of a segment, by the states at which what follows each token of the answer begins."""
 
 
@@ -175,7 +175,7 @@ class Speech:
         self._start, self._before, self._untimed = (vocab[name] for name in _MARKS)
         self.no_speech = next((vocab[name] for name in _NO_SPEECH if name in vocab), None)
         end = self._start - 1 if end is None else end
-        self.moments = Moments(self._untimed + 1, end, max_first)
+        self.moments = TimestampTokens(self._untimed + 1, end, max_first)
         self._tasks = {task: vocab[f"<|{task}|>"] for task in TASKS}
         between = range(self._start + 1, min(self._tasks.values()))
         names = tokenizer.convert_ids_to_tokens(between)
@@ -227,19 +227,19 @@ class Speech:
 
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
-    ) -> tuple[list[int], Aligning]:
+    ) -> tuple[list[int], AlignmentHeads]:
         told = [*prompt_ids, *token_ids][: self._max_len - 1]
         num_states = max(min(num_samples, self.at_once) * _STATES_S // RATE, 1)
-        return told, Aligning(len(prompt_ids), num_states)
+        return told, AlignmentHeads(len(prompt_ids), num_states)
 
-    def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[Said]:
+    def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
         moments = [max(begin * _MOMENT_S, segment.start) for begin in begins]
         for word in words_of(self._tokenizer, segment.token_ids, spaced=language not in UNSPACED):
             start, end = (
                 moments[at] if 0 <= at < len(moments) else (segment.start if at < 0 else segment.end)
                 for at in (segment.places[word.place.start] - 1, segment.places[word.place.stop - 1])
             )
-            yield Said(word.text, start, max(start, end))
+            yield TimedWord(word.text, start, max(start, end))
 
 
 class Dictation:
@@ -278,8 +278,8 @@ class Dictation:
 
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
-    ) -> tuple[list[int], Aligning]:
+    ) -> tuple[list[int], AlignmentHeads]:
         raise AssertionError("it tells no time")
 
-    def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[Said]:
+    def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
         raise AssertionError("it tells no time")

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire.config.facts import Routing
-from quire.kernels import native
+from quire.checkpoint.facts import Routing
+from quire.kernels.cpu import native
 from quire.registry import LazyTable
 
 IMPLEMENTATIONS = LazyTable(
     "kernels",
     {
-        "cpu": "quire.kernels.cpu:CPUOps",
-        "reference": "quire.kernels.reference:Reference",
+        "cpu": "quire.kernels.cpu.ops:CPUOps",
+        "reference": "quire.kernels.reference.ops:Reference",
         "triton": "quire.kernels.triton.ops:TritonOps",
     },
 )
@@ -28,7 +28,7 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-class Entry(NamedTuple):
+class HeadEntry(NamedTuple):
     """How the heads of a layer enter its attention: queries and keys turned, keys and values into slots."""
 
     heads: int
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
     v_scale: float = 1.0
 
 
-class Adapted(NamedTuple):
+class LoRAHeads(NamedTuple):
     """What adapters add to a product; see `Ops.lora`."""
 
     a: Tensor
@@ -90,7 +90,7 @@ class Ops(Protocol):
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """[T, 2n] gate and up side by side -> act(gate) * up, [T, n]; the names are those of
-        `kernels/activations.py`."""
+        `kernels/reference/activations.py`."""
         ...
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
@@ -122,10 +122,10 @@ class Ops(Protocol):
         ...
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The experts of each token and their weights: see `kernels/experts.py`."""
+        """The experts of each token and their weights: see `kernels/reference/moe.py`."""
         ...
 
-    def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:
+    def rotate_and_write(self, qkv: Tensor, entry: HeadEntry) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to their slots; the queries remain.
 
         [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads, head_dim].

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
-from quire.config.layout import CacheSpec
-from quire.kernels.ops import Entry, HeadNorms
+from quire.checkpoint.layout import CacheSpec
+from quire.kernels.ops import HeadEntry, HeadNorms
+from quire.layers.kv_scales import KVScales
 from quire.layers.rope import Rope
-from quire.layers.scales import KVScales
 from quire.layers.scope import Scope, Target
-from quire.quant.shares import divided
+from quire.quant.sharding import divided
 from quire.quant.weight import kept
 
 
@@ -25,7 +25,7 @@ class Caching(Protocol):
     @property
     def keeps(self) -> CacheSpec: ...
 
-    def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
+    def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
         """Use these bytes from now on: one plane after the other, each with a page for each block. For a
         state [rows, bytes_per_row], the last row for padding; a sequence whose first token is computed starts
         from nothing, whatever its row held. `group` is the one whose blocks are this layer's."""
@@ -39,9 +39,9 @@ class PagedAttention(nn.Module):
         spec: AttentionSpec,
         rope: Rope,
         scope: Scope,
-        slopes: tuple[float, ...] = (),
+        alibi_slopes: tuple[float, ...] = (),
     ) -> None:
-        """`slopes` are those of all heads of the model, where they have any."""
+        """`alibi_slopes` are those of all heads of the model, where they have any."""
         super().__init__()
         self.spec = spec
         self.rope = rope
@@ -51,9 +51,9 @@ class PagedAttention(nn.Module):
         self.sinks = kept(scope.empty(spec.heads)) if spec.sinks else None
         self.sinks_name = f"{scope.name}.sinks"
         self.own_heads = divided(scope.group, spec.heads * scope.group.size)
-        own = torch.tensor(slopes[self.own_heads.start :][: spec.heads], device=scope.device)
-        self.slopes: Tensor | None
-        self.register_buffer("slopes", own if spec.leans else None, persistent=False)
+        own = torch.tensor(alibi_slopes[self.own_heads.start :][: spec.heads], device=scope.device)
+        self.alibi_slopes: Tensor | None
+        self.register_buffer("alibi_slopes", own if spec.uses_alibi else None, persistent=False)
         self.scales = KVScales(scope.name, scope)
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
@@ -70,13 +70,13 @@ class PagedAttention(nn.Module):
         memory: Tensor,
         *,
         block_size: int,
-        kept_as: torch.dtype,
+        cache_dtype: torch.dtype,
         group: int,
         part: tuple[int, int] = (0, 1),
     ) -> None:
         """`part`: which of how many layers it is that lie side by side there, token by token."""
         (own, count), spec = part, self.spec
-        planes = memory.view(kept_as).view(2, -1, block_size, count, spec.kv_heads, spec.head_dim)
+        planes = memory.view(cache_dtype).view(2, -1, block_size, count, spec.kv_heads, spec.head_dim)
         k_cache, v_cache = (planes[at // count, :, :, at % count] for at in (2 * own, 2 * own + 1))
         self.bind(k_cache, v_cache, group)
 
@@ -87,13 +87,15 @@ class PagedAttention(nn.Module):
         scales = (self.scales.k, self.scales.v) if k_cache.itemsize == 1 else (1.0, 1.0)
         self.spec = replace(self.spec, k_scale=scales[0], v_scale=scales[1])
 
-    def forward(self, x: Tensor, qkv: Callable[[Tensor, Entry], Tensor], batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, qkv: Callable[[Tensor, HeadEntry], Tensor], batch: Batch) -> Tensor:
         """[T, size_in] -> [T, heads * head_dim]; `qkv` makes queries, keys and values of it."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         spec, caches, batch = self.spec, (self.k_cache, self.v_cache), batch.groups[self.group]
         turns = self.rope.of(batch)
-        entry = Entry(spec.heads, *turns, batch.slots, *caches, self.norms, *spec.scales)
-        return self.backend.forward(qkv(x, entry), *caches, batch, spec, self.sinks, self.slopes).flatten(1)
+        entry = HeadEntry(spec.heads, *turns, batch.slots, *caches, self.norms, *spec.scales)
+        return self.backend.forward(
+            qkv(x, entry), *caches, batch, spec, self.sinks, self.alibi_slopes
+        ).flatten(1)
 
     def targets(self) -> Iterator[Target]:
         if self.sinks is not None:

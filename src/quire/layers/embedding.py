@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.errors import ConfigError
-from quire.layers.own import OwnRows, own_of
-from quire.layers.points import HeadPoint, Place, Point, TablePoint
+from quire.layers.lora_layers import LoRAEmbeddingLayer, LoRAHeadLayer, LoRALayer, LoRATarget
+from quire.layers.lora_tables import LoRATable, whole_of
+from quire.layers.lora_vocab import LoRAVocabRows, own_of
 from quire.layers.scope import Scope, Target, target_of
-from quire.layers.whole import Whole, whole_of
-from quire.quant.shares import Run, padded
+from quire.quant.sharding import Shard, padded
 from quire.quant.weight import LinearShape, kept
 
 _HEAD = "lm_head"
@@ -42,7 +42,7 @@ class _Table(nn.Module):
             scope.device,
             narrows=False,
             outputs=((self.own,),),
-            inputs=Run(hidden),
+            inputs=Shard(hidden),
         )
         self.weight = scope.linear((scope.name,), shape)
 
@@ -87,22 +87,22 @@ class _Table(nn.Module):
         return self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
 
 
-class Embedding(_Table):
+class TokenEmbedding(_Table):
     """The vectors of token ids."""
 
     def __init__(self, vocab: int, hidden: int, scope: Scope) -> None:
         super().__init__(vocab, hidden, scope)
-        self.point: Point | None = None
+        self.point: LoRALayer | None = None
         if scope.adapters is not None and scope.stage.is_first and scope.adapters.takes(scope.name):
-            self.point = TablePoint(scope.name, scope.adapters, vocab, (hidden,), scope.ops)
-            self.point.places[scope.name] = Place(
-                self.point, slice(0, 1), Run(vocab), (Run(hidden),), is_table=True
+            self.point = LoRAEmbeddingLayer(scope.name, scope.adapters, vocab, (hidden,), scope.ops)
+            self.point.places[scope.name] = LoRATarget(
+                self.point, slice(0, 1), Shard(vocab), (Shard(hidden),), is_table=True
             )
-        self.whole: Whole | None = None
+        self.whole: LoRATable | None = None
         if scope.stage.is_first:
             self.whole = whole_of("embed_tokens", scope, self.own, hidden)
         self.slots = scope.adapters
-        self.brought: OwnRows | None = None
+        self.brought: LoRAVocabRows | None = None
         if scope.stage.is_first:
             self.brought = own_of("embed_tokens", scope, vocab, hidden)
 
@@ -156,18 +156,18 @@ class Head(nn.Module):
         hidden: int,
         scope: Scope,
         *,
-        tied: Embedding | None = None,
+        tied: TokenEmbedding | None = None,
         bias: bool = False,
         unit: bool = False,
     ) -> None:
         super().__init__()
         self.tied = tied is not None
         self.table: _Table = tied or _Table(vocab, hidden, scope, bias=bias, unit=unit)
-        self.point: Point | None = None
+        self.point: LoRALayer | None = None
         if scope.adapters is not None and scope.adapters.takes(scope.name, _HEAD):
             own = self.table.own
-            self.point = HeadPoint(scope.name, scope.adapters, hidden, (own.size,), scope.ops)
-            place = Place(self.point, slice(0, 1), Run(hidden), (own,))
+            self.point = LoRAHeadLayer(scope.name, scope.adapters, hidden, (own.size,), scope.ops)
+            place = LoRATarget(self.point, slice(0, 1), Shard(hidden), (own,))
             self.point.places |= {scope.name: place, _HEAD: place}
         self.slots = scope.adapters
         self.whole = None if bias else whole_of(_HEAD, scope, self.table.own, hidden)

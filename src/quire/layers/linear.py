@@ -7,13 +7,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.ops import Entry, HeadNorms
+from quire.kernels.ops import HeadEntry, HeadNorms
 from quire.layers.lora import AdapterSlots
+from quire.layers.lora_layers import LoRALayer, LoRARanksLayer, LoRASumLayer, LoRATarget
 from quire.layers.norm import norm_shares
-from quire.layers.points import Place, Point, RanksPoint, SumPoint
 from quire.layers.rope import halved
 from quire.layers.scope import Scope, Target, once, target_of
-from quire.quant.shares import Run, Runs, by_group, divided, of_heads
+from quire.quant.sharding import Runs, Shard, by_group, divided, of_heads
 from quire.quant.weight import LinearShape
 
 _LEAST_OUTPUTS = 16
@@ -40,7 +40,7 @@ class Linear(nn.Module):
         self.group = scope.group
         self.part_names = tuple(parts)
         self.outputs = tuple(self._runs(part) for part in parts.values())
-        self.inputs = divided(scope.group, size_in) if self.divided == "inputs" else Run(size_in)
+        self.inputs = divided(scope.group, size_in) if self.divided == "inputs" else Shard(size_in)
         self.sizes_out = tuple(sum(run.size for run in runs) for runs in self.outputs)
         self.across = scope.across
         num_outputs = sum(run.all for runs in self.outputs for run in runs)
@@ -58,26 +58,26 @@ class Linear(nn.Module):
         self.point = self._point(scope)
         """Where adapters are added; None: nowhere."""
 
-    def _point(self, scope: Scope) -> Point | None:
+    def _point(self, scope: Scope) -> LoRALayer | None:
         slots = scope.adapters
         if slots is None or not slots.takes(scope.name, *self.part_names):
             return None
         point = self._point_of(slots, scope)
-        own = ((point.own,),) if isinstance(point, SumPoint) else self.outputs
+        own = ((point.own,),) if isinstance(point, LoRASumLayer) else self.outputs
         for i, (name, outputs) in enumerate(zip(self.part_names, own, strict=True)):
             if slots.takes(scope.name, name):
                 order = partial(self._order, i)
-                point.places[name] = Place(point, slice(i, i + 1), self.inputs, outputs, order)
+                point.places[name] = LoRATarget(point, slice(i, i + 1), self.inputs, outputs, order)
         return point
 
-    def _point_of(self, slots: AdapterSlots, scope: Scope) -> Point:
+    def _point_of(self, slots: AdapterSlots, scope: Scope) -> LoRALayer:
         given = self.part_names[0], slots, self.inputs.size
         if slots.divides and scope.group.size > 1:
             if self.divided == "outputs":
-                return RanksPoint(*given, self.sizes_out, scope.ops, scope.group)
+                return LoRARanksLayer(*given, self.sizes_out, scope.ops, scope.group)
             if self.divided == "inputs" and self.sizes_out[0] % scope.group.size == 0:
-                return SumPoint(*given, self.sizes_out[0], scope.ops, scope.group)
-        return Point(*given, self.sizes_out, scope.ops)
+                return LoRASumLayer(*given, self.sizes_out[0], scope.ops, scope.group)
+        return LoRALayer(*given, self.sizes_out, scope.ops)
 
     def _order(self, part: int) -> Tensor | None:
         orders = self.orders()
@@ -95,7 +95,7 @@ class Linear(nn.Module):
     def _runs(self, part: int | Runs) -> Runs:
         if not isinstance(part, int):
             return part
-        return (divided(self.group, part) if self.divided == "outputs" else Run(part),)
+        return (divided(self.group, part) if self.divided == "outputs" else Shard(part),)
 
     def targets(self) -> Iterator[Target]:
         by_inputs = self.divided == "inputs"
@@ -217,7 +217,7 @@ class QKVLinear(Linear):
         self.norm_parts = scope.ops.norm_parts
         if group.size > 1:
             self.norm_parts = partial(norm_shares, group=group)
-        self.entered: Callable[[Tensor, Entry], Tensor | None] | None = None
+        self.entered: Callable[[Tensor, HeadEntry], Tensor | None] | None = None
         """The weight's own way into the cache."""
 
     def orders(self) -> list[Tensor]:
@@ -237,7 +237,7 @@ class QKVLinear(Linear):
         super().equip()
         self.entered = self.weight.entered
 
-    def forward(self, x: Tensor, entry: Entry) -> Tensor:
+    def forward(self, x: Tensor, entry: HeadEntry) -> Tensor:
         """[T, size_in] -> queries [T, heads, head_dim]; keys and values are written where `entry` says."""
         if self.norms is not None or self.bounded is not None:
             qkv = self.multiply(x)
@@ -247,7 +247,7 @@ class QKVLinear(Linear):
         q = self._entered(x, entry)
         return self.ops.rotate_and_write(self.multiply(x), entry) if q is None else q
 
-    def _entered(self, x: Tensor, entry: Entry) -> Tensor | None:
+    def _entered(self, x: Tensor, entry: HeadEntry) -> Tensor | None:
         """None where the weight has no such way."""
         if self.point is None or not self.adapts:
             return None if self.entered is None else self.entered(x, entry)

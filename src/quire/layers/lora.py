@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.points import Factors, Place, Point, Stack
-from quire.quant.shares import Run
+from quire.layers.lora_layers import LoRAFactors, LoRALayer, LoRAStack, LoRATarget
+from quire.quant.sharding import Shard
 
 
-class Table(Protocol):
-    """A table that adapters may bring as a whole; see `layers/whole.py`."""
+class SlotTable(Protocol):
+    """A table that adapters may bring as a whole; see `layers/lora_tables.py`."""
 
     names: tuple[str, ...]
     """Of its layer."""
-    own: Run
+    own: Shard
     """The rows of it that are here."""
     hidden: int
 
@@ -66,10 +66,10 @@ class AdapterSlots:
         """Whether devices that share a layer share all that adapters add to it."""
         self.whole = frozenset(whole)
         """Which of embed_tokens and lm_head adapters may bring as a whole."""
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, SlotTable] = {}
         """Those, by the name of their layer."""
         self.num_own = num_own
-        """Rows of embedding and head that an adapter may have of its own; see `layers/own.py`."""
+        """Rows of embedding and head that an adapter may have of its own; see `layers/lora_vocab.py`."""
         self.no_own = no_own or "--lora-extra-vocab-size is 0"
         """Why it can have none."""
         self.owned: dict[str, Any] = {}
@@ -80,8 +80,8 @@ class AdapterSlots:
         """Tokens beyond the model's vocabulary that the adapter of each has."""
         self.is_wide = False
         """Whether some row of the step has an adapter with rows of its own."""
-        self.points: dict[str, Point] = {}
-        self.stacks: dict[str, Stack] = {}
+        self.points: dict[str, LoRALayer] = {}
+        self.stacks: dict[str, LoRAStack] = {}
         """Experts whose matrices some checkpoints have in one, by its name."""
         self.refused: dict[str, str] = {}
         """Layers that take none although others like them do, and why."""
@@ -158,14 +158,14 @@ class AdapterSlots:
                 return spare[:size]
         return torch.empty(size, dtype=self.dtype, pin_memory=self.device.type == "cuda")
 
-    def room(self, ranks: Mapping[str, int]) -> dict[str, Factors]:
+    def room(self, ranks: Mapping[str, int]) -> dict[str, LoRAFactors]:
         """Host memory, in one piece, for an adapter of these ranks, by point."""
         shapes = {name: self.points[name].shapes(rank) for name, rank in ranks.items()}
         size = sum(math.prod(shape) for both in shapes.values() for shape in both)
         memory, found, at = self._host_memory(size), {}, 0
         for name, (a, b) in shapes.items():
             middle, end = at + math.prod(a), at + math.prod(a) + math.prod(b)
-            found[name] = Factors(memory[at:middle].view(a), memory[middle:end].view(b))
+            found[name] = LoRAFactors(memory[at:middle].view(a), memory[middle:end].view(b))
             at = end
         return found
 
@@ -177,7 +177,7 @@ class AdapterSlots:
     def put(
         self,
         slot: int,
-        factors: Mapping[str, Factors],
+        factors: Mapping[str, LoRAFactors],
         tables: Mapping[str, Tensor] | None = None,
         own: Mapping[str, Any] | None = None,
     ) -> None:
@@ -195,7 +195,7 @@ class AdapterSlots:
         self.num_new[slot] = max(news, default=0)
 
 
-def places(slots: AdapterSlots) -> Iterator[tuple[str, Place]]:
+def places(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
     """All matrices of a model that take adapters, by name."""
     for point in slots.points.values():
         yield from point.places.items()

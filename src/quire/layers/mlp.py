@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts
+from quire.checkpoint.facts import ArchFacts
 from quire.layers.linear import ColumnLinear, GateUpLinear, RowLinear
 from quire.layers.scope import Scope
 

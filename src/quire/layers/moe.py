@@ -8,23 +8,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quire.comm.group import ALONE
-from quire.config.facts import ArchFacts, MoeFacts
-from quire.kernels.experts import ExpertAdapters
+from quire.checkpoint.facts import ArchFacts, MoeFacts
+from quire.kernels.reference.moe import ExpertAdapters
 from quire.layers.linear import Linear, WholeLinear
 from quire.layers.lora import AdapterSlots
+from quire.layers.lora_layers import LoRALayer, LoRAStack, LoRATarget, in_order
 from quire.layers.mlp import MLP, PlainMLP
-from quire.layers.points import Place, Point, Stack, in_order
 from quire.layers.scope import Scope, Target, once, target_of
+from quire.parallel.group import ALONE
 from quire.quant.experts import ExpertShape
-from quire.quant.shares import Run, Runs, divided, picked
+from quire.quant.sharding import Runs, Shard, divided, topk_indices
 from quire.quant.weight import Chooses, Piece, kept
 
 _FEW = 1024
 """Tokens of a step that is taped or captured, at most."""
 
 
-class Names(NamedTuple):
+class MoENames(NamedTuple):
     """What a family's checkpoints call the parts of a mixture."""
 
     whole: str = "mlp"
@@ -52,20 +52,20 @@ _WEIGHTS = ("weight", "weight_packed", "qweight")
 _FACTORS = {"relu2": "relu"}
 """An activation of x -> the one that it is x times: experts without a gate have `up` for one."""
 NAMES = {
-    "mlp": Names(),
-    "apart": Names(stored="apart"),
-    "apart_deepseek": Names(stored="apart", shared="mlp.shared_experts"),
-    "across": Names(stored="across", experts=("experts", "gate_up_proj", "down_proj")),
-    "mixtral": Names("block_sparse_moe", experts=("experts", "w1", "w3", "w2")),
-    "deepseek": Names(shared="mlp.shared_experts"),
-    "ernie": Names(
+    "mlp": MoENames(),
+    "apart": MoENames(stored="apart"),
+    "apart_deepseek": MoENames(stored="apart", shared="mlp.shared_experts"),
+    "across": MoENames(stored="across", experts=("experts", "gate_up_proj", "down_proj")),
+    "mixtral": MoENames("block_sparse_moe", experts=("experts", "w1", "w3", "w2")),
+    "deepseek": MoENames(shared="mlp.shared_experts"),
+    "ernie": MoENames(
         choice_bias="moe_statics.e_score_correction_bias", choice_in_row=True, shared="mlp.shared_experts"
     ),
-    "exaone": Names(choice_bias="e_score_correction_bias", shared="mlp.shared_experts"),
-    "minimax": Names(
+    "exaone": MoENames(choice_bias="e_score_correction_bias", shared="mlp.shared_experts"),
+    "minimax": MoENames(
         "block_sparse_moe", experts=("experts", "w1", "w3", "w2"), choice_bias="e_score_correction_bias"
     ),
-    "step": Names(
+    "step": MoENames(
         "moe",
         stored="apart",
         experts=("", "gate_proj", "up_proj", "down_proj"),
@@ -73,10 +73,10 @@ NAMES = {
         shared="share_expert",
         shared_alias="mlp.shared_experts",
     ),
-    "gemma4": Names("", "router.proj", "bare", ("experts", "gate_up_proj", "down_proj")),
-    "longcat": Names(router="router.classifier", choice_bias="router.e_score_correction_bias"),
-    "hunyuan": Names(router="gate.wg", shared="mlp.shared_mlp"),
-    "granite": Names(
+    "gemma4": MoENames("", "router.proj", "bare", ("experts", "gate_up_proj", "down_proj")),
+    "longcat": MoENames(router="router.classifier", choice_bias="router.e_score_correction_bias"),
+    "hunyuan": MoENames(router="gate.wg", shared="mlp.shared_mlp"),
+    "granite": MoENames(
         "block_sparse_moe",
         "router.layer",
         "together",
@@ -84,7 +84,7 @@ NAMES = {
         shared="shared_mlp",
         shared_parts=("input_linear", "output_linear"),
     ),
-    "granite_swa": Names(
+    "granite_swa": MoENames(
         "block_sparse_moe",
         "router",
         "bare",
@@ -92,25 +92,25 @@ NAMES = {
         shared="shared_mlp",
         shared_parts=("input_linear", "output_linear"),
     ),
-    "nemotron_h": Names(
+    "nemotron_h": MoENames(
         "mixer",
         experts=("experts", "up_proj", "down_proj"),
         shared="mixer.shared_experts",
         shared_parts=("up_proj", "down_proj"),
     ),
-    "jamba": Names("feed_forward", "router"),
-    "lfm2": Names("feed_forward", experts=("experts", "w1", "w3", "w2"), choice_bias="expert_bias"),
-    "gpt_oss": Names("mlp", "router", "in_turns", ("experts", "gate_up_proj", "down_proj")),
-    "afmoe": Names(router="router.gate", choice_bias="expert_bias", shared="mlp.shared_experts"),
-    "hy3": Names(
+    "jamba": MoENames("feed_forward", "router"),
+    "lfm2": MoENames("feed_forward", experts=("experts", "w1", "w3", "w2"), choice_bias="expert_bias"),
+    "gpt_oss": MoENames("mlp", "router", "in_turns", ("experts", "gate_up_proj", "down_proj")),
+    "afmoe": MoENames(router="router.gate", choice_bias="expert_bias", shared="mlp.shared_experts"),
+    "hy3": MoENames(
         router="router.gate",
         choice_bias="expert_bias",
         shared="mlp.shared_mlp",
         shared_alias="mlp.shared_experts",
     ),
-    "bailing": Names(choice_bias="gate.expert_bias", shared="mlp.shared_experts"),
-    "dbrx": Names("ffn", "router.layer", "below", ("experts.mlp", "w1", "v1", "w2")),
-    "llama4": Names(
+    "bailing": MoENames(choice_bias="gate.expert_bias", shared="mlp.shared_experts"),
+    "dbrx": MoENames("ffn", "router.layer", "below", ("experts.mlp", "w1", "v1", "w2")),
+    "llama4": MoENames(
         "feed_forward",
         "router",
         "across",
@@ -120,7 +120,7 @@ NAMES = {
 }
 
 
-def _as_stored(names: Names, moe: MoeFacts, hidden: int, scope: Scope) -> Names:
+def _as_stored(names: MoENames, moe: MoeFacts, hidden: int, scope: Scope) -> MoENames:
     """Experts may also be all in one tensor, or each by itself, or with outputs before inputs: as files that
     others have made of the first ones have them."""
     where, is_each = names.experts[0], names.stored == "each"
@@ -131,13 +131,13 @@ def _as_stored(names: Names, moe: MoeFacts, hidden: int, scope: Scope) -> Names:
         return names._replace(stored="bare", experts=(where, "gate_up_proj", "down_proj"))
     first = f"{scope.name}.experts.0.gate_proj"
     if names == NAMES["across"] and scope.is_stored(f"{first}.weight"):
-        return Names()
+        return MoENames()
     if names == NAMES["step"] and any(scope.is_stored(f"{first}.{kind}") for kind in _WEIGHTS):
         return names._replace(stored="each", experts=("experts", *names.experts[1:]))
     return names
 
 
-class ExpertPoints:
+class ExpertLoRALayers:
     """Where adapters are added to the products of a layer's experts."""
 
     def __init__(self, slots: AdapterSlots, hidden: int, scope: Scope) -> None:
@@ -146,8 +146,8 @@ class ExpertPoints:
         self.ops = scope.ops
         self.aliases = (f"{scope.name}.experts", f"{scope.beside('mlp')}.experts")
         """What transformers may call them, whatever the checkpoint does."""
-        self.gate_up: Point | None = None
-        self.down: Point | None = None
+        self.gate_up: LoRALayer | None = None
+        self.down: LoRALayer | None = None
 
     @property
     def active(self) -> ExpertAdapters | None:
@@ -172,11 +172,11 @@ class ExpertPoints:
             return
         inner, num = experts.own, experts.num_experts
         first, last = f"{where}.gate_up", f"{where}.down"
-        self.gate_up = Point(first, self.slots, self.hidden, (inner.size,) * 2, self.ops, num_experts=num)
-        self.down = Point(last, self.slots, inner.size, (self.hidden,), self.ops, num_experts=num)
+        self.gate_up = LoRALayer(first, self.slots, self.hidden, (inner.size,) * 2, self.ops, num_experts=num)
+        self.down = LoRALayer(last, self.slots, inner.size, (self.hidden,), self.ops, num_experts=num)
         for i in range(num):
             self._name_one(i, experts)
-        stack = Stack(
+        stack = LoRAStack(
             {
                 "gate_up_proj": list(self._fused(experts)),
                 "down_proj": [self._down(experts, i) for i in range(num)],
@@ -198,15 +198,15 @@ class ExpertPoints:
                 which, order = slice(number, number + 1), in_order
                 if experts.plain:
                     which, order = slice(0, 2), partial(_twice, experts.own.size)
-                self.gate_up.places[f"{front}.{expert}.{own}"] = Place(
-                    self.gate_up, which, Run(self.hidden), (experts.own,), order, expert
+                self.gate_up.places[f"{front}.{expert}.{own}"] = LoRATarget(
+                    self.gate_up, which, Shard(self.hidden), (experts.own,), order, expert
                 )
 
-    def _down(self, experts: "Experts", expert: int) -> Place:
+    def _down(self, experts: "Experts", expert: int) -> LoRATarget:
         assert self.down is not None
-        return Place(self.down, slice(0, 1), experts.own, (Run(self.hidden),), expert=expert)
+        return LoRATarget(self.down, slice(0, 1), experts.own, (Shard(self.hidden),), expert=expert)
 
-    def _fused(self, experts: "Experts") -> Iterator[Place]:
+    def _fused(self, experts: "Experts") -> Iterator[LoRATarget]:
         assert self.gate_up is not None
         runs, order = experts.both(), in_order
         if experts.plain:
@@ -214,7 +214,7 @@ class ExpertPoints:
         elif experts.names.stored == "in_turns":
             order = partial(_apart, experts.own.size)
         for i in range(experts.num_experts):
-            yield Place(self.gate_up, slice(0, 2), Run(self.hidden), runs, order, i)
+            yield LoRATarget(self.gate_up, slice(0, 2), Shard(self.hidden), runs, order, i)
 
 
 def _twice(size: int) -> Tensor | None:
@@ -260,7 +260,7 @@ class Experts(nn.Module):
             inner=self.own,
         )
         self.weights = scope.experts(tuple(name for name, _ in self.stored_names()), shape)
-        self.adapters = None if scope.adapters is None else ExpertPoints(scope.adapters, hidden, scope)
+        self.adapters = None if scope.adapters is None else ExpertLoRALayers(scope.adapters, hidden, scope)
 
     @property
     def here(self) -> Sequence[int]:
@@ -291,7 +291,7 @@ class Experts(nn.Module):
         """The same of some experts in one tensor of all."""
         if self.places is None:
             return target
-        return target._replace(axis=0, runs=picked(self.here, self.num_experts))
+        return target._replace(axis=0, runs=topk_indices(self.here, self.num_experts))
 
     def _of_piece(self, name: str, part: str, suffix: str, piece: Piece) -> Iterator[Target]:
         runs = self.both() if part == "gate_up" else (self.own,)
@@ -331,7 +331,9 @@ class Experts(nn.Module):
     def both(self) -> Runs:
         """Gate and up in one tensor: one behind the other, or in turns."""
         size, start, whole = self.own
-        return (Run(2 * size, 2 * start, 2 * whole),) if self.names.stored == "in_turns" else (self.own,) * 2
+        return (
+            (Shard(2 * size, 2 * start, 2 * whole),) if self.names.stored == "in_turns" else (self.own,) * 2
+        )
 
     def stored_names(self) -> list[tuple[str, str]]:
         """The dotted name of each stored part, and what it is."""
@@ -363,7 +365,7 @@ class Experts(nn.Module):
             self.adapters.settle(self)
 
 
-class Router(Linear):
+class ExpertRouter(Linear):
     """Which experts a token is given to, and how much each of them counts."""
 
     narrows = False
@@ -402,7 +404,7 @@ class MoE(nn.Module):
     """The feed-forward half of a layer, by the experts that the router chooses for each token. The scope is
     the layer's."""
 
-    Chooser: type[Router] = Router
+    Chooser: type[ExpertRouter] = ExpertRouter
     ones: Tensor | None
     """Weights of the experts, where the router's are factors of what they are given."""
 

@@ -5,20 +5,20 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from quire.comm.group import Group
-from quire.config.facts import ArchFacts
+from quire.checkpoint.facts import ArchFacts
 from quire.kernels.ops import HeadNorms
 from quire.layers.scope import Scope, Target
-from quire.quant.shares import Run
+from quire.parallel.group import Group
+from quire.quant.sharding import Shard
 from quire.quant.weight import kept
 
 
 class Norm(nn.Module):
     """What all norms share: a weight, and the residual that is added in where there is one."""
 
-    def __init__(self, size: int | Run, eps: float, scope: Scope, dtype: torch.dtype) -> None:
+    def __init__(self, size: int | Shard, eps: float, scope: Scope, dtype: torch.dtype) -> None:
         super().__init__()
-        self.run = Run(size) if isinstance(size, int) else size
+        self.run = Shard(size) if isinstance(size, int) else size
         """What this device has of its weight."""
         self.name = scope.name
         self.ops = scope.ops
@@ -51,7 +51,7 @@ class RMSNorm(Norm):
     """RMS norm. With `plus_one` a weight of 0 multiplies by 1; then it is kept in float32, since little of it
     is left beside the 1 in a narrower type."""
 
-    def __init__(self, size: int | Run, eps: float, scope: Scope, *, plus_one: bool = False) -> None:
+    def __init__(self, size: int | Shard, eps: float, scope: Scope, *, plus_one: bool = False) -> None:
         super().__init__(size, eps, scope, torch.float32 if plus_one else scope.dtype)
         self.plus_one = plus_one
 
@@ -70,7 +70,7 @@ class LayerNorm(Norm):
     """Mean and spread taken out, weight and bias put in."""
 
     def __init__(
-        self, size: int | Run, eps: float, scope: Scope, *, bias: bool = True, plus_one: bool = False
+        self, size: int | Shard, eps: float, scope: Scope, *, bias: bool = True, plus_one: bool = False
     ) -> None:
         super().__init__(size, eps, scope, scope.dtype)
         self.plus_one = plus_one
@@ -95,7 +95,7 @@ class LayerNorm(Norm):
 class BareNorm(LayerNorm):
     """A layer norm of which checkpoints have nothing."""
 
-    def __init__(self, size: int | Run, eps: float, scope: Scope) -> None:
+    def __init__(self, size: int | Shard, eps: float, scope: Scope) -> None:
         super().__init__(size, eps, scope, bias=False)
         self.weight.fill_(1)
 
@@ -103,7 +103,7 @@ class BareNorm(LayerNorm):
         return iter(())
 
 
-def norm_of(facts: ArchFacts, scope: Scope, size: int | Run = 0) -> Norm:
+def norm_of(facts: ArchFacts, scope: Scope, size: int | Shard = 0) -> Norm:
     """The norm that a model has everywhere; of its hidden size, unless another is given."""
     size = size or facts.hidden
     plus_one = facts.norm.endswith("_plus_one")

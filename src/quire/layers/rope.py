@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import RopeFacts
+from quire.checkpoint.facts import RopeFacts
 from quire.layers.scope import Scope
 
 

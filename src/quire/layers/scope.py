@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
-from quire.comm.dispatch import Dispatch
-from quire.comm.group import ALONE, Group
-from quire.config.ranks import Stage
+from quire.config.parallel import Stage
 from quire.kernels.ops import Ops
-from quire.kernels.reference import Reference
+from quire.kernels.reference.ops import Reference
 from quire.layers.lora import AdapterSlots
+from quire.parallel.all2all import ExpertDispatch
+from quire.parallel.group import ALONE, Group
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.plain import PlainFormat
-from quire.quant.shares import Runs
-from quire.quant.weight import LinearShape, Piece, Text, Weight
+from quire.quant.sharding import Runs
+from quire.quant.weight import LinearShape, Piece, TextTensor, Weight
 
 _PLAIN = PlainFormat()
 
@@ -48,7 +48,7 @@ class Scope:
     """The same for a layer's experts."""
     group: Group = ALONE
     """Who share each layer: asked for the share of a size, and told what is to be added up."""
-    ep: Dispatch | None = None
+    ep: ExpertDispatch | None = None
     """The way to experts on other devices; None: all are here, or a share of each."""
     stage: Stage = Stage()
     """Which of the model's layers are built here."""
@@ -159,7 +159,7 @@ def target_of(name: str, piece: Piece, runs: Runs, *, by_inputs: bool = False) -
     """A piece of a weight of which this device has these outputs, or inputs."""
     axis, unit = (piece.inputs, piece.per_input) if by_inputs else (piece.outputs, piece.per_output)
     own = () if axis is None else tuple(run.per(unit) for run in runs)
-    return Target(name, piece.tensor, axis, own, piece.is_flat, isinstance(piece, Text))
+    return Target(name, piece.tensor, axis, own, piece.is_flat, isinstance(piece, TextTensor))
 
 
 def once(group: Group, bias: Tensor) -> None:

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.comm.group import ALONE
-from quire.kernels.activations import ACTIVATIONS
-from quire.kernels.encoder import Angles as Angles
-from quire.kernels.encoder import Spans
-from quire.layers.encoder import attend_on, turn_on
+from quire.kernels.reference.activations import ACTIVATIONS
+from quire.kernels.reference.encoder import Angles as Angles
+from quire.kernels.reference.encoder import Spans
+from quire.layers.encoder_attention import attend_on, turn_on
 from quire.layers.linear import ColumnLinear, GateUpLinear, KeysWithoutBias, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope, Target
-from quire.quant.plain import Plain
-from quire.quant.shares import divided
+from quire.parallel.group import ALONE
+from quire.quant.plain import PlainWeight
+from quire.quant.sharding import divided
 from quire.quant.weight import LinearShape, Weight, kept
 
 _GATES = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
 _ACTIVATIONS = {name: ACTIVATIONS[same] for name, same in _GATES.items()} | ACTIVATIONS
 _ACTIVATIONS["quick_gelu"] = lambda x: x * torch.sigmoid(1.702 * x)
-"""By the names of config.json and of `kernels/activations.py`."""
+"""By the names of config.json and of `kernels/reference/activations.py`."""
 _UNITS = {"cuda": 64}
 """A multiple of this is between the two halves of a feed-forward layer, by type of device."""
 
@@ -132,7 +132,7 @@ class VisionMLP(nn.Module):
             self.act = _ACTIVATIONS[activation]
         self.down = RowLinear(intermediate, size_out or hidden, scope / down, bias=bias)
         first, second, unit = self.up.weight, self.down.weight, _UNITS.get(scope.device.type, 1)
-        if isinstance(first, Plain) and isinstance(second, Plain) and intermediate % unit:
+        if isinstance(first, PlainWeight) and isinstance(second, PlainWeight) and intermediate % unit:
             first.widen(outputs=unit)
             second.widen(inputs=unit)
 

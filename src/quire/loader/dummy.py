@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from quire.config.model import Checkpoint
+from quire.checkpoint.model import Checkpoint
 from quire.layers.scope import Target
 from quire.loader.source import put
 from quire.quant.format import Format

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.config.facts import ArchFacts
-from quire.config.gguf import GGUFFile, GGUFTensor
-from quire.config.model import Checkpoint
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.gguf import GGUFFile, GGUFTensor
+from quire.checkpoint.model import Checkpoint
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.quant.format import Format

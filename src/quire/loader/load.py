@@ -15,25 +15,25 @@ from torch import nn
 from tqdm import tqdm
 
 from quire.attention.backend import AttentionBackend
-from quire.comm.dispatch import Dispatch
-from quire.comm.group import Group
-from quire.comm.world import World
-from quire.config.facts import ArchFacts
-from quire.config.model import Checkpoint
-from quire.config.quant.facts import QuantFacts
-from quire.config.quant.schemes import Scheme
-from quire.config.ranks import Stage
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.model import Checkpoint
+from quire.checkpoint.quant.facts import QuantFacts
+from quire.checkpoint.quant.schemes import Scheme
+from quire.config.parallel import Stage
 from quire.errors import ConfigError
-from quire.kernels import native
+from quire.kernels.cpu import native
 from quire.kernels.ops import choose
 from quire.layers.lora import AdapterSlots
 from quire.layers.scope import Begins, Loads, Scope, Target
-from quire.loader.beside import Beside
-from quire.loader.sharded import Kept, ShardedSource, equip
+from quire.loader.extra_modules import ExtraModules
+from quire.loader.sharded import ShardedSource, ShardedStateKey, equip
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
 from quire.models.towers import TOWERS
+from quire.parallel.all2all import ExpertDispatch
+from quire.parallel.group import Group
+from quire.parallel.world import World
 from quire.quant.formats import SchemeFormat
 from quire.quant.plain import PlainFormat
 
@@ -86,7 +86,7 @@ def load_model(
     tell: Callable[[float], None] | None = None,
     world: World = _ALONE,
     stage: Stage = _WHOLE,
-    ep: Dispatch | None = None,
+    ep: ExpertDispatch | None = None,
     adapters: AdapterSlots | None = None,
     partly: bool = False,
     tower_group: Group | None = None,
@@ -101,7 +101,7 @@ def load_model(
     """
     source = _opened(checkpoint, load_format, seed, with_modules=build is not None)
     if isinstance(source, ShardedSource):
-        kept = Kept.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
+        kept = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
         _open_saved(source, kept, world.tp.rank, spread=ep is not None)
     stored, plain = source.shapes({}), PlainFormat(_narrow(checkpoint, dtype, device))
     format = source.format(plain) if packed else plain
@@ -124,7 +124,7 @@ def load_model(
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     _complete(model, checkpoint.facts, scope, tower_group)
-    with torch.no_grad(), Progress(tell, disable=not show_progress or not sys.stderr.isatty()) as bar:
+    with torch.no_grad(), LoadProgress(tell, disable=not show_progress or not sys.stderr.isatty()) as bar:
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)
         else:
@@ -137,7 +137,7 @@ def _opened(checkpoint: Checkpoint, load_format: str, seed: int, *, with_modules
     format = detect(checkpoint, load_format)
     source: Source = FORMATS[format](checkpoint, seed)
     if with_modules and checkpoint.pooling.dense and format in ("safetensors", "pt"):
-        return Beside(source, checkpoint)
+        return ExtraModules(source, checkpoint)
     return source
 
 
@@ -153,14 +153,14 @@ def _method(quant: QuantFacts | None) -> str | None:
     return None if quant is None else quant.method
 
 
-def _open_saved(source: ShardedSource, kept: Kept, rank: int, *, spread: bool) -> None:
+def _open_saved(source: ShardedSource, kept: ShardedStateKey, rank: int, *, spread: bool) -> None:
     source.check(kept)
     source.open(rank)
     if spread:
         raise ConfigError("a saved state has a share of each expert: load the checkpoint it was made of")
 
 
-class Progress:
+class LoadProgress:
     """How much is loaded: as a bar, and told to who asked."""
 
     def __init__(self, tell: Callable[[float], None] | None, *, disable: bool) -> None:
@@ -168,7 +168,7 @@ class Progress:
         self._tell = tell
         self._count = self._total = self._percent = 0
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "LoadProgress":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -192,7 +192,7 @@ def _load(
     model: nn.Module,
     checkpoint: Checkpoint,
     stage: Stage,
-    progress: "Progress",
+    progress: "LoadProgress",
     *,
     spread: bool,
     partly: bool,
@@ -214,7 +214,7 @@ def _load(
         progress.update()
 
 
-def _restore(source: ShardedSource, model: nn.Module, progress: "Progress") -> None:
+def _restore(source: ShardedSource, model: nn.Module, progress: "LoadProgress") -> None:
     targets = source.targets(model)
     progress.reset(len(targets))
     for _ in _filled(source, (targets[name] for name in source.order(targets))):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.config.model import Checkpoint
+from quire.checkpoint.model import Checkpoint
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.loader.shards import find_shards

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quire.config.model import Checkpoint
+from quire.checkpoint.model import Checkpoint
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.loader.shards import find_shards
@@ -46,7 +46,7 @@ _LARGE_BYTES = 8 << 20
 """From here on memory is asked for in large pages."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where a tensor lies."""
 
     path: Path
@@ -98,7 +98,7 @@ class SafetensorsSource:
                 f"cannot read {target.name} from {entry.path}: {error}; download the file again"
             ) from error
 
-    def _fill(self, file: FileIO, entry: Entry, into: Tensor) -> None:
+    def _fill(self, file: FileIO, entry: TensorEntry, into: Tensor) -> None:
         if entry.row_bytes:
             self._read_columns(file, entry, into)
             return
@@ -108,7 +108,7 @@ class SafetensorsSource:
         else:
             self._read_in_pieces(file, entry, into)
 
-    def _read_columns(self, file: FileIO, entry: Entry, into: Tensor) -> None:
+    def _read_columns(self, file: FileIO, entry: TensorEntry, into: Tensor) -> None:
         """Row by row out of mapped memory, of which only the pages with these columns are read."""
         rows, *row = entry.shape
         size = math.prod(row) * entry.dtype.itemsize
@@ -129,7 +129,7 @@ class SafetensorsSource:
         stage: _Stage = next(self._own.stages)
         return stage
 
-    def _read_in_pieces(self, file: FileIO, entry: Entry, into: Tensor) -> None:
+    def _read_in_pieces(self, file: FileIO, entry: TensorEntry, into: Tensor) -> None:
         """Through memory of this thread, some rows at a time: another type, another device."""
         rows, *row = entry.shape or (1,)
         step = max(1, _CHUNK_BYTES // max(1, math.prod(row) * entry.dtype.itemsize))
@@ -167,7 +167,7 @@ class _Stage:
             self.left.record(torch.cuda.current_stream(self.device))
 
 
-def entries_of(path: Path) -> dict[str, Entry]:
+def entries_of(path: Path) -> dict[str, TensorEntry]:
     """What a file holds, once its header is known to fit its size."""
     try:
         with safe_open(path, framework="np"):  # checks that every byte is some tensor's
@@ -184,12 +184,14 @@ def entries_of(path: Path) -> dict[str, Entry]:
     if strange:
         raise ConfigError(f"{path} holds {strange[0]} tensors; known: {', '.join(DTYPES)}")
     return {
-        name: Entry(path, DTYPES[each["dtype"]], tuple(each["shape"]), 8 + size + each["data_offsets"][0])
+        name: TensorEntry(
+            path, DTYPES[each["dtype"]], tuple(each["shape"]), 8 + size + each["data_offsets"][0]
+        )
         for name, each in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     }
 
 
-def _pieces(entry: Entry, target: Target) -> Iterator[tuple[Entry, Tensor]]:
+def _pieces(entry: TensorEntry, target: Target) -> Iterator[tuple[TensorEntry, Tensor]]:
     """What the target takes of a tensor: where each part of it lies, and where it goes."""
     if target.is_whole:
         yield entry._replace(shape=tuple(target.tensor.shape)), target.tensor

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quire.config.keys import Keys, read_json
-from quire.config.model import Checkpoint
+from quire.checkpoint.model import Checkpoint
+from quire.checkpoint.reader import ConfigReader, read_json
 from quire.errors import ConfigError
-from quire.kernels import native
+from quire.kernels.cpu import native
 from quire.layers.scope import Equips, Target
 from quire.loader.safetensors import SafetensorsSource, entries_of
 from quire.loader.shards import STATE, write_json, write_tensors
@@ -25,7 +25,7 @@ _PART_BYTES = 5 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ShardedStateKey:
     """What a state was saved for; another engine keeps other tensors."""
 
     architecture: str
@@ -38,7 +38,7 @@ class Kept:
     @classmethod
     def of(
         cls, architecture: str, dtype: torch.dtype, device: torch.device, method: str | None, size: int = 1
-    ) -> "Kept":
+    ) -> "ShardedStateKey":
         kind = f"{device.type} ({platform.machine()}{'' if native.library() else ', no native kernels'})"
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
@@ -47,7 +47,11 @@ class Kept:
 
 
 def save_state(
-    model: nn.Module, kept: Kept, stored: Mapping[str, tuple[int, ...]], folder: Path, rank: int = 0
+    model: nn.Module,
+    kept: ShardedStateKey,
+    stored: Mapping[str, tuple[int, ...]],
+    folder: Path,
+    rank: int = 0,
 ) -> int:
     """Write every parameter of a rank into parts of `folder`, with what they are; returns their bytes.
     `stored` are the tensors of the checkpoint that the model was loaded from."""
@@ -88,8 +92,8 @@ class ShardedSource(SafetensorsSource):
                 f"{self.folder} holds no saved state ({STATE} is missing); make one with "
                 "`quire save-sharded-state MODEL -o DIR`, or leave load_format out"
             )
-        said = Keys(str(self.folder / STATE), read_json(self.folder / STATE))
-        self.kept = {name: said.get(name) for name in Kept.__dataclass_fields__}
+        said = ConfigReader(str(self.folder / STATE), read_json(self.folder / STATE))
+        self.kept = {name: said.get(name) for name in ShardedStateKey.__dataclass_fields__}
         self.kept["tensor_parallel_size"] = self.kept["tensor_parallel_size"] or 1
         self.stored = {name: tuple(shape) for name, shape in (said.get("stored") or {}).items()}
         super().__init__(checkpoint, seed)
@@ -111,7 +115,7 @@ class ShardedSource(SafetensorsSource):
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return self.stored
 
-    def check(self, kept: Kept) -> None:
+    def check(self, kept: ShardedStateKey) -> None:
         """Before anything is read: that this engine would keep the same."""
         for name, ours in asdict(kept).items():
             if self.kept[name] != ours:

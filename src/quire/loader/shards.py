@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.config.keys import read_json
+from quire.checkpoint.reader import read_json
 from quire.errors import ConfigError
 
 STATE = "sharded_state.json"

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.config.model import Checkpoint
+from quire.checkpoint.model import Checkpoint
 from quire.errors import ConfigError, nearest
 from quire.layers.scope import Target
 from quire.loader.shards import STATE

@@ -105,7 +105,7 @@ def length_buckets(longest: int) -> list[float]:
     return [float(edge) for edge in edges if edge <= longest]
 
 
-class Layout:
+class MetricsLayout:
     """Where each series stands in a page of numbers. All processes of an engine agree on it."""
 
     def __init__(self, max_model_len: int, most_drafts: int = 0) -> None:
@@ -123,7 +123,7 @@ class Layout:
         self.size = size
 
     @classmethod
-    def of(cls, config: EngineConfig) -> "Layout":
+    def of(cls, config: EngineConfig) -> "MetricsLayout":
         asked = config.speculation
         return cls(config.model.max_model_len, 0 if asked is None else asked.num_speculative_tokens)
 
@@ -138,7 +138,7 @@ class MetricsPages:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: MetricsLayout,
         file: Path | None = None,
         *,
         process: int = 0,
@@ -156,7 +156,7 @@ class MetricsPages:
         self.own = self.pages[process, engine]
 
     @staticmethod
-    def create(file: Path, layout: Layout, *, num_api: int, num_engines: int = 1) -> None:
+    def create(file: Path, layout: MetricsLayout, *, num_api: int, num_engines: int = 1) -> None:
         np.zeros((1 + num_api, num_engines, layout.size)).tofile(file)
 
     @property

@@ -78,7 +78,7 @@ class KeyPages:
         yield from (rejected, running)
 
 
-class Account:
+class KeyAccount:
     """What the engine knows of a key: whose share its requests are of, and where their tokens are counted."""
 
     def __init__(self, number: int, weight: float, pages: KeyPages) -> None:

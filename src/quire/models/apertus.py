@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import PlainMLP
 from quire.layers.scope import Scope, Target
 from quire.models import llama
@@ -39,7 +39,7 @@ class XIELU(nn.Module):
         self.below.copy_(F.softplus(self.below) + _SLOPE)
 
 
-class MLP(PlainMLP):
+class XIELUMLP(PlainMLP):
     """down(xIELU(up(x)))."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
@@ -57,7 +57,7 @@ class Layer(llama.Layer):
     norm_names = ("attention_layernorm", "feedforward_layernorm")
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
-        return MLP(facts, scope / "mlp")
+        return XIELUMLP(facts, scope / "mlp")
 
 
 class Apertus(Decoder):

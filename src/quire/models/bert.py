@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.comm.group import ALONE
-from quire.config.facts import ArchFacts, LayerFacts
-from quire.kernels.encoder import Spans
-from quire.layers.embedding import Embedding
-from quire.layers.encoder import EncoderAttention, spans
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.kernels.reference.encoder import Spans
+from quire.layers.embedding import TokenEmbedding
+from quire.layers.encoder_attention import EncoderAttention, spans
 from quire.layers.linear import WholeLinear
 from quire.layers.mlp import PlainMLP
 from quire.layers.norm import norm_of
 from quire.layers.scope import Scope, Target
-from quire.quant.shares import divided
+from quire.parallel.group import ALONE
+from quire.quant.sharding import divided
 
 
-class Names(NamedTuple):
+class BertNames(NamedTuple):
     """What a checkpoint calls its layers and their parts."""
 
     stack: str
@@ -32,7 +32,7 @@ class Names(NamedTuple):
     mlp_norm: str
 
 
-BERT = Names(
+BERT = BertNames(
     "encoder.layer",
     ("self.query", "self.key", "self.value"),
     "output.dense",
@@ -40,7 +40,7 @@ BERT = Names(
     ("intermediate.dense", "output.dense"),
     "output.LayerNorm",
 )
-DISTILBERT = Names(
+DISTILBERT = BertNames(
     "transformer.layer",
     ("q_lin", "k_lin", "v_lin"),
     "out_lin",
@@ -51,7 +51,7 @@ DISTILBERT = Names(
 MPNET = BERT._replace(qkv=("attn.q", "attn.k", "attn.v"), out="attn.o", attention_norm="attention.LayerNorm")
 
 
-class Embeddings(nn.Module):
+class BertEmbeddings(nn.Module):
     """Which token, at which place, of which text: as many of these vectors as the model has, added and
     normed."""
 
@@ -59,17 +59,17 @@ class Embeddings(nn.Module):
         super().__init__()
         assert facts.encoder is not None
         self.first, self.padding = facts.encoder.first_position, facts.encoder.padding
-        self.words = Embedding(facts.vocab, facts.hidden, scope / "word_embeddings")
+        self.words = TokenEmbedding(facts.vocab, facts.hidden, scope / "word_embeddings")
         whole = replace(scope, group=ALONE)  # too few to be worth a sum
-        self.positions: Embedding | None = None
-        self.types: Embedding | None = None
+        self.positions: TokenEmbedding | None = None
+        self.types: TokenEmbedding | None = None
         if count := facts.encoder.positions:
-            self.positions = Embedding(count, facts.hidden, whole / "position_embeddings")
+            self.positions = TokenEmbedding(count, facts.hidden, whole / "position_embeddings")
         if count := facts.encoder.token_types:
-            self.types = Embedding(count, facts.hidden, whole / "token_type_embeddings")
-        self.tasks: Embedding | None = None
+            self.types = TokenEmbedding(count, facts.hidden, whole / "token_type_embeddings")
+        self.tasks: TokenEmbedding | None = None
         if count := facts.encoder.task_types:
-            self.tasks = Embedding(count, facts.hidden, whole / "task_type_embeddings")
+            self.tasks = TokenEmbedding(count, facts.hidden, whole / "task_type_embeddings")
         self.norm = norm_of(facts, norm or scope / "LayerNorm")
 
     def forward(self, batch: Batch) -> Tensor:
@@ -98,7 +98,7 @@ class Embeddings(nn.Module):
 class Layer(nn.Module):
     """Attention, then feed-forward, each with a norm behind the sum."""
 
-    def __init__(self, facts: ArchFacts, layer: LayerFacts, names: Names, scope: Scope) -> None:
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, names: BertNames, scope: Scope) -> None:
         super().__init__()
         self.attention = EncoderAttention(facts, layer, scope / "attention", names=names.qkv, out=names.out)
         self.attention_norm = norm_of(facts, scope / names.attention_norm)
@@ -119,7 +119,7 @@ class Bert(nn.Module):
         super().__init__()
         assert facts.encoder is not None
         body = scope / facts.encoder.prefix
-        self.embeddings = Embeddings(facts, body / "embeddings")
+        self.embeddings = BertEmbeddings(facts, body / "embeddings")
         self.layers = nn.ModuleList(
             Layer(facts, layer, self.names, body / self.names.stack / i)
             for i, layer in enumerate(facts.layers)

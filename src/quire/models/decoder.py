@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.errors import ConfigError
-from quire.layers.embedding import Embedding, Head, Positions
+from quire.layers.embedding import Head, Positions, TokenEmbedding
 from quire.layers.norm import Norm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -40,17 +40,17 @@ class Decoder(nn.Module):
         scope = replace(scope, across=facts.across)
         body, stage = scope / self.body, scope.stage
         self.ops = scope.ops
-        self.taps: tuple[int, ...] = ()
+        self.aux_layers: tuple[int, ...] = ()
         self.tapped = torch.empty(0, dtype=torch.int64)
         """The places of as many tokens as there may be, where something is tapped."""
         self.embed_scale, self.logit_scale = facts.embed_scale, facts.logit_scale
         self.logit_softcap = facts.logit_softcap
-        self.embed: Embedding | None = None
+        self.embed: TokenEmbedding | None = None
         self.positions: Positions | None = None
         self.norm: Norm | None = None
         self.head: Head | None = None
         if stage.is_first or (stage.is_last and facts.tied):
-            self.embed = Embedding(facts.vocab, facts.hidden, body / self.embedding)
+            self.embed = TokenEmbedding(facts.vocab, facts.hidden, body / self.embedding)
         if stage.is_first and facts.learned_positions:
             self.positions = Positions(
                 facts.max_len, facts.hidden, body / self.places, first=self.first_place
@@ -82,7 +82,7 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         """[T, hidden], after the final norm; of a stage before the last (x, residual), [T, hidden] each."""
         x, residual = self.embedded(batch) if batch.before is None else batch.before
-        if self.taps or (batch.embeds is not None and batch.embeds[1].shape[1] > self.hidden):
+        if self.aux_layers or (batch.embeds is not None and batch.embeds[1].shape[1] > self.hidden):
             x, residual = self._layer_by_layer(x, residual, batch)
         else:
             for layer in self.layers:
@@ -94,8 +94,8 @@ class Decoder(nn.Module):
         return out
 
     def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
-        """From now on, note in `batch.taps` what goes into these layers, or comes out of the last."""
-        self.taps, self.tapped = layers, torch.arange(max_tokens, device=device)
+        """Store the inputs of these layers, or the output of the last, in `batch.aux_hidden_states`."""
+        self.aux_layers, self.tapped = layers, torch.arange(max_tokens, device=device)
 
     def _layer_by_layer(
         self, x: Tensor, residual: Tensor | None, batch: Batch
@@ -107,14 +107,14 @@ class Decoder(nn.Module):
             tokens, vectors = batch.embeds
             _, *added = vectors.split(self.hidden, 1)
         for number, layer in enumerate(self.layers):
-            if number in self.taps:
+            if number in self.aux_layers:
                 states[number] = self._summed(places, x, residual)
             x, residual = layer(x, residual, batch)
             if number < len(added):
                 x.index_add_(0, tokens, added[number].to(x.dtype))
-        if len(self.layers) in self.taps:
+        if len(self.layers) in self.aux_layers:
             states[len(self.layers)] = self._summed(places, x, residual)
-        batch.taps = tuple(states[number] for number in self.taps)
+        batch.aux_hidden_states = tuple(states[number] for number in self.aux_layers)
         return x, residual
 
     def _summed(self, places: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:

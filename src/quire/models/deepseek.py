@@ -6,32 +6,32 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.attention.indexer import Picked
-from quire.attention.latent import LatentSpec
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.attention.mla import MLASpec
+from quire.attention.sparse_indices import SparseIndices
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.errors import ConfigError
-from quire.layers.indexer import Indexer
-from quire.layers.latent import LatentAttention
 from quire.layers.linear import ColumnLinear, Linear, RowLinear, without_bias
+from quire.layers.mla import MLAAttention
 from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope, mscale
 from quire.layers.scope import Scope, Target
+from quire.layers.sparse_indexer import SparseIndexer
 from quire.models import llama
 from quire.models.decoder import Decoder, MakesLayer
 from quire.models.llama4 import growth_of
-from quire.quant.shares import Runs, divided
+from quire.quant.sharding import Runs, divided
 
 _EPS = 1e-6
 """Of the norms of latents, whatever the others have."""
 
 
-def latent_spec(facts: ArchFacts, layer: LayerFacts, heads: int) -> LatentSpec:
+def latent_spec(facts: ArchFacts, layer: LayerFacts, heads: int) -> MLASpec:
     """The attention of one layer, so many heads of it; where yarn stretches positions, scores grow by its
     scale squared."""
     mla, rope = facts.mla, layer.rope
     assert mla is not None and rope is not None
     stretched = rope.kind != "default" and rope.mscale_all_dim
-    return LatentSpec(
+    return MLASpec(
         heads=heads,
         rank=mla.kv_latent,
         nope_dim=mla.nope_dim,
@@ -71,15 +71,15 @@ class Attention(nn.Module):
         self.q_up = ColumnLinear(q_latent, queries, scope / "q_b_proj") if q_latent else None
         kv_norm = self.LatentNorm(spec.rank, _EPS, scope / "kv_a_layernorm")
         index = None if facts.mla is None else facts.mla.index
-        self.indexer: Indexer | None = None
+        self.indexer: SparseIndexer | None = None
         self.is_indexed = index is not None
         """Whether it sees what an indexer picks, its own or that of a layer before it."""
         if index is not None and layer.picks:
             assert q_latent, "queries of an indexer come from a latent"
             sizes = facts.hidden, q_latent, spec.rope_dim
-            self.indexer = Indexer(index, *sizes, rope, scope / "indexer")
+            self.indexer = SparseIndexer(index, *sizes, rope, scope / "indexer")
         index_dim = index.dim if index is not None and layer.picks else 0
-        self.mix = LatentAttention(spec, rope, kv_norm, scope / "kv_b_proj", index_dim=index_dim)
+        self.mix = MLAAttention(spec, rope, kv_norm, scope / "kv_b_proj", index_dim=index_dim)
         self.out = RowLinear(facts.heads * spec.v_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias)
         self.ops = scope.ops
         self.register_buffer("growth", growth_of(facts.query_growth, 0, scope), persistent=False)
@@ -89,18 +89,18 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_norm(q, None)[0]
             if self.indexer is not None:
-                batch.picked = self._pick(x, q, batch)
+                batch.topk_indices = self._pick(x, q, batch)
             q = self.q_up(q)
         if self.growth is not None:
             q = self.ops.scale_rows(q, self.ops.embed(batch.positions, self.growth))
-        out: Tensor = self.out(self.mix(q, kv, batch, batch.picked if self.is_indexed else None))
+        out: Tensor = self.out(self.mix(q, kv, batch, batch.topk_indices if self.is_indexed else None))
         return out
 
-    def _pick(self, x: Tensor, q_latent: Tensor, batch: Batch) -> Picked | None:
+    def _pick(self, x: Tensor, q_latent: Tensor, batch: Batch) -> SparseIndices | None:
         assert self.indexer is not None and self.mix.index_keys is not None, "bind() comes before forward()"
         own = batch.groups[self.mix.group]
-        picked: Picked | None = self.indexer(x, q_latent, self.mix.index_keys, own)
-        return picked
+        topk_indices: SparseIndices | None = self.indexer(x, q_latent, self.mix.index_keys, own)
+        return topk_indices
 
 
 class Layer(llama.Layer):

@@ -7,22 +7,22 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
-from quire.layers.embedding import Embedding, Head
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.layers.embedding import Head, TokenEmbedding
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target
 from quire.models import llama
 from quire.models.decoder import MakesLayer
-from quire.models.drafting import DraftHead
+from quire.models.draft_head import DraftHead
 
 
-def _own_embedding(facts: ArchFacts, scope: Scope) -> Embedding | None:
+def _own_embedding(facts: ArchFacts, scope: Scope) -> TokenEmbedding | None:
     """Most checkpoints leave it out, or have a copy of the target's."""
     if not scope.is_stored(f"{scope.name}.embed_tokens.weight"):
         return None
-    return Embedding(facts.vocab, facts.hidden, scope / "embed_tokens")
+    return TokenEmbedding(facts.vocab, facts.hidden, scope / "embed_tokens")
 
 
 def _biased(facts: ArchFacts, scope: Scope) -> ArchFacts:
@@ -103,7 +103,7 @@ class Eagle3(DraftHead):
         drafts, body = facts.drafts, scope / "model"
         assert drafts is not None
         self.embed = _own_embedding(facts, body)
-        self.fc = WholeLinear(len(drafts.taps) * drafts.target_hidden, facts.hidden, body / "fc")
+        self.fc = WholeLinear(len(drafts.aux_layers) * drafts.target_hidden, facts.hidden, body / "fc")
         known = [body / "midlayer", body / "layers" / 0]
         own = next((each for each in known if scope.is_stored(f"{each.name}.hidden_norm.weight")), known[0])
         layer = facts.layers[0]

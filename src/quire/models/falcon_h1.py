@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import MLP
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.layers.state import Mamba2
+from quire.layers.ssm import Mamba2Mixer
 from quire.models import llama
 from quire.models.decoder import Decoder
 
@@ -23,7 +23,7 @@ class Both(nn.Module):
         self.ops = scope.ops
         self.scales, self.state_scale = facts.attention_scales, facts.state_scale
         self.attention = llama.Attention(facts, layer, rope, scope / "self_attn")
-        self.mamba = Mamba2(facts.hidden, facts.state, facts.norm_eps, scope / "mamba")
+        self.mamba = Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, scope / "mamba")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         into, out = self.scales

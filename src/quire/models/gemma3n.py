@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.attention.batch import Batch
-from quire.config.facts import AltUpFacts, ArchFacts, LayerFacts
+from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts
 from quire.errors import ConfigError
-from quire.kernels.ops import Entry, HeadNorms
+from quire.kernels.ops import HeadEntry, HeadNorms
 from quire.layers.attention import PagedAttention
-from quire.layers.embedding import Embedding
+from quire.layers.embedding import TokenEmbedding
 from quire.layers.linear import ColumnLinear, RowLinear, WholeLinear
 from quire.layers.mlp import MLP
 from quire.layers.norm import norm_of
@@ -139,7 +139,7 @@ class SharingAttention(nn.Module):
         spec, caches, batch = seen.spec, (seen.k_cache, seen.v_cache), batch.groups[seen.group]
         norms = HeadNorms(self.norm.weight, self.norm.weight, self.norm.eps)
         nowhere = torch.full_like(batch.slots, -1)
-        entry = Entry(spec.heads, *self.rope.of(batch), nowhere, *caches, norms, *spec.scales)
+        entry = HeadEntry(spec.heads, *self.rope.of(batch), nowhere, *caches, norms, *spec.scales)
         beside = F.pad(self.q(x), (0, 2 * spec.kv_heads * spec.head_dim))
         q = self.ops.rotate_and_write(beside, entry)
         out: Tensor = self.out(seen.backend.forward(q, *caches, batch, spec).flatten(1))
@@ -161,7 +161,7 @@ class OwnInputs(nn.Module):
         self.vocab, self.hidden = altup.vocab, facts.hidden
         self.layers, self.per_layer = len(facts.layers), altup.per_layer
         width = self.layers * altup.per_layer
-        self.embed = Embedding(altup.vocab, width, scope / "embed_tokens_per_layer")
+        self.embed = TokenEmbedding(altup.vocab, width, scope / "embed_tokens_per_layer")
         self.projection = WholeLinear(facts.hidden, width, scope / "per_layer_model_projection")
         self.norm = norm_of(facts, scope / "per_layer_projection_norm", altup.per_layer)
 
@@ -215,7 +215,7 @@ class Layer(nn.Module):
         return states
 
 
-class Gemma3n(Decoder):
+class Gemma3nModel(Decoder):
     """The model."""
 
     Layer = Layer

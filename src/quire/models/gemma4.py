@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import AltUpFacts, ArchFacts, LayerFacts
+from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts
 from quire.errors import ConfigError
 from quire.layers.linear import WholeLinear
 from quire.layers.mlp import MLP
-from quire.layers.moe import Experts, Router
+from quire.layers.moe import ExpertRouter, Experts
 from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target
@@ -19,7 +19,7 @@ from quire.models.decoder import Decoder
 from quire.models.gemma3n import Attention, OwnInputs, SharingAttention, share_keys
 
 
-class Factors(nn.Module):
+class ExpertFactors(nn.Module):
     """Numbers of the checkpoint, in float32."""
 
     def __init__(self, count: int, scope: Scope) -> None:
@@ -35,7 +35,7 @@ class Factors(nn.Module):
         """They are used as they were loaded."""
 
 
-class LayerScale(Factors):
+class LayerScale(ExpertFactors):
     """One number, by which all that a layer leaves is multiplied."""
 
     def __init__(self, scope: Scope) -> None:
@@ -60,7 +60,7 @@ class RouterNorm(RMSNorm):
         self.weight.mul_(self.run.size**-0.5)
 
 
-class Mixture(nn.Module):
+class Gemma4Mixture(nn.Module):
     """The experts of a layer, each with a factor of its own. The scope is the layer's."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
@@ -68,8 +68,8 @@ class Mixture(nn.Module):
         moe, router = facts.moe, scope / "router"
         assert moe is not None
         self.router_norm = RouterNorm(facts.hidden, facts.norm_eps, router / "scale")
-        self.router = Router(facts.hidden, moe, router / "proj")
-        self.factors = Factors(moe.experts, router / "per_expert_scale")
+        self.router = ExpertRouter(facts.hidden, moe, router / "proj")
+        self.factors = ExpertFactors(moe.experts, router / "per_expert_scale")
         self.before = norm_of(facts, scope / "pre_feedforward_layernorm_2")
         self.experts = Experts(moe, facts.hidden, facts.activation, scope)
         self.after = norm_of(facts, scope / "post_feedforward_layernorm_2")
@@ -113,7 +113,7 @@ class Layer(nn.Module):
         self.mixture = self.after_dense = None
         if layer.moe:
             self.after_dense = norm_of(facts, scope / "post_feedforward_layernorm_1")
-            self.mixture = Mixture(facts, scope)
+            self.mixture = Gemma4Mixture(facts, scope)
         self.after_mlp = norm_of(facts, scope / "post_feedforward_layernorm")
         self.own = None if facts.altup is None else OwnInput(facts, facts.altup, scope)
         self.scale = LayerScale(scope / "layer_scalar")

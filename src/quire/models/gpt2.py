@@ -5,7 +5,7 @@ What differs is in their facts, and in what their checkpoints call things.
 
 from torch import nn
 
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.scope import Scope
 from quire.models import llama

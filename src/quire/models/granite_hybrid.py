@@ -2,12 +2,12 @@
 
 from torch import nn
 
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.layers.state import Mamba2
+from quire.layers.ssm import Mamba2Mixer
 from quire.models import llama
 from quire.models.decoder import Decoder
 
@@ -19,7 +19,7 @@ class Layer(llama.Layer):
         if layer.mixer == "attention":
             return super().mixer(facts, layer, rope, scope)
         assert facts.state is not None
-        return Mamba2(facts.hidden, facts.state, facts.norm_eps, scope / "mamba")
+        return Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, scope / "mamba")
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
         if layer.moe:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
-from quire.kernels.ops import Entry, HeadNorms
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.kernels.ops import HeadEntry, HeadNorms
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target
 from quire.models import llama
@@ -49,7 +49,7 @@ class Attention(llama.Attention):
         out: Tensor = self.out(self.mix(x, self._weighed, batch))
         return out
 
-    def _weighed(self, x: Tensor, entry: Entry) -> Tensor:
+    def _weighed(self, x: Tensor, entry: HeadEntry) -> Tensor:
         return self.weights(self.qkv(x, entry))  # type: ignore[no-any-return]
 
 

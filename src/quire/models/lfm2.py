@@ -2,12 +2,12 @@
 
 from torch import nn
 
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.layers.state import mixer_of
+from quire.layers.ssm import mixer_of
 from quire.models import llama
 from quire.models.decoder import Decoder
 

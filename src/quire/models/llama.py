@@ -4,17 +4,17 @@ from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.attention import PagedAttention
-from quire.layers.head_norm import NormedHeads, clipped
 from quire.layers.linear import QKVLinear, RowLinear
 from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
 from quire.layers.norm import Norm, head_norms, norm_of
+from quire.layers.qk_norm import NormedHeads, clipped
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models.decoder import Decoder, MakesLayer
-from quire.quant.shares import of_heads
+from quire.quant.sharding import of_heads
 
 _PARTS = ("q_proj", "k_proj", "v_proj")
 
@@ -60,10 +60,10 @@ class Attention(nn.Module):
             scale=facts.attention_scale,
             softcap=facts.attention_softcap,
             sinks=facts.sinks,
-            leans=bool(facts.slopes),
+            uses_alibi=bool(facts.alibi_slopes),
         )
         self.norms = nn.ModuleList(norms)
-        self.mix = PagedAttention(spec, rope, scope, facts.slopes)
+        self.mix = PagedAttention(spec, rope, scope, facts.alibi_slopes)
         (self.qkv if facts.qk_norm == "all" else self.mix).norms = head_norms(norms)
         if facts.qkv_clip is not None:
             self.qkv.bounded = clipped(facts.qkv_clip)

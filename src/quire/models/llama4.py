@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
-from quire.kernels.ops import Entry, HeadNorms
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.kernels.ops import HeadEntry, HeadNorms
 from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
 from quire.layers.rope import Rope
@@ -50,7 +50,7 @@ class Attention(llama.Attention):
         if growth is None:
             return super().forward(x, batch)
 
-        def grown(x: Tensor, entry: Entry) -> Tensor:
+        def grown(x: Tensor, entry: HeadEntry) -> Tensor:
             q: Tensor = self.qkv(x, entry)
             self.ops.scale_rows(q.view(len(q), -1), self.ops.embed(batch.positions, growth))
             return q
@@ -68,7 +68,7 @@ class Layer(llama.Layer):
         return MoE(facts, scope) if layer.moe else MLP(facts, scope / "feed_forward")
 
 
-class Llama4(Decoder):
+class Llama4Model(Decoder):
     """The model."""
 
     Layer = Layer

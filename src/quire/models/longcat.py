@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.errors import ConfigError
 from quire.layers.mlp import MLP
-from quire.layers.moe import ChoiceBias, Experts, Router
+from quire.layers.moe import ChoiceBias, ExpertRouter, Experts
 from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -17,7 +17,7 @@ from quire.models import deepseek
 from quire.models.decoder import Decoder
 
 
-class Mixture(nn.Module):
+class LongcatMixture(nn.Module):
     """Experts, and such as say what they are given. The scope is the layer's."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
@@ -26,7 +26,7 @@ class Mixture(nn.Module):
         assert moe is not None
         self.num_experts, num = moe.experts, moe.experts + moe.idle
         self.choice = ChoiceBias(num, scope / "router" / "e_score_correction_bias", in_row=False)
-        self.router = Router(facts.hidden, replace(moe, experts=num), scope / "router" / "classifier")
+        self.router = ExpertRouter(facts.hidden, replace(moe, experts=num), scope / "router" / "classifier")
         self.experts = Experts(moe, facts.hidden, facts.activation, scope)
         self.sum = scope.group.all_reduce if scope.group.size > 1 else None
 
@@ -82,7 +82,7 @@ class Half(nn.Module):
         self.attention = Attention(facts, layer, rope, scope / "self_attn" / which)
         self.mlp_norm = norm_of(facts, scope / "post_attention_layernorm" / which)
         self.mlp = MLP(facts, scope / "mlps" / which)
-        self.mixture = Mixture(facts, scope) if layer.moe else None
+        self.mixture = LongcatMixture(facts, scope) if layer.moe else None
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)

@@ -3,11 +3,11 @@
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.layers.state import mixer_of
+from quire.layers.ssm import mixer_of
 from quire.models.decoder import Decoder
 
 
@@ -24,7 +24,7 @@ class Layer(nn.Module):
         return self.mixer(x, batch), residual
 
 
-class Mamba(Decoder):
+class MambaModel(Decoder):
     """The model."""
 
     Layer = Layer

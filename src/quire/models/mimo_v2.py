@@ -6,14 +6,14 @@ from torch.nn import functional as F
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.attention import PagedAttention
 from quire.layers.linear import Linear, RowLinear
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
 from quire.models.decoder import Decoder, MakesLayer
-from quire.quant.shares import divided, of_heads
+from quire.quant.sharding import divided, of_heads
 
 
 class Attention(nn.Module):

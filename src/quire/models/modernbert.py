@@ -5,10 +5,10 @@ from functools import cache
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
-from quire.kernels.encoder import Spans
-from quire.layers.embedding import Embedding
-from quire.layers.encoder import EncoderAttention, spans
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.kernels.reference.encoder import Spans
+from quire.layers.embedding import TokenEmbedding
+from quire.layers.encoder_attention import EncoderAttention, spans
 from quire.layers.linear import GateUpLinear, RowLinear, WholeLinear
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
@@ -50,7 +50,7 @@ class ModernBert(nn.Module):
         super().__init__()
         assert facts.encoder is not None
         body = scope / facts.encoder.prefix
-        self.embed = Embedding(facts.vocab, facts.hidden, body / "embeddings" / "tok_embeddings")
+        self.embed = TokenEmbedding(facts.vocab, facts.hidden, body / "embeddings" / "tok_embeddings")
         self.embed_norm = norm_of(facts, body / "embeddings" / "norm")
         rope = cache(lambda rope: Rope(rope, scope))
         self.layers = nn.ModuleList(

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts
+from quire.checkpoint.facts import ArchFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import MODELS
-from quire.models.drafting import DraftHead
+from quire.models.draft_head import DraftHead
 
 
-class Names(NamedTuple):
+class MtpNames(NamedTuple):
     """What a checkpoint calls the parts. `{}` is the number of layers in front."""
 
     layer: str
@@ -27,14 +27,14 @@ class Names(NamedTuple):
     """Whether the states for the next token are those behind the last norm."""
 
 
-_DEEPSEEK = Names(
+_DEEPSEEK = MtpNames(
     "model.layers.{}",
     "model.layers.{}.eh_proj",
     "model.layers.{}.enorm",
     "model.layers.{}.hnorm",
     "model.layers.{}.shared_head.norm",
 )
-_QWEN = Names(
+_QWEN = MtpNames(
     "mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", True
 )
 _STEP = _DEEPSEEK._replace(last="model.layers.{}.transformer.shared_head.norm")

@@ -3,13 +3,13 @@
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import PlainMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.layers.state import Mamba2
+from quire.layers.ssm import Mamba2Mixer
 from quire.models.decoder import Decoder
 from quire.models.llama import Attention
 
@@ -24,7 +24,7 @@ class Layer(nn.Module):
         self.mixer: nn.Module
         if layer.mixer == "mamba":
             assert facts.state is not None
-            self.mixer = Mamba2(facts.hidden, facts.state, facts.norm_eps, scope / "mixer")
+            self.mixer = Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, scope / "mixer")
         elif layer.mixer == "attention":
             self.mixer = Attention(facts, layer, rope, scope / "mixer")
         elif layer.moe:

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts, LayerFacts, MoeFacts
-from quire.layers.moe import MoE, Router
+from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts
+from quire.layers.moe import ExpertRouter, MoE
 from quire.layers.scope import Scope
 from quire.models import llama
 from quire.models.decoder import Decoder
 
 
-class SparseMixer(Router):
+class SparseMixer(ExpertRouter):
     """Each of two experts is weighed by a softmax over those whose logits are about as large as its own."""
 
     def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
@@ -30,7 +30,7 @@ class SparseMixer(Router):
         return best, left.masked_fill(far, -torch.inf).softmax(1).gather(1, best)
 
 
-class Mixture(MoE):
+class PhiMixture(MoE):
     """A mixture with that router."""
 
     Chooser = SparseMixer
@@ -40,7 +40,7 @@ class Layer(llama.Layer):
     """Llama's, with such a mixture."""
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
-        return Mixture(facts, scope)
+        return PhiMixture(facts, scope)
 
 
 class PhiMoE(Decoder):

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts
-from quire.config.pooling import PoolingFacts
-from quire.config.sentence import DenseFacts
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.pooling import PoolingFacts
+from quire.checkpoint.sentence_transformers import DenseFacts
 from quire.layers.embedding import Head
 from quire.layers.linear import WholeLinear
 from quire.layers.scope import Scope, Target
@@ -25,7 +25,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Score(nn.Module):
+class ClassifierHead(nn.Module):
     """The classifier of a decoder: one product."""
 
     name, bias = "score", False
@@ -39,13 +39,13 @@ class Score(nn.Module):
         return out
 
 
-class EachScore(Score):
+class EachScore(ClassifierHead):
     """The same of tokens."""
 
     bias = True
 
 
-class Value(Score):
+class Value(ClassifierHead):
     """The same under another name: how good a token is."""
 
     name = "v_head"
@@ -172,7 +172,12 @@ def _classifier(facts: ArchFacts, pooling: PoolingFacts, scope: Scope) -> nn.Mod
     return made
 
 
-_HEADS: dict[str, type[nn.Module]] = {"": Score, "tokens": EachScore, "reward": Reward, "value": Value}
+_HEADS: dict[str, type[nn.Module]] = {
+    "": ClassifierHead,
+    "tokens": EachScore,
+    "reward": Reward,
+    "value": Value,
+}
 """What decoders have."""
 
 

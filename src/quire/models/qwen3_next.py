@@ -5,17 +5,17 @@ from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
-from quire.kernels.state import choose
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.kernels.reference.ssm import choose
 from quire.layers.attention import PagedAttention
 from quire.layers.linear import RowLinear
 from quire.layers.norm import head_norms, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.layers.state import GatedDelta, OrderedLinear, apart
+from quire.layers.ssm import GatedDelta, OrderedLinear, apart
 from quire.models import llama
 from quire.models.decoder import Decoder, MakesLayer
-from quire.quant.shares import divided, of_heads
+from quire.quant.sharding import divided, of_heads
 
 
 class GatedAttention(nn.Module):

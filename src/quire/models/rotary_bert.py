@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
-from quire.kernels.encoder import Spans
-from quire.layers.encoder import EncoderAttention, spans
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.kernels.reference.encoder import Spans
+from quire.layers.encoder_attention import EncoderAttention, spans
 from quire.layers.linear import GateUpLinear, RowLinear
 from quire.layers.mlp import PlainMLP
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.models.bert import Embeddings
+from quire.models.bert import BertEmbeddings
 
 
-class Names(NamedTuple):
+class RotaryBertNames(NamedTuple):
     """What a checkpoint calls its parts."""
 
     stack: str
@@ -32,7 +32,7 @@ class Names(NamedTuple):
     down: str
 
 
-TODAY = Names(
+TODAY = RotaryBertNames(
     "layers",
     "embeddings.LayerNorm",
     ("post_attention_layernorm", "post_mlp_layernorm"),
@@ -43,11 +43,11 @@ TODAY = Names(
     "down_proj",
 )
 """As transformers has them; the others are older, and what it still writes."""
-_NOMIC = Names(
+_NOMIC = RotaryBertNames(
     "encoder.layers", "emb_ln", ("norm1", "norm2"), "attn", ("Wqkv",), "out_proj", ("fc12", "fc11"), "fc2"
 )
 _JINA = _NOMIC._replace(attention="mixer")
-_GTE = Names(
+_GTE = RotaryBertNames(
     "encoder.layer",
     "embeddings.LayerNorm",
     ("attn_ln", "mlp_ln"),
@@ -59,7 +59,7 @@ _GTE = Names(
 )
 
 
-def names_of(scope: Scope) -> Names:
+def names_of(scope: Scope) -> RotaryBertNames:
     """Those that the checkpoint has; the scope is the body's."""
     for names in (_NOMIC, _JINA, _GTE):
         if scope.is_stored(f"{scope.name}.{names.stack}.0.{names.attention}.{names.out}.weight"):
@@ -78,7 +78,7 @@ class UpGateLinear(GateUpLinear):
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)), of which only `down` may have a bias."""
 
-    def __init__(self, facts: ArchFacts, names: Names, scope: Scope) -> None:
+    def __init__(self, facts: ArchFacts, names: RotaryBertNames, scope: Scope) -> None:
         super().__init__()
         make = GateUpLinear if len(names.gate_up) == 2 else UpGateLinear
         sizes = facts.hidden, facts.intermediate
@@ -93,7 +93,9 @@ class GatedMLP(nn.Module):
 class Layer(nn.Module):
     """Attention, then feed-forward, each with a norm behind the sum."""
 
-    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, names: Names, scope: Scope) -> None:
+    def __init__(
+        self, facts: ArchFacts, layer: LayerFacts, rope: Rope, names: RotaryBertNames, scope: Scope
+    ) -> None:
         super().__init__()
         assert facts.encoder is not None
         self.attention = EncoderAttention(
@@ -119,7 +121,7 @@ class RotaryBert(nn.Module):
         assert facts.encoder is not None
         body = scope / facts.encoder.prefix
         names = names_of(body)
-        self.embeddings = Embeddings(facts, body / "embeddings", norm=body / names.embed_norm)
+        self.embeddings = BertEmbeddings(facts, body / "embeddings", norm=body / names.embed_norm)
         rope = cache(lambda rope: Rope(rope, scope))
         self.layers = nn.ModuleList(
             Layer(facts, layer, rope(layer.rope), names, body / names.stack / i)

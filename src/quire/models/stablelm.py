@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import cohere, llama

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
-from quire.layers.crossing import CrossAttention, Crossing
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.layers.cross_attention import CrossAttention, CrossAttentionCache
 from quire.layers.linear import KeysWithoutBias
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
@@ -36,7 +36,7 @@ class Layer(OPTLayer):
         return self.mlp(x), residual
 
 
-class Whisper(Decoder):
+class WhisperModel(Decoder):
     """The model."""
 
     Layer = Layer
@@ -46,7 +46,7 @@ class Whisper(Decoder):
         super().__init__(facts, scope)
         assert facts.media is not None, "it says what it hears"
         layers = [layer.cross for layer in self.layers if isinstance(layer, Layer)]
-        self.crossing = Crossing(layers, facts.media.crossed, scope)
+        self.crossing = CrossAttentionCache(layers, facts.media.crossed, scope)
 
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         batch.crossed = self.crossing.seen_in(batch)

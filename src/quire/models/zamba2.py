@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.errors import ConfigError
-from quire.kernels.ops import Entry
+from quire.kernels.ops import HeadEntry
 from quire.layers.attention import PagedAttention
 from quire.layers.linear import Linear, QKVLinear, RowLinear, WholeLinear
 from quire.layers.mlp import MLP
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.layers.state import Mamba2
+from quire.layers.ssm import Mamba2Mixer
 from quire.models.decoder import Decoder
-from quire.quant.shares import Runs, divided, of_heads
+from quire.quant.sharding import Runs, divided, of_heads
 
 
-class Block(nn.Module):
+class SharedBlock(nn.Module):
     """What layers share: norms, the products of attention, and feed-forward."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
@@ -56,7 +56,9 @@ class Addition(nn.Module):
 class Use(nn.Module):
     """A layer's use of a block, and the product behind it. The scope is the layer's."""
 
-    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, block: Block, scope: Scope) -> None:
+    def __init__(
+        self, facts: ArchFacts, layer: LayerFacts, rope: Rope, block: SharedBlock, scope: Scope
+    ) -> None:
         super().__init__()
         assert facts.shared is not None
         self.ops, self.block = scope.ops, block
@@ -87,7 +89,7 @@ class Use(nn.Module):
         out: Tensor = self.linear(mlp.down(self.ops.gated(gate_up, mlp.gate_up.activation)))
         return out
 
-    def _qkv(self, x: Tensor, entry: Entry) -> Tensor:
+    def _qkv(self, x: Tensor, entry: HeadEntry) -> Tensor:
         qkv = self.block.qkv.multiply(x)
         return self.ops.rotate_and_write(qkv if self.more_qkv is None else self.more_qkv(qkv, x), entry)
 
@@ -95,7 +97,7 @@ class Use(nn.Module):
 class MakesBlock(Protocol):
     """Blocks by the number of the first layer that uses them."""
 
-    def __call__(self, number: int, /) -> Block: ...
+    def __call__(self, number: int, /) -> SharedBlock: ...
 
 
 class Layer(nn.Module):
@@ -111,7 +113,7 @@ class Layer(nn.Module):
         if layer.block >= 0:
             self.use, own = Use(facts, layer, rope, blocks(layer.block), scope), scope / "mamba_decoder"
         self.norm = norm_of(facts, own / "input_layernorm")
-        self.mamba = Mamba2(facts.hidden, facts.state, facts.norm_eps, own / "mamba")
+        self.mamba = Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, own / "mamba")
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         if self.use is None:
@@ -134,7 +136,7 @@ class Zamba2(Decoder):
                 "read the embedding; use tensor_parallel_size"
             )
         stack = scope / self.body / self.stack
-        blocks = cache(lambda number: Block(facts, stack / number / "shared_transformer"))
+        blocks = cache(lambda number: SharedBlock(facts, stack / number / "shared_transformer"))
         self.Layer = partial(Layer, blocks=blocks)
         super().__init__(facts, scope)
 

@@ -4,17 +4,17 @@ found as early as it can be known."""
 from collections.abc import Mapping
 from typing import Any
 
-from quire.multimodal.families import Content
+from quire.multimodal.audio import decode_sound
 from quire.multimodal.fetch import Blob
 from quire.multimodal.image_files import decode_image
-from quire.multimodal.limits import Limits
-from quire.multimodal.sound import decode_sound
+from quire.multimodal.limits import DecodeLimits
+from quire.multimodal.processors import Content
 from quire.multimodal.video import decode_video
 
-__all__ = ["Limits", "decode"]
+__all__ = ["DecodeLimits", "decode"]
 
 
-def decode(modality: str, blob: Blob, options: Mapping[str, Any], limits: Limits) -> Content:
+def decode(modality: str, blob: Blob, options: Mapping[str, Any], limits: DecodeLimits) -> Content:
     """`options` are the media_io_kwargs of the modality. A RequestError says what cannot be read, or what is
     beyond the limits."""
     if modality == "image":

@@ -20,8 +20,8 @@ from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
 from quire.config.env import MediaEnv
 from quire.errors import ConfigError, RequestError, Unreachable
-from quire.multimodal.http import Answer, Take, get
-from quire.multimodal.room import Hold
+from quire.multimodal.byte_budget import BudgetHold
+from quire.multimodal.http import HttpAnswer, Take, get
 
 _PORTS = {"http": 80, "https": 443}
 _MAX_HOPS = 5
@@ -106,7 +106,7 @@ class Fetcher:
     def _tls(self) -> ssl.SSLContext:
         return ssl.create_default_context()
 
-    async def fetch(self, url: str, modality: str, hold: Hold) -> Blob:
+    async def fetch(self, url: str, modality: str, hold: BudgetHold) -> Blob:
         """An Unreachable says why it cannot be had, a RequestError what is wrong with a data: url. What comes
         is held in `hold`; to wait for room takes none of its time."""
         scheme = url[: url.find(":")].lower()
@@ -177,7 +177,7 @@ class Fetcher:
 
     # ---- http(s)
 
-    async def _try(self, url: str, take: Take, hold: Hold) -> Blob:
+    async def _try(self, url: str, take: Take, hold: BudgetHold) -> Blob:
         """As often as it may help."""
         for attempt in range(self._num_tries):
             try:
@@ -207,7 +207,7 @@ class Fetcher:
             raise Unreachable(f"{_shown(url)} is a redirect, and VLLM_MEDIA_URL_ALLOW_REDIRECTS is off")
         raise Unreachable(f"{_shown(url)} leads through more than {_MAX_HOPS} redirects")
 
-    async def _get(self, target: _Target, take: Take) -> Answer:
+    async def _get(self, target: _Target, take: Take) -> HttpAnswer:
         """From the first of its addresses that answers."""
         why = ""
         for address in await self._addresses(target):
@@ -249,7 +249,7 @@ class Fetcher:
         return found
 
 
-async def _take(hold: Hold, timer: asyncio.Timeout, num_bytes: int) -> None:
+async def _take(hold: BudgetHold, timer: asyncio.Timeout, num_bytes: int) -> None:
     """The clock stands still meanwhile."""
     loop, end = asyncio.get_running_loop(), timer.when()
     assert end is not None

@@ -17,7 +17,7 @@ Take = Callable[[int], Awaitable[None]]
 """Waits until there is room for so many bytes."""
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """A whole answer."""
 
     status: int
@@ -37,7 +37,7 @@ async def get(
     tls: ssl.SSLContext | None,
     max_bytes: int,
     take: Take,
-) -> Answer:
+) -> HttpAnswer:
     """What `address` answers, which is called `host` to it. An OverflowError if the body is larger than
     `max_bytes`, which is found out before it has come; an OSError if there is none, or it breaks off. Room is
     taken for each piece of it."""
@@ -95,8 +95,8 @@ class _Reading:
             raise ConnectionError("the connection was closed before the answer was complete")
         self.is_complete = True
 
-    def result(self) -> Answer:
-        return Answer(self._parser.get_status_code(), self._headers, b"".join(self._body))
+    def result(self) -> HttpAnswer:
+        return HttpAnswer(self._parser.get_status_code(), self._headers, b"".join(self._body))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")

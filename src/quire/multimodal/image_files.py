@@ -12,7 +12,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from quire.errors import RequestError
 from quire.multimodal.gif import count_frames
-from quire.multimodal.limits import Limits
+from quire.multimodal.limits import DecodeLimits
 
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
 """Those of Pillow's that are pixels and nothing else."""
@@ -31,7 +31,7 @@ _RGB_BYTES = 4
 _STRIP_ROWS = 256
 
 
-def decode_image(data: bytes, options: Mapping[str, Any], limits: Limits) -> Image.Image:
+def decode_image(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) -> Image.Image:
     """The first picture of the file, upright."""
     background = background_of(options)
     with opened(data, limits) as image:
@@ -104,7 +104,7 @@ def background_of(options: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 @contextmanager
-def opened(data: bytes, limits: Limits) -> Iterator[Image.Image]:
+def opened(data: bytes, limits: DecodeLimits) -> Iterator[Image.Image]:
     """The file with its head read, and no more: it is small enough to be decoded."""
     head = data[:_HEAD_BYTES].lstrip()
     if head.startswith(_MARKUP):

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from quire.config.keys import Keys, read_json
-from quire.data.media import TABLE, Array, Arrays
+from quire.checkpoint.reader import ConfigReader, read_json
+from quire.data.multimodal import TABLE, Array, Arrays
 from quire.errors import ConfigError, RequestError, nearest
 
 Pixels = NDArray[np.uint8]
@@ -47,7 +47,7 @@ IMAGE_ARGUMENTS = (
 """What a request may say of images to every processor."""
 
 
-def stored_settings(path: Path, part: str = "image_processor", **defaults: Any) -> Keys:
+def stored_settings(path: Path, part: str = "image_processor", **defaults: Any) -> ConfigReader:
     """What a checkpoint says of its processor: the newer file's part wins over the older file, and both over
     the family's own."""
     newer, older = path / "processor_config.json", path / "preprocessor_config.json"
@@ -56,26 +56,28 @@ def stored_settings(path: Path, part: str = "image_processor", **defaults: Any) 
     if not isinstance(found, dict):
         source, found = older, read_json(older) if older.is_file() else {}
     said = {key: value for key, value in found.items() if value is not None}
-    return Keys(str(source), {**defaults, **said})
+    return ConfigReader(str(source), {**defaults, **said})
 
 
-def film_settings(path: Path, otherwise: Keys) -> Keys:
+def film_settings(path: Path, otherwise: ConfigReader) -> ConfigReader:
     """What it says of videos: a part of the newer file, or a file of its own; else they are as said."""
     newer, own = path / "processor_config.json", path / "video_preprocessor_config.json"
     if newer.is_file() and isinstance(read_json(newer).get("video_processor"), dict):
         return stored_settings(path, "video_processor")
     if own.is_file():
-        return Keys(str(own), {key: value for key, value in read_json(own).items() if value is not None})
+        return ConfigReader(
+            str(own), {key: value for key, value in read_json(own).items() if value is not None}
+        )
     return otherwise
 
 
-def whole_settings(path: Path) -> Keys:
+def whole_settings(path: Path) -> ConfigReader:
     """What it says of images and text together."""
     file = path / "processor_config.json"
-    return Keys(str(file), read_json(file) if file.is_file() else {})
+    return ConfigReader(str(file), read_json(file) if file.is_file() else {})
 
 
-def asked(stored: Keys, arguments: Mapping[str, Any], known: Collection[str]) -> Keys:
+def asked(stored: ConfigReader, arguments: Mapping[str, Any], known: Collection[str]) -> ConfigReader:
     """The same with what a request wants otherwise."""
     for name in arguments:
         if name not in known:
@@ -84,7 +86,7 @@ def asked(stored: Keys, arguments: Mapping[str, Any], known: Collection[str]) ->
                 f"known: {', '.join(sorted(known))}{nearest(name, known)}",
                 "mm_processor_kwargs",
             )
-    return Keys("mm_processor_kwargs", {**stored.values, **arguments})
+    return ConfigReader("mm_processor_kwargs", {**stored.values, **arguments})
 
 
 def wrong_argument(error: ConfigError) -> RequestError:
@@ -92,7 +94,7 @@ def wrong_argument(error: ConfigError) -> RequestError:
 
 
 @dataclass(frozen=True)
-class Finish:
+class PixelScaling:
     """From bytes to numbers: scaled, mean and spread taken out. It is not done here: bytes travel lighter."""
 
     scale: float | None
@@ -103,8 +105,8 @@ class Finish:
 
     @classmethod
     def read(
-        cls, keys: Keys, mean: tuple[float, ...], std: tuple[float, ...], *, is_narrow: bool = False
-    ) -> "Finish":
+        cls, keys: ConfigReader, mean: tuple[float, ...], std: tuple[float, ...], *, is_narrow: bool = False
+    ) -> "PixelScaling":
         scale = keys.number("rescale_factor", 1 / 255) if keys.flag("do_rescale", True) else None
         finish = cls(scale, None, None, is_narrow)
         if keys.flag("do_normalize", True):
@@ -153,7 +155,7 @@ def _narrowed(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-def _per_channel(keys: Keys, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+def _per_channel(keys: ConfigReader, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     found = keys.get(key)
     found = default if found is None else found
     found = [found] * 3 if isinstance(found, (int, float)) else found
@@ -166,7 +168,7 @@ def _per_channel(keys: Keys, key: str, default: tuple[float, ...]) -> tuple[floa
     return tuple(float(each) for each in found)
 
 
-def count_of(keys: Keys, key: str, default: int) -> int:
+def count_of(keys: ConfigReader, key: str, default: int) -> int:
     """How many tiles or crops an image may have: so many that they can all be looked at."""
     count = keys.size(key, default)
     if count > _MOST_PARTS:
@@ -174,7 +176,7 @@ def count_of(keys: Keys, key: str, default: int) -> int:
     return count
 
 
-def resample_of(keys: Keys, default: Image.Resampling) -> Image.Resampling:
+def resample_of(keys: ConfigReader, default: Image.Resampling) -> Image.Resampling:
     found = keys.get("resample")
     try:
         return default if found is None else Image.Resampling(found)
@@ -200,7 +202,7 @@ def resized(image: Image.Image, size: Size, resample: Image.Resampling) -> Pixel
     return np.asarray(image.resize((width, height), resample=resample))
 
 
-def size_of(keys: Keys, key: str = "size") -> dict[str, int]:
+def size_of(keys: ConfigReader, key: str = "size") -> dict[str, int]:
     """Some of height, width, shortest_edge, longest_edge; a single number is a square's side."""
     found = keys.get(key)
     if isinstance(found, int) and not isinstance(found, bool):

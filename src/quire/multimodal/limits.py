@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.errors import RequestError
-from quire.multimodal.families import Video
+from quire.multimodal.processors import Video
 
 Check = Callable[[Video], None]
 """Takes a black video of the size that would be decoded; a RequestError if it is too large."""
@@ -14,7 +14,7 @@ RequestError if there never will be."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DecodeLimits:
     """The limits of one item."""
 
     max_pixels: int

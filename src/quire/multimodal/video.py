@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from quire.errors import RequestError
 from quire.multimodal import pyav
-from quire.multimodal.families import Video
 from quire.multimodal.fetch import Blob
 from quire.multimodal.gif import count_frames
 from quire.multimodal.image_files import opened, to_rgb
-from quire.multimodal.limits import Limits
+from quire.multimodal.limits import DecodeLimits
+from quire.multimodal.processors import Video
 
 _NUM_FRAMES = 32
 _MAX_FRAMES = 100_000
@@ -30,7 +30,7 @@ _PICTURE_BYTES = 20
 """Bytes for each pixel of one picture of a moving picture: what is drawn on, the next one, and it as RGB."""
 
 
-def decode_video(blob: Blob, options: Mapping[str, Any], limits: Limits) -> Video:
+def decode_video(blob: Blob, options: Mapping[str, Any], limits: DecodeLimits) -> Video:
     """By Pillow if it is a moving picture or comes frame by frame, else by PyAV."""
     data = blob.parts[0]
     if blob.media_type == "video/jpeg" or len(blob.parts) > 1:
@@ -58,7 +58,7 @@ def _wrong(name: str, what: str, found: Any) -> RequestError:
     return RequestError(f"media_io_kwargs: video.{name} must be {what}, not {found!r:.40}", "media_io_kwargs")
 
 
-def _of_frames(parts: Sequence[bytes], options: Mapping[str, Any], limits: Limits) -> Video:
+def _of_frames(parts: Sequence[bytes], options: Mapping[str, Any], limits: DecodeLimits) -> Video:
     """One that was cut into pictures before: all of them are meant, unless fewer are asked for."""
     indices = chosen(len(parts), None, {"num_frames": -1, **options})
     frames: _Frames | None = None
@@ -73,7 +73,7 @@ def _of_frames(parts: Sequence[bytes], options: Mapping[str, Any], limits: Limit
     return frames.video()
 
 
-def _animated(data: bytes, options: Mapping[str, Any], limits: Limits) -> Video:
+def _animated(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) -> Video:
     with opened(data, limits) as image:
         total = count_frames(data) if data.startswith(b"GIF8") else getattr(image, "n_frames", 1)
         limits.check_pixels(*image.size, total, times=_PASSED)
@@ -94,7 +94,7 @@ def _animated(data: bytes, options: Mapping[str, Any], limits: Limits) -> Video:
         return frames.video()
 
 
-def _film(data: bytes, options: Mapping[str, Any], limits: Limits) -> Video:
+def _film(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) -> Video:
     with pyav.opened(data, "a video") as container:
         if not container.streams.video:
             raise RequestError("the file has no video in it")
@@ -123,7 +123,7 @@ def _film(data: bytes, options: Mapping[str, Any], limits: Limits) -> Video:
         return frames.video()
 
 
-def _begin_size(largest: int, width: int, height: int, limits: Limits) -> int:
+def _begin_size(largest: int, width: int, height: int, limits: DecodeLimits) -> int:
     """Take what a codec needs for frames of this size, if those before had fewer pixels: the size in the head
     may be wrong. Return the pixels of the largest frame."""
     if width * height > largest:
@@ -159,7 +159,7 @@ class _Frames:
         size: tuple[int, int],
         fps: float | None,
         total: int,
-        limits: Limits,
+        limits: DecodeLimits,
         picture_bytes: int = 0,
     ) -> None:
         """`size`: width and height; `picture_bytes` for each pixel of one of them are taken beside those of

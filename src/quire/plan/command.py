@@ -6,13 +6,13 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from quire.checkpoint.model import Checkpoint
 from quire.config.env import Env
-from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.plan import picture, report
 from quire.plan.devices import DEVICES, device
-from quire.plan.reckon import PRECISIONS, STORED, Fit, Wanted, smallest
-from quire.plan.subject import subject
+from quire.plan.estimate import PRECISIONS, STORED, MemoryFit, Wanted, smallest
+from quire.plan.model_sizes import subject
 
 _CONTEXT, _CONCURRENCY = 8192, 1
 _PASSED = ("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
@@ -83,7 +83,11 @@ def _precisions(args: Namespace, checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _as_json(
-    args: Namespace, checkpoint: Checkpoint, wanted: Wanted, precisions: tuple[str, ...], found: list[Fit]
+    args: Namespace,
+    checkpoint: Checkpoint,
+    wanted: Wanted,
+    precisions: tuple[str, ...],
+    found: list[MemoryFit],
 ) -> dict[str, Any]:
     kind, chosen = device(args.gpu), report.best(found, precisions[0])
     return {

@@ -9,7 +9,7 @@ from quire.errors import ConfigError, nearest
 _GIB = 1 << 30
 
 
-class Device(NamedTuple):
+class Accelerator(NamedTuple):
     """One accelerator. Rates are peaks of dense arithmetic."""
 
     label: str
@@ -42,19 +42,19 @@ class Device(NamedTuple):
 
 
 DEVICES = {
-    "a100-80": Device("A100 80GB", int(79.15 * _GIB), 2.039e12, 312e12, 312e12, 300e9, (8, 0)),
-    "h100": Device("H100 SXM", int(79.65 * _GIB), 3.35e12, 989e12, 1979e12, 450e9),
-    "h200": Device("H200 SXM", int(139.8 * _GIB), 4.8e12, 989e12, 1979e12, 450e9),
-    "b200": Device("B200", int(178.4 * _GIB), 8.0e12, 2250e12, 4500e12, 900e9, (10, 0)),
-    "l4": Device("L4", int(22.03 * _GIB), 0.300e12, 121e12, 242e12, 32e9, (8, 9)),
-    "l40s": Device("L40S", int(44.42 * _GIB), 0.864e12, 362e12, 733e12, 32e9, (8, 9)),
-    "mi300x": Device("MI300X", int(191.7 * _GIB), 5.3e12, 1307e12, 2615e12, 448e9),
-    "trainium2": Device("Trainium2", int(95.0 * _GIB), 2.9e12, 667e12, 1299e12, 512e9, per_node=16),
+    "a100-80": Accelerator("A100 80GB", int(79.15 * _GIB), 2.039e12, 312e12, 312e12, 300e9, (8, 0)),
+    "h100": Accelerator("H100 SXM", int(79.65 * _GIB), 3.35e12, 989e12, 1979e12, 450e9),
+    "h200": Accelerator("H200 SXM", int(139.8 * _GIB), 4.8e12, 989e12, 1979e12, 450e9),
+    "b200": Accelerator("B200", int(178.4 * _GIB), 8.0e12, 2250e12, 4500e12, 900e9, (10, 0)),
+    "l4": Accelerator("L4", int(22.03 * _GIB), 0.300e12, 121e12, 242e12, 32e9, (8, 9)),
+    "l40s": Accelerator("L40S", int(44.42 * _GIB), 0.864e12, 362e12, 733e12, 32e9, (8, 9)),
+    "mi300x": Accelerator("MI300X", int(191.7 * _GIB), 5.3e12, 1307e12, 2615e12, 448e9),
+    "trainium2": Accelerator("Trainium2", int(95.0 * _GIB), 2.9e12, 667e12, 1299e12, 512e9, per_node=16),
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gib|gb|g)?", re.IGNORECASE)
 
 
-def device(name: str) -> Device:
+def device(name: str) -> Accelerator:
     """By name, or a number of GiB: then it is as quick as an H100 in all else."""
     found = DEVICES.get(name.lower())
     if found is not None:

@@ -12,14 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from quire.capacity import human
 from quire.config.cli import FlagParser
 from quire.config.env import Env
 from quire.config.machine import Machine
-from quire.dist.platform import detect, hardware_threads, thread_advice
 from quire.errors import ConfigError, QuireError
-from quire.plan.reckon import PRECISIONS, STORED, Wanted, fits
-from quire.plan.subject import subject
+from quire.memory import human
+from quire.plan.estimate import PRECISIONS, STORED, Wanted, fits
+from quire.plan.model_sizes import subject
+from quire.system.platform import detect, hardware_threads, thread_advice
 
 _TORCH = ((2, 11), (2, 14))
 """From which version on, and below which."""
@@ -181,7 +181,7 @@ def _port(port: int) -> Iterator[Finding]:
 
 def _access(args: argparse.Namespace, env: Env) -> Iterator[Finding]:
     """Whether others can use the server, whatever machine or web page they ask from."""
-    from quire.server.exposure import exposures  # slow to import
+    from quire.server.http.exposure import exposures  # slow to import
     from quire.server.settings import make_settings
 
     flags = {name: getattr(args, name) for name in ("host", "api_key", "allowed_origins")}

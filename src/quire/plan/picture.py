@@ -2,9 +2,9 @@
 
 from html import escape
 
-from quire.capacity import human
-from quire.plan.devices import Device
-from quire.plan.reckon import Fit
+from quire.memory import human
+from quire.plan.devices import Accelerator
+from quire.plan.estimate import MemoryFit
 
 _COLOURS = {
     "weights": "#4c72b0",
@@ -16,7 +16,7 @@ _COLOURS = {
 _WIDTH, _LEFT, _BAR, _GAP, _TOP = 860, 130, 26, 14, 64
 
 
-def svg(title: str, device: Device, found: list[Fit]) -> str:
+def svg(title: str, device: Accelerator, found: list[MemoryFit]) -> str:
     """Each bar is one device of a layout; the frame is its memory."""
     bars = [fit for fit in found if fit.memory is not None and fit.cache is not None]
     height = _TOP + len(bars) * (_BAR + _GAP) + 20
@@ -43,7 +43,7 @@ def _legend() -> list[str]:
     return parts
 
 
-def _bar(fit: Fit, y: int, scale: float, total: int) -> list[str]:
+def _bar(fit: MemoryFit, y: int, scale: float, total: int) -> list[str]:
     assert fit.memory is not None and fit.cache is not None
     label = f"{fit.precision} tp{fit.tp}" + (f" pp{fit.pp}" if fit.pp > 1 else "")
     parts = [f'<text x="12" y="{y + 17}">{escape(label)}</text>']

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.bench.shapes import BATCHES, CONTEXT, MEASURED, SHAPES
-from quire.config.layout import cache_specs
-from quire.config.weights import LayerWeights, count
-from quire.plan.devices import DEVICES, Device
-from quire.plan.reckon import Fit, bytes_of_cache, weight_bytes
+from quire.checkpoint.layout import cache_specs
+from quire.checkpoint.weights import LayerWeights, count
+from quire.plan.devices import DEVICES, Accelerator
+from quire.plan.estimate import MemoryFit, bytes_of_cache, weight_bytes
 
 _SUM_S = 10e-6
 """Of a small sum between the devices of a machine; two come in each layer. Assumed."""
@@ -16,7 +16,7 @@ _MODEL = "llama-3.1-8b"
 """By whose measured rows efficiencies are taken: dense, and large enough for memory to be what counts."""
 
 
-class Rates(NamedTuple):
+class TokenRates(NamedTuple):
     """Tokens a second."""
 
     batch: int
@@ -38,7 +38,7 @@ def _efficiencies() -> tuple[list[float], float]:
     return shares, row.prefill_tok_s * 2 * weights / device.flops
 
 
-def rates(fit: Fit, device: Device, *, batch: int, context: int) -> Rates:
+def rates(fit: MemoryFit, device: Accelerator, *, batch: int, context: int) -> TokenRates:
     """With so many sequences of so many tokens each. Stages of a pipeline have a part of the batch each."""
     assert fit.config is not None, "a layout that cannot be had has no rates"
     decodes, prompts = _efficiencies()
@@ -53,10 +53,10 @@ def rates(fit: Fit, device: Device, *, batch: int, context: int) -> Rates:
     sums_s = 0.0 if fit.tp == 1 else 2 * len(weights.layers) * _SUM_S
     step_s = floor_s / float(np.interp(np.log(own), np.log(BATCHES), decodes)) + sums_s
     prefill = prompts * flops * fit.num_devices / (2 * weights.active)
-    return Rates(batch, 1e3 * step_s, batch / step_s, prefill)
+    return TokenRates(batch, 1e3 * step_s, batch / step_s, prefill)
 
 
-def _cache_bytes(fit: Fit, context: int) -> int:
+def _cache_bytes(fit: MemoryFit, context: int) -> int:
     """What one token of a sequence looks at."""
     assert fit.config is not None
     kept = bytes_of_cache(fit.config)

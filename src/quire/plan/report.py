@@ -3,18 +3,18 @@
 import shlex
 from typing import Any
 
-from quire.capacity import human
-from quire.config.layout import OF_ROWS
-from quire.config.model import Checkpoint
-from quire.config.weights import count
-from quire.plan.devices import Device
-from quire.plan.rates import Rates, rates
-from quire.plan.reckon import PRECISIONS, Fit, Wanted, kv_bytes_per_token, kv_dtype, weight_bytes
+from quire.checkpoint.layout import OF_ROWS
+from quire.checkpoint.model import Checkpoint
+from quire.checkpoint.weights import count
+from quire.memory import human
+from quire.plan.devices import Accelerator
+from quire.plan.estimate import PRECISIONS, MemoryFit, Wanted, kv_bytes_per_token, kv_dtype, weight_bytes
+from quire.plan.rates import TokenRates, rates
 
 _BATCHES = (1, 32, 256)
 
 
-def best(found: list[Fit], preferred: str) -> Fit | None:
+def best(found: list[MemoryFit], preferred: str) -> MemoryFit | None:
     """What is recommended: the preferred precision if it fits at all, else the first that does."""
     working = [fit for fit in found if not fit.why_not]
     return next((fit for fit in working if fit.precision == preferred), working[0] if working else None)
@@ -39,7 +39,7 @@ def facts_of(checkpoint: Checkpoint, precisions: tuple[str, ...], dtype: str) ->
     }
 
 
-def described(fit: Fit, device: Device, wanted: Wanted) -> dict[str, Any]:
+def described(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> dict[str, Any]:
     """One precision and layout as plain values."""
     found: dict[str, Any] = {
         "precision": fit.precision,
@@ -57,14 +57,14 @@ def described(fit: Fit, device: Device, wanted: Wanted) -> dict[str, Any]:
     return found
 
 
-def _rates(fit: Fit, device: Device, wanted: Wanted) -> list[Rates]:
+def _rates(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[TokenRates]:
     batches = sorted({*_BATCHES, wanted.concurrency})
     assert fit.cache is not None
     held = [batch for batch in batches if batch * wanted.context <= fit.cache.num_tokens]
     return [rates(fit, device, batch=batch, context=wanted.context) for batch in held]
 
 
-def command(model: str, fit: Fit, wanted: Wanted) -> str:
+def command(model: str, fit: MemoryFit, wanted: Wanted) -> str:
     """What to type."""
     flags: dict[str, Any] = {"max_model_len": wanted.context, **wanted.flags}
     flags |= PRECISIONS[fit.precision].flags if fit.precision in PRECISIONS else {}
@@ -77,10 +77,10 @@ def command(model: str, fit: Fit, wanted: Wanted) -> str:
 def text(
     model: str,
     checkpoint: Checkpoint,
-    device: Device,
+    device: Accelerator,
     count_: int,
     wanted: Wanted,
-    found: list[Fit],
+    found: list[MemoryFit],
     note: str,
 ) -> str:
     """All of it, for a terminal."""
@@ -122,7 +122,7 @@ def text(
     )
 
 
-def _line(fit: Fit, wanted: Wanted) -> str:
+def _line(fit: MemoryFit, wanted: Wanted) -> str:
     layout = f"tp {fit.tp}" + (f" x pp {fit.pp}" if fit.pp > 1 else "")
     if fit.why_not or fit.cache is None:
         return f"  no   {fit.precision:<6} {layout:<12} {fit.why_not}"
@@ -131,7 +131,7 @@ def _line(fit: Fit, wanted: Wanted) -> str:
     return f"  yes  {fit.precision:<6} {layout:<12} {held}"
 
 
-def _formula(fit: Fit) -> list[str]:
+def _formula(fit: MemoryFit) -> list[str]:
     """As the guide has it: weights + libraries + the peak of activations + KV of a sequence x sequences."""
     assert fit.memory is not None and fit.cache is not None
     terms = {**fit.memory.terms(), "KV cache": fit.cache.num_bytes}
@@ -143,7 +143,7 @@ def _formula(fit: Fit) -> list[str]:
     return [*lines, f" = {'total':<14}{human(sum(terms.values())):>14}"]
 
 
-def _speeds(fit: Fit, device: Device, wanted: Wanted) -> list[str]:
+def _speeds(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[str]:
     lines = ["Expected (floor of bytes and flops x what an H200 was measured to reach):"]
     for rate in _rates(fit, device, wanted):
         lines.append(
@@ -152,6 +152,6 @@ def _speeds(fit: Fit, device: Device, wanted: Wanted) -> list[str]:
     return [*lines, f"  prompts: {_rates(fit, device, wanted)[0].prefill_tok_s:,.0f} tok/s"]
 
 
-def _notes(fit: Fit) -> list[str]:
+def _notes(fit: MemoryFit) -> list[str]:
     kept = PRECISIONS.get(fit.precision)
     return [f"  ({kept.note})"] if kept is not None and kept.note else []

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from quire.config.quant.schemes import BitsAndBytes, Int8
+from quire.checkpoint.quant.schemes import BitsAndBytes, Int8
 from quire.errors import ConfigError
-from quire.kernels.table import BLOCK, Halves, in_halves, scaled
+from quire.kernels.reference.nf4 import BLOCK, Halves, in_halves, scaled
+from quire.quant.dequantized import use_plain, use_plain_experts, widened, widened_experts
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.int8 import CodedExperts, Stored, are_together
-from quire.quant.shares import Run, Runs, check_units
-from quire.quant.weight import LinearShape, Piece, Text, Weight, bias_of, kept, unfilled, with_bias
-from quire.quant.widened import use_plain, use_plain_experts, widened, widened_experts
+from quire.quant.int8 import Int8Experts, Int8Stored, are_together
+from quire.quant.sharding import Runs, Shard, check_units
+from quire.quant.weight import LinearShape, Piece, TextTensor, Weight, bias_of, kept, unfilled, with_bias
 
 _SCALES = "SCB"
 """The largest number of each output, where weights have 8 bits: it has the code 127."""
@@ -37,9 +37,9 @@ class BitsAndBytesFormat:
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
         plain = functools.partial(self.plain.linear, parts, shape)
         if self.scheme.kind == "int8":
-            return Stored(shape, plain, Int8("channel", "none"), _SCALES, _LARGEST)
+            return Int8Stored(shape, plain, Int8("channel", "none"), _SCALES, _LARGEST)
         for part, runs in zip(parts, shape.outputs, strict=False):
-            _check(part, runs, shape.inputs or Run(shape.size_in))
+            _check(part, runs, shape.inputs or Shard(shape.size_in))
         return Table4(shape, plain, self.scheme)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
@@ -50,10 +50,10 @@ class BitsAndBytesFormat:
                 "checkpoint that has them one by one, or the unquantized one"
             )
         if self.scheme.kind == "int8":
-            return CodedExperts(shape, plain, "channel", _SCALES, _LARGEST)
+            return Int8Experts(shape, plain, "channel", _SCALES, _LARGEST)
         if shape.inner is not None:
-            _check(parts[0], (shape.inner,), Run(shape.hidden))
-            _check(parts[-1], (Run(shape.hidden),), shape.inner)
+            _check(parts[0], (shape.inner,), Shard(shape.hidden))
+            _check(parts[-1], (Shard(shape.hidden),), shape.inner)
         return TableExperts(shape, plain, self.scheme)
 
 
@@ -62,7 +62,7 @@ class Packed4(nn.Module):
     row after row, and what scales them."""
 
     def __init__(
-        self, num: int, rows: Runs, columns: Run, scheme: BitsAndBytes, device: torch.device
+        self, num: int, rows: Runs, columns: Shard, scheme: BitsAndBytes, device: torch.device
     ) -> None:
         super().__init__()
         self.rows, self.columns, self.scheme = rows, columns, scheme
@@ -91,7 +91,7 @@ class Packed4(nn.Module):
             "weight": codes,
             "weight.absmax": absmax,
             "weight.quant_map": Piece(self.table, None),
-            f"weight.quant_state.bitsandbytes__{self.scheme.kind}": Text(self.state, None),
+            f"weight.quant_state.bitsandbytes__{self.scheme.kind}": TextTensor(self.state, None),
         }
         if self.scheme.nested:
             pieces["weight.nested_absmax"] = Piece(self.nested_absmax, None)
@@ -143,8 +143,8 @@ class Table4(Weight):
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight], scheme: BitsAndBytes) -> None:
         super().__init__(shape)
         self.plain, self.kind = plain, scheme.kind
-        outputs = shape.outputs or tuple((Run(size),) for size in shape.sizes_out)
-        columns = shape.inputs or Run(shape.size_in)
+        outputs = shape.outputs or tuple((Shard(size),) for size in shape.sizes_out)
+        columns = shape.inputs or Shard(shape.size_in)
         self.stored = nn.ModuleList(Packed4(1, rows, columns, scheme, shape.device) for rows in outputs)
         self.bias = bias_of(shape)
         self.codes: nn.Parameter | None = None
@@ -189,7 +189,7 @@ class Table4(Weight):
         if self.codes.is_floating_point():
             use_plain(self, self.codes, self.bias)
             return
-        from quire.kernels.triton.table import linear
+        from quire.kernels.triton.nf4 import linear
 
         assert self.scales is not None and self.table is not None
         weight = Halves(self.codes, self.scales, self.table)
@@ -204,7 +204,7 @@ class TableExperts(StoredExperts):
         self.plain, self.kind = plain, scheme.kind
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
-        inner, hidden = shape.inner or Run(shape.intermediate), Run(shape.hidden)
+        inner, hidden = shape.inner or Shard(shape.intermediate), Shard(shape.hidden)
         sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         self.stored = nn.ModuleDict(
             {
@@ -231,7 +231,7 @@ class TableExperts(StoredExperts):
         use_plain_experts(self, self.gate_up, self.down)
 
 
-def _check(name: str, rows: Runs, columns: Run) -> None:
+def _check(name: str, rows: Runs, columns: Shard) -> None:
     """Blocks go on from one row to the next: a share of them needs rows of whole blocks."""
     check_units(name, (columns,), BLOCK, "blocks")
     if columns.all % BLOCK and not all(run.is_whole for run in rows):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.cpu_experts import Experts
-from quire.quant.shares import Run
+from quire.kernels.cpu.moe import CpuExperts
+from quire.quant.sharding import Shard
 from quire.quant.weight import Piece, unfilled
 
 
@@ -23,7 +23,7 @@ class ExpertShape:
     bias: bool
     dtype: torch.dtype
     device: torch.device
-    inner: Run | None = None
+    inner: Shard | None = None
     """Which of the stored intermediate numbers these are; None: all."""
 
 
@@ -31,8 +31,7 @@ class StoredExperts(nn.Module):
     """Owns the tensors of all experts of a layer, unfilled at first."""
 
     mix: Callable[..., Tensor]
-    """`kernels/experts.py` mix: what the chosen experts make of each token, weighed and added up; there after
-    `finish`."""
+    """Weighted sum of the chosen experts' outputs (`mix` of `kernels/reference/moe.py`); set by `finish`."""
 
     def __init__(self, shape: ExpertShape) -> None:
         super().__init__()
@@ -88,7 +87,7 @@ class StoredExperts(nn.Module):
     def by_expert(self) -> list[list[Tensor]]:
         """All that kernels read, in bytes: of each tensor what is each expert's. To copy an expert's bytes to
         another's place is to move it there."""
-        if isinstance(self.mix, Experts):
+        if isinstance(self.mix, CpuExperts):
             return self.mix.by_expert()
         return [_rows_of(tensor, self.shape.experts) for tensor in self.parameters() if tensor.numel()]
 

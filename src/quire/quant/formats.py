@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby, islice
 
-from quire.config.quant.facts import QuantFacts
-from quire.config.quant.schemes import Fp8, Scheme
+from quire.checkpoint.quant.facts import QuantFacts
+from quire.checkpoint.quant.schemes import Fp8, Scheme
 from quire.errors import ConfigError
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.several import Several, shapes_of
+from quire.quant.mixed import MixedWeight, shapes_of
 from quire.quant.weight import LinearShape, Weight
 from quire.registry import LazyTable
 
@@ -18,7 +18,7 @@ SCHEMES = LazyTable(
     {
         "BitsAndBytes": "quire.quant.bitsandbytes:BitsAndBytesFormat",
         "Fp8": "quire.quant.fp8:Fp8Format",
-        "Grouped": "quire.quant.grouped:GroupedFormat",
+        "Grouped": "quire.quant.int4:Int4Format",
         "Int8": "quire.quant.int8:Int8Format",
         "Mxfp4": "quire.quant.mxfp4:Mxfp4Format",
     },
@@ -44,7 +44,7 @@ class SchemeFormat:
         weights, named = [], iter(parts)
         for (scheme, count), own in zip(alike, shapes_of(shape, [count for _, count in alike]), strict=True):
             weights.append(self._format(scheme).linear(tuple(islice(named, count)), own))
-        return Several(shape, weights)
+        return MixedWeight(shape, weights)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         schemes = {part: self._scheme(part, narrows=True) for part in parts}

@@ -9,17 +9,17 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from quire.config.quant.schemes import Fp8
+from quire.checkpoint.quant.schemes import Fp8
 from quire.errors import ConfigError
-from quire.kernels import native
-from quire.kernels.cpu_experts import Experts
-from quire.kernels.experts import ExpertWeights, mix
-from quire.kernels.fp8 import BLOCK, E4M3, Scaled, linear, narrowed, widened
-from quire.kernels.linear import Matrix, Product
+from quire.kernels.cpu import native
+from quire.kernels.cpu.linear import LinearProduct, Matrix
+from quire.kernels.cpu.moe import CpuExperts
+from quire.kernels.reference.fp8 import BLOCK, E4M3, Scaled, linear, narrowed, widened
+from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.several import Several, shapes_of
-from quire.quant.shares import check_units
+from quire.quant.mixed import MixedWeight, shapes_of
+from quire.quant.sharding import check_units
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, lend, lent, unfilled, with_bias
 
 
@@ -40,7 +40,7 @@ class Fp8Format:
                 check_units(part, runs, BLOCK, "blocks")
             check_units(", ".join(parts), (shape.inputs,) if shape.inputs else (), BLOCK, "blocks")
             if any(size % BLOCK for size in shape.sizes_out[:-1]):  # no block has outputs of two parts
-                return Several(
+                return MixedWeight(
                     shape, [Fp8Weight(self.scheme, one) for one in shapes_of(shape, [1] * len(parts))]
                 )
         return Fp8Weight(self.scheme, shape)
@@ -91,7 +91,7 @@ class Fp8Weight(Weight):
         if weight.data.is_cuda:
             self._find_on_gpu(weight)
         elif native.serves(self.shape.device, self.shape.dtype):
-            self.product = Product([_in_c(weight)], bias)
+            self.product = LinearProduct([_in_c(weight)], bias)
 
     def _find_on_gpu(self, weight: Scaled) -> None:
         from quire.kernels.triton import fp8
@@ -150,12 +150,12 @@ class Fp8Experts(StoredExperts):
         activation = self.shape.activation
         self.mix = functools.partial(mix, experts=experts, activation=activation)
         if down.is_cuda:
-            from quire.kernels.triton.experts import mix as mix_on_gpu
+            from quire.kernels.triton.moe import mix as mix_on_gpu
 
             self.mix = functools.partial(mix_on_gpu, experts=experts, activation=activation)
         elif native.serves(self.shape.device, self.shape.dtype):
             gates, downs = ([_in_c(Scaled(*each)) for each in zip(*of, strict=True)] for of in weights)
-            self.mix = Experts([[part] for part in gates], downs, activation, *self.biases)
+            self.mix = CpuExperts([[part] for part in gates], downs, activation, *self.biases)
 
 
 class Fp8Matrices(nn.Module):

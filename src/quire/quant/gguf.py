@@ -9,18 +9,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quire.config.gguf import GGML_TYPES
+from quire.checkpoint.gguf import GGML_TYPES
 from quire.errors import ConfigError
-from quire.kernels import native
-from quire.kernels.cpu_experts import Experts
-from quire.kernels.linear import Matrix, Product
-from quire.kernels.quantized import TYPES, Lookup, group_rows, interleaves, pack
-from quire.kernels.triton.planes import KINDS, TILE, Planes
-from quire.kernels.triton.planes import pack as pack_planes
+from quire.kernels.cpu import native
+from quire.kernels.cpu.gguf import TYPES, GGUFRows, group_rows, interleaves, pack
+from quire.kernels.cpu.linear import LinearProduct, Matrix
+from quire.kernels.cpu.moe import CpuExperts
+from quire.kernels.triton.gguf_layout import KINDS, TILE, Planes
+from quire.kernels.triton.gguf_layout import pack as pack_planes
 from quire.logs import get_logger, warn_once
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.shares import Run, check_units
+from quire.quant.sharding import Shard, check_units
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, with_bias
 
 logger = get_logger(__name__)
@@ -44,7 +44,7 @@ class GGUFFormat:
             return self.plain.linear(parts, shape)
         for part, kind in zip(parts, _kinds(stored), strict=False):
             _check(part, kind, shape.inputs)
-        made = PackedOnGPU if shape.device.type == "cuda" else Packed
+        made = GGUFWeightOnGPU if shape.device.type == "cuda" else GGUFWeight
         return made(_kinds(stored), shape)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
@@ -54,10 +54,10 @@ class GGUFFormat:
         gate, up, down = _kinds(stored)
         _check(parts[-1], down, shape.inner)
         if shape.device.type != "cuda":
-            return PackedExperts(_kinds(stored), shape)
+            return GGUFExperts(_kinds(stored), shape)
         if gate != up or shape.intermediate % TILE or shape.hidden % TILE:
             return self.plain.experts(parts, shape)
-        return PackedExpertsOnGPU(_kinds(stored), shape)
+        return GGUFExpertsOnGPU(_kinds(stored), shape)
 
     def _stored(self, parts: tuple[str, ...]) -> list[Stored]:
         """Those that there are."""
@@ -69,7 +69,7 @@ def _kinds(parts: list[Stored]) -> tuple[str, ...]:
     return tuple(str(kind) for kind, *_ in parts)
 
 
-def _check(part: str, kind: str, inputs: Run | None) -> None:
+def _check(part: str, kind: str, inputs: Shard | None) -> None:
     if inputs is not None:
         check_units(part, (inputs,), BLOCKS[kind][0], f"{kind} blocks of a row")
 
@@ -100,7 +100,7 @@ def _unfilled(kind: str, *shape: int) -> nn.Parameter:
     return kept(nothing.expand(*rows, columns // block_columns * block_bytes))
 
 
-class Packed(Weight):
+class GGUFWeight(Weight):
     """The bytes of the file while loading, the order that the kernel reads best afterwards."""
 
     def __init__(self, kinds: tuple[str, ...], shape: LinearShape) -> None:
@@ -133,15 +133,15 @@ class Packed(Weight):
         for kind, parameter in zip(self.kinds, self.packed, strict=True):
             matrices.append(pack(parameter.data, kind, interleaved=interleaves()))
             parameter.data = matrices[-1].data
-        self.product = Product(matrices, self.bias)
-        self.rows = partial(Lookup(matrices[0]), dtype=self.shape.dtype)
+        self.product = LinearProduct(matrices, self.bias)
+        self.rows = partial(GGUFRows(matrices[0]), dtype=self.shape.dtype)
 
 
-class PackedOnGPU(Packed):
+class GGUFWeightOnGPU(GGUFWeight):
     """The same in the planes that the kernels of a GPU read. Neighbouring parts of one type become one."""
 
     def finish(self) -> None:
-        from quire.kernels.triton.packed_launch import gated, rows
+        from quire.kernels.triton.gguf_launch import gated, rows
 
         stored = [(kind, parameter.data) for kind, parameter in zip(self.kinds, self.packed, strict=True)]
         self.packed = nn.ParameterList()
@@ -157,7 +157,7 @@ class PackedOnGPU(Packed):
                 self.gated = partial(gated, planes=first)
 
     def _product(self, x: Tensor) -> Tensor:
-        from quire.kernels.triton.packed_launch import product
+        from quire.kernels.triton.gguf_launch import product
 
         if len(self.planes) == 1:
             return product(x, self.planes[0], self.bias)
@@ -170,8 +170,8 @@ class PackedOnGPU(Packed):
         return out
 
 
-class PackedExperts(StoredExperts):
-    """`Packed`, for the experts of a layer: the kinds are those of gate, up and down."""
+class GGUFExperts(StoredExperts):
+    """`GGUFWeight`, for the experts of a layer: the kinds are those of gate, up and down."""
 
     def __init__(self, kinds: tuple[str, ...], shape: ExpertShape) -> None:
         super().__init__(shape)
@@ -199,14 +199,14 @@ class PackedExperts(StoredExperts):
             matrices[name] = cut(whole, shape.experts)
             parameter.data = whole.data
         gate_up = list(zip(matrices["gate"], matrices["up"], strict=True))
-        self.mix = Experts(gate_up, matrices["down"], shape.activation, *self.biases)
+        self.mix = CpuExperts(gate_up, matrices["down"], shape.activation, *self.biases)
 
 
-class PackedExpertsOnGPU(PackedExperts):
+class GGUFExpertsOnGPU(GGUFExperts):
     """The same in the planes that the kernels of a GPU read, gate and up of an expert behind each other."""
 
     def finish(self) -> None:
-        from quire.kernels.triton.packed_launch import mix
+        from quire.kernels.triton.gguf_launch import mix
 
         shape, device = self.shape, self.shape.device
         gate, up, down = (self.packed[name].data for name in ("gate", "up", "down"))

@@ -6,17 +6,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from quire.config.quant.schemes import Int8
+from quire.checkpoint.quant.schemes import Int8
 from quire.errors import ConfigError
-from quire.kernels import native
-from quire.kernels.cpu_experts import Experts
-from quire.kernels.int8 import Codes, as_blocks, fits_blocks, matrices_of, narrow
-from quire.kernels.linear import Product
-from quire.kernels.quantized import Lookup
+from quire.kernels.cpu import native
+from quire.kernels.cpu.gguf import GGUFRows
+from quire.kernels.cpu.linear import LinearProduct
+from quire.kernels.cpu.moe import CpuExperts
+from quire.kernels.reference.int8 import Int8Codes, as_blocks, fits_blocks, matrices_of, narrow
+from quire.quant.dequantized import use_plain, use_plain_experts, widened, widened_experts
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, lend, lent, unfilled, with_bias
-from quire.quant.widened import use_plain, use_plain_experts, widened, widened_experts
 
 _ALIGNED = 16
 """Inputs of experts on a GPU are a multiple of this."""
@@ -32,22 +32,22 @@ class Int8Format:
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
         plain = functools.partial(self.plain.linear, parts, shape)
         if not self.scheme.stored:
-            return Narrowed(shape, plain)
-        return Stored(shape, plain, self.scheme)
+            return Int8Quantized(shape, plain)
+        return Int8Stored(shape, plain, self.scheme)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         plain = functools.partial(self.plain.experts, parts, shape)
         if not self.scheme.stored:
-            return NarrowedExperts(shape, plain)
+            return Int8QuantizedExperts(shape, plain)
         if self.scheme.weights == "tensor" and are_together(parts):
             raise ConfigError(
                 f"{parts[0]} has gate and up in one int8 tensor with one scale for both, which is not "
                 "supported: one for each output, or experts that are stored one by one, are"
             )
-        return CodedExperts(shape, plain, self.scheme.weights)
+        return Int8Experts(shape, plain, self.scheme.weights)
 
 
-class Coded(Weight):
+class Int8Linear(Weight):
     """What weights of 8 bits share: how they are kept and used once their codes are there."""
 
     rounds = False
@@ -63,7 +63,7 @@ class Coded(Weight):
         self.inputs: nn.Parameter | None = None
         """The scale of inputs, if it is stored."""
 
-    def keep(self, weight: Codes) -> None:
+    def keep(self, weight: Int8Codes) -> None:
         self.scales = None
         if weight.codes.is_cuda:
             self.codes, self.scales = kept(weight.codes), kept(weight.scales)
@@ -79,20 +79,20 @@ class Coded(Weight):
         if codes.is_floating_point():
             use_plain(self, codes, bias)
         elif codes.is_cuda:
-            from quire.kernels.triton.int8 import Product as ProductOnGPU
+            from quire.kernels.triton.int8 import Int8Product as ProductOnGPU
 
             assert self.scales is not None
-            weight = Codes(codes, self.scales)
+            weight = Int8Codes(codes, self.scales)
             product = ProductOnGPU(weight, bias, rounds=self.rounds, static=self.inputs)
             self.product, self.gated = product, product.gated if bias is None else None
             self.rows = functools.partial(_rows, weight, shape.dtype)
         else:
             (matrix,) = matrices_of(codes, 1, sum(shape.sizes_out), shape.size_in)
-            self.product = Product([matrix], bias)
-            self.rows = functools.partial(Lookup(matrix), dtype=shape.dtype)
+            self.product = LinearProduct([matrix], bias)
+            self.rows = functools.partial(GGUFRows(matrix), dtype=shape.dtype)
 
 
-class Stored(Coded):
+class Int8Stored(Int8Linear):
     """The codes and scales of a checkpoint; `scale` is the name of the latter, which are divided by
     `divisor`."""
 
@@ -138,10 +138,10 @@ class Stored(Coded):
         # is rounded by its own largest number instead.
         is_used = self.inputs is not None and self.scheme.symmetric
         self.inputs = kept(self.inputs.data.max()[None]) if self.inputs is not None and is_used else None
-        self.keep(Codes(self.codes.data, scales))
+        self.keep(Int8Codes(self.codes.data, scales))
 
 
-class Narrowed(Coded):
+class Int8Quantized(Int8Linear):
     """A plain weight while it is loaded, codes afterwards."""
 
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight]) -> None:
@@ -168,7 +168,7 @@ class Narrowed(Coded):
 
 
 class SharedExperts(StoredExperts):
-    """`Coded`, for the experts of a layer."""
+    """`Int8Linear`, for the experts of a layer."""
 
     def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts]) -> None:
         super().__init__(shape)
@@ -178,7 +178,7 @@ class SharedExperts(StoredExperts):
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
 
-    def keep(self, gate_up: Codes, down: Codes) -> None:
+    def keep(self, gate_up: Int8Codes, down: Int8Codes) -> None:
         shape, both = self.shape, (gate_up, down)
         is_aligned = shape.hidden % _ALIGNED == shape.intermediate % _ALIGNED == 0
         self.gate_up_scales = self.down_scales = None
@@ -198,10 +198,10 @@ class SharedExperts(StoredExperts):
         if gate_up.is_floating_point():
             use_plain_experts(self, gate_up, down)
         elif gate_up.is_cuda:
-            from quire.kernels.triton.int8_experts import ExpertCodes, mix
+            from quire.kernels.triton.int8_moe import ExpertCodes, mix
 
             assert self.gate_up_scales is not None and self.down_scales is not None
-            both = Codes(gate_up, self.gate_up_scales), Codes(down, self.down_scales)
+            both = Int8Codes(gate_up, self.gate_up_scales), Int8Codes(down, self.down_scales)
             experts = ExpertCodes(*both, *self.biases)
             self.mix = functools.partial(mix, experts=experts, activation=shape.activation)
         else:
@@ -210,10 +210,10 @@ class SharedExperts(StoredExperts):
                 matrices_of(gate_up, num, 2 * inner, hidden),
                 matrices_of(down, num, hidden, inner),
             )
-            self.mix = Experts([[up] for up in ups], downs, shape.activation, *self.biases)
+            self.mix = CpuExperts([[up] for up in ups], downs, shape.activation, *self.biases)
 
 
-class CodedExperts(SharedExperts):
+class Int8Experts(SharedExperts):
     """The codes and scales of a checkpoint."""
 
     def __init__(
@@ -257,11 +257,11 @@ class CodedExperts(SharedExperts):
         for of, scales in ((self.gate_up, self.gate_up_scales), (self.down, self.down_scales)):
             assert scales is not None
             wide = scales.data[:, :, 0] / self.divisor
-            both.append(Codes(of.data, wide.repeat_interleave(of.shape[1] // wide.shape[1], 1)))
+            both.append(Int8Codes(of.data, wide.repeat_interleave(of.shape[1] // wide.shape[1], 1)))
         self.keep(*both)
 
 
-class NarrowedExperts(SharedExperts):
+class Int8QuantizedExperts(SharedExperts):
     """Plain experts while they are loaded, codes afterwards."""
 
     def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts]) -> None:
@@ -295,20 +295,20 @@ def are_together(parts: tuple[str, ...]) -> bool:
     return len(parts) == 2 and not parts[0].endswith(".up_proj")
 
 
-def _narrow_each(weight: Tensor) -> Codes:
+def _narrow_each(weight: Tensor) -> Int8Codes:
     """Expert by expert: what lies between a weight and its codes is wide."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
     for i, expert in enumerate(weight):
         codes[i], scales[i] = narrow(expert)
-    return Codes(codes, scales)
+    return Int8Codes(codes, scales)
 
 
-def _rows(weight: Codes, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    return Codes(weight.codes[ids], weight.scales[ids]).widened(dtype)
+def _rows(weight: Int8Codes, dtype: torch.dtype, ids: Tensor) -> Tensor:
+    return Int8Codes(weight.codes[ids], weight.scales[ids]).widened(dtype)
 
 
-def _why(weight: Codes, shape: LinearShape | ExpertShape) -> str:
+def _why(weight: Int8Codes, shape: LinearShape | ExpertShape) -> str:
     if not native.serves(shape.device, shape.dtype):
         return f"int8 weights in {shape.dtype} have no kernels here"
     return f"int8 weights of {weight.codes.shape[-1]} columns or scales like these have no kernels here"

@@ -5,18 +5,18 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from quire.config.quant.schemes import Mxfp4
+from quire.checkpoint.quant.schemes import Mxfp4
 from quire.errors import ConfigError
-from quire.kernels import native
-from quire.kernels.cpu_experts import Experts
-from quire.kernels.experts import ExpertWeights, mix
-from quire.kernels.linear import Matrix
-from quire.kernels.mxfp4 import BLOCK, in_halves, unpack
-from quire.kernels.quantized import interleaves, pack
+from quire.kernels.cpu import native
+from quire.kernels.cpu.gguf import interleaves, pack
+from quire.kernels.cpu.linear import Matrix
+from quire.kernels.cpu.moe import CpuExperts
+from quire.kernels.reference.moe import ExpertWeights, mix
+from quire.kernels.reference.mxfp4 import BLOCK, in_halves, unpack
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.gguf import cut
-from quire.quant.shares import check_units
+from quire.quant.sharding import check_units
 from quire.quant.weight import LinearShape, Piece, Weight, unfilled
 
 
@@ -80,7 +80,7 @@ class Mxfp4Experts(StoredExperts):
                 self._repacked(self.gate_up, self.gate_up_scales),
                 self._repacked(self.down, self.down_scales),
             )
-            self.mix = Experts([[part] for part in gates], downs, activation, *self.biases)
+            self.mix = CpuExperts([[part] for part in gates], downs, activation, *self.biases)
         else:
             self.mix = functools.partial(self._mix_unpacked, activation=activation)
 

@@ -6,23 +6,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels import native
-from quire.kernels.cpu_experts import Experts
-from quire.kernels.experts import ExpertWeights, mix
-from quire.kernels.linear import Matrix, Product
+from quire.kernels.cpu import native
+from quire.kernels.cpu.gguf import GGUFRows
+from quire.kernels.cpu.linear import LinearProduct, Matrix
+from quire.kernels.cpu.moe import CpuExperts
 from quire.kernels.ops import choose
-from quire.kernels.quantized import Lookup
+from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, unfilled
 
 
-class Plain(Weight):
-    """The weight of a linear layer, in the type of the layer or `kept_as`."""
+class PlainWeight(Weight):
+    """The weight of a linear layer, in the type of the layer or `cache_dtype`."""
 
-    def __init__(self, shape: LinearShape, kept_as: torch.dtype | None = None) -> None:
+    def __init__(self, shape: LinearShape, cache_dtype: torch.dtype | None = None) -> None:
         super().__init__(shape)
         size = sum(shape.sizes_out), shape.size_in
-        self.weight = unfilled(*size, dtype=kept_as or shape.dtype, device=shape.device)
+        self.weight = unfilled(*size, dtype=cache_dtype or shape.dtype, device=shape.device)
         self.bias = bias_of(shape)
         self.rooms = list(shape.sizes_out)
         """Outputs of each part, and zeros behind them."""
@@ -53,14 +53,14 @@ class Plain(Weight):
         if weight.is_cuda:
             self._find_on_gpu()
         elif native.serves(weight.device, weight.dtype):
-            self.product = Product([Matrix.plain(weight)], bias, wide=wide)
+            self.product = LinearProduct([Matrix.plain(weight)], bias, wide=wide)
             if self.rows is None:
-                self.rows = functools.partial(Lookup(Matrix.plain(weight)), dtype=self.shape.dtype)
+                self.rows = functools.partial(GGUFRows(Matrix.plain(weight)), dtype=self.shape.dtype)
 
     def _find_on_gpu(self) -> None:
         from quire.kernels.triton.matmul import gated, linear
+        from quire.kernels.triton.moe_topk import choose as choose_experts
         from quire.kernels.triton.qkv import enter
-        from quire.kernels.triton.routing import choose as choose_experts
 
         weight, bias = self.weight, self.bias
         self.product = functools.partial(linear, weight=weight, bias=bias)
@@ -71,12 +71,12 @@ class Plain(Weight):
 
 
 class PlainExperts(StoredExperts):
-    """The experts of a layer, in its type or `kept_as`."""
+    """The experts of a layer, in its type or `cache_dtype`."""
 
-    def __init__(self, shape: ExpertShape, kept_as: torch.dtype | None = None) -> None:
+    def __init__(self, shape: ExpertShape, cache_dtype: torch.dtype | None = None) -> None:
         super().__init__(shape)
         num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
-        dtype = kept_as or shape.dtype
+        dtype = cache_dtype or shape.dtype
         self.gate_up = unfilled(num, 2 * inner, hidden, dtype=dtype, device=shape.device)
         self.down = unfilled(num, hidden, inner, dtype=dtype, device=shape.device)
 
@@ -88,27 +88,27 @@ class PlainExperts(StoredExperts):
     def find_kernels(self) -> None:
         experts, activation = ExpertWeights(self.gate_up, self.down, *self.biases), self.shape.activation
         if self.down.is_cuda:
-            from quire.kernels.triton.experts import mix as mix_on_gpu
+            from quire.kernels.triton.moe import mix as mix_on_gpu
 
             self.mix = functools.partial(mix_on_gpu, experts=experts, activation=activation)
         elif native.serves(self.down.device, self.down.dtype):
             gates, downs = ([Matrix.plain(weight) for weight in of] for of in experts[:2])
-            self.mix = Experts([[part] for part in gates], downs, activation, *self.biases)
+            self.mix = CpuExperts([[part] for part in gates], downs, activation, *self.biases)
         else:
             self.mix = functools.partial(mix, experts=experts, activation=activation)
 
 
 class PlainFormat:
-    """Keeps weights plain, in their layer's type or `kept_as`."""
+    """Keeps weights plain, in their layer's type or `cache_dtype`."""
 
-    def __init__(self, kept_as: torch.dtype | None = None) -> None:
-        self.kept_as = kept_as
+    def __init__(self, cache_dtype: torch.dtype | None = None) -> None:
+        self.cache_dtype = cache_dtype
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        return Plain(shape, self.kept_as)
+        return PlainWeight(shape, self.cache_dtype)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        return PlainExperts(shape, self.kept_as)
+        return PlainExperts(shape, self.cache_dtype)
 
 
 def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

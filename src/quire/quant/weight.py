@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from quire.config.facts import Routing
-from quire.kernels.ops import Entry
-from quire.quant.shares import Run, Runs
+from quire.checkpoint.facts import Routing
+from quire.kernels.ops import HeadEntry
+from quire.quant.sharding import Runs, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class LinearShape:
     much depends on it."""
     outputs: tuple[Runs, ...] = ()
     """Of each part: which of the stored outputs these are; empty: all."""
-    inputs: Run | None = None
+    inputs: Shard | None = None
     """The same of inputs."""
 
 
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     """Whether the checkpoint has all of it in one row or column."""
 
 
-class Text(Piece):
+class TextTensor(Piece):
     """Room for the bytes of a text, all zeros: the checkpoint may have fewer."""
 
 
@@ -65,7 +65,7 @@ class Weight(nn.Module):
     """Of a gate and an up part: silu(gate) * up."""
     of_gates: Callable[[Tensor], Tensor] | None = None
     """The product of silu(gate) * up, for x [T, 2 * size_in] of a gate and an up part."""
-    entered: Callable[[Tensor, Entry], Tensor | None] | None = None
+    entered: Callable[[Tensor, HeadEntry], Tensor | None] | None = None
     """Of query, key and value: `Ops.rotate_and_write` of the product; None where it does not fit x."""
     adapted: Callable[..., Tensor] | None = None
     """The product, and what adapters add (`adapted`)."""

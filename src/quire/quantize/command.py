@@ -10,16 +10,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from quire.capacity import human
+from quire.checkpoint.hub import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, locate
 from quire.config.cli import FlagParser
-from quire.config.engine import DEFAULT_MODEL_NAMES
 from quire.config.env import Env
 from quire.errors import ConfigError
-from quire.hub import DEFAULT_MODEL, locate
-from quire.quantize.compressed import Plan, write_compressed
+from quire.memory import human
+from quire.quantize.compressed import RoundingPlan, write_compressed
 from quire.quantize.gguf import GGUF_KINDS, write_gguf
 from quire.quantize.schemes import SCHEMES
-from quire.quantize.stored import Stored
+from quire.quantize.stored import SourceModel
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     path = locate(
         args.model, revision=args.revision, token=args.hf_token, cache_root=Env.read(os.environ).cache_root
     )
-    stored = Stored(path)
+    stored = SourceModel(path)
     if args.model in DEFAULT_MODEL_NAMES:
         stored.checkpoint = replace(stored.checkpoint, generation=dict(DEFAULT_MODEL.generation))
     started, to = time.monotonic(), Path(args.output).expanduser()
@@ -70,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def convert(stored: Stored, kind: str, to: Path, *, group: int | None = None, ignore: list[str]) -> int:
+def convert(stored: SourceModel, kind: str, to: Path, *, group: int | None = None, ignore: list[str]) -> int:
     """Write the model as `kind` into the directory `to`, which is gone again if that fails."""
-    plan = None if kind in GGUF_KINDS else Plan(stored, SCHEMES[kind], group, ignore)
+    plan = None if kind in GGUF_KINDS else RoundingPlan(stored, SCHEMES[kind], group, ignore)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} is there already and not an empty directory; give another --output")
     to.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.loader.shards import write_json, write_tensors
 from quire.logs import get_logger
-from quire.quantize.schemes import Scheme
-from quire.quantize.stored import Stored
+from quire.quantize.schemes import RoundingScheme
+from quire.quantize.stored import SourceModel
 
 logger = get_logger(__name__)
 
@@ -27,10 +27,12 @@ _FILE_BYTES = 4 << 30
 """A file is begun anew when the last has grown to this."""
 
 
-class Plan:
+class RoundingPlan:
     """Which weights of a model are rounded, and in groups of how many inputs."""
 
-    def __init__(self, stored: Stored, scheme: Scheme, group: int | None, ignore: Iterable[str]) -> None:
+    def __init__(
+        self, stored: SourceModel, scheme: RoundingScheme, group: int | None, ignore: Iterable[str]
+    ) -> None:
         more = [re.compile(pattern) for pattern in ignore]
         self.stored, self.scheme = stored, scheme
         modules = {
@@ -124,7 +126,7 @@ class Files:
             write_json(self.folder / "model.safetensors.index.json", index)
 
 
-def write_compressed(plan: Plan, to: Path, progress: Callable[[], object]) -> int:
+def write_compressed(plan: RoundingPlan, to: Path, progress: Callable[[], object]) -> int:
     """Calls `progress` after each tensor; returns the number of bytes written."""
     stored = plan.stored
     config = stored.config()

@@ -13,12 +13,12 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
-from quire.config.facts import ArchFacts
-from quire.config.gguf import GGUFFile
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.gguf import GGUFFile
 from quire.errors import ConfigError
 from quire.layers.rope import KINDS
 from quire.loader.gguf import gguf_name, row_order
-from quire.quantize.stored import Stored
+from quire.quantize.stored import SourceModel
 from quire.quantize.vocab import gguf_vocab
 from quire.text.tokenizer import load_tokenizer
 
@@ -74,7 +74,7 @@ class _Writer:
         self.writer.write_tensor_data(quantize(np.ascontiguousarray(values, np.float32), self.types[name]))
 
 
-def write_gguf(stored: Stored, to: str, folder: Path, progress: Callable[[], object]) -> int:
+def write_gguf(stored: SourceModel, to: str, folder: Path, progress: Callable[[], object]) -> int:
     """One file in `folder`; returns the number of bytes of its tensors."""
     kind, file_type = GGUF_KINDS[to]
     source = stored.checkpoint.path
@@ -119,7 +119,7 @@ def _of_file(file: GGUFFile, out: _Writer) -> Iterator[tuple[str, Values]]:
         file.forget()
 
 
-def _writable(stored: Stored) -> ArchFacts:
+def _writable(stored: SourceModel) -> ArchFacts:
     """The facts as the header tells them, if it can."""
     facts, path = stored.checkpoint.facts, stored.checkpoint.path
     if facts.architecture not in _ARCHITECTURES:
@@ -135,7 +135,7 @@ def _writable(stored: Stored) -> ArchFacts:
     return replace(facts, architecture="LlamaForCausalLM") if is_llama else facts
 
 
-def _write_header(stored: Stored, facts: ArchFacts, writer: GGUFWriter) -> None:
+def _write_header(stored: SourceModel, facts: ArchFacts, writer: GGUFWriter) -> None:
     rope = facts.layers[0].rope
     assert rope is not None
     writer.add_name(stored.checkpoint.path.name)
@@ -161,7 +161,7 @@ def _write_header(stored: Stored, facts: ArchFacts, writer: GGUFWriter) -> None:
         writer.add_key_value(key, value, GGUFValueType.UINT32 if kind == GGUFValueType.INT32 else kind, inner)
 
 
-def _of_directory(stored: Stored, facts: ArchFacts, out: _Writer) -> Iterator[tuple[str, Values]]:
+def _of_directory(stored: SourceModel, facts: ArchFacts, out: _Writer) -> Iterator[tuple[str, Values]]:
     names = {name: gguf_name(name, facts.architecture) for name in stored.shapes}
     if facts.tied:
         names.pop("lm_head.weight", None)

@@ -13,7 +13,7 @@ _LARGEST_FP8 = 448.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class RoundingScheme:
     """How the weights of linear layers are rounded and stored."""
 
     format: str
@@ -80,7 +80,7 @@ def _rounded(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 SCHEMES = {
-    "fp8": Scheme("float-quantized", _fp8, 8, "float"),
-    "int8": Scheme("int-quantized", _int8, 8, "int"),
-    "int4": Scheme("pack-quantized", _int4, 4, "int", grouped=True, dynamic=False),
+    "fp8": RoundingScheme("float-quantized", _fp8, 8, "float"),
+    "int8": RoundingScheme("int-quantized", _int8, 8, "int"),
+    "int4": RoundingScheme("pack-quantized", _int4, 4, "int", grouped=True, dynamic=False),
 }

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.config.facts import MoeFacts, RopeFacts
-from quire.config.gguf import GGUFFile
-from quire.config.keys import read_json
-from quire.config.model import Checkpoint, read_checkpoint
+from quire.checkpoint.facts import MoeFacts, RopeFacts
+from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.model import Checkpoint, read_checkpoint
+from quire.checkpoint.reader import read_json
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.loader.shards import copy_around, write_json
@@ -29,7 +29,7 @@ _MODEL_TYPES = {
 """Of a GGUF file's architecture; those whose config.json can be written from its header."""
 
 
-class Stored:
+class SourceModel:
     """A directory or a GGUF file, under the names of a directory."""
 
     def __init__(self, path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.errors import ConfigError
-from quire.text.gguf_vocab import WORDS, Words, read_vocab
+from quire.text.gguf_vocab import WORDS, GGUFWords, read_vocab
 from quire.text.tokenizer import Tokenizer
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
@@ -60,7 +60,7 @@ def _tokens(tokenizer: Tokenizer, model: dict[str, Any], size: int) -> dict[str,
 def _pre(tokenizer: Tokenizer, vocab: dict[str, Any]) -> str:
     """The name of the way in which text is cut into words: the one that reads back as this tokenizer."""
     expected = tokenizer.encode(_PROBE)
-    tried: dict[Words, str] = {}
+    tried: dict[GGUFWords, str] = {}
     for name, words in WORDS.items():
         tried.setdefault(words, name)
     for name in tried.values():

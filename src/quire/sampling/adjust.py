@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.sampling.counts import Counts
-from quire.sampling.moments import tell_time
 from quire.sampling.rows import ALLOWED, BANNED, BIASED, HELD, PENALTIES, TIMED, Ints, SamplingRows
+from quire.sampling.timestamps import tell_time
 from quire.sampling.transfer import to_device
 
 REMOVING = ALLOWED | BANNED | HELD | TIMED

@@ -9,14 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.capacity import rows_at_once
 from quire.data.plan import Masks, RowLogprobs, StepResult
 from quire.errors import ConfigError
+from quire.memory import rows_at_once
 from quire.sampling.adjust import REMOVING, adjust
-from quire.sampling.chance import Asked, floors, sample, uniform
-from quire.sampling.confine import Kept, open_confiner
+from quire.sampling.constrain import ConstrainedRows, open_masks
 from quire.sampling.counts import Counts
 from quire.sampling.logprobs import append_listed, row_logprobs
+from quire.sampling.random import SamplingTensors, floors, sample, uniform
 from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, Ints, SamplingRows
 from quire.sampling.transfer import take_rows, to_device
 
@@ -59,7 +59,7 @@ class Sampler:
         vocab: int,
         device: torch.device,
         logprobs_mode: str = "raw_logprobs",
-        sample: Callable[[Tensor, Asked], Tensor] | None = None,
+        sample: Callable[[Tensor, SamplingTensors], Tensor] | None = None,
         counts: Counts | None = None,
     ) -> None:
         if logprobs_mode not in LOGPROBS_MODES:
@@ -71,7 +71,7 @@ class Sampler:
         """A kernel that samples from logits; without it torch does."""
         self.counts = counts
         """Where penalties are remembered if the host does not know every token in time."""
-        self.confine = open_confiner(device)
+        self.constrain = open_masks(device)
         self.raw = logprobs_mode.startswith("raw")
 
     def __call__(
@@ -82,8 +82,8 @@ class Sampler:
         tokens: Ints,
         num_tokens: Ints,
         prompt_lens: Ints,
-        in_passing: Tensor | None = None,
-        asked: Asked | None = None,
+        sampled_in_graph: Tensor | None = None,
+        asked: SamplingTensors | None = None,
         masks: Masks = _FREE,
         redraw: Redraw | None = None,
     ) -> Sampled:
@@ -93,7 +93,7 @@ class Sampler:
         `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row; a row's
         num_tokens counts what is there before and is thus the position of the new token. A row that is there
         several times in succession draws as often, each time one position further, as if the tokens that lie
-        behind those were its own. `in_passing` are the
+        behind those were its own. `sampled_in_graph` are the
         tokens that `self.sample` gave for the logits as they are: good for rows that ask for nothing special.
         `masks` say what some of the rows may sample at all: the rest of their logits goes first. `redraw` may
         do both at once for rows that ask for nothing special.
@@ -107,9 +107,9 @@ class Sampler:
             return Sampled(drawn)
         masks.wait()
         if len(masks.rows):
-            self.confine(logits, masks, state.places(rows))
-        elif not special and in_passing is not None:
-            return Sampled(in_passing)
+            self.constrain(logits, masks, state.places(rows))
+        elif not special and sampled_in_graph is not None:
+            return Sampled(sampled_in_graph)
         if not special and self.sample is not None and asked is not None:
             return Sampled(self.sample(logits, asked))
         history = (tokens, num_tokens, prompt_lens)
@@ -124,7 +124,7 @@ class Sampler:
         rows: Ints,
         state: SamplingRows,
         history: History,
-        asked: Asked | None,
+        asked: SamplingTensors | None,
         masks: Masks,
     ) -> Sampled:
         """The same for more rows than go together, or for rows with several draws: first all first ones."""
@@ -134,12 +134,14 @@ class Sampler:
         draws, step = _draws(rows), rows_at_once(self.vocab)
         for draw in range(int(draws.max()) + 1):
             places = np.flatnonzero(draws == draw)
-            confined = masks.rows[masks.draws == draw] if len(masks.draws) else masks.rows
+            constrained = masks.rows[masks.draws == draw] if len(masks.draws) else masks.rows
             for at in (places[start : start + step] for start in range(0, len(places), step)):
                 index = to_device(at, self.device)
-                columns = asked and Asked(*(column.index_select(0, index) for column in asked))
+                columns = asked and SamplingTensors(*(column.index_select(0, index) for column in asked))
                 moved = (tokens, num_tokens + draw, prompt_lens)
-                part = self._special(logits.index_select(0, index), rows[at], state, moved, columns, confined)
+                part = self._special(
+                    logits.index_select(0, index), rows[at], state, moved, columns, constrained
+                )
                 sampled.token_ids.index_copy_(0, index, part.token_ids)
                 for row, found in part.logprobs.items():
                     sampled.logprobs.setdefault(row, []).extend(found)
@@ -151,16 +153,16 @@ class Sampler:
         rows: Ints,
         state: SamplingRows,
         history: History,
-        asked: Asked | None,
-        confined: Ints,
+        asked: SamplingTensors | None,
+        constrained: Ints,
     ) -> Sampled:
         """Everything that rows may ask for, for as many of them as go together."""
         num_tokens = history[1]
         logits = logits.float()
         kept = None
-        if len(confined):
-            reduced = np.flatnonzero(np.isin(rows, confined) & ((state.flags[rows] & REMOVING) != 0))
-            kept = Kept(logits, reduced) if len(reduced) else None
+        if len(constrained):
+            reduced = np.flatnonzero(np.isin(rows, constrained) & ((state.flags[rows] & REMOVING) != 0))
+            kept = ConstrainedRows(logits, reduced) if len(reduced) else None
         asking = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(asking, self.device)
         raw = logits.index_select(0, index) if self.raw and len(asking) else None

@@ -6,18 +6,18 @@ import numpy as np
 
 from quire.data.plan import Admission, FirstRun, Ints
 from quire.data.request import Request
-from quire.sched.adapters import AdapterGate
-from quire.sched.drafting import NO_DRAFTS, Drafting, Drafts
-from quire.sched.gates import GatedLine, Gates
-from quire.sched.in_flight import Flight, Notes
+from quire.sched.encoder_cache import EncoderCache, stripped
+from quire.sched.fairness import Capacity, FairShare
+from quire.sched.fault_isolation import FaultIsolation
+from quire.sched.in_flight import Notes, StepInFlight
 from quire.sched.kv_manager import Growth, Hit, KVManager
-from quire.sched.limits import Claim, Limits
-from quire.sched.media import EncoderCache, stripped
+from quire.sched.limits import Claim, StepLimits
+from quire.sched.lora import LoRAScheduler
 from quire.sched.prompt_pace import PromptPace
-from quire.sched.queues import LINES, FairLine
+from quire.sched.queues import LINES, FairQueue
+from quire.sched.readiness import GatedLine, Gates
 from quire.sched.running import RowIds, Running
-from quire.sched.shares import Room, Shares
-from quire.sched.trial import Trial
+from quire.sched.spec import NO_DRAFTS, Drafting, Drafts
 
 
 class Admitter:
@@ -28,10 +28,10 @@ class Admitter:
         *,
         kv: KVManager,
         running: Running,
-        limits: Limits,
-        trial: Trial,
+        limits: StepLimits,
+        trial: FaultIsolation,
         gates: Gates,
-        adapters: AdapterGate,
+        adapters: LoRAScheduler,
         media: EncoderCache,
         policy: str,
         chunked_prefill: bool,
@@ -52,12 +52,12 @@ class Admitter:
         self.chunked_prefill = chunked_prefill
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
-        self.shares = Shares() if fair else None
+        self.shares = FairShare() if fair else None
         self.prompt_pace = PromptPace()
-        line = LINES[policy]() if self.shares is None else FairLine(policy, self.shares)
+        line = LINES[policy]() if self.shares is None else FairQueue(policy, self.shares)
         self.waiting = GatedLine(line, gates)
 
-    def timed(self, flight: Flight) -> None:
+    def timed(self, flight: StepInFlight) -> None:
         """Learn from how long a step took."""
         if self.drafting is not None:
             self.drafting.timed(flight)
@@ -143,7 +143,7 @@ class Admitter:
         if len(order) < self.limits.max_rows and self._fits(request):
             return None
         wanted = -(-len(request.tokens) // kv.block_size)
-        room = Room(self.limits.max_rows, kv.pool.num_usable, wanted, kv.block_size, kv.share_prefixes)
+        room = Capacity(self.limits.max_rows, kv.pool.num_usable, wanted, kv.block_size, kv.share_prefixes)
         return self.shares.in_the_way(request, self.running, kv.num_held(order), room)
 
     def victims(self) -> RowIds | None:

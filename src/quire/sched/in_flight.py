@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from quire.data.plan import FirstRun, Ints, StepPlan, StepResult
 from quire.data.stats import StepStats
 from quire.sched.blocks import Block
-from quire.sched.landed import Landed
 from quire.sched.running import RowIds, Running
+from quire.sched.step_tokens import StepTokens
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Notes:
 
 
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """A plan on its way, with what only its own result may be measured by."""
 
     plan: StepPlan
@@ -66,14 +66,14 @@ class Flight:
         seconds = self.plan.num_tokens[timed] * (self.seconds / self.plan.total_tokens)
         return dict(zip(running.ids[self.rows[timed]].tolist(), seconds.tolist(), strict=True))
 
-    def landed(self, running: Running, result: StepResult) -> Landed:
+    def landed(self, running: Running, result: StepResult) -> StepTokens:
         """The result, without the rows whose requests ended meanwhile."""
         rows, plan, alive = self.rows, self.plan, self.alive(running)
         sampled = rows if len(plan.sampling_rows) == len(rows) else rows[plan.samples]
         num_drafts = plan.num_drafts[plan.samples] if len(plan.num_drafts) else plan.num_drafts
         if result.pooled:  # the rows of a pooling model get no token
             pooled = {int(row): result.pooled[int(row)] for row in rows[plan.samples & alive]}
-            return Landed(running, rows[:0], num_drafts, StepResult(result.token_ids, pooled=pooled), {})
+            return StepTokens(running, rows[:0], num_drafts, StepResult(result.token_ids, pooled=pooled), {})
         if not alive.all():
             sampled = rows[plan.samples & alive]
             left, here = set(rows[alive].tolist()), alive[plan.samples]
@@ -88,4 +88,4 @@ class Flight:
             )
             num_drafts = num_drafts[here] if len(num_drafts) else num_drafts
         starts = {row: int(self.starts[rows == row][0]) for row in result.prompt_logprobs}
-        return Landed(running, sampled, num_drafts, result, starts)
+        return StepTokens(running, sampled, num_drafts, result, starts)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.config.layout import most_blocks
+from quire.checkpoint.layout import most_blocks
 from quire.data.plan import Ints
 from quire.data.request import Request
 from quire.sched.blocks import Block, BlockPool

@@ -24,7 +24,7 @@ class Claim(NamedTuple):
     num_tokens: int
 
 
-class Limits:
+class StepLimits:
     """The most rows and tokens of a step, and the most tokens that one request gets in it.
 
     They are what the settings say until a batch fails though each of its requests can run alone: then half of

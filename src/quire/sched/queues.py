@@ -10,10 +10,10 @@ from collections import deque
 from typing import Protocol
 
 from quire.data.request import Request
-from quire.sched.shares import Shares
+from quire.sched.fairness import FairShare
 
 
-class WaitingLine(Protocol):
+class WaitingQueue(Protocol):
     """The requests that wait, in the order in which they come in. A request stands in it once."""
 
     def push(self, request: Request) -> None: ...
@@ -24,7 +24,7 @@ class WaitingLine(Protocol):
     def __len__(self) -> int: ...
 
 
-class FcfsLine:
+class FcfsQueue:
     """First come, first served. A request that has run, here or in a core that died, stands at the front."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class FcfsLine:
         return len(self._living)
 
 
-class PriorityLine:
+class PriorityQueue:
     """Lowest priority value first; among equals the earlier arrival."""
 
     def __init__(self) -> None:
@@ -109,17 +109,17 @@ class PriorityLine:
         return len(self._living)
 
 
-LINES: dict[str, type[FcfsLine] | type[PriorityLine]] = {"fcfs": FcfsLine, "priority": PriorityLine}
+LINES: dict[str, type[FcfsQueue] | type[PriorityQueue]] = {"fcfs": FcfsQueue, "priority": PriorityQueue}
 
 
-class FairLine:
+class FairQueue:
     """A line for each tenant, by whatever policy; next is the first in that of the tenant that has had
     least."""
 
-    def __init__(self, policy: str, shares: Shares) -> None:
+    def __init__(self, policy: str, shares: FairShare) -> None:
         self._make_line = LINES[policy]
         self._shares = shares
-        self._lines: dict[int, FcfsLine | PriorityLine] = {}
+        self._lines: dict[int, FcfsQueue | PriorityQueue] = {}
         """By tenant, where somebody waits."""
 
     def push(self, request: Request) -> None:
@@ -131,7 +131,7 @@ class FairLine:
         """Who was here before: nothing changes for its tenant."""
         self._line_of(request).push_front(request)
 
-    def _line_of(self, request: Request) -> FcfsLine | PriorityLine:
+    def _line_of(self, request: Request) -> FcfsQueue | PriorityQueue:
         return self._lines.setdefault(request.tenant, self._make_line())
 
     def peek(self) -> Request:

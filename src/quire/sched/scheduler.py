@@ -15,20 +15,20 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.data.plan import Admission, Finish, Ints, StepOutput, StepPlan, StepResult
+from quire.data.plan import Admission, FinishReason, Ints, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
-from quire.sched.adapters import AdapterGate
 from quire.sched.admission import Admitter
-from quire.sched.constraints import Constraints, Grammars
-from quire.sched.drafting import Drafting, Drafts
-from quire.sched.gates import Gates
-from quire.sched.in_flight import Flight, Notes
+from quire.sched.encoder_cache import EncoderCache
+from quire.sched.fault_isolation import FaultIsolation
+from quire.sched.grammar import Constraints, GrammarCompiler
+from quire.sched.in_flight import Notes, StepInFlight
 from quire.sched.kv_manager import Growth, KVManager
-from quire.sched.limits import Limits
-from quire.sched.media import EncoderCache
+from quire.sched.limits import StepLimits
+from quire.sched.lora import LoRAScheduler
+from quire.sched.preemption import PreemptionWarning, choose_victim
+from quire.sched.readiness import Gates
 from quire.sched.running import Running
-from quire.sched.trial import Trial
-from quire.sched.victims import PreemptionWarning, choose_victim
+from quire.sched.spec import Drafting, Drafts
 
 
 class Scheduler:
@@ -47,26 +47,26 @@ class Scheduler:
         reserve_full_prompt: bool = True,
         watermark: float = 0.0,
         num_stages: int = 1,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
         fair: bool = False,
         drafting: Drafting | None = None,
-        adapters: AdapterGate | None = None,
+        adapters: LoRAScheduler | None = None,
         media: EncoderCache | None = None,
     ) -> None:
         """`num_stages` of a pipeline: with more than one no row is planned before its last token is known,
         and plans carry those tokens; with one they stay on the device. A `fair` one shares tokens between
         tenants."""
         self.kv = kv
-        self.limits = Limits(
+        self.limits = StepLimits(
             max_rows=max_num_seqs,
             max_tokens=max_num_batched_tokens,
             longest_chunk=long_prefill_token_threshold,
         )
         self.policy = policy
-        self.trial = Trial(self.limits)
+        self.trial = FaultIsolation(self.limits)
         self.running = Running(max_num_seqs, max_model_len, num_stages)
         self.constraints = Constraints(grammars)
-        self.adapters = adapters or AdapterGate()
+        self.adapters = adapters or LoRAScheduler()
         self.gates = Gates(self.constraints, self.adapters)
         self.admitter = Admitter(
             kv=kv,
@@ -85,7 +85,7 @@ class Scheduler:
         )
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
-        self.in_flight: deque[Flight] = deque()
+        self.in_flight: deque[StepInFlight] = deque()
         """Plans without a result, oldest first."""
         self.adapters.in_flight = self.in_flight
         self._notes = Notes()
@@ -110,16 +110,16 @@ class Scheduler:
         self.media.add(request, self.limits)
         self.admitter.waiting.push(request)
 
-    def abort(self, request_ids: Iterable[str]) -> dict[str, Finish]:
+    def abort(self, request_ids: Iterable[str]) -> dict[str, FinishReason]:
         """End requests from outside. Unknown ids (already finished, say) are passed over."""
         known = [self.requests[id] for id in dict.fromkeys(request_ids) if id in self.requests]
         return {request.id: self._finish(request, "abort") for request in known}
 
-    def settle(self) -> dict[str, Finish]:
+    def settle(self) -> dict[str, FinishReason]:
         """Take in what requests wait for, and end those who do so in vain."""
         return {id: self._finish(self.requests[id], "error", why) for id, why in self.gates.settle().items()}
 
-    def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> Finish:
+    def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> FinishReason:
         if request.row >= 0:
             self._vacate(request.row)
         else:
@@ -130,7 +130,7 @@ class Scheduler:
         for notes in (self._notes, *(flight.notes for flight in self.in_flight)):
             notes.admitted.pop(request.id, None)
         self.trial.leave(request, reason)
-        return Finish(reason, stop_reason, request.num_preemptions)
+        return FinishReason(reason, stop_reason, request.num_preemptions)
 
     def _vacate(self, row: int) -> Request:
         self.kv.free(row)
@@ -188,7 +188,7 @@ class Scheduler:
         )
         if self.running.num_stages > 1:
             plan.values = self.running.tell(rows)
-        self.in_flight.append(Flight(plan, notes, rows, starts, admissions, self.kv.take_fresh()))
+        self.in_flight.append(StepInFlight(plan, notes, rows, starts, admissions, self.kv.take_fresh()))
         self.constraints.launch(self.running, self.in_flight[-1])
         return plan
 
@@ -276,7 +276,7 @@ class Scheduler:
         self.constraints.begin(running)
         return output
 
-    def fail(self, plan: StepPlan) -> dict[str, Finish]:
+    def fail(self, plan: StepPlan) -> dict[str, FinishReason]:
         """The oldest step in flight broke: nothing of it counts, nor of those behind it. All go back to the
         line. Those who were in it are tried one by one, so that only those end that fail by themselves."""
         flight = self.in_flight[0]

@@ -8,37 +8,37 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.metrics.keys import KeyPages
-from quire.server import replies
-from quire.server.adapters.roster import Roster
-from quire.server.adapters.routes import add_adapter_routes
-from quire.server.answering import ClientGone
-from quire.server.chat import answer_chat
-from quire.server.completions import answer_completion
-from quire.server.direct import Direct, Respond, json_routes
-from quire.server.document import BODY, CODES, document, replies_of
+from quire.server.anthropic.answer import answer_messages
+from quire.server.anthropic.bodies import MessagesBody
+from quire.server.anthropic.errors import MessageErrors
+from quire.server.anthropic.routes import add_message_routes
+from quire.server.api_keys import Ledger
+from quire.server.audio.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
 from quire.server.engine import Engine
-from quire.server.errors import add_error_handlers, nobody
-from quire.server.gate import Gate
-from quire.server.generate import Api
-from quire.server.keys import Ledger
-from quire.server.messages.answer import answer_messages
-from quire.server.messages.bodies import MessagesBody
-from quire.server.messages.errors import MessageErrors
-from quire.server.messages.routes import add_message_routes
-from quire.server.middleware import surrounded
-from quire.server.observe import Observed
-from quire.server.operate import add_operate_routes
-from quire.server.origins import Origins
+from quire.server.http.document import BODY, CODES, document, replies_of
+from quire.server.http.errors import add_error_handlers, nobody
+from quire.server.http.fast_path import Direct, Respond, json_routes
+from quire.server.http.in_flight import ClientGone
+from quire.server.http.limits import HttpGate
+from quire.server.http.metrics import Observed
+from quire.server.http.middleware import surrounded
+from quire.server.http.origins import Origins
+from quire.server.lora.registry import LoRARegistry
+from quire.server.lora.routes import add_adapter_routes
+from quire.server.openai import replies
+from quire.server.openai.chat import answer_chat
+from quire.server.openai.completions import answer_completion
+from quire.server.openai.requests import ChatBody, CompletionBody
+from quire.server.openai.scoring import add_scoring_route
+from quire.server.openai.service import GenerationService
+from quire.server.ops.routes import add_operate_routes
+from quire.server.ops.status import add_model_routes, add_status_routes
 from quire.server.page import OPEN_PATHS, Feed, add_page
-from quire.server.pooling.bodies import EmbeddingInput, EmbeddingTalk
+from quire.server.pooling.bodies import EmbeddingChatBody, EmbeddingInput
 from quire.server.pooling.embeddings import answer_embeddings
 from quire.server.pooling.routes import add_pooling_routes
-from quire.server.requests import ChatBody, CompletionBody
 from quire.server.responses.routes import Responses, add_response_routes
-from quire.server.scoring import add_scoring_route
 from quire.server.settings import ServerSettings, paths
-from quire.server.speech.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
-from quire.server.status import add_model_routes, add_status_routes
 from quire.server.tokens.routes import add_token_routes, add_tokens_in_out
 
 
@@ -50,10 +50,10 @@ class Application:
         engine: Engine,
         settings: ServerSettings,
         keys: KeyPages | None = None,
-        roster: Roster | None = None,
+        registry: LoRARegistry | None = None,
     ) -> None:
-        """`keys` and `roster` are shared by the processes of a server."""
-        self.api = Api(engine, settings, roster)
+        """`keys` and `registry` are shared by the processes of a server."""
+        self.api = GenerationService(engine, settings, registry)
         docs = not settings.api.disable_fastapi_docs
         self.routes = FastAPI(
             title="Quire",
@@ -76,7 +76,7 @@ class Application:
         self.asgi = _surrounded(self.routes, self.api, settings, Ledger(settings.keys, keys))
 
 
-def _add_text_routes(app: FastAPI, api: Api) -> None:
+def _add_text_routes(app: FastAPI, api: GenerationService) -> None:
     add_generate_routes(app, api)
     add_response_routes(app, Responses(api))
     add_message_routes(app, api)
@@ -86,15 +86,15 @@ def _add_text_routes(app: FastAPI, api: Api) -> None:
     add_speech_routes(app, api)
 
 
-def _surrounded(app: FastAPI, api: Api, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
+def _surrounded(app: FastAPI, api: GenerationService, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
     access, tokens_only = settings.access, settings.api.tokens_only
     busy: dict[str, tuple[Any, Respond]] = {
         "/v1/chat/completions": (ChatBody, functools.partial(answer_chat, api)),
         "/v1/completions": (CompletionBody, functools.partial(answer_completion, api)),
         "/v1/messages": (MessagesBody, functools.partial(answer_messages, api)),
-        "/v1/embeddings": (EmbeddingInput | EmbeddingTalk, functools.partial(answer_embeddings, api)),
+        "/v1/embeddings": (EmbeddingInput | EmbeddingChatBody, functools.partial(answer_embeddings, api)),
     }
-    gate = Gate(
+    gate = HttpGate(
         Direct(app, {} if tokens_only else busy, json_routes(app), log_stack=settings.log.log_error_stack),
         ledger=ledger,
         open_paths=paths(access.api_key_exempt) | OPEN_PATHS,
@@ -107,7 +107,7 @@ def _surrounded(app: FastAPI, api: Api, settings: ServerSettings, ledger: Ledger
     return Observed(surrounded(Origins(inner, access), access.middleware), api.engine.count_exchange)
 
 
-def add_generate_routes(app: FastAPI, api: Api) -> None:
+def add_generate_routes(app: FastAPI, api: GenerationService) -> None:
     @app.post("/v1/chat/completions", **replies_of(replies.ChatReply, *CODES, stream=True), **BODY)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from quire.data.outputs import RequestOutput
 
 
-class Encoder(Protocol):
+class AnswerEncoder(Protocol):
     """An answer in the words of one API: as the events of a stream, or whole."""
 
     @property

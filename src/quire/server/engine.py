@@ -6,15 +6,15 @@ from typing import Any, Protocol, TypeGuard
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
-from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import PoolingParams
-from quire.frontend.checked import CheckedParams
+from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.frontend.checked_params import CheckedParams
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.metrics.http import Exchange
-from quire.metrics.keys import Account
+from quire.metrics.keys import KeyAccount
 
 
-class Facts(Protocol):
+class EngineFactsLike(Protocol):
     """What is known of the model once the engine is up."""
 
     @property
@@ -95,7 +95,7 @@ class Engine(Protocol):
     def operation(self) -> Operations: ...
 
     @property
-    def facts(self) -> Facts: ...
+    def facts(self) -> EngineFactsLike: ...
     @property
     def inputs(self) -> InputProcessor:
         """Knows the limits that hold: `max_model_len` may have been fitted to the memory."""
@@ -113,7 +113,7 @@ class Engine(Protocol):
         priority: int = 0,
         rank: int | None = None,
         timed: bool = False,
-        account: Account | None = None,
+        account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
     ) -> Outputs:
         """A RequestError is raised by the call itself. Outputs may carry an id of the engine's own. With a
@@ -129,7 +129,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         rank: int | None = None,
-        account: Account | None = None,
+        account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
     ) -> PooledOutputs:
         """As `generate`, of a pooling model."""

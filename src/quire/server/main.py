@@ -14,16 +14,16 @@ from starlette.routing import Route
 from quire.errors import ConfigError
 from quire.logs import get_logger
 from quire.metrics.keys import KeyPages
-from quire.server.adapters.roster import Roster
 from quire.server.app import Application
 from quire.server.engine import Engine
-from quire.server.exposure import exposures
-from quire.server.log_config import apply_log_config
-from quire.server.protocol import HttpLimits, HttpProtocol
-from quire.server.refusals import OpenConnections, RefusalLog
+from quire.server.http.accept import Hand, Taker
+from quire.server.http.exposure import exposures
+from quire.server.http.log_config import apply_log_config
+from quire.server.http.protocol import HttpLimits, HttpProtocol
+from quire.server.http.refusals import OpenConnections, RefusalLog
+from quire.server.http.sockets import bind
+from quire.server.lora.registry import LoRARegistry
 from quire.server.settings import LogSection, ServerSettings, paths
-from quire.server.sockets import bind
-from quire.server.spread import Hand, Taker
 
 logger = get_logger(__name__)
 
@@ -88,12 +88,12 @@ async def serve(
     announce: bool = True,
     on_serving: Callable[[Application], object] = lambda _: None,
     keys: KeyPages | None = None,
-    roster: Roster | None = None,
+    registry: LoRARegistry | None = None,
 ) -> None:
     """Answer on `sockets`, or on the connections that `hand` is dealt, until `stop` is set (without one:
     until SIGTERM or SIGINT). Then let running requests finish for `shutdown_timeout` seconds and abort the
     rest. `on_serving` is called when connections are answered."""
-    application = Application(engine, settings, keys, roster)
+    application = Application(engine, settings, keys, registry)
     server = _Server(
         _config(application, settings), hand=hand, on_serving=functools.partial(on_serving, application)
     )

@@ -8,16 +8,16 @@ from typing import Annotated, Any, Literal
 from quire.config.args import checked_value
 from quire.config.cli import HIDDEN_TITLE, add_foreign_flag, add_section_flags
 from quire.config.env import Env, MediaEnv, StoreLimits
-from quire.config.sections import Option, Rule, options_of
+from quire.config.sections import FieldRule, Option, options_of
+from quire.config.unsupported import UNBUILT, is_switch, refuse
 from quire.data.params import MAX_SEQUENCES
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
-from quire.server.adapters.modules import Module, read_modules
-from quire.server.keys import Key, read_keys
-from quire.server.log_config import read_log_config
-from quire.server.middleware import found
-from quire.server.parsing import Parsers
-from quire.unbuilt import UNBUILT, is_switch, refuse
+from quire.server.api_keys import Key, read_keys
+from quire.server.http.log_config import read_log_config
+from quire.server.http.middleware import found
+from quire.server.lora.modules import Module, read_modules
+from quire.server.openai.parsing import Parsers
 
 logger = get_logger(__name__)
 
@@ -31,13 +31,13 @@ class HttpSection:
 
     host: str | None = None
     """Address to listen on. Default: every interface."""
-    port: Annotated[int, Rule(at_least=0, at_most=65535)] = 8000
+    port: Annotated[int, FieldRule(at_least=0, at_most=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
     uds: str | None = None
     """Path of a Unix socket to listen on, in place of host and port."""
     root_path: str = ""
     """Path under which a proxy offers this server."""
-    api_server_count: Annotated[int | None, Rule(at_least=0, at_most=256, short="-asc")] = None
+    api_server_count: Annotated[int | None, FieldRule(at_least=0, at_most=256, short="-asc")] = None
     """Processes that answer HTTP, all on one port and in front of the same engines. Default: as many as there
     are engines."""
     headless: bool = False
@@ -48,28 +48,28 @@ class HttpSection:
     """Certificate, for https."""
     ssl_ca_certs: str | None = None
     """Certificates of the authorities that client certificates are checked against."""
-    ssl_cert_reqs: Annotated[int, Rule(at_least=0, at_most=2)] = 0
+    ssl_cert_reqs: Annotated[int, FieldRule(at_least=0, at_most=2)] = 0
     """Client certificates: 0 none, 1 checked if sent, 2 required."""
     ssl_ciphers: str | None = None
     """Allowed TLS ciphers, in OpenSSL's notation."""
-    max_request_body_bytes: Annotated[int, Rule(at_least=1, human=True)] = 64 << 20
+    max_request_body_bytes: Annotated[int, FieldRule(at_least=1, human=True)] = 64 << 20
     """Largest body of a request; a larger one is answered with 413."""
-    h11_max_incomplete_event_size: Annotated[int, Rule(at_least=1, human=True)] = 64 << 10
+    h11_max_incomplete_event_size: Annotated[int, FieldRule(at_least=1, human=True)] = 64 << 10
     """Most bytes of a request's first line and headers; more are answered with 431."""
-    h11_max_header_count: Annotated[int, Rule(at_least=1)] = 128
+    h11_max_header_count: Annotated[int, FieldRule(at_least=1)] = 128
     """Most headers of a request; more are answered with 431."""
-    request_header_timeout: Annotated[float, Rule(above=0)] = 30.0
+    request_header_timeout: Annotated[float, FieldRule(above=0)] = 30.0
     """Seconds from the first byte of a request, or from a new connection, to the end of the headers."""
-    request_body_timeout: Annotated[float, Rule(above=0)] = 30.0
+    request_body_timeout: Annotated[float, FieldRule(above=0)] = 30.0
     """Seconds between two pieces of a request's body."""
-    max_connections: Annotated[int | None, Rule(at_least=1)] = None
+    max_connections: Annotated[int | None, FieldRule(at_least=1)] = None
     """Most open connections of each API process; further ones are answered with 503. Default: seven eighths
     of the files that a process may open, and at most 65536."""
-    max_connections_per_address: Annotated[int | None, Rule(at_least=1)] = None
+    max_connections_per_address: Annotated[int | None, FieldRule(at_least=1)] = None
     """Most of them from one IPv4 address or IPv6 /64 network. Default: three quarters of max_connections."""
-    shutdown_timeout: Annotated[float, Rule(at_least=0)] = 30.0
+    shutdown_timeout: Annotated[float, FieldRule(at_least=0)] = 30.0
     """Seconds that running requests get to finish when the server is told to stop; 0 aborts them at once."""
-    health_timeout: Annotated[float, Rule(above=0)] = 30.0
+    health_timeout: Annotated[float, FieldRule(above=0)] = 30.0
     """Seconds without progress of the engine after which /health says 503."""
 
 
@@ -92,7 +92,7 @@ class AccessSection:
     """CORS: JSON list of the methods that other origins may use."""
     allowed_headers: list[str] = field(default_factory=lambda: ["*"])
     """CORS: JSON list of the headers that other origins may send."""
-    middleware: Annotated[tuple[str, ...], Rule(repeats=True)] = ()
+    middleware: Annotated[tuple[str, ...], FieldRule(repeats=True)] = ()
     """Import path of an ASGI class, or of an async function of a request and `call_next`, that stands around
     every request; may be given several times, the last one outermost."""
 
@@ -145,7 +145,7 @@ class ApiSection:
     fingerprint_value, or nothing."""
     fingerprint_value: str | None = None
     """The fingerprint of mode `custom`."""
-    max_n: Annotated[int, Rule(at_least=1, at_most=16384)] = 128
+    max_n: Annotated[int, FieldRule(at_least=1, at_most=16384)] = 128
     """Most answers that one request may ask for at once."""
 
 
@@ -165,7 +165,7 @@ class AdapterSection:
     lora_resolver_hub: tuple[str, ...] = ()
     """Hub ids (org/name), or organizations, of adapters that clients may name. Default:
     QUIRE_LORA_RESOLVER_HF_REPO_LIST, or none."""
-    lora_max_download_bytes: Annotated[int, Rule(at_least=1, human=True)] = 4 << 30
+    lora_max_download_bytes: Annotated[int, FieldRule(at_least=1, human=True)] = 4 << 30
     """Largest adapter that is fetched from a url."""
 
 
@@ -186,7 +186,7 @@ class LogSection:
     """Log the id, parameters and prompt of every request."""
     enable_log_outputs: bool = False
     """Log the answers too; needs enable_log_requests."""
-    max_log_len: Annotated[int | None, Rule(at_least=0)] = None
+    max_log_len: Annotated[int | None, FieldRule(at_least=0)] = None
     """Most characters of a prompt or answer in the log. Default: all."""
     log_error_stack: bool = False
     """Log the stack of an error that is answered with 500 within the API."""

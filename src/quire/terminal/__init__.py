@@ -14,11 +14,11 @@ Emit = Callable[[str], None]
 
 TALKERS = LazyTable(
     "talker",
-    {"local": "quire.terminal.local:LocalTalker", "server": "quire.terminal.server:ServerTalker"},
+    {"local": "quire.terminal.local:LocalBackend", "server": "quire.terminal.server:ServerBackend"},
 )
 
 
-class Talker(Protocol):
+class ChatBackend(Protocol):
     """Someone who answers. Both methods hand the text to `emit` and return the number of its tokens."""
 
     name: str
@@ -56,9 +56,9 @@ def add_shared_flags(parser: FlagParser) -> None:
     group.add_argument("-q", "--quick", metavar="TEXT", help="Answer this and exit.")
 
 
-def open_talker(args: argparse.Namespace) -> Talker:
+def open_talker(args: argparse.Namespace) -> ChatBackend:
     local = args.local or bool(given_from(args))
-    talker: Talker = TALKERS["local" if local else "server"](args)
+    talker: ChatBackend = TALKERS["local" if local else "server"](args)
     print(f"Using model: {talker.name}", flush=True)
     return talker
 

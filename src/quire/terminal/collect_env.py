@@ -11,7 +11,7 @@ from importlib import metadata
 
 from quire.config.cli import FlagParser
 from quire.config.machine import Machine
-from quire.dist.platform import detect
+from quire.system.platform import detect
 from quire.version import __version__
 
 GIB = 1 << 30

@@ -9,13 +9,13 @@ import msgspec
 from quire.config.cli import given_from
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
+from quire.entrypoints.llm import LLM
 from quire.frontend.chat import chat_prompt, read_template
 from quire.frontend.inputs import Prompt
-from quire.llm import LLM
 from quire.terminal import Emit
 
 
-class LocalTalker:
+class LocalBackend:
     """Answers from a model in this process."""
 
     def __init__(self, args: argparse.Namespace) -> None:

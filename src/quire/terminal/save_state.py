@@ -4,18 +4,18 @@ import argparse
 import time
 from pathlib import Path
 
-from quire.capacity import human
-from quire.comm.group import Group
-from quire.comm.world import World
-from quire.config.borrowed import BORROWED
+from quire.checkpoint.transformers_backend import BORROWED
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.config.engine import EngineConfig
-from quire.config.ranks import Rank
+from quire.config.parallel import Rank
+from quire.configure import configure
 from quire.errors import ConfigError
-from quire.loader.sharded import Kept, save_state
+from quire.loader.sharded import ShardedStateKey, save_state
 from quire.loader.shards import copy_around
 from quire.loader.source import FORMATS, detect
-from quire.prepare import configure
+from quire.memory import human
+from quire.parallel.group import Group
+from quire.parallel.world import World
 from quire.worker.worker import Worker
 
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     for rank in range(size):  # one after the other: to load a share, nobody else is needed
         worker = Worker(config, World(Rank(tp=rank), tp=Group(rank, size)))
         worker.load()
-        kept = Kept.of(
+        kept = ShardedStateKey.of(
             checkpoint.facts.architecture, worker.dtype, worker.device, config.model.quantization, size
         )
         num_bytes += save_state(worker.model, kept, source.shapes({}), to, rank)

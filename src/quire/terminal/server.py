@@ -13,7 +13,7 @@ from quire.remote.openai import Chunk, bearer, models, stream
 from quire.terminal import Emit
 
 
-class ServerTalker:
+class ServerBackend:
     """Answers from a running server."""
 
     def __init__(self, args: argparse.Namespace) -> None:

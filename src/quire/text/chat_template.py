@@ -102,7 +102,7 @@ def choose_template(
 
 
 @dataclass(slots=True)
-class Marks:
+class MediaMarkers:
     """What stands for media in texts, where a template knows only those."""
 
     text: Callable[[str, int], str]
@@ -134,7 +134,7 @@ class _Item(NamedTuple):
 
 
 def normalise(
-    messages: Iterable[Mapping[str, Any]], content_format: ContentFormat, marks: Marks | None = None
+    messages: Iterable[Mapping[str, Any]], content_format: ContentFormat, marks: MediaMarkers | None = None
 ) -> list[dict[str, Any]]:
     """Messages as the template expects them: content as one string or as parts, tool arguments as objects.
     Media are parts of type image, video or audio, for which there have to be `marks`."""
@@ -187,7 +187,7 @@ def _is_content(node: "nodes.Node", aliases: set[str]) -> bool:
 
 
 def _normalise_message(
-    message: Mapping[str, Any], content_format: ContentFormat, marks: Marks | None
+    message: Mapping[str, Any], content_format: ContentFormat, marks: MediaMarkers | None
 ) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message must be an object with a role, not {message!r:.80}", param="messages")

@@ -58,7 +58,7 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class GGUFWords:
     """How a byte-level vocabulary cuts text into words before merging."""
 
     splits: tuple[str, ...]
@@ -70,25 +70,25 @@ class Words:
     nfc: bool = False
 
 
-_WORDS_BY_KIND: list[tuple[Words, str]] = [
+_WORDS_BY_KIND: list[tuple[GGUFWords, str]] = [
     (
-        Words((_GPT2,)),
+        GGUFWords((_GPT2,)),
         "default gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4",
     ),
     (
-        Words((_LLAMA3,), whole_words=True, add_bos=True),
+        GGUFWords((_LLAMA3,), whole_words=True, add_bos=True),
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
     ),
-    (Words((_LLAMA3,)), "dbrx smaug-bpe glm4 chatglm-bpe"),
-    (Words((_QWEN2,), nfc=True), "qwen2"),
-    (Words((_QWEN2,)), "deepseek-r1-qwen stablelm2 hunyuan megrez kormo solar-open"),
-    (Words((_QWEN35,), nfc=True), "qwen35"),
-    (Words((_TEKKEN,), whole_words=True, add_bos=True), "tekken"),
-    (Words((_GPT4O,)), "gpt-4o llama4 kanana2 minimax-m2"),
-    (Words((r"\p{N}", _GPT2)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
-    (Words((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9]+", "[0-9]{3}")), "falcon"),
+    (GGUFWords((_LLAMA3,)), "dbrx smaug-bpe glm4 chatglm-bpe"),
+    (GGUFWords((_QWEN2,), nfc=True), "qwen2"),
+    (GGUFWords((_QWEN2,)), "deepseek-r1-qwen stablelm2 hunyuan megrez kormo solar-open"),
+    (GGUFWords((_QWEN35,), nfc=True), "qwen35"),
+    (GGUFWords((_TEKKEN,), whole_words=True, add_bos=True), "tekken"),
+    (GGUFWords((_GPT4O,)), "gpt-4o llama4 kanana2 minimax-m2"),
+    (GGUFWords((r"\p{N}", _GPT2)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
+    (GGUFWords((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9]+", "[0-9]{3}")), "falcon"),
     (
-        Words(
+        GGUFWords(
             (
                 r"[\r\n]",
                 _DEEPSEEK_LETTERS,
@@ -100,11 +100,11 @@ _WORDS_BY_KIND: list[tuple[Words, str]] = [
         ),
         "deepseek-llm",
     ),
-    (Words((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")), "deepseek-coder"),
-    (Words((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3)), "deepseek-v3 hunyuan-dense joyai-llm"),
-    (Words((_SEED_CODER,)), "seed-coder"),
-    (Words((_BLOOM,)), "bloom poro-chat gpt3-finnish"),
-    (Words((_BLOOM, r"\p{N}")), "viking"),
+    (GGUFWords((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")), "deepseek-coder"),
+    (GGUFWords((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3)), "deepseek-v3 hunyuan-dense joyai-llm"),
+    (GGUFWords((_SEED_CODER,)), "seed-coder"),
+    (GGUFWords((_BLOOM,)), "bloom poro-chat gpt3-finnish"),
+    (GGUFWords((_BLOOM, r"\p{N}")), "viking"),
 ]
 WORDS = {name: words for words, names in _WORDS_BY_KIND for name in names.split()}
 """By the value of tokenizer.ggml.pre."""
@@ -167,7 +167,7 @@ def _listed(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
     return values  # type: ignore[no-any-return]
 
 
-def _words(pre: str) -> Words:
+def _words(pre: str) -> GGUFWords:
     if pre not in WORDS:
         warn_once(
             logger,
@@ -190,7 +190,7 @@ def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -
         raise ConfigError(f"the GGUF file's vocabulary and merges do not fit together: {error}") from error
 
 
-def _byte_level(tokens: Sequence[str], merges: list[tuple[str, str]], words: Words) -> Tokenizer:
+def _byte_level(tokens: Sequence[str], merges: list[tuple[str, str]], words: GGUFWords) -> Tokenizer:
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(_bpe(vocab, merges, ignore_merges=words.whole_words))
     if words.nfc:

@@ -10,7 +10,7 @@ from typing import Any, overload
 import tokenizers
 from tokenizers import AddedToken, normalizers
 
-from quire.config.gguf import GGUFFile
+from quire.checkpoint.gguf import GGUFFile
 from quire.errors import ConfigError, RequestError
 from quire.text.chat_template import choose_template, render_chat
 from quire.text.gguf_vocab import read_vocab

@@ -12,25 +12,25 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.attention.batch import Batch
-from quire.comm.dispatch import Dispatch
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, Masks, Pending, StepPlan, StepResult
 from quire.errors import EngineDead
 from quire.layers.lora import AdapterSlots
-from quire.sampling.chance import Asked
+from quire.parallel.all2all import ExpertDispatch
+from quire.sampling.random import SamplingTensors
 from quire.sampling.sampler import Sampled, Sampler
 from quire.sampling.transfer import to_device
-from quire.worker.drafter import Drafter
-from quire.worker.embeds import take_embeds
-from quire.worker.media import Encoder
+from quire.worker.input_buffers import BufferSizes, blank, bytes_of, host_arrays, slots_of, tensors
 from quire.worker.memory import Needs
-from quire.worker.reach import reach_of
+from quire.worker.multimodal.bidirectional import reach_of
+from quire.worker.multimodal.embeds import take_embeds
+from quire.worker.multimodal.encoder import MediaEncoder
 from quire.worker.rows import Rows
-from quire.worker.seen import Seen
-from quire.worker.sheet import Sizes, blank, bytes_of, host_arrays, slots_of, tensors
+from quire.worker.spec.drafter import Drafter
+from quire.worker.spec.progress import DraftProgress
 
 
-class Computed(NamedTuple):
+class ForwardResult(NamedTuple):
     """What a step gave on the device."""
 
     hidden: Tensor
@@ -39,13 +39,13 @@ class Computed(NamedTuple):
     """[N, vocab], a row for each sequence that samples"""
     token_ids: Tensor | None = None
     """[N], where tokens are sampled in passing"""
-    asked: Asked | None = None
+    asked: SamplingTensors | None = None
     rows: Tensor | None = None
     """[N] int64, whose logits these are"""
     given: Any = None
     """What it was computed from, where the device makes its own inputs."""
-    taps: tuple[Tensor, ...] = ()
-    """See `Batch.taps`."""
+    aux_hidden_states: tuple[Tensor, ...] = ()
+    """See `Batch.aux_hidden_states`."""
     follow: Callable[[], Tensor] | None = None
     """What is done with tokens that were sampled in passing, where it was captured."""
     found: Tensor | None = None
@@ -54,10 +54,10 @@ class Computed(NamedTuple):
     """Samples [N] by the masks that lie on the device, where that was captured."""
 
 
-class Undrawn:
+class UnsampledRows:
     """A step whose rows wait to hear what they may sample."""
 
-    def __init__(self, plan: StepPlan, done: Computed) -> None:
+    def __init__(self, plan: StepPlan, done: ForwardResult) -> None:
         self.plan = plan
         self.done = done
         self.drawn: Pending | None = None
@@ -102,7 +102,7 @@ class Neighbours(Protocol):
 
 
 @dataclass(slots=True)
-class Step:
+class DeviceStep:
     """A step that is ready to run once the stage before has sent what it needs."""
 
     run: Callable[[], Any]
@@ -117,11 +117,11 @@ class Step:
         passed: Passed = self.run()
         return passed
 
-    def draw(self) -> Computed:
+    def draw(self) -> ForwardResult:
         """The last layers, and the tokens that come of them."""
         if self.before is not None and self.receive is not None:
             self.receive(self.before)
-        done: Computed = self.run()
+        done: ForwardResult = self.run()
         return done
 
 
@@ -129,7 +129,7 @@ class Device(Protocol):
     """Where steps are computed: what the worker asks of a CPU or a GPU."""
 
     @property
-    def sample(self) -> Callable[[Tensor, Asked], Tensor] | None:
+    def sample(self) -> Callable[[Tensor, SamplingTensors], Tensor] | None:
         """How tokens are sampled in passing."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
@@ -139,20 +139,22 @@ class Device(Protocol):
     def warm_up(self, config: EngineConfig) -> None:
         """The cache is there: get ready for the first request."""
 
-    def draft_by(self, drafter: Drafter, seen: Seen | None, max_tokens: int, *, by_chance: bool) -> None:
+    def draft_by(
+        self, drafter: Drafter, seen: DraftProgress | None, max_tokens: int, *, by_chance: bool
+    ) -> None:
         """It proposes tokens in front of steps that want some, the likeliest or `by_chance`. What one that
         does not follow has `seen` is noted; of what it missed it computes so many tokens in a step."""
 
     def forget(self) -> None:
         """Weights and cache will lie elsewhere: let go of all that knows where they are."""
 
-    def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
         """The step, ready to run."""
 
-    def redraw(self, done: Computed, masks: Masks, places: Ints) -> Tensor | None:
+    def redraw(self, done: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
         """Tokens by masks, the quick way; None if there is none. `places` [max_rows] of rows in the step."""
 
-    def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
+    def land(self, plan: StepPlan, done: ForwardResult, sampled: Sampled, all_rows: Rows) -> Pending:
         """Bring the sampled tokens back; called before the rows advance."""
 
 
@@ -165,11 +167,11 @@ class Model:
     attention: AttentionBackend
     link: Neighbours | None = None
     """None: all layers are here."""
-    ep: Dispatch | None = None
+    ep: ExpertDispatch | None = None
     """The way to experts on other devices, if some are there."""
     adapters: AdapterSlots | None = None
     """Those that requests may ask for."""
-    encoder: Encoder | None = None
+    encoder: MediaEncoder | None = None
     """What it sees or hears with."""
     reaches: bool = False
     """Whether the tokens of an item see each other in both directions."""
@@ -223,8 +225,8 @@ class Model:
         """Whether some row has an adapter with tokens of its own, for which nothing is taped or captured."""
         return self.adapters is not None and bool(self.adapters.has_own[all_rows.adapter[plan.rows]].any())
 
-    def step(self, run: Callable[[], Any], before: Tensor | None) -> Step:
-        return Step(run) if self.link is None else Step(run, before, self.link.receive)
+    def step(self, run: Callable[[], Any], before: Tensor | None) -> DeviceStep:
+        return DeviceStep(run) if self.link is None else DeviceStep(run, before, self.link.receive)
 
     def hidden(self, batch: Batch) -> Any:
         """[T, hidden], or what is to be passed on."""
@@ -316,7 +318,9 @@ def blank_batch(
     `adapters` it takes the way of those, although no token has one."""
     num_groups, num_rows, _ = block_tables.shape
     num_samples = len(lens) if num_samples is None else num_samples
-    sizes = Sizes(int(lens.sum()), len(lens), num_samples, 0, num_groups, adapters, drafts=drafts, axes=axes)
+    sizes = BufferSizes(
+        int(lens.sum()), len(lens), num_samples, 0, num_groups, adapters, drafts=drafts, axes=axes
+    )
     memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
     arrays = host_arrays(memory, sizes)
     blank(arrays, 0, num_rows - 1, 0)

@@ -11,12 +11,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from quire.capacity import CacheRoom, CacheSize, human
-from quire.config.layout import CacheLayout
+from quire.checkpoint.layout import CacheLayout
 from quire.config.machine import Machine
 from quire.config.sections import CacheSection
 from quire.errors import ConfigError
 from quire.layers.attention import Caching, PagedAttention
+from quire.memory import CacheRoom, CacheSize, human
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,12 @@ def bind(
     num_blocks: int,
     num_rows: int,
     block_size: int,
-    kept_as: torch.dtype,
+    cache_dtype: torch.dtype,
     device: torch.device,
 ) -> int:
     """Give every layer its part of a cache of so many blocks: pages in the slab that it shares with one layer
     of each other group, or what each row has of its own, and one more for padding. The bytes of all."""
-    per_number = num_blocks * block_size * kept_as.itemsize
+    per_number = num_blocks * block_size * cache_dtype.itemsize
     ends = list(accumulate(layout.slabs, initial=0))
     pages = reserve(num_bytes := ends[-1] * per_number, device=device)
     specs = ((number, spec) for number, spec in enumerate(layout.specs) if spec is not None)
@@ -127,16 +127,18 @@ def bind(
     for (number, spec), layer in zip(keeping, layers, strict=True):
         assert spec == layer.keeps, f"layer {number} keeps {layer.keeps}"
         if not spec.is_paged:
-            memory, group = reserve(num_rows + 1, spec.row_bytes(kept_as.itemsize), device=device), 0
+            memory, group = reserve(num_rows + 1, spec.row_bytes(cache_dtype.itemsize), device=device), 0
             num_bytes += memory.nbytes
         else:
             group, slab = layout.places[number]
             memory = pages[ends[slab] * per_number : ends[slab + 1] * per_number]
             if (part := layout.parts[number]) != (0, 1):
                 assert isinstance(layer, PagedAttention), "only keys and values lie side by side"
-                layer.bind_memory(memory, block_size=block_size, kept_as=kept_as, group=group, part=part)
+                layer.bind_memory(
+                    memory, block_size=block_size, cache_dtype=cache_dtype, group=group, part=part
+                )
                 continue
-        layer.bind_memory(memory, block_size=block_size, kept_as=kept_as, group=group)
+        layer.bind_memory(memory, block_size=block_size, cache_dtype=cache_dtype, group=group)
     return num_bytes
 
 

@@ -9,25 +9,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.capacity import CacheSize, activation_bytes, human
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.pooling import PoolingFacts
 from quire.config.engine import EngineConfig
-from quire.config.facts import ArchFacts
-from quire.config.pooling import PoolingFacts
+from quire.configure import open_tokenizer
 from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.data.pooling import Floats, Pooled, PoolingParams
 from quire.errors import ConfigError
 from quire.layers.lora import AdapterSlots
 from quire.layers.scope import Scope
 from quire.logs import get_logger
+from quire.memory import CacheSize, activation_bytes, human
 from quire.models.pooling import PoolingModel
-from quire.prepare import open_tokenizer
+from quire.worker.cpu import Done
 from quire.worker.device import batch_of, blank_batch
-from quire.worker.host import Done
-from quire.worker.media import Encoder
+from quire.worker.input_buffers import StepBuffers, bytes_of, sizes_of, tensors
 from quire.worker.memory import Needs
-from quire.worker.reach import both_ways, reach_of
+from quire.worker.multimodal.bidirectional import both_ways, reach_of
+from quire.worker.multimodal.encoder import MediaEncoder
 from quire.worker.rows import Rows
-from quire.worker.sheet import Page, bytes_of, sizes_of, tensors
 
 log = get_logger(__name__)
 
@@ -63,7 +63,7 @@ class PoolingRunner:
         pooling: PoolingFacts,
         device: torch.device,
         adapters: AdapterSlots | None = None,
-        encoder: Encoder | None = None,
+        encoder: MediaEncoder | None = None,
         reaches: bool = False,
         windows: tuple[int | None, ...] = (),
     ) -> None:
@@ -126,7 +126,7 @@ class PoolingRunner:
         axes = all_rows.num_axes(plan)
         sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts, axes=axes)
         memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
-        page = Page(memory, sizes)
+        page = StepBuffers(memory, sizes)
         page.write(plan, all_rows)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         rows, width = int(plan.rows.max()) + 1, -(-int(seq_lens.max()) // all_rows.block_size)

@@ -12,7 +12,7 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 
-class Recorder:
+class TorchProfiler:
     """One recording at a time, of the thread that starts it and of the device."""
 
     def __init__(self, profiling: Profiling, name: str, *, on_gpu: bool) -> None:

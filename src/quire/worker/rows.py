@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.embeds import Embeds
-from quire.data.media import Item
+from quire.data.multimodal import MediaItem
 from quire.data.plan import Admission, Ints, StepPlan, spread
+from quire.data.prompt_embeds import PromptEmbeds
 from quire.layers.lora import AdapterSlots
 from quire.sampling.rows import SamplingRows
-from quire.worker.turns import Turns
+from quire.worker.multimodal.mrope import MRopePositions
 
 Wide = NDArray[np.int64]
 EACH_ONE: Ints = np.empty(0, np.int32)
@@ -58,11 +58,11 @@ class Rows:
         """What the last plan changed in `block_tables`: places in the flat tables, and block ids."""
         self.drafts: Ints = np.zeros((max_rows, most_drafts), np.int32)
         """What was proposed here to follow each row's tokens."""
-        self.embeds: dict[int, Embeds] = {}
+        self.embeds: dict[int, PromptEmbeds] = {}
         """By row: prompts that came as vectors, and are not computed yet."""
-        self.turns = Turns(max_rows, max_len) if turns else None
+        self.turns = MRopePositions(max_rows, max_len) if turns else None
         """Of models whose heads do not always turn by the place of a token."""
-        self.items: dict[int, list[Item]] = {}
+        self.items: dict[int, list[MediaItem]] = {}
         """By row: images, videos and sounds of a prompt, unless all of them are computed."""
         self.wholes: dict[int, int] = {}
         """By row: of how many tokens, from the first on, all see each other; of prompts with such items."""

@@ -7,9 +7,9 @@ import torch
 
 from quire.data.plan import Masks, Pending, StepPlan, StepResult
 from quire.sampling.sampler import Sampler
-from quire.worker.device import Device, Undrawn
-from quire.worker.host import Done
-from quire.worker.parts import Part
+from quire.worker.cpu import Done
+from quire.worker.device import Device, UnsampledRows
+from quire.worker.features import StepFeature
 from quire.worker.rows import Rows
 
 _FREE = Masks()
@@ -18,12 +18,14 @@ _FREE = Masks()
 class Runner:
     """Takes a plan through rows, device, sampler and parts."""
 
-    def __init__(self, *, device: Device, all_rows: Rows, sampler: Sampler, parts: Sequence[Part]) -> None:
+    def __init__(
+        self, *, device: Device, all_rows: Rows, sampler: Sampler, parts: Sequence[StepFeature]
+    ) -> None:
         self.device = device
         self.all_rows = all_rows
         self.sampler = sampler
         self.parts = parts
-        self._undrawn: Undrawn | None = None
+        self._undrawn: UnsampledRows | None = None
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Pending:
@@ -34,8 +36,8 @@ class Runner:
             return Done(StepResult(token_ids=plan.rows))
         for part in self.parts:
             part.begin(plan)
-        self._undrawn = Undrawn(plan, self.device.prepare(plan, self.all_rows).draw())
-        return self._undrawn if len(plan.confined) else self.draw(_FREE)
+        self._undrawn = UnsampledRows(plan, self.device.prepare(plan, self.all_rows).draw())
+        return self._undrawn if len(plan.constrained) else self.draw(_FREE)
 
     @torch.inference_mode()
     def draw(self, masks: Masks) -> Pending:
@@ -45,10 +47,10 @@ class Runner:
         plan, done = step.plan, step.done
         del step.done
         asked = (plan.logit_rows, self.all_rows.sampling, *self.all_rows.history)
-        in_passing, redraw = done.token_ids, None
-        if len(plan.confined):  # of which nothing was sampled in passing
-            in_passing, redraw = None, partial(self.device.redraw, done)
-        sampled = self.sampler(done.logits, *asked, in_passing, done.asked, masks, redraw)
+        sampled_in_graph, redraw = done.token_ids, None
+        if len(plan.constrained):  # of which nothing was sampled in passing
+            sampled_in_graph, redraw = None, partial(self.device.redraw, done)
+        sampled = self.sampler(done.logits, *asked, sampled_in_graph, done.asked, masks, redraw)
         for part in self.parts:
             part.end(plan, done.hidden, sampled)
         step.drawn = self.device.land(plan, done, sampled, self.all_rows)

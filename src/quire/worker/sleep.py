@@ -8,13 +8,13 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from quire.dist.process import collect_all
 from quire.logs import get_logger
+from quire.system.process import collect_all
 
 log = get_logger(__name__)
 
 
-class Stowed:
+class OffloadedWeights:
     """The weights of a model in host memory, their own given back.
 
     Storages are emptied and filled again in place: whoever holds a weight or a part of one, kernels and their

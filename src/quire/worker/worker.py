@@ -11,48 +11,48 @@ import torch
 from torch import nn
 
 from quire.attention.backend import AttentionBackend, AttentionSpec, choose
-from quire.capacity import CacheSize, embeds_bytes, human, ladder, size_cache
-from quire.comm.dispatch import open_dispatch
-from quire.comm.world import World
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.layout import CacheLayout, cache_specs, layout
+from quire.checkpoint.pooling import PoolingFacts
 from quire.config.engine import EngineConfig
-from quire.config.experts import Eplb
-from quire.config.facts import ArchFacts
+from quire.config.expert_parallel import Eplb
 from quire.config.generation import alignment_heads, unsaid
-from quire.config.layout import CacheLayout, cache_specs, layout
-from quire.config.pooling import PoolingFacts
+from quire.config.parallel import Stage
 from quire.config.profiling import Profiling
-from quire.config.ranks import Stage
 from quire.config.speculation import SpecFacts
+from quire.data.control import MEMORY
 from quire.data.lora import AdapterFacts, LoRARequest
-from quire.data.operating import MEMORY
 from quire.data.plan import Masks, Pending, StepPlan
 from quire.errors import RequestError
-from quire.kernels import native
+from quire.kernels.cpu import native
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import Experts
 from quire.loader import load_model
 from quire.logs import get_logger
+from quire.memory import CacheSize, embeds_bytes, human, ladder, size_cache
+from quire.parallel.all2all import open_dispatch
+from quire.parallel.world import World
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
-from quire.worker.adapters import Adapters, check_slots, slots_of, why_no_own
-from quire.worker.alignment import Alignment
-from quire.worker.balance import Balancer
+from quire.worker.cpu import CpuDevice
+from quire.worker.cpu import draw as draw_on_host
 from quire.worker.device import Device, Model, device_failures
-from quire.worker.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
-from quire.worker.host import Host
-from quire.worker.host import draw as draw_on_host
-from quire.worker.media import CrossEncoder, Encoder, open_encoder, tower_group
+from quire.worker.eplb import Balancer
+from quire.worker.features import PromptLogprobs, StepFeature
+from quire.worker.lora import LoRAManager, check_slots, slots_of, why_no_own
 from quire.worker.memory import Needs, bind, cache_room, free_bytes, table, unite_memory
-from quire.worker.parts import Part, PromptLogprobs
+from quire.worker.multimodal.encoder import CrossEncoder, MediaEncoder, open_encoder, tower_group
+from quire.worker.multimodal.timestamps import Alignment
+from quire.worker.pipeline import StageLink, StageRunner
 from quire.worker.pooling import PoolingRunner, pooling_builder
-from quire.worker.profiler import Recorder
+from quire.worker.profiler import TorchProfiler
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
-from quire.worker.seen import open_seen
-from quire.worker.sleep import Stowed, give_back, used_bytes
-from quire.worker.stages import Link, StageRunner
+from quire.worker.sleep import OffloadedWeights, give_back, used_bytes
+from quire.worker.spec.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
+from quire.worker.spec.progress import open_seen
 
 log = get_logger(__name__)
 
@@ -74,7 +74,7 @@ class Worker:
         else:
             unite_memory()
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self.kept_as = _KEPT_AS.get(config.cache.kv_cache_dtype, self.dtype)
+        self.cache_dtype = _KEPT_AS.get(config.cache.kv_cache_dtype, self.dtype)
         """The type of the cache."""
         facts, parallel = config.own_facts, config.parallel
         self.stage = Stage(world.rank.pp, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
@@ -93,9 +93,9 @@ class Worker:
         self.balancer: Balancer | None = None
         self.backend = self._backend(facts)
         self.model: Any = None
-        self.encoder: Encoder | None = None
+        self.encoder: MediaEncoder | None = None
         """None of a model that takes in text alone, and in stages that read no tokens."""
-        self.adapters: Adapters | None = None
+        self.adapters: LoRAManager | None = None
         """None: requests cannot ask for any."""
         self.draft: Any = None
         """The model that drafts, if there is one."""
@@ -109,15 +109,15 @@ class Worker:
         self._rows: Rows | None = None
         self._size: CacheSize | None = None
         """Of the cache, as it was allocated."""
-        self._stowed: Stowed | None = None
+        self._stowed: OffloadedWeights | None = None
         """Weights that are in host memory."""
         self._asleep: set[str] = set()
         """Which of `MEMORY`."""
         self._name = f"dp{world.rank.dp}_pp{world.rank.pp}_tp{world.rank.tp}_rank"
         profiling = Profiling.of(config.observability.profiler_config)
-        self._recorder: Recorder | None = None
+        self._recorder: TorchProfiler | None = None
         if profiling is not None:
-            self._recorder = Recorder(profiling, self._name, on_gpu=self.device.type == "cuda")
+            self._recorder = TorchProfiler(profiling, self._name, on_gpu=self.device.type == "cuda")
 
     def _layout(self, facts: ArchFacts) -> CacheLayout:
         """Of the layers that are here, those of the draft last."""
@@ -138,8 +138,8 @@ class Worker:
         asked = config.attention.attention_backend
         own = max((facts.of_layer(layer) for layer in facts.layers), key=lambda each: each.head_dim)
         sizes = own.heads, own.kv_heads, own.head_dim
-        has = {"sinks": facts.sinks, "leans": bool(facts.slopes), "reaches": self._reaches}
-        spec = AttentionSpec(*sizes, self.dtype, **has, kept_as=self.kept_as)
+        has = {"sinks": facts.sinks, "leans": bool(facts.alibi_slopes), "reaches": self._reaches}
+        spec = AttentionSpec(*sizes, self.dtype, **has, cache_dtype=self.cache_dtype)
         backend = choose(None if asked == "AUTO" else asked, spec, config.machine)
         if config.speculation is not None and self.device.type == "cuda":
             check_ahead(backend.name, config.speculation.num_speculative_tokens, latent=facts.mla is not None)
@@ -318,7 +318,7 @@ class Worker:
         if self.adapters is None:
             # The planner says what to drop. It may count on all that it has not dropped.
             max_kept = lora.max_cpu_loras + lora.max_loras + 2
-            self.adapters = Adapters(slots, max_kept=max_kept, layers=layers)
+            self.adapters = LoRAManager(slots, max_kept=max_kept, layers=layers)
         else:
             self.adapters.refill(slots)
 
@@ -334,7 +334,7 @@ class Worker:
             self._drop_models()
             self._release_slots()
         elif self.model is not None and self._stowed is None and self.device.type == "cuda":
-            self._stowed = Stowed(self._models)
+            self._stowed = OffloadedWeights(self._models)
             self._release_slots()
         give_back(self.device)
         freed = before - used_bytes(self.device)
@@ -426,14 +426,14 @@ class Worker:
         config, facts, model = self.config, self.config.checkpoint.facts, self.model
         link = None
         if self.stage.count > 1:
-            link = Link(self.world.pp, facts.hidden, self.dtype, self.device)
+            link = StageLink(self.world.pp, facts.hidden, self.dtype, self.device)
         slots = None if self.adapters is None else self.adapters.slots
         all_rows.slots = slots
         own = Model(model, model.logits, self.backend, link, self.ep, slots, self.encoder, self._reaches)
         device = open_device(own, all_rows, self.device, config.speculation)
         if self.drafter is not None:
             asked, first = config.speculation, len(config.own_facts.layers)
-            is_ahead = not isinstance(device, Host)
+            is_ahead = not isinstance(device, CpuDevice)
             device.draft_by(
                 self.drafter,
                 None if self.drafter.follows else open_seen(all_rows, self.layout, first, ahead=is_ahead),
@@ -448,7 +448,7 @@ class Worker:
             num_own = 0 if slots is None else slots.num_own
             counts = Counts(config.scheduler.max_num_seqs, facts.vocab + num_own, self.device)
         sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
-        parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode, slots)]
+        parts: list[StepFeature] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode, slots)]
         if isinstance(self.encoder, CrossEncoder):
             heads = alignment_heads(config)
             parts.append(Alignment(self.encoder.crossing, heads, all_rows, self.world.tp))
@@ -484,7 +484,7 @@ class Worker:
             num_blocks=num_blocks,
             num_rows=self.config.scheduler.max_num_seqs if num_rows is None else num_rows,
             block_size=self.config.cache.block_size,
-            kept_as=self.kept_as,
+            cache_dtype=self.cache_dtype,
             device=self.device,
         )
 
@@ -493,8 +493,8 @@ def open_device(
     model: Model, all_rows: Rows, device: torch.device, drafts: SpecFacts | None = None
 ) -> Device:
     if device.type == "cpu":
-        return Host(model, all_rows, None if native.library() is None else draw_on_host)
-    from quire.worker.cuda import Cuda
-    from quire.worker.draws import draw
+        return CpuDevice(model, all_rows, None if native.library() is None else draw_on_host)
+    from quire.worker.cuda.device import CudaDevice
+    from quire.worker.cuda.mask_sampling import draw
 
-    return Cuda(model, all_rows, draw, device, drafts)
+    return CudaDevice(model, all_rows, draw, device, drafts)

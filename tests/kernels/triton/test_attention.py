@@ -10,10 +10,10 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.attention.triton_attn import MOST_ROWS, TritonAttention
 from quire.kernels.triton import attention_launch as launch
-from quire.kernels.triton.attention_launch import Layer, shares_of
+from quire.kernels.triton.attention_launch import AttentionLayer, shares_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LAYER = Layer(32, 8, 128, 0.1, 0, 0.0, 1.0, 1.0)
+LAYER = AttentionLayer(32, 8, 128, 0.1, 0, 0.0, 1.0, 1.0)
 
 
 def test_shares_fill_the_device() -> None:
@@ -26,7 +26,7 @@ def test_shares_fill_the_device() -> None:
 @pytest.mark.parametrize(("sm_kib", "programs"), [(228, 4), (164, 3), (100, 2), (30, 1)])
 def test_a_multiprocessor_takes_what_its_memory_holds(sm_kib: int, programs: int) -> None:
     """More would wait for a second turn."""
-    shape = launch.Shape(16, 32, 2, 3, per_sm=4)
+    shape = launch.AttentionShape(16, 32, 2, 3, per_sm=4)
     assert launch.programs_at_once(shape, 2 * 128 * 2, sm_kib << 10) == programs
 
 

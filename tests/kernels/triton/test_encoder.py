@@ -7,7 +7,7 @@ import pytest
 import torch
 from interpreter import more
 
-from quire.kernels.encoder import HEIGHTS, Spans, attend, tiles_of, turn
+from quire.kernels.reference.encoder import HEIGHTS, Spans, attend, tiles_of, turn
 from quire.kernels.triton import encoder
 
 CUDA = torch.cuda.is_available()

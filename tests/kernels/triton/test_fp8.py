@@ -7,15 +7,15 @@ import torch
 from interpreter import more
 from torch import Tensor
 
-from quire.kernels.fp8 import E4M3, Scaled, linear_reference, narrowed, quantize_reference
-from quire.kernels.reference import Reference
+from quire.kernels.reference.fp8 import E4M3, Scaled, linear_reference, narrowed, quantize_reference
+from quire.kernels.reference.ops import Reference
 from quire.kernels.triton.fp8 import Plan, choose, gated, linear, multiply, of_gates, quantize
-from quire.kernels.triton.matmul import Rows, Tiles
+from quire.kernels.triton.matmul import RowsPlan, TilesPlan
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float16
-PLANS: list[Plan] = [Rows(16, 4), Tiles(16, 64, 128, 1, 4, 3), Tiles(64, 64, 128, 3, 4, 3)]
+PLANS: list[Plan] = [RowsPlan(16, 4), TilesPlan(16, 64, 128, 1, 4, 3), TilesPlan(64, 64, 128, 3, 4, 3)]
 gpu = pytest.mark.gpu
 
 
@@ -93,16 +93,16 @@ def test_quantizes_what_is_gated() -> None:
 )
 def test_products_of_odd_sizes(plan: Plan, num: int, blocked: bool) -> None:
     x, weight, bias = rounded(num, 416)[:, 16:], stored(150, 400, blocked=blocked), random(150)
-    quantized = isinstance(plan, Tiles)
+    quantized = isinstance(plan, TilesPlan)
     close(multiply(x, weight, None, plan), linear_reference(x, weight, quantized=quantized))
     close(multiply(x, weight, bias, plan), linear_reference(x, weight, bias, quantized=quantized))
 
 
 @pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
-@pytest.mark.parametrize("plan", [*PLANS[:2], Tiles(64, 64, 128, 1, 4, 3)], ids=str)
+@pytest.mark.parametrize("plan", [*PLANS[:2], TilesPlan(64, 64, 128, 1, 4, 3)], ids=str)
 def test_gate_and_up_in_one(plan: Plan, blocked: bool) -> None:
     x, weight = rounded(3, 272) / 16, stored(2 * 128, 272, blocked=blocked)
-    expected = linear_reference(x, weight, quantized=isinstance(plan, Tiles))
+    expected = linear_reference(x, weight, quantized=isinstance(plan, TilesPlan))
     close(multiply(x, weight, None, plan, gated=True), Reference().gated(expected, "silu"))
 
 
@@ -149,8 +149,8 @@ def test_every_shape_has_a_plan_that_fits() -> None:
     for case in itertools.product(range(1, 300, 7), sizes, (1, 2), (False, True)):
         num, (size_out, size_in), parts, blocked = case
         plan = choose(num, size_out, size_in, parts, blocked)
-        if isinstance(plan, Rows):
+        if isinstance(plan, RowsPlan):
             assert size_in <= 16384 and 128 % plan.rows == 0, case
-        if isinstance(plan, Tiles):
+        if isinstance(plan, TilesPlan):
             assert not blocked or plan.rows <= plan.length == 128, case
             assert plan.stages * plan.length * (plan.num + parts * plan.rows) <= 227 * 1024, case

@@ -5,19 +5,19 @@ import torch
 from interpreter import more
 from torch import Tensor
 
-from quire.kernels import int8 as reference
-from quire.kernels.experts import ExpertWeights
-from quire.kernels.experts import mix as mix_reference
-from quire.kernels.int8 import Codes, narrow, product_reference
-from quire.kernels.reference import Reference
-from quire.kernels.triton.int8 import Plan, Product, Tiles, multiply, round_rows
-from quire.kernels.triton.int8_experts import ExpertCodes, mix
-from quire.kernels.triton.matmul import Rows
+from quire.kernels.reference import int8 as reference
+from quire.kernels.reference.int8 import Int8Codes, narrow, product_reference
+from quire.kernels.reference.moe import ExpertWeights
+from quire.kernels.reference.moe import mix as mix_reference
+from quire.kernels.reference.ops import Reference
+from quire.kernels.triton.int8 import Int8Product, Int8TilesPlan, Plan, multiply, round_rows
+from quire.kernels.triton.int8_moe import ExpertCodes, mix
+from quire.kernels.triton.matmul import RowsPlan
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float16
-TILES = [Tiles(16, 64, 64, 4, 3), Tiles(64, 64, 128, 4, 3)]
+TILES = [Int8TilesPlan(16, 64, 64, 4, 3), Int8TilesPlan(64, 64, 128, 4, 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(DTYPE)
 
 
-def weight_of(*shape: int) -> Codes:
+def weight_of(*shape: int) -> Int8Codes:
     """Outputs of very different sizes."""
     made = narrow(torch.randn(*shape, device=DEVICE) * torch.rand(shape[0], 1, device=DEVICE) * 0.1)
     if CUDA:
@@ -66,7 +66,7 @@ def test_rows_of_odd_sizes(num: int, gated: bool) -> None:
     x, weight, bias = random(num, 112)[:, :97], weight_of(38, 97), None if gated else random(38)
     expected = product_reference(x, weight, bias)
     expected = Reference().gated(expected, "silu") if gated else expected
-    close(multiply(x, None, weight, bias, Rows(8, 4), gated=gated), expected)
+    close(multiply(x, None, weight, bias, RowsPlan(8, 4), gated=gated), expected)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_what_is_chosen_multiplies(num: int, rounds: bool) -> None:
     for size_in in (128, 100):
         x, weight, bias = random(num, size_in), weight_of(48, size_in), random(48)
         limit = 2e-2 if rounds and num > 64 else 6e-3
-        product = Product(weight, bias, rounds=rounds)
+        product = Int8Product(weight, bias, rounds=rounds)
         if num:
             close(product(x), product_reference(x, weight, bias), limit)
             expected = Reference().gated(product_reference(x, weight), "silu")
-            close(Product(weight, None, rounds=rounds).gated(x), expected, limit)
+            close(Int8Product(weight, None, rounds=rounds).gated(x), expected, limit)
         else:
             assert product(x).shape == (0, 48)
 
@@ -119,7 +119,7 @@ def test_what_is_chosen_multiplies(num: int, rounds: bool) -> None:
 def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
     x, weight = random(num, size_in), weight_of(size_out, size_in)
     for rounds in (False, True):
-        product = Product(weight, None, rounds=rounds)
+        product = Int8Product(weight, None, rounds=rounds)
         limit = 2e-2 if rounds else 6e-3
         close(product(x), product_reference(x, weight), limit)
         small = x / size_in**0.5

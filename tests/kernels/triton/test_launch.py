@@ -6,8 +6,8 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.config.facts import Routing
-from quire.kernels.triton import matmul, routing
+from quire.checkpoint.facts import Routing
+from quire.kernels.triton import matmul, moe_topk
 from quire.kernels.triton.launch import compiling, launch, room
 from quire.kernels.triton.ops import TritonOps
 
@@ -43,12 +43,12 @@ def test_what_no_kernel_has_written_can_be_looked_up() -> None:
 
 
 def test_experts_that_no_kernel_has_chosen_can_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "_route", Kernel())
+    monkeypatch.setattr(moe_topk, "_route", Kernel())
     how = Routing(8, "softmax", renormalized=True, scale=1.0)
     with compiling():
         for _ in range(8):
             torch.full((512, 8), -1, dtype=torch.int32)  # memory that the ids may get
-            ids, _ = routing.route(torch.zeros(512, 16), how)
+            ids, _ = moe_topk.route(torch.zeros(512, 16), how)
             assert not ids.any()
 
 

@@ -5,14 +5,14 @@ import torch
 from interpreter import more
 from torch import Tensor
 
-from quire.kernels import experts as reference
-from quire.kernels.experts import ExpertAdapters, ExpertWeights
-from quire.kernels.ops import Adapted, Entry
-from quire.kernels.reference import Reference
-from quire.kernels.triton import experts as kernels
+from quire.kernels.ops import HeadEntry, LoRAHeads
+from quire.kernels.reference import moe as reference
+from quire.kernels.reference.moe import ExpertAdapters, ExpertWeights
+from quire.kernels.reference.ops import Reference
+from quire.kernels.triton import moe as kernels
 from quire.kernels.triton.lora import add, assign
-from quire.kernels.triton.lora_few import Few, added
-from quire.kernels.triton.matmul import Rows, Tiles, gated, linear, multiply
+from quire.kernels.triton.lora_few import FewRows, added
+from quire.kernels.triton.matmul import RowsPlan, TilesPlan, gated, linear, multiply
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.qkv import enter
 
@@ -20,7 +20,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float16
 SLOTS = 5
-PLANS = [Rows(2, 4), Tiles(16, 16, 32, 1, 4, 3), Tiles(32, 16, 32, 3, 4, 3)]
+PLANS = [RowsPlan(2, 4), TilesPlan(16, 16, 32, 1, 4, 3), TilesPlan(32, 16, 32, 3, 4, 3)]
 OPS, REFERENCE = TritonOps(), Reference()
 
 
@@ -50,8 +50,8 @@ class Point:
         if CUDA:
             torch.cuda.synchronize()
 
-    def adapted(self, slots: Tensor) -> Adapted:
-        return Adapted(self.a, self.b, self.sizes, assign(slots, SLOTS))
+    def adapted(self, slots: Tensor) -> LoRAHeads:
+        return LoRAHeads(self.a, self.b, self.sizes, assign(slots, SLOTS))
 
     def expected(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
         return REFERENCE.lora(out.float().clone(), x, self.a, self.b, self.sizes, slots)
@@ -91,8 +91,8 @@ def test_behind_any_product(
 
 @pytest.mark.parametrize("num", [1, 2, 20])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_in_the_kernel_of_a_product(plan: Rows | Tiles, num: int) -> None:
-    if isinstance(plan, Rows) and num > 1:
+def test_in_the_kernel_of_a_product(plan: RowsPlan | TilesPlan, num: int) -> None:
+    if isinstance(plan, RowsPlan) and num > 1:
         return
     point, slots = Point(72, (48, 16, 16), 8), slots_of(num)
     x, weight, bias = random(num, 72), random(80, 72), random(80)
@@ -107,7 +107,7 @@ def test_sums_in_several_parts(num: int) -> None:
     point, slots = Point(9001, (24, 40), 8), slots_of(num)
     slots[-1] = 0
     x, has = random(num, 9001), slots >= 0
-    values, _ = added(x, point.adapted(slots)._replace(tokens=Few(slots, num)))
+    values, _ = added(x, point.adapted(slots)._replace(tokens=FewRows(slots, num)))
     assert values is not None
     expected = point.expected(torch.zeros(num, 64, device=DEVICE), x, slots)
     close(values[has], expected[has])
@@ -115,7 +115,7 @@ def test_sums_in_several_parts(num: int) -> None:
 
 @pytest.mark.parametrize(("plan", "num"), [(PLANS[0], 1), (PLANS[1], 3), (PLANS[1], 20)], ids=str)
 @pytest.mark.parametrize("sizes", [(32, 32), (64,)], ids=str)
-def test_in_the_kernel_of_gate_and_up(plan: Rows | Tiles, num: int, sizes: tuple[int, ...]) -> None:
+def test_in_the_kernel_of_gate_and_up(plan: RowsPlan | TilesPlan, num: int, sizes: tuple[int, ...]) -> None:
     point, slots = Point(72, sizes, 16), slots_of(num)
     x, weight = random(num, 72), random(64, 72)
     expected = REFERENCE.gated(point.expected(x.float() @ weight.float().T, x, slots), "silu")
@@ -142,9 +142,9 @@ def test_on_the_way_into_a_cache() -> None:
     table = torch.cat((angles.cos(), angles.sin()), 1).to(DTYPE)
     at = torch.tensor([5], device=DEVICE)
     ours, theirs = (random(2, 3, 16, kv_heads, dim).fill_(1) for _ in "ab")
-    q = enter(x, Entry(heads, table, at, at, *ours), weight, None, adapted=point.adapted(slots))
+    q = enter(x, HeadEntry(heads, table, at, at, *ours), weight, None, adapted=point.adapted(slots))
     product = point.expected(x.float() @ weight.float().T, x, slots).to(DTYPE)
-    expected = REFERENCE.rotate_and_write(product, Entry(heads, table, at, at, *theirs))
+    expected = REFERENCE.rotate_and_write(product, HeadEntry(heads, table, at, at, *theirs))
     assert q is not None
     close(q, expected.float())
     close(ours, theirs.float())
@@ -166,7 +166,7 @@ def test_a_row_is_the_same_beside_any_others() -> None:
     others = slots.roll(3)
     others[7], others[2] = 2, 4
     for run in (
-        lambda slots: multiply(x, weight, None, Tiles(32, 16, 32, 1, 4, 3), adapted=point.adapted(slots)),
+        lambda slots: multiply(x, weight, None, TilesPlan(32, 16, 32, 1, 4, 3), adapted=point.adapted(slots)),
         lambda slots: add(x @ weight.T, x, point.adapted(slots)),
     ):
         assert torch.equal(run(slots)[7], run(others)[7])
@@ -178,10 +178,10 @@ def test_rows_without_adapters_stay_as_they_are() -> None:
     assert torch.equal(add(out, x, none), before)
 
 
-SMALL = kernels.Tile(32, 32, 4, 2)
+SMALL = kernels.MoETile(32, 32, 4, 2)
 
 
-ROWS, TILES = kernels.Rows(16, 32, 4, 4), kernels.Tiles(16, SMALL, SMALL)
+ROWS, TILES = kernels.MoERowsPlan(16, 32, 4, 4), kernels.MoETilesPlan(16, SMALL, SMALL)
 
 
 @pytest.mark.parametrize(

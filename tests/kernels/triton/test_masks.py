@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.kernels.triton.masks import apply_masks
-from quire.sampling.confine import apply_masks as reference
+from quire.sampling.constrain import apply_masks as reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

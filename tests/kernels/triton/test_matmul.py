@@ -7,18 +7,18 @@ import torch
 from interpreter import more
 from torch import Tensor
 
-from quire.kernels.reference import Reference
-from quire.kernels.triton.matmul import Plan, Rows, Tiles, choose, gated, linear, multiply
+from quire.kernels.reference.ops import Reference
+from quire.kernels.triton.matmul import Plan, RowsPlan, TilesPlan, choose, gated, linear, multiply
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float16
 PLANS = [
-    Rows(2, 4),
-    Rows(8, 4),
-    Tiles(16, 32, 64, 1, 4, 3),
-    Tiles(16, 16, 32, 3, 4, 3),
-    Tiles(64, 32, 32, 2, 4, 3),
+    RowsPlan(2, 4),
+    RowsPlan(8, 4),
+    TilesPlan(16, 32, 64, 1, 4, 3),
+    TilesPlan(16, 16, 32, 3, 4, 3),
+    TilesPlan(64, 32, 32, 2, 4, 3),
 ]
 gpu = pytest.mark.gpu
 
@@ -50,14 +50,14 @@ OTHERS = [case for case in itertools.product(PLANS, (1, 3, 16, 70)) if case not 
 
 
 @pytest.mark.parametrize(("plan", "num"), [*BRANCHES, *more(*OTHERS)], ids=str)
-def test_products_of_odd_sizes(plan: Rows | Tiles, num: int) -> None:
+def test_products_of_odd_sizes(plan: RowsPlan | TilesPlan, num: int) -> None:
     x, weight, bias = random(num, 112)[:, 8:], random(37, 104), random(37)
     close(multiply(x, weight, None, plan), product(x, weight))
     close(multiply(x, weight, bias, plan), product(x, weight) + bias.double())
 
 
-@pytest.mark.parametrize("plan", [*PLANS[:3], Tiles(64, 32, 32, 1, 4, 3)], ids=str)
-def test_gate_and_up_in_one(plan: Rows | Tiles) -> None:
+@pytest.mark.parametrize("plan", [*PLANS[:3], TilesPlan(64, 32, 32, 1, 4, 3)], ids=str)
+def test_gate_and_up_in_one(plan: RowsPlan | TilesPlan) -> None:
     x, weight = random(3, 72), random(2 * 21, 72)
     expected = Reference().gated(product(x, weight).to(DTYPE), "silu").double()
     close(multiply(x, weight, None, plan, gated=True), expected)
@@ -75,7 +75,7 @@ def test_split_products_can_follow_each_other() -> None:
     """The counters are zero again after each."""
     x, weight = random(2, 256), random(64, 256)
     for _ in range(3):
-        close(multiply(x, weight, None, Tiles(16, 16, 32, 4, 4, 3)), product(x, weight))
+        close(multiply(x, weight, None, TilesPlan(16, 16, 32, 4, 4, 3)), product(x, weight))
 
 
 SHAPES = [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 4096), (4096, 14336), (151936, 1024)]
@@ -87,7 +87,7 @@ SHAPES = [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 4096), 
 def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
     x, weight = random(num, size_in), random(size_out, size_in)
     close(linear(x, weight), product(x, weight))
-    plans: list[Plan] = [Rows(4, 8), Tiles(16, 32, 128, 1 if size_out > 50000 else 4, 4, 4)]
+    plans: list[Plan] = [RowsPlan(4, 8), TilesPlan(16, 32, 128, 1 if size_out > 50000 else 4, 4, 4)]
     for plan in plans:
         if plan is not None:
             close(multiply(x, weight, None, plan), product(x, weight))
@@ -112,4 +112,4 @@ def test_every_shape_has_a_plan_that_fits() -> None:
         num, (size_out, size_in), parts = case
         plan = choose(num, size_out, size_in, parts)
         assert plan is None or plan.rows * (plan.warps > 0) > 0, case
-        assert not isinstance(plan, Rows) or size_in <= 16384, case
+        assert not isinstance(plan, RowsPlan) or size_in <= 16384, case

@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import ExpertWeights
-from quire.kernels.experts import mix as mix_plain
-from quire.kernels.mxfp4 import unpack
-from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles
+from quire.kernels.reference.moe import ExpertWeights
+from quire.kernels.reference.moe import mix as mix_plain
+from quire.kernels.reference.mxfp4 import unpack
+from quire.kernels.triton.moe import MoERowsPlan, MoETile, MoETilesPlan, Plan
 from quire.kernels.triton.mxfp4 import Mxfp4Weights, mix, mixed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no bfloat16
 PLANS: list[Plan] = [
-    Rows(16, 4, 4, 4),
-    Tiles(16, Tile(32, 64, 4, 2), Tile(16, 128, 4, 2)),
-    Tiles(64, Tile(16, 32, 4, 2), Tile(32, 64, 4, 2)),
+    MoERowsPlan(16, 4, 4, 4),
+    MoETilesPlan(16, MoETile(32, 64, 4, 2), MoETile(16, 128, 4, 2)),
+    MoETilesPlan(64, MoETile(16, 32, 4, 2), MoETile(32, 64, 4, 2)),
 ]
 
 

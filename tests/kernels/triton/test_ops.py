@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.activations import ACTIVATIONS
-from quire.kernels.ops import Entry, HeadNorms
-from quire.kernels.reference import Reference
+from quire.kernels.ops import HeadEntry, HeadNorms
+from quire.kernels.reference.activations import ACTIVATIONS
+from quire.kernels.reference.ops import Reference
 from quire.kernels.triton.ops import TritonOps
 
 CUDA = torch.cuda.is_available()
@@ -161,7 +161,7 @@ def check_rotation(
     kind = cache or dtype
     caches = [torch.ones(2 * num_tokens, 8, kv_heads, dim, device=DEVICE).to(kind) for _ in range(4)]
     scales = (0.25, 0.5) if kind == torch.float8_e4m3fn else (1.0, 1.0)
-    entry = Entry(heads, table, positions, slots, caches[0], caches[1], norms, *scales)
+    entry = HeadEntry(heads, table, positions, slots, caches[0], caches[1], norms, *scales)
     theirs = reference.rotate_and_write(qkv, entry)
     ours = ops.rotate_and_write(qkv, entry._replace(k_cache=caches[2], v_cache=caches[3]))
     assert ours.is_contiguous()

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.fp8 import Scaled, narrowed, widened
-from quire.kernels.ops import Entry, HeadNorms
-from quire.kernels.reference import Reference
+from quire.kernels.ops import HeadEntry, HeadNorms
+from quire.kernels.reference.fp8 import Scaled, narrowed, widened
+from quire.kernels.reference.ops import Reference
 from quire.kernels.triton.qkv import enter
 
 CUDA = torch.cuda.is_available()
@@ -18,17 +18,17 @@ def random(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def case(heads: int, kv_heads: int, dim: int, kept_as: torch.dtype = torch.float16) -> Entry:
+def case(heads: int, kv_heads: int, dim: int, cache_dtype: torch.dtype = torch.float16) -> HeadEntry:
     angles = torch.randn(64, dim // 2, device=DEVICE)
     table = torch.cat((angles.cos(), angles.sin()), 1).half()
     positions = torch.randint(0, 64, (1,), device=DEVICE)
     slots = torch.randperm(48, device=DEVICE)[:1]
-    caches = [torch.ones(3, 16, kv_heads, dim, device=DEVICE).to(kept_as) for _ in "kv"]
-    return Entry(heads, table, positions, slots, *caches)
+    caches = [torch.ones(3, 16, kv_heads, dim, device=DEVICE).to(cache_dtype) for _ in "kv"]
+    return HeadEntry(heads, table, positions, slots, *caches)
 
 
 def check(
-    entry: Entry, x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+    entry: HeadEntry, x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> None:
     """A head turned with the wrong half or angle, a value turned too, a wrong slot, a bias left out."""
     own = entry._replace(k_cache=entry.k_cache.clone(), v_cache=entry.v_cache.clone())

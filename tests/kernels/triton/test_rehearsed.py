@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.capacity import ladder
-from quire.kernels.state import Given, Rates, Seqs
+from quire.kernels.reference.ssm import DecayRates, MambaInputs, SSMSequences
 from quire.kernels.triton import launch
-from quire.kernels.triton.state import TritonStateOps
-from quire.worker.blanks import _MIXED, _decodes
+from quire.kernels.triton.ssm import TritonStateOps
+from quire.memory import ladder
+from quire.worker.cuda.warmup import _MIXED, _decodes
 
 MOST_ROWS, SIZE = 256, 16
 OPS = TritonStateOps()
@@ -33,17 +33,17 @@ def step(lens: np.ndarray[Any, Any], channels: int) -> None:
     """The operations of a layer of each kind; what they compute is not looked at."""
     total, heads, dim = int(lens.sum()), channels // 64, 64
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lens)]).astype(np.int32))
-    seqs = Seqs(starts, torch.arange(len(lens), dtype=torch.int32), torch.zeros(total).long(), lens)
+    seqs = SSMSequences(starts, torch.arange(len(lens), dtype=torch.int32), torch.zeros(total).long(), lens)
     x, small, state = (
         torch.empty(total, channels),
         torch.empty(total, 2 * heads),
         torch.empty(1, channels, SIZE),
     )
-    rates, skip = Rates(torch.empty(channels, SIZE), torch.empty(channels)), torch.empty(channels)
+    rates, skip = DecayRates(torch.empty(channels, SIZE), torch.empty(channels)), torch.empty(channels)
     b, c = torch.empty(total, 2 * SIZE).chunk(2, 1)
     OPS.conv(x, torch.empty(channels, 4), None, torch.empty(1, channels, 3), seqs)
-    OPS.select(x, x, Given(x, b, c, rates, skip), state, seqs)
-    by_head = Rates(torch.empty(heads), torch.empty(heads))
+    OPS.select(x, x, MambaInputs(x, b, c, rates, skip), state, seqs)
+    by_head = DecayRates(torch.empty(heads), torch.empty(heads))
     xbc = torch.empty(total, channels + 2 * SIZE)
     OPS.scan(xbc, small[:, :heads], by_head, skip, torch.empty(1, heads, dim, SIZE), seqs)
     qkv = torch.empty(total, 3 * channels)
@@ -62,7 +62,7 @@ def test_steps_ask_for_nothing_new(channels: int, asked: set[Any], monkeypatch: 
         launch._wanted.reset(token)
     rehearsed, rng = set(asked), np.random.default_rng(0)
     asked.clear()
-    monkeypatch.setattr("quire.kernels.triton.state.launch", _recording(asked))
+    monkeypatch.setattr("quire.kernels.triton.ssm.launch", _recording(asked))
     for _ in range(40):
         prompts = rng.integers(2, 150, rng.integers(0, 9))
         lens = rng.permutation([*prompts, *[1] * rng.integers(len(prompts) == 0, 200)]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Tokens sampled by the kernels: the argmax, the distribution, the kept sets of `sampling/chance.py`."""
+"""Tokens sampled by the kernels: the argmax, the distribution, the kept sets of `sampling/random.py`."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from interpreter import more
 from torch import Tensor
 
 from quire.kernels.triton.masks import apply_masks
-from quire.kernels.triton.sampling import LATER, Confined, argmax, sample
-from quire.sampling.chance import floors
+from quire.kernels.triton.sampling import LATER, ConstrainedDevice, argmax, sample
+from quire.sampling.random import floors
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -31,7 +31,7 @@ def sampled(
     min_p: float = 0.0,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
-    confined: Confined | None = None,
+    constrained: ConstrainedDevice | None = None,
 ) -> Tensor:
     def filled(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((len(logits),), value, dtype=dtype, device=DEVICE)
@@ -44,7 +44,7 @@ def sampled(
         filled(min_p, torch.float32),
         torch.arange(len(logits), device=DEVICE) if seeds is None else seeds,
         filled(7, torch.int64) if positions is None else positions,
-        confined,
+        constrained,
     )
 
 
@@ -116,7 +116,7 @@ LIMITS: list[Limits] = [
 def kept(
     logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """Where `sampling/chance.py` leaves something."""
+    """Where `sampling/random.py` leaves something."""
     scaled = logits / temperature
     n = len(logits)
     floor = floors(scaled, np.full(n, top_k, np.int64), np.full(n, top_p), np.full(n, min_p))
@@ -215,14 +215,14 @@ def test_confined_rows_sample_as_if_the_rest_were_not_there(vocab: int, words: i
     bits[1, 0] = 2
     mask_of = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=DEVICE)
     width = torch.tensor([words], dtype=torch.int32, device=DEVICE)
-    confined, alone = Confined(mask_of, width, bits.flatten()), logits.clone()
+    constrained, alone = ConstrainedDevice(mask_of, width, bits.flatten()), logits.clone()
     places = torch.tensor([[2], [3], [0]], dtype=torch.int32, device=DEVICE)
     apply_masks(alone, torch.cat((places, bits), 1))
     cases: list[Limits] = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}]
     for limits in cases:
-        found = sampled(logits.clone(), confined=confined, **limits)
+        found = sampled(logits.clone(), constrained=constrained, **limits)
         assert torch.equal(found, sampled(alone, **limits)), limits
-    later = confined._replace(mask_of=torch.full_like(mask_of, LATER))
+    later = constrained._replace(mask_of=torch.full_like(mask_of, LATER))
     kept = logits.clone()
-    sampled(kept, top_k=5, confined=later)
+    sampled(kept, top_k=5, constrained=later)
     assert torch.equal(kept, logits), "nobody was to sample"

@@ -9,8 +9,8 @@
 
 #include <omp.h>
 
-#include "attend.h"
-#include "kept.h"
+#include "attention_tiles.h"
+#include "cache_dtype.h"
 
 #define BLOCK_ROWS 192 /* rows that share the keys of a task */
 #define FEW_ROWS 16    /* rows of a key head that leave memory as what takes time: all heads share a pass over it */
@@ -35,7 +35,7 @@ typedef struct {
     int64_t q_stride;  /* between tokens */
     int64_t table_width, num_seqs, heads, kv_heads, head_dim, slot_stride, block_size;
     int64_t window;               /* 0: all */
-    int64_t q_bf16, kept, sinks_bf16; /* kept: a kind of kept.h */
+    int64_t q_bf16, kept, sinks_bf16; /* kept: a kind of cache_dtype.h */
     double scale, v_scale, softcap; /* v_scale: on what is summed of values; softcap 0: none */
     int64_t max_tasks, max_saved; /* upper bounds, by quire_attention_room */
     void *memory;                 /* scratch of as many bytes as quire_attention_room says */

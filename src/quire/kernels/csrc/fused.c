@@ -5,7 +5,7 @@
 #define ALL_LANES
 #include "activations.h"
 #include "heads.h"
-#include "kept.h"
+#include "cache_dtype.h"
 
 #define COLUMNS 512 /* of an elementwise operation: what one thread takes at a time */
 
@@ -175,7 +175,7 @@ typedef struct {
     const void *qkv, *table, *q_norm, *k_norm; /* norms may be NULL */
     const int64_t *positions, *slots;
     void *k_cache, *v_cache;
-    int64_t num_tokens, stride, heads, kv_heads, head_dim, slot_stride, rotary_dim, bf16, kept, norm_bf16; /* kept: of kept.h */
+    int64_t num_tokens, stride, heads, kv_heads, head_dim, slot_stride, rotary_dim, bf16, kept, norm_bf16; /* kept: of cache_dtype.h */
     double eps, k_scale, v_scale;
 } RotateJob;
 

@@ -1,13 +1,13 @@
-/* out = x W^T + bias: plain weights, packed ones by their values in float, and the way to the whole numbers of quantized*.c.
+/* out = x W^T + bias: plain weights, packed ones by their values in float, and the way to the whole numbers of gguf*.c.
  *
  * In float every output is a sum over WIDE lanes of columns in order, of CHUNK columns at a time: the same for any number of
  * rows of x, any division of the work and any form of the weight.
  */
 #include <omp.h>
 
-#include "narrow.h"
+#include "half.h"
 #include "panels.h"
-#include "values.h"
+#include "gguf_values.h"
 
 #if WIDE == 16
 #define CHUNK 640 /* columns that are summed before their lanes are added up: ten rows fit into 32 KiB */
@@ -26,7 +26,7 @@
 #define TASK_BYTES 65536               /* of the weight that a task reads, times rows of x, at most */
 #define SHARES 4                       /* tasks for each thread, at least */
 #ifdef DOT_NEON
-#define TASK_UNITS 4 /* of interleaved weights: what a task reads, at least, if there are enough; quantized.c goes through them together */
+#define TASK_UNITS 4 /* of interleaved weights: what a task reads, at least, if there are enough; gguf.c goes through them together */
 #else
 #define TASK_UNITS 1
 #endif

@@ -10,7 +10,7 @@
 
 #define BLOCK 32 /* columns that are stored together */
 
-/* Whether and how this CPU multiplies interleaved weights: with NEON (quantized.c) or with AVX2 or AVX-512 (quantized_x86.c).
+/* Whether and how this CPU multiplies interleaved weights: with NEON (gguf.c) or with AVX2 or AVX-512 (gguf_x86.c).
  * GROUP: rows that lie side by side in the interleaved layout. UNIT_GROUPS: groups that are computed together. PANEL: rows of x that
  * lie side by side in scratch, from so many rows on. DOT_ROWS: rows of x of a task, at most. */
 #if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)

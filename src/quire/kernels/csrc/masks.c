@@ -1,10 +1,10 @@
-/* What a grammar does not allow is taken out of logits. `sampling/confine.py` says the same in numpy.
+/* What a grammar does not allow is taken out of logits. `sampling/constrain.py` says the same in numpy.
  */
 #include <stdint.h>
 
 #define TILE 128 /* words that one thread takes at a time */
 
-/* The same fields, in the same order, as in kernels/masks.py. */
+/* The same fields, in the same order, as in kernels/cpu/masks.py. */
 typedef struct {
     void *x;               /* [rows, vocab] float32, or bfloat16 */
     const int32_t *packed; /* [masks, 1 + words] the row that a mask is for, and its bits */

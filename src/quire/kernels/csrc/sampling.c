@@ -1,4 +1,4 @@
-/* One token for each row of logits: the best, or one by chance. `sampling/chance.py` says the same in torch.
+/* One token for each row of logits: the best, or one by chance. `sampling/random.py` says the same in torch.
  *
  * What is sampled for a row depends on that row alone, and not on the number of threads.
  */
@@ -13,7 +13,7 @@
 #define STEPS 64   /* places of the histogram per unit of a logit */
 #define PLACES 2048
 
-/* The same fields, in the same order, as in kernels/sampling.py. */
+/* The same fields, in the same order, as in kernels/cpu/sampling.py. */
 typedef struct {
     int64_t *out; /* [rows] */
     const void *x; /* [rows, size] */

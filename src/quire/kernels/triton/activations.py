@@ -1,4 +1,4 @@
-"""Activations on a GPU: `kernels/activations.py`."""
+"""Activations on a GPU: `kernels/reference/activations.py`."""
 
 import torch
 import triton
@@ -25,7 +25,7 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """`kernels/activations.py`, in float32."""
+    """`kernels/reference/activations.py`, in float32."""
     if ACTIVATION == "silu":
         y = x / (1 + tl.exp(-x))
     elif ACTIVATION == "gelu":

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import follow
-from quire.kernels.triton.shares import share, tiles_of
+from quire.kernels.triton.split_kv import share, tiles_of
 
 NEVER = tl.constexpr(-1.0e30)
 """Less than any score, yet finite: the difference of two is no NaN."""
@@ -30,7 +30,7 @@ class Cache(NamedTuple):
     slot_stride: Any
 
 
-class Seqs(NamedTuple):
+class AttentionSeqs(NamedTuple):
     """`Batch`'s tensors of the same names."""
 
     query_starts: Any
@@ -49,7 +49,7 @@ class Scores(NamedTuple):
     v_scale: Any
 
 
-class Partial(NamedTuple):
+class PartialAttention(NamedTuple):
     """What shares leave of a sequence that is not theirs alone, for the last of them to merge. A share has up
     to two: one that went on from another share, and one that goes on in the next."""
 
@@ -70,7 +70,7 @@ def _fold(
     low: tl.tensor,
     places: tl.tensor,
     sees: tl.tensor,
-    slopes: tl.tensor,
+    alibi_slopes: tl.tensor,
     cache: tl.tuple,
     kv_head: tl.tensor,
     table: tl.tensor,
@@ -85,7 +85,7 @@ def _fold(
 ) -> Any:
     """Take the keys first..end into each row's sum of values, greatest score and sum of weights.
 
-    The rows' queries stand at `places`, from `low` on, and see the keys up to `sees`; `slopes`
+    The rows' queries stand at `places`, from `low` on, and see the keys up to `sees`; `alibi_slopes`
     as in `soften`.
     """
     key = tl.arange(0, BLOCK_N)
@@ -107,7 +107,7 @@ def _fold(
         k = _load(cache.k, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         shrink, most, total, weights = soften(
-            scores, most, total, at, end, low, places, sees, slopes, scores_by, WINDOW, CAPPED, BLOCK_N
+            scores, most, total, at, end, low, places, sees, alibi_slopes, scores_by, WINDOW, CAPPED, BLOCK_N
         )
         if PAIRS:
             pairs = cache.v.to(tl.pointer_type(tl.uint16), bitcast=True)
@@ -161,7 +161,7 @@ def soften(
     low: tl.tensor,
     places: tl.tensor,
     sees: tl.tensor,
-    slopes: tl.tensor,
+    alibi_slopes: tl.tensor,
     scores_by: tl.tuple,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -169,15 +169,15 @@ def soften(
 ) -> Any:
     """The weights of the keys from `at` on, and what becomes of the rows: what is there shrinks.
 
-    `slopes` are what each row loses for each token between query and key, in log 2; None: nothing.
+    `alibi_slopes` are what each row loses for each token between query and key, in log 2; None: nothing.
     """
     keys = at + tl.arange(0, BLOCK_N)
     factor = scores_by.scale
     if CAPPED:
         scores = scores_by.cap - 2 * scores_by.cap / (tl.exp2(scores * factor) + 1)
         factor = 1.0
-    if slopes is not None:
-        scores = scores * factor + slopes[:, None] * (keys[None, :] - places[:, None]).to(tl.float32)
+    if alibi_slopes is not None:
+        scores = scores * factor + alibi_slopes[:, None] * (keys[None, :] - places[:, None]).to(tl.float32)
         factor = 1.0
     if WINDOW:
         seen = (keys[None, :] <= sees[:, None]) & (keys[None, :] > places[:, None] - WINDOW)
@@ -231,11 +231,11 @@ def _start(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.co
 
 
 @triton.jit
-def _leans(slopes: tl.tensor, heads: tl.tensor) -> Any:
+def _alibi(alibi_slopes: tl.tensor, heads: tl.tensor) -> Any:
     """The slopes of the rows' heads, in log 2; None where heads have none."""
-    own = slopes
-    if slopes is not None:
-        own = tl.load(slopes + heads) * _LOG2_E
+    own = alibi_slopes
+    if alibi_slopes is not None:
+        own = tl.load(alibi_slopes + heads) * _LOG2_E
     return own
 
 
@@ -256,7 +256,7 @@ def tiles(
     seqs: tl.tuple,
     work: tl.tensor,
     sinks: tl.tensor,
-    slopes: tl.tensor,
+    alibi_slopes: tl.tensor,
     reach: tl.tensor,
     scores_by: tl.tuple,
     GROUP: tl.constexpr,
@@ -286,7 +286,8 @@ def tiles(
     if WINDOW:
         first = tl.maximum(low - WINDOW + 1, 0)
     acc, most, total = _fold(
-        acc, most, total, rows, low, places, sees, _leans(slopes, heads), cache, kv_head, table, first, end,
+        acc, most, total, rows, low, places, sees,
+        _alibi(alibi_slopes, heads), cache, kv_head, table, first, end,
         scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
@@ -303,7 +304,7 @@ def shares(
     work: tl.tensor,
     num_seqs: tl.tensor,
     sinks: tl.tensor,
-    slopes: tl.tensor,
+    alibi_slopes: tl.tensor,
     scores_by: tl.tuple,
     partial: tl.tuple,
     least: tl.tensor,
@@ -333,7 +334,7 @@ def shares(
         until = tl.minimum(close, end)
         _take(
             out, q, q_stride, cache, table, start, num_queries, seq_len, at - begin, until - begin,
-            begin // size, (close - 1) // size, sinks, slopes, scores_by, partial,
+            begin // size, (close - 1) // size, sinks, alibi_slopes, scores_by, partial,
             GROUP, WINDOW, CAPPED, DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         at, begin, index = until, close, index + 1
@@ -354,7 +355,7 @@ def _take(
     earliest: tl.tensor,
     latest: tl.tensor,
     sinks: tl.tensor,
-    slopes: tl.tensor,
+    alibi_slopes: tl.tensor,
     scores_by: tl.tuple,
     partial: tl.tuple,
     GROUP: tl.constexpr,
@@ -376,7 +377,7 @@ def _take(
     )
     acc, most, total = _start(sinks, heads, at == 0, BLOCK_D)
     acc, most, total = _fold(
-        acc, most, total, rows, low, places, places, _leans(slopes, heads), cache, kv_head, table,
+        acc, most, total, rows, low, places, places, _alibi(alibi_slopes, heads), cache, kv_head, table,
         first + at * BLOCK_N, tl.minimum(first + until * BLOCK_N, seq_len), scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from quire.kernels.triton import attention as kernels
-from quire.kernels.triton.attention import Cache, Partial, Scores, Seqs
+from quire.kernels.triton.attention import AttentionSeqs, Cache, PartialAttention, Scores
 from quire.kernels.triton.launch import launch, overlap
 
 _LOG2_E = 1.4426950408889634
@@ -20,7 +20,7 @@ MIN_KEYS = 64
 """No share has fewer keys: to merge costs more than it brings."""
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """How a kernel is compiled."""
 
     block_m: int
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
     """Programs that a multiprocessor takes at once, where that counts."""
 
 
-class Layer(NamedTuple):
+class AttentionLayer(NamedTuple):
     """The attention of one layer."""
 
     heads: int
@@ -56,34 +56,36 @@ class Layer(NamedTuple):
 
 
 # Measured on an H200 with head size 128: benchmarks/kernel_attention.py.
-def tile_shape(layer: Layer, dtype: torch.dtype, most_queries: int) -> Shape:
+def tile_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) -> AttentionShape:
     """For `tiles`, where no sequence has more than `most_queries`."""
     wide = layer.head_dim > 128
     rows = triton.next_power_of_2(layer.group)
     if layer.head_dim > _WIDE:
-        return Shape(max(16 if dtype == torch.float32 else 64, rows), 16, 8, 1)
+        return AttentionShape(max(16 if dtype == torch.float32 else 64, rows), 16, 8, 1)
     if dtype == torch.float32:
-        return Shape(max(32, rows), 16 if wide else 32, 8, 1)
+        return AttentionShape(max(32, rows), 16 if wide else 32, 8, 1)
     if most_queries * layer.group <= 64:
-        return Shape(max(64, rows), 32 if wide else 64, 4, 2 if wide else 3)
-    return Shape(max(128, rows), 64, 8, 2 if wide else 3)
+        return AttentionShape(max(64, rows), 32 if wide else 64, 4, 2 if wide else 3)
+    return AttentionShape(max(128, rows), 64, 8, 2 if wide else 3)
 
 
-def share_shape(layer: Layer, dtype: torch.dtype, kept_as: torch.dtype, most_queries: int = 1) -> Shape:
+def share_shape(
+    layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, most_queries: int = 1
+) -> AttentionShape:
     """For `shares` over a cache of the second type, where no sequence has more than `most_queries`, or than
     fill the smallest tile."""
     rows = max(16, triton.next_power_of_2(layer.group * most_queries))
     wide = layer.head_dim > 128
     if layer.head_dim > _WIDE:
-        return Shape(rows, 16, 4, 1 if dtype == torch.float32 else 2)
+        return AttentionShape(rows, 16, 4, 1 if dtype == torch.float32 else 2)
     if dtype == torch.float32:
-        return Shape(rows, 16 if wide else 32, 4, 1, 2)
+        return AttentionShape(rows, 16 if wide else 32, 4, 1, 2)
     if wide or rows > 16:
-        return Shape(rows, 32, 4, 3, 2)
-    return Shape(rows, 64 if kept_as.itemsize == 1 else 32, 2, 3, 4)
+        return AttentionShape(rows, 32, 4, 3, 2)
+    return AttentionShape(rows, 64 if cache_dtype.itemsize == 1 else 32, 2, 3, 4)
 
 
-def shares_of(layer: Layer, per_sm: int, num_seqs: int, num_sms: int) -> int:
+def shares_of(layer: AttentionLayer, per_sm: int, num_seqs: int, num_sms: int) -> int:
     """Into how many shares the keys of a batch are cut for each key head.
 
     As many as the device takes at once, or half of that where sequences of equal lengths then need no merge.
@@ -94,7 +96,7 @@ def shares_of(layer: Layer, per_sm: int, num_seqs: int, num_sms: int) -> int:
     return max(1, per_sm * num_sms // layer.kv_heads)
 
 
-def programs_at_once(shape: Shape, row_bytes: int, sm_bytes: int) -> int:
+def programs_at_once(shape: AttentionShape, row_bytes: int, sm_bytes: int) -> int:
     """On one multiprocessor, where keys and values of a token take so many bytes of its own memory."""
     return max(1, min(shape.per_sm, sm_bytes // (shape.num_stages * shape.block_n * row_bytes)))
 
@@ -108,13 +110,13 @@ def attend_tiles(
     out: Tensor,
     q: Tensor,
     cache: Cache,
-    seqs: Seqs,
+    seqs: AttentionSeqs,
     work: Tensor,
-    layer: Layer,
+    layer: AttentionLayer,
     sinks: Tensor | None,
-    slopes: Tensor | None,
+    alibi_slopes: Tensor | None,
     reach: Tensor | None,
-    shape: Shape,
+    shape: AttentionShape,
 ) -> None:
     launch(kernels.tiles, len(work), layer.kv_heads)(
         out,
@@ -124,7 +126,7 @@ def attend_tiles(
         seqs,
         work,
         sinks,
-        slopes,
+        alibi_slopes,
         reach,
         _scores(layer),
         BLOCK_M=shape.block_m,
@@ -139,12 +141,12 @@ def attend_shares(
     out: Tensor,
     q: Tensor,
     cache: Cache,
-    seqs: Seqs,
+    seqs: AttentionSeqs,
     work: Tensor | None,
-    layer: Layer,
+    layer: AttentionLayer,
     sinks: Tensor | None,
-    slopes: Tensor | None,
-    shape: Shape | None = None,
+    alibi_slopes: Tensor | None,
+    shape: AttentionShape | None = None,
     shares: int | None = None,
     most_queries: int = 1,
 ) -> None:
@@ -164,7 +166,7 @@ def attend_shares(
         work,
         num_seqs,
         sinks,
-        slopes,
+        alibi_slopes,
         _scores(layer),
         _partial(layer.kv_heads * shares, shape.block_m, layer.head_dim, q.device),
         max(1, MIN_KEYS // shape.block_n),
@@ -179,7 +181,7 @@ def attend_shares(
 
 
 @cache
-def _scores(layer: Layer) -> Scores:
+def _scores(layer: AttentionLayer) -> Scores:
     scale = layer.scale * layer.k_scale * _LOG2_E
     if layer.softcap:
         return Scores(2 * scale / layer.softcap, layer.softcap * _LOG2_E, layer.v_scale)
@@ -187,7 +189,7 @@ def _scores(layer: Layer) -> Scores:
 
 
 @cache
-def _constants(layer: Layer, block_size: int) -> dict[str, int | bool]:
+def _constants(layer: AttentionLayer, block_size: int) -> dict[str, int | bool]:
     return {
         "GROUP": layer.group,
         "WINDOW": layer.window,
@@ -198,10 +200,10 @@ def _constants(layer: Layer, block_size: int) -> dict[str, int | bool]:
     }
 
 
-def _partial(shares: int, rows: int, head_dim: int, device: torch.device) -> Partial:
+def _partial(shares: int, rows: int, head_dim: int, device: torch.device) -> PartialAttention:
     sums = torch.empty(shares * 2 * rows * head_dim, dtype=torch.float32, device=device)
     tops = torch.empty(shares * 2 * rows * 2, dtype=torch.float32, device=device)
-    return Partial(sums, tops, _arrivals(shares, device))
+    return PartialAttention(sums, tops, _arrivals(shares, device))
 
 
 @cache

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.encoder import Angles, Spans
+from quire.kernels.reference.encoder import Angles, Spans
 from quire.kernels.triton.launch import launch
 
 _NEVER = tl.constexpr(-1.0e30)
@@ -22,7 +22,7 @@ _ALIGNED = 16
 """Of what tokens are apart, a multiple, or Triton 3.6 gives wrong sums for heads in two parts."""
 
 
-class Shape(NamedTuple):
+class EncoderShape(NamedTuple):
     """How the kernel is compiled."""
 
     block_n: int
@@ -31,13 +31,13 @@ class Shape(NamedTuple):
 
 
 # Measured on an H200: benchmarks/kernel_vision_encoder.py.
-def shape_of(dtype: torch.dtype, dim: int, height: int) -> Shape:
+def shape_of(dtype: torch.dtype, dim: int, height: int) -> EncoderShape:
     """For tiles of so many queries."""
     if dtype == torch.float32:
-        return Shape(32, 4, 1)
+        return EncoderShape(32, 4, 1)
     if height <= 64:
-        return Shape(64, 4, 2)
-    return Shape(64, 4 if dim <= 96 else 8, 3)
+        return EncoderShape(64, 4, 2)
+    return EncoderShape(64, 4 if dim <= 96 else 8, 3)
 
 
 @triton.jit
@@ -180,7 +180,12 @@ def parts_of(dim: int) -> tuple[int, int]:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None, shape: Shape | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    window: int | None = None,
+    shape: EncoderShape | None = None,
 ) -> Tensor:
     """`kernels.encoder.attend`, of tensors whose heads lie side by side."""
     tiles = spans.tiles

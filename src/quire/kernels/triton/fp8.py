@@ -1,4 +1,4 @@
-"""Products with weights in e4m3, x W^T, of `kernels/fp8.py`.
+"""Products with weights in e4m3, x W^T, of `kernels/reference/fp8.py`.
 
 One row keeps its type: programs hold rows of the weight and widen them in registers. Of more, x becomes e4m3,
 too, with a scale for each row or for each 128 numbers of it, and the tensor cores multiply both as they are;
@@ -13,19 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.fp8 import BLOCK, E4M3, Scaled
-from quire.kernels.fp8 import linear as widened_linear
+from quire.kernels.reference.fp8 import BLOCK, E4M3, Scaled
+from quire.kernels.reference.fp8 import linear as widened_linear
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
-from quire.kernels.triton.dots import LONGEST, arrivals_of, empty, times, upright
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import Rows, Tiles, has_room, tiled
+from quire.kernels.triton.matmul import RowsPlan, TilesPlan, has_room, tiled
+from quire.kernels.triton.tile_dots import LONGEST, arrivals_of, empty, times, upright
 
 _GROUPS = 16
 """Groups of a row of x that a program quantizes."""
 
 
-Plan = Rows | Tiles | None
+Plan = RowsPlan | TilesPlan | None
 """None is the library's product. Tiles and that are of an x in e4m3."""
 
 
@@ -276,7 +276,7 @@ def of_gates(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tensor:
 
 def multiply(x: Tensor, weight: Scaled, bias: Tensor | None, plan: Plan, *, gated: bool = False) -> Tensor:
     """By a plan; the library gates nothing."""
-    if not isinstance(plan, Rows):
+    if not isinstance(plan, RowsPlan):
         narrow, scale = quantize(x, grouped=weight.is_blocked)
         return _multiply_narrow(narrow, scale, weight, bias, plan, x.dtype, gated=gated)
     num, size_out, size_in = len(x), len(weight.data) // (1 + gated), weight.data.shape[1]
@@ -301,7 +301,7 @@ def _multiply_narrow(
     gated: bool = False,
 ) -> Tensor:
     """Of an x in e4m3."""
-    if not isinstance(plan, Tiles):
+    if not isinstance(plan, TilesPlan):
         return _by_library(x, x_scale, weight, bias, dtype)
     data, scale = weight
     num, size_out, size_in = len(x), len(data) // (1 + gated), data.shape[1]
@@ -336,33 +336,33 @@ class _Shape(NamedTuple):
     """Tiles for up to `most` rows: of weights with few outputs, many, many inputs, and of gate and up."""
 
     most: int
-    few: Tiles
-    many: Tiles
-    long: Tiles
-    both: Tiles
+    few: TilesPlan
+    many: TilesPlan
+    long: TilesPlan
+    both: TilesPlan
 
 
 _SHAPES = [
-    _Shape(16, Tiles(16, 64, 256, 1, 4, 5), Tiles(16, 64, 256, 1, 4, 5),
-           Tiles(16, 64, 256, 2, 4, 6), Tiles(16, 128, 256, 1, 8, 3)),
-    _Shape(32, Tiles(32, 64, 256, 1, 4, 5), Tiles(32, 64, 256, 1, 4, 5),
-           Tiles(32, 64, 256, 2, 4, 4), Tiles(32, 128, 256, 1, 8, 3)),
-    _Shape(64, Tiles(64, 64, 256, 1, 4, 5), Tiles(64, 64, 256, 1, 4, 5),
-           Tiles(64, 64, 256, 2, 4, 4), Tiles(64, 64, 128, 1, 4, 4)),
-    _Shape(128, Tiles(64, 64, 256, 1, 4, 4), Tiles(64, 128, 256, 1, 4, 4),
-           Tiles(128, 64, 128, 2, 4, 6), Tiles(128, 128, 128, 1, 8, 4)),
-    _Shape(256, Tiles(64, 128, 256, 1, 4, 4), Tiles(128, 128, 128, 1, 8, 5),
-           Tiles(64, 128, 256, 1, 4, 4), Tiles(128, 128, 128, 1, 8, 4)),
+    _Shape(16, TilesPlan(16, 64, 256, 1, 4, 5), TilesPlan(16, 64, 256, 1, 4, 5),
+           TilesPlan(16, 64, 256, 2, 4, 6), TilesPlan(16, 128, 256, 1, 8, 3)),
+    _Shape(32, TilesPlan(32, 64, 256, 1, 4, 5), TilesPlan(32, 64, 256, 1, 4, 5),
+           TilesPlan(32, 64, 256, 2, 4, 4), TilesPlan(32, 128, 256, 1, 8, 3)),
+    _Shape(64, TilesPlan(64, 64, 256, 1, 4, 5), TilesPlan(64, 64, 256, 1, 4, 5),
+           TilesPlan(64, 64, 256, 2, 4, 4), TilesPlan(64, 64, 128, 1, 4, 4)),
+    _Shape(128, TilesPlan(64, 64, 256, 1, 4, 4), TilesPlan(64, 128, 256, 1, 4, 4),
+           TilesPlan(128, 64, 128, 2, 4, 6), TilesPlan(128, 128, 128, 1, 8, 4)),
+    _Shape(256, TilesPlan(64, 128, 256, 1, 4, 4), TilesPlan(128, 128, 128, 1, 8, 5),
+           TilesPlan(64, 128, 256, 1, 4, 4), TilesPlan(128, 128, 128, 1, 8, 4)),
 ]  # fmt: skip
 _SHAPES_OF_BLOCKS = [
-    _Shape(16, Tiles(16, 64, 128, 2, 4, 6), Tiles(16, 64, 128, 2, 4, 6),
-           Tiles(16, 64, 128, 4, 4, 5), Tiles(16, 128, 128, 1, 4, 4)),
-    _Shape(32, Tiles(32, 64, 128, 2, 4, 6), Tiles(32, 64, 128, 2, 4, 6),
-           Tiles(32, 64, 128, 4, 4, 5), Tiles(32, 128, 128, 1, 4, 4)),
-    _Shape(256, Tiles(64, 64, 128, 2, 4, 5), Tiles(64, 64, 128, 1, 4, 5),
-           Tiles(64, 64, 128, 2, 4, 5), Tiles(128, 128, 128, 1, 8, 4)),
+    _Shape(16, TilesPlan(16, 64, 128, 2, 4, 6), TilesPlan(16, 64, 128, 2, 4, 6),
+           TilesPlan(16, 64, 128, 4, 4, 5), TilesPlan(16, 128, 128, 1, 4, 4)),
+    _Shape(32, TilesPlan(32, 64, 128, 2, 4, 6), TilesPlan(32, 64, 128, 2, 4, 6),
+           TilesPlan(32, 64, 128, 4, 4, 5), TilesPlan(32, 128, 128, 1, 4, 4)),
+    _Shape(256, TilesPlan(64, 64, 128, 2, 4, 5), TilesPlan(64, 64, 128, 1, 4, 5),
+           TilesPlan(64, 64, 128, 2, 4, 5), TilesPlan(128, 128, 128, 1, 8, 4)),
 ]  # fmt: skip
-_REST = Tiles(128, 128, 128, 1, 8, 4)
+_REST = TilesPlan(128, 128, 128, 1, 8, 4)
 """Of more rows, where the library does not take the shape."""
 
 
@@ -375,7 +375,7 @@ def choose(num: int, size_out: int, size_in: int, parts: int, blocked: bool) -> 
     length = triton.next_power_of_2(size_in)
     if num == 1 and length <= LONGEST:
         rows = 2 if parts == 2 else 8 if size_out <= 4096 >= length else 4
-        return Rows(min(max(rows, 8192 // length), 16), 4)
+        return RowsPlan(min(max(rows, 8192 // length), 16), 4)
     for shape in _SHAPES_OF_BLOCKS if blocked else _SHAPES:
         if num <= shape.most:
             if parts == 2:

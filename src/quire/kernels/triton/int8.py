@@ -15,15 +15,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.int8 import Codes
+from quire.kernels.reference.int8 import Int8Codes
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
-from quire.kernels.triton.dots import LONGEST
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import Rows, has_room, tiled
+from quire.kernels.triton.matmul import RowsPlan, has_room, tiled
+from quire.kernels.triton.tile_dots import LONGEST
 
 
-class Tiles(NamedTuple):
+class Int8TilesPlan(NamedTuple):
     """`_tiles` of so many rows of x, rows of the weight and numbers of each at a time."""
 
     num: int
@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-Plan = Rows | Tiles
+Plan = RowsPlan | Int8TilesPlan
 _FINER: tl.constexpr = tl.constexpr(254)
 """How many times finer the second part of x is."""
 _WIDENED = 4096
@@ -189,12 +189,12 @@ def _widen(
     tl.store(out + n * size + k, w.to(out.dtype.element_ty), mask=k < size)
 
 
-class Product:
+class Int8Product:
     """x W^T + b, and of a gate and an up part silu(gate) * up. `rounds`: many rows of x are rounded in one
     part, by their own scales or by a `static` one."""
 
     def __init__(
-        self, weight: Codes, bias: Tensor | None, *, rounds: bool = False, static: Tensor | None = None
+        self, weight: Int8Codes, bias: Tensor | None, *, rounds: bool = False, static: Tensor | None = None
     ) -> None:
         self.weight, self.bias, self.rounds, self.static = weight, bias, rounds, static
 
@@ -214,15 +214,15 @@ class Product:
         return multiply(x, given, self.weight, self.bias, plan, gated=gated)
 
 
-def widen(weight: Codes, dtype: torch.dtype) -> Tensor:
+def widen(weight: Int8Codes, dtype: torch.dtype) -> Tensor:
     size_out, size_in = weight.codes.shape
     out = torch.empty(size_out, size_in, dtype=dtype, device=weight.codes.device)
     launch(_widen, size_out, triton.cdiv(size_in, _WIDENED))(out, *weight, size_in, LENGTH=_WIDENED)
     return out
 
 
-def round_rows(x: Tensor, static: Tensor | None = None, parts: int = 1) -> Codes:
-    """`kernels/int8.py` of the same name. The rows of a second part are below those of the first."""
+def round_rows(x: Tensor, static: Tensor | None = None, parts: int = 1) -> Int8Codes:
+    """`round_rows` of `kernels/reference/int8.py`. Rows of a second part follow those of the first."""
     num, size = x.shape
     codes = torch.empty(parts * num, size, dtype=torch.int8, device=x.device)
     scales = torch.empty(num, dtype=torch.float32, device=x.device)
@@ -232,19 +232,25 @@ def round_rows(x: Tensor, static: Tensor | None = None, parts: int = 1) -> Codes
         STATIC=static is not None, PARTS=parts, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead,
         num_warps=min(max(length // 1024, 1), 16),
     )  # fmt: skip
-    return Codes(codes, scales)
+    return Int8Codes(codes, scales)
 
 
 def multiply(
-    x: Tensor, rounded: Codes | None, weight: Codes, bias: Tensor | None, plan: Plan, *, gated: bool = False
+    x: Tensor,
+    rounded: Int8Codes | None,
+    weight: Int8Codes,
+    bias: Tensor | None,
+    plan: Plan,
+    *,
+    gated: bool = False,
 ) -> Tensor:
-    """Of x as it is with `Rows`, of its rounded parts with `Tiles`."""
+    """Of x as it is with `RowsPlan`, of its rounded parts with `Int8TilesPlan`."""
     codes, scales = weight
     num, size_out, size_in = len(x), len(codes) // (1 + gated), codes.shape[1]
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
     ahead, biased = overlap(num, min(size_in, size_out)), bias is not None
     offset = out if bias is None else bias
-    if isinstance(plan, Rows):
+    if isinstance(plan, RowsPlan):
         launch(_rows, triton.cdiv(size_out, plan.rows))(
             out, x, codes, scales, offset, size_in, size_out, x.stride(0), NUM=num, GATED=gated,
             BIASED=biased, ROWS=plan.rows, LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead,
@@ -271,13 +277,13 @@ def choose(num: int, size_in: int, rounds: bool, gated: bool) -> tuple[Plan | No
     is the library's product; tiles begin at multiples of 16 bytes."""
     length = triton.next_power_of_2(size_in)
     if num and num <= 2 and length <= LONGEST:
-        return Rows(max(8192 // length, 1), 4 if length <= 4096 else 8), 0
+        return RowsPlan(max(8192 // length, 1), 4 if length <= 4096 else 8), 0
     if not num or size_in % 16 or num > 256 and not rounds:
         return None, 0
     if not has_room():
-        return Tiles(16 if num <= 16 else 64, 64, 64, 4, 3), 2 if num <= _FEW or not rounds else 1
+        return Int8TilesPlan(16 if num <= 16 else 64, 64, 64, 4, 3), 2 if num <= _FEW or not rounds else 1
     if num <= 32:
-        return Tiles(16 if num <= 16 else 32, 64, 256, 4, 3 if gated else 4), 2
+        return Int8TilesPlan(16 if num <= 16 else 32, 64, 256, 4, 3 if gated else 4), 2
     if num <= _FEW or not rounds:
-        return Tiles(64, 64, 128, 4, 4), 2
-    return Tiles(64, 128, 128, 4, 4) if num <= 512 else Tiles(128, 128, 128, 8, 3), 1
+        return Int8TilesPlan(64, 64, 128, 4, 4), 2
+    return Int8TilesPlan(64, 128, 128, 4, 4) if num <= 512 else Int8TilesPlan(128, 128, 128, 8, 3), 1

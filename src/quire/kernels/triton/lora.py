@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.ops import Adapted
-from quire.kernels.triton.dots import all_of, arrivals_of, empty, times, upright
+from quire.kernels.ops import LoRAHeads
 from quire.kernels.triton.launch import MOST_ROWS, follow, follow_late, launch, overlap
-from quire.kernels.triton.lora_few import Few, added
-from quire.kernels.triton.pairs import most_tiles, sort
+from quire.kernels.triton.lora_few import FewRows, added
+from quire.kernels.triton.moe_align import most_tiles, sort
+from quire.kernels.triton.tile_dots import all_of, arrivals_of, empty, times, upright
 
 _SHORT, _TALL = 16, 64
 """Rows in a tile of few rows, and of more."""
@@ -35,7 +35,7 @@ _OUTPUTS = 128
 """That a program expands to."""
 
 
-class Assigned(NamedTuple):
+class LoRARows(NamedTuple):
     """The slots of a step's rows, and what `sort` makes of them."""
 
     slots: Tensor
@@ -46,16 +46,16 @@ class Assigned(NamedTuple):
     """Of the tiles."""
     most: int
     """Tiles, however the rows fall."""
-    few: Few | None
+    few: FewRows | None
     """Where each adapter has few of them."""
 
 
-def assign(slots: Tensor, num_slots: int) -> Assigned:
+def assign(slots: Tensor, num_slots: int) -> LoRARows:
     num = len(slots)
     height = _SHORT if num <= MOST_ROWS else _TALL
     order, work = sort(slots, num_slots, height, ahead=False)
-    few = Few(slots, num) if 1 < num < min(MOST_ROWS + 1, _FEW * num_slots) else None
-    return Assigned(slots, order, work, height, most_tiles(num, num_slots, height), few)
+    few = FewRows(slots, num) if 1 < num < min(MOST_ROWS + 1, _FEW * num_slots) else None
+    return LoRARows(slots, order, work, height, most_tiles(num, num_slots, height), few)
 
 
 @triton.jit
@@ -277,12 +277,12 @@ def _times_own(
     return times(values, w.to(values.dtype), acc)
 
 
-def added_to_one(x: Tensor, adapted: Adapted) -> Tensor | None:
+def added_to_one(x: Tensor, adapted: LoRAHeads) -> Tensor | None:
     """[1, outputs], for one row."""
-    return added(x, adapted._replace(tokens=Few(adapted.tokens.slots, 1)), late=False).values
+    return added(x, adapted._replace(tokens=FewRows(adapted.tokens.slots, 1)), late=False).values
 
 
-def shrink(x: Tensor, adapted: Adapted, *, late: bool = False) -> Tensor:
+def shrink(x: Tensor, adapted: LoRAHeads, *, late: bool = False) -> Tensor:
     """[T, parts * rank]; what rows without an adapter have there means nothing. If `late` the kernel behind
     may read x at once, and what is made here of it once it has waited."""
     a, rows = adapted.a, adapted.tokens
@@ -305,12 +305,12 @@ def shrink(x: Tensor, adapted: Adapted, *, late: bool = False) -> Tensor:
     return h
 
 
-def is_short(adapted: Adapted) -> bool:
+def is_short(adapted: LoRAHeads) -> bool:
     """Whether the kernel of a product takes what adapters add along."""
     return bool(adapted.tokens.most * adapted.b.shape[2] <= _MOST_RANKS)
 
 
-def expand(out: Tensor, h: Tensor, adapted: Adapted) -> Tensor:
+def expand(out: Tensor, h: Tensor, adapted: LoRAHeads) -> Tensor:
     """Add to `out`, in place, what the adapters make of `h`."""
     rows, rank, ahead = adapted.tokens, adapted.b.shape[2], overlap(*out.shape)
     assert out.stride(1) == 1
@@ -323,12 +323,12 @@ def expand(out: Tensor, h: Tensor, adapted: Adapted) -> Tensor:
     return out
 
 
-def add(out: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
+def add(out: Tensor, x: Tensor, adapted: LoRAHeads) -> Tensor:
     """`Ops.lora`."""
     return expand(out, shrink(x, adapted), adapted) if len(x) else out
 
 
-def add_rows(out: Tensor, ids: Tensor, adapted: Adapted) -> Tensor:
+def add_rows(out: Tensor, ids: Tensor, adapted: LoRAHeads) -> Tensor:
     """`Ops.lora_rows`."""
     a, num, rank = adapted.a, len(ids), adapted.a.shape[2]
     h, ahead = torch.empty(num, rank, dtype=out.dtype, device=out.device), overlap(*out.shape)
@@ -359,7 +359,7 @@ class Expansion(NamedTuple):
     ends: tuple[int, ...] = ()
 
     @staticmethod
-    def of(adapted: Adapted, h: Tensor) -> "Expansion":
+    def of(adapted: LoRAHeads, h: Tensor) -> "Expansion":
         b, rows = adapted.b, adapted.tokens
         reads = h, b, rows.slots, rows.work, b.shape[1], b.stride(0)
         return Expansion(reads, b.shape[2], _ends(adapted.sizes))

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.experts import ExpertAdapters
-from quire.kernels.ops import Adapted
+from quire.kernels.ops import LoRAHeads
+from quire.kernels.reference.moe import ExpertAdapters
 from quire.kernels.triton.launch import follow_late, launch, overlap
-from quire.kernels.triton.pairs import most_tiles, sort
+from quire.kernels.triton.moe_align import most_tiles, sort
 
 _HEIGHT = 4
 """Pairs in a tile."""
@@ -28,7 +28,7 @@ _NUMBERS, _OUTPUTS = 4096, 8192
 """Of A that a program has at a time, and of B."""
 
 
-class Few(NamedTuple):
+class FewRows(NamedTuple):
     """The slots of rows, and what `sort` makes of them if they are many."""
 
     slots: Tensor
@@ -43,7 +43,7 @@ class Few(NamedTuple):
         return 1 if self.order is None else _HEIGHT
 
 
-class Added(NamedTuple):
+class AddedRows(NamedTuple):
     """What adapters add to the rows of a product."""
 
     values: Tensor | None = None
@@ -51,7 +51,7 @@ class Added(NamedTuple):
     slots: Tensor | None = None
 
 
-NOTHING = Added()
+NOTHING = AddedRows()
 
 
 @triton.jit
@@ -185,8 +185,8 @@ def plus_added(
 
 
 def added(
-    x: Tensor, adapted: Adapted, *, top: int = 1, late: bool = True, ahead: bool | None = None
-) -> Added:
+    x: Tensor, adapted: LoRAHeads, *, top: int = 1, late: bool = True, ahead: bool | None = None
+) -> AddedRows:
     """What the kernel of a product is to add. `top` rows have one of x. If `late`, that kernel may read x at
     once."""
     a, b, sizes, rows = adapted
@@ -214,7 +214,7 @@ def added(
         out, h, b, *where, out.stride(0), _strides(b), SIZES=sizes, RANK=rank, SPLITS=splits, ROWS=outputs,
         BLOCK=block, **own, num_warps=4,
     )  # fmt: skip
-    return Added(out, rows.slots)
+    return AddedRows(out, rows.slots)
 
 
 def _experts(matrices: Tensor) -> int:
@@ -230,7 +230,7 @@ class PairAdapters(NamedTuple):
     """What adapters add to the products of a layer's experts."""
 
     adapters: ExpertAdapters
-    pairs: Few
+    pairs: FewRows
     top: int
 
     @staticmethod
@@ -241,21 +241,21 @@ class PairAdapters(NamedTuple):
         pairs = torch.where(slots >= 0, slots * num_experts + ids, -1).flatten()
         return PairAdapters(adapters, _sorted(pairs, num_slots * num_experts), ids.shape[1])
 
-    def up(self, x: Tensor) -> Added:
+    def up(self, x: Tensor) -> AddedRows:
         """By pairs, from tokens."""
         a, b = self.adapters.gate_up_a, self.adapters.gate_up_b
         half = b.shape[2] // 2
-        return added(x, Adapted(a, b, (half, half), self.pairs), top=self.top, ahead=False)
+        return added(x, LoRAHeads(a, b, (half, half), self.pairs), top=self.top, ahead=False)
 
-    def down(self, x: Tensor, order: Tensor | None = None) -> Added:
+    def down(self, x: Tensor, order: Tensor | None = None) -> AddedRows:
         """By pairs, or by those sorted in some `order`."""
         a, b, pairs = self.adapters.down_a, self.adapters.down_b, self.pairs
         if order is not None:
             pairs = _sorted(pairs.slots[order], a.shape[0] * a.shape[1])
-        return added(x, Adapted(a, b, (b.shape[2],), pairs), ahead=False)
+        return added(x, LoRAHeads(a, b, (b.shape[2],), pairs), ahead=False)
 
 
-def _sorted(slots: Tensor, num_slots: int) -> Few:
+def _sorted(slots: Tensor, num_slots: int) -> FewRows:
     # Not ahead: kernels read what this makes before they have waited for the one in front of them.
     order, work = sort(slots, num_slots, _HEIGHT, ahead=False)
-    return Few(slots, most_tiles(len(slots), num_slots, _HEIGHT), order, work)
+    return FewRows(slots, most_tiles(len(slots), num_slots, _HEIGHT), order, work)

@@ -23,7 +23,7 @@ def _remove(
 
 
 def apply_masks(logits: Tensor, packed: Tensor) -> None:
-    """As `sampling.confine.apply_masks`."""
+    """As `sampling.constrain.apply_masks`."""
     vocab, tiles = logits.shape[1], triton.cdiv(logits.shape[1], _TILE.value)
     if len(packed):
         launch(_remove, len(packed), tiles)(

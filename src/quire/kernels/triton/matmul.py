@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.ops import Adapted
+from quire.kernels.ops import LoRAHeads
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
-from quire.kernels.triton.dots import LONGEST, all_of, arrivals_of, empty, times, upright
 from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
 from quire.kernels.triton.lora import (
     Expansion,
@@ -30,7 +29,8 @@ from quire.kernels.triton.lora import (
     shrink,
     wait,
 )
-from quire.kernels.triton.lora_few import NOTHING, Added, added, plus_added
+from quire.kernels.triton.lora_few import NOTHING, AddedRows, added, plus_added
+from quire.kernels.triton.tile_dots import LONGEST, all_of, arrivals_of, empty, times, upright
 
 _FEWEST = 5
 """Rows that are multiplied in tiles, whatever the weight."""
@@ -38,14 +38,14 @@ _SMALL = 2**23
 """Numbers of a weight that is multiplied with many rows here."""
 
 
-class Rows(NamedTuple):
+class RowsPlan(NamedTuple):
     """`_rows` with so many rows of the weight per program."""
 
     rows: int
     warps: int
 
 
-class Tiles(NamedTuple):
+class TilesPlan(NamedTuple):
     """`_tiles` with so many rows of x, rows of the weight and numbers of each at a time, in `splits`."""
 
     num: int
@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-Plan = Rows | Tiles | None
+Plan = RowsPlan | TilesPlan | None
 """None is the library's product."""
 
 
@@ -194,7 +194,7 @@ def _adapted(
     return acc.to(out.dtype.element_ty)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: Adapted | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: LoRAHeads | None = None) -> Tensor:
     """x W^T + b for x [M, K] and W [N, K], and what adapters add."""
     plan = _plan(x, weight, 1, adapted)
     if adapted is None or takes_along(plan, adapted):
@@ -202,7 +202,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: Adapt
     return add(linear(x, weight, bias), x, adapted)
 
 
-def gated(x: Tensor, weight: Tensor, adapted: Adapted | None = None) -> Tensor:
+def gated(x: Tensor, weight: Tensor, adapted: LoRAHeads | None = None) -> Tensor:
     """silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K], each with what adapters add."""
     plan = _plan(x, weight, 2, adapted)
     if plan is not None and (adapted is None or takes_along(plan, adapted)):
@@ -210,10 +210,10 @@ def gated(x: Tensor, weight: Tensor, adapted: Adapted | None = None) -> Tensor:
     return gated_of(linear(x, weight, None, adapted), "silu")
 
 
-def takes_along(plan: Plan, adapted: Adapted) -> bool:
+def takes_along(plan: Plan, adapted: LoRAHeads) -> bool:
     """Whether the kernel of a product does. If it reads B, the outputs of a program must be of one part, and
     its sums leave registers."""
-    if isinstance(plan, Tiles) and adapted.tokens.few is None:
+    if isinstance(plan, TilesPlan) and adapted.tokens.few is None:
         return plan.rows <= 64 and is_short(adapted) and not any(size % plan.rows for size in adapted.sizes)
     return plan is not None
 
@@ -222,16 +222,16 @@ def multiply(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    plan: Rows | Tiles,
+    plan: RowsPlan | TilesPlan,
     *,
     gated: bool = False,
-    adapted: Adapted | None = None,
+    adapted: LoRAHeads | None = None,
 ) -> Tensor:
     num, size_out, size_in = len(x), len(weight) // (1 + gated), weight.shape[1]
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
     ahead, biased = overlap(num, min(size_in, size_out)), bias is not None
     grid = triton.cdiv(size_out, plan.rows)
-    if isinstance(plan, Rows):
+    if isinstance(plan, RowsPlan):
         launch(_rows, grid)(
             out, x, weight, bias if biased else out, size_in, size_out, x.stride(0),
             None if adapted is None else added_to_one(x, adapted), NUM=num, GATED=gated, BIASED=biased,
@@ -253,7 +253,7 @@ def multiply(
     return out
 
 
-def _adapted_by(x: Tensor, adapted: Adapted | None) -> tuple[Expansion, Added]:
+def _adapted_by(x: Tensor, adapted: LoRAHeads | None) -> tuple[Expansion, AddedRows]:
     """What the kernel of a product does at its end."""
     if adapted is None:
         return Expansion(), NOTHING
@@ -266,14 +266,14 @@ def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, length])
 
 
-def _plan(x: Tensor, weight: Tensor, parts: int, adapted: Adapted | None) -> Plan:
+def _plan(x: Tensor, weight: Tensor, parts: int, adapted: LoRAHeads | None) -> Plan:
     most = 2 * MOST_ROWS if adapted is None else MOST_ROWS
     if weight.dtype not in (torch.bfloat16, torch.float16) or not 0 < len(x) <= most:
         return None
     # Rows of the weight take along the adapter of one row.
     num = len(x) if adapted is None or len(x) == 1 else max(len(x), _FEWEST)
     plan = choose(num, len(weight), weight.shape[1], parts)
-    return plan if isinstance(plan, Rows) or (aligned(x) and aligned(weight) and has_room()) else None
+    return plan if isinstance(plan, RowsPlan) or (aligned(x) and aligned(weight) and has_room()) else None
 
 
 @functools.cache
@@ -296,16 +296,16 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     """
     length = triton.next_power_of_2(size_in)
     if num == 1 and length <= LONGEST:
-        return Rows(max(4096 * parts // length, 1), 8)
+        return RowsPlan(max(4096 * parts // length, 1), 8)
     if num == 2 and length <= 4096 and size_out < 2**16:
-        return Rows(max(8192 // length, 1), 4)
+        return RowsPlan(max(8192 // length, 1), 4)
     if num <= 4 and length <= 4096 and size_out <= 1024:
-        return Rows(max(8192 // length, 1), 4)
+        return RowsPlan(max(8192 // length, 1), 4)
     large = size_out * size_in >= 3 * 2**23
     if num > 32 and size_out * size_in <= _SMALL:
         return _choose_small(num, size_out, size_in, parts)
     if parts == 2 and large and num > 64 and (num <= 128 or num == 256):
-        return Tiles(128, 128, 64, 1, 8, 4)
+        return TilesPlan(128, 128, 64, 1, 8, 4)
     if num > 128 or num > 16 and size_out >= 2**16:
         return None
     if parts == 1 and num > 64 and (num % 64 or large and size_out > size_in):
@@ -315,7 +315,7 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     splits = 1
     if parts == 1 and num <= 32:
         splits = 8 if num <= 16 and size_out <= 1024 else 2 if size_in > 8192 else 1
-    return Tiles(height, rows, 128, splits, 4, 4 if parts == 2 else 6)
+    return TilesPlan(height, rows, 128, splits, 4, 4 if parts == 2 else 6)
 
 
 def _choose_small(num: int, size_out: int, size_in: int, parts: int) -> Plan:
@@ -323,10 +323,10 @@ def _choose_small(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     are enough programs for all multiprocessors."""
     if parts == 2:
         if num <= 128:
-            return Tiles(64, 32 if num <= 64 else 64, 128, 1, 4, 4)
-        return Tiles(32 if num % 64 else 64, 64, 64, 1, 4, 4)
+            return TilesPlan(64, 32 if num <= 64 else 64, 128, 1, 4, 4)
+        return TilesPlan(32 if num % 64 else 64, 64, 64, 1, 4, 4)
     if size_out <= 2048:
-        return Tiles(32, 64, 128, 2 if num <= 64 or num <= 128 and size_in > 2048 else 1, 4, 6)
+        return TilesPlan(32, 64, 128, 2 if num <= 64 or num <= 128 and size_in > 2048 else 1, 4, 6)
     if num <= 128:
-        return Tiles(64, 32 if num <= 64 else 64, 128, 1, 4, 6)
-    return None if num % 64 else Tiles(64, 128, 128, 1, 4, 4)
+        return TilesPlan(64, 32 if num <= 64 else 64, 128, 1, 4, 6)
+    return None if num % 64 else TilesPlan(64, 128, 128, 1, 4, 4)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in MXFP4 on a GPU: `mix` of `kernels/experts.py`, with weights unpacked in registers.
+"""MoE layers in MXFP4 on a GPU: `mix` of `kernels/reference/moe.py`, with weights unpacked in registers.
 
 A byte of the weights has numbers i and 16 + i of its block. The bits of a number, moved to those of a
 float32, are the number divided by 2^126; powers of two bring it back, half of the way at a time, since no
@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.dots import empty, times, upright
-from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.pairs import Sorted, most_tiles, sorted_mix
+from quire.kernels.triton.moe import MoERowsPlan, MoETile, MoETilesPlan, Plan
+from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix
+from quire.kernels.triton.tile_dots import empty, times, upright
 
 _HALF_WAY = tl.constexpr(2.0**63)
 _BLOCKS = tl.constexpr(32)
@@ -243,7 +243,7 @@ def mixed(
     """`mix` by a plan."""
     (num, hidden), top, inner = x.shape, ids.shape[1], 32 * experts.down.shape[2]
     up, down = experts[:2], experts[2:4]
-    if isinstance(plan, Rows):
+    if isinstance(plan, MoERowsPlan):
         ahead = overlap(1)
         between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
         out = torch.empty_like(x)
@@ -270,7 +270,7 @@ def _multiply(
     *,
     weight: tuple[Tensor, Tensor],
     bias: Tensor | None,
-    plan: Tiles,
+    plan: MoETilesPlan,
     top: int,
     activation: str,
     ahead: bool,
@@ -286,10 +286,10 @@ def _multiply(
 
 
 _TILES = {
-    16: (Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
-    32: (Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-    64: (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
-    128: (Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
+    16: (MoETile(64, 64, 4, 4), MoETile(64, 64, 4, 4)),
+    32: (MoETile(64, 128, 4, 3), MoETile(64, 128, 4, 3)),
+    64: (MoETile(64, 128, 4, 3), MoETile(128, 128, 4, 3)),
+    128: (MoETile(64, 64, 8, 3), MoETile(128, 64, 8, 3)),
 }
 """Of gate and up, and of down, by the pairs in a tile."""
 
@@ -298,9 +298,9 @@ _TILES = {
 def plan_of(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Plan:
     """Return the tile shape for so many token-expert pairs (H200, benchmarks/kernel_mxfp4.py)."""
     if num_pairs <= num_experts // 2:
-        return Rows(4, 4, 2, 2)
+        return MoERowsPlan(4, 4, 2, 2)
     if dtype == torch.float32:
-        return Tiles(16, Tile(32, 64, 4, 2), Tile(32, 64, 4, 2))
+        return MoETilesPlan(16, MoETile(32, 64, 4, 2), MoETile(32, 64, 4, 2))
     mean = num_pairs / num_experts
     height = 16 if mean <= 12 else 32 if mean <= 64 else 64 if mean <= 128 else 128
-    return Tiles(height, *_TILES[height])
+    return MoETilesPlan(height, *_TILES[height])

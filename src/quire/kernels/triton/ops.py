@@ -1,16 +1,16 @@
-"""The operations between a model's products on a GPU: `kernels/reference.py` with one kernel for each."""
+"""The operations between a model's products on a GPU: `kernels/reference/ops.py` with one kernel for each."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.config.facts import Routing
-from quire.kernels.ops import Adapted, Entry
+from quire.checkpoint.facts import Routing
+from quire.kernels.ops import HeadEntry, LoRAHeads
 from quire.kernels.triton.activations import activated, gated, tanh
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.lora import Assigned, add, add_rows, assign, expand, shrink
-from quire.kernels.triton.routing import route
+from quire.kernels.triton.lora import LoRARows, add, add_rows, assign, expand, shrink
+from quire.kernels.triton.moe_topk import route
 
 _GATHERED = 2048
 """Numbers per program where rows are only copied or multiplied."""
@@ -313,7 +313,7 @@ class TritonOps:
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return route(logits, routing, bias)
 
-    def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:
+    def rotate_and_write(self, qkv: Tensor, entry: HeadEntry) -> Tensor:
         heads, table, positions, slots, k_cache, v_cache, norms, k_scale, v_scale = entry
         _, block_size, kv_heads, dim = k_cache.shape
         num_tokens, half = len(qkv), table.shape[1] // 2
@@ -334,7 +334,7 @@ class TritonOps:
         )  # fmt: skip
         return q
 
-    def assigned(self, tokens: Tensor, num_slots: int) -> Assigned:
+    def assigned(self, tokens: Tensor, num_slots: int) -> LoRARows:
         return assign(tokens, num_slots)
 
     def lora(
@@ -344,20 +344,20 @@ class TritonOps:
         a: Tensor,
         b: Tensor,
         part_sizes: tuple[int, ...],
-        tokens: Assigned,
+        tokens: LoRARows,
     ) -> Tensor:
-        return add(out, x, Adapted(a, b, part_sizes, tokens))
+        return add(out, x, LoRAHeads(a, b, part_sizes, tokens))
 
-    def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Assigned) -> Tensor:
-        return add_rows(out, ids, Adapted(a, b, (out.shape[1],), tokens))
+    def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: LoRARows) -> Tensor:
+        return add_rows(out, ids, LoRAHeads(a, b, (out.shape[1],), tokens))
 
-    def lora_shrink(self, x: Tensor, a: Tensor, tokens: Assigned) -> Tensor:
-        return shrink(x, Adapted(a, a, (a.shape[1],), tokens)) if len(x) else x.new_empty(0, a.shape[1])
+    def lora_shrink(self, x: Tensor, a: Tensor, tokens: LoRARows) -> Tensor:
+        return shrink(x, LoRAHeads(a, a, (a.shape[1],), tokens)) if len(x) else x.new_empty(0, a.shape[1])
 
     def lora_expand(
-        self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Assigned
+        self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: LoRARows
     ) -> Tensor:
-        return expand(out, ranks.contiguous(), Adapted(b, b, part_sizes, tokens)) if len(out) else out
+        return expand(out, ranks.contiguous(), LoRAHeads(b, b, part_sizes, tokens)) if len(out) else out
 
 
 def _on_each(out: Tensor, x: Tensor, other: Tensor, number: float, kind: str) -> Tensor:

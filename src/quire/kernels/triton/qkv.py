@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.ops import Adapted, Entry
-from quire.kernels.triton.dots import LONGEST
+from quire.kernels.ops import HeadEntry, LoRAHeads
 from quire.kernels.triton.fp8 import scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.lora import added_to_one
 from quire.kernels.triton.ops import angles, put
+from quire.kernels.triton.tile_dots import LONGEST
 
 _NUMBERS = 4096
 """Of each half's rows that a program has, at least; twice as many of one byte."""
@@ -101,11 +101,11 @@ def _product(
 
 def enter(
     x: Tensor,
-    entry: Entry,
+    entry: HeadEntry,
     weight: Tensor,
     bias: Tensor | None,
     scale: Tensor | None = None,
-    adapted: Adapted | None = None,
+    adapted: LoRAHeads | None = None,
 ) -> Tensor | None:
     """`rotate_and_write` of x W^T + b and what adapters add; None where this kernel does not fit. `scale` is
     that of a weight in e4m3."""

@@ -6,7 +6,7 @@ sample of the softmax. Noise comes from (seed, position, token id): a row's toke
 `_finish_sample` finishes. A row with top_k collects all tokens that could be among its k best, and the last
 program to arrive limits and samples among these few. Any other row with limits samples by rejection: the
 winner of the whole row stands if the limits keep it; if not, they keep nothing as small either, and the best
-above it is next. The limits are those of `sampling/chance.py`.
+above it is next. The limits are those of `sampling/random.py`.
 
 Probabilities are added as integers, so that the order of the sum does not matter.
 
@@ -40,7 +40,7 @@ FREE, LATER = -1, -2
 _LATER = tl.constexpr(LATER)
 
 
-class Confined(NamedTuple):
+class ConstrainedDevice(NamedTuple):
     """Which rows may sample what, on the device."""
 
     mask_of: Tensor
@@ -145,7 +145,7 @@ def _wanted(total: tl.tensor, top_p: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _confine(
+def _constrain(
     x: tl.tensor, row: tl.tensor, ids: tl.tensor, vocab: tl.tensor, mask: tl.tensor, bits: tl.tensor,
     width: tl.tensor, stays: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
@@ -195,7 +195,9 @@ def _scan(
     if CONFINED:  # noqa: SIM102
         if mask >= 0:
             limited = (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
-            x, some = _confine(x, logits + row * stride, ids, vocab, mask, bits, width, limited & (heat > 0))
+            x, some = _constrain(
+                x, logits + row * stride, ids, vocab, mask, bits, width, limited & (heat > 0)
+            )
     top, top_id = _best(x, ids)
     floats += row * ((2 + _CHUNKS) * tiles + _FEW)
     ints += row * (2 * tiles + _FEW + 2)
@@ -472,27 +474,27 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    confined: Confined | None = None,
+    constrained: ConstrainedDevice | None = None,
 ) -> Tensor:
     """[N] int64 a token of each row of `logits` [N, V], which stay as they are; all else is [N].
 
     Temperature 0 takes the best. A top_k of 0 is none. `seeds` and `positions` are integers: the token is a
     function of them and of the row's logits alone. Which kernels run does not depend on what the rows ask.
-    Logits that are not in the mask of a row that is `confined` may become -inf.
+    Logits that are not in the mask of a row that is `constrained` may become -inf.
     """
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         grid, tiles, floats, ints = _scratch(logits)
         ahead, (_, vocab), stride = overlap(len(logits)), logits.shape, logits.stride(0)
-        mask_of, width, bits = confined or (out, out, out)
+        mask_of, width, bits = constrained or (out, out, out)
         launch(_scan, *grid)(
             logits, temperature, top_k, top_p, min_p, seeds, positions, mask_of, width, bits, floats, ints,
-            vocab, stride, RANDOM=True, CONFINED=confined is not None, OVERLAP=ahead, launch_pdl=ahead,
+            vocab, stride, RANDOM=True, CONFINED=constrained is not None, OVERLAP=ahead, launch_pdl=ahead,
             num_warps=8,
         )  # fmt: skip
         launch(_finish_sample, len(logits), min(_SPLITS, grid[1], max(_PROGRAMS // len(logits), 1)))(
             out, logits, temperature, top_k, top_p, min_p, seeds, positions, mask_of, floats, ints, vocab,
-            stride, grid[1], TILES=tiles, CONFINED=confined is not None, OVERLAP=ahead, launch_pdl=ahead,
+            stride, grid[1], TILES=tiles, CONFINED=constrained is not None, OVERLAP=ahead, launch_pdl=ahead,
             num_warps=8,
         )  # fmt: skip
     return out

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from quire.config.facts import MediaFacts
+from quire.checkpoint.facts import MediaFacts
 from quire.logs import get_logger, warn_once
 from quire.registry import LazyTable
 
@@ -49,11 +49,11 @@ TOWERS = LazyTable(
         "cohere2_vision": "quire.models.towers.aya:Aya",
         "dots_ocr": "quire.models.towers.dots:DotsOCR",
         "gemma3": "quire.models.towers.gemma:Gemma3",
-        "gemma3n": "quire.models.towers.gemma3n:Gemma3n",
+        "gemma3n": "quire.models.towers.gemma3n:Gemma3nTower",
         "idefics3": "quire.models.towers.idefics:Idefics3",
         "internvl": "quire.models.towers.intern:InternVL",
         "kimi_vl": "quire.models.towers.kimi:KimiVL",
-        "llama4": "quire.models.towers.llama4:Llama4",
+        "llama4": "quire.models.towers.llama4:Llama4Tower",
         "lighton_ocr": "quire.models.towers.pixtral:Pixtral",
         "llava": "quire.models.towers.llava:Llava",
         "glm4v": "quire.models.towers.glm4v:Glm4v",
@@ -71,9 +71,9 @@ TOWERS = LazyTable(
         "ovis2": "quire.models.towers.ovis:Ovis2",
         "paligemma": "quire.models.towers.paligemma:PaliGemma",
         "pixtral": "quire.models.towers.pixtral:Pixtral",
-        "step_vl": "quire.models.towers.step:StepVL",
+        "step_vl": "quire.models.towers.step3:StepVL",
         "voxtral": "quire.models.towers.qwen_audio:QwenAudio",
-        "whisper": "quire.models.towers.whisper:Whisper",
+        "whisper": "quire.models.towers.whisper:WhisperTower",
     },
 )
 

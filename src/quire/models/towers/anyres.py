@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.config.facts import ArchFacts
-from quire.config.media.anyres import AnyresFacts
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.anyres import AnyresFacts
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
 from quire.models.towers.llava import Llava

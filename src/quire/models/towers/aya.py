@@ -3,16 +3,16 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.config.facts import ArchFacts
-from quire.config.media.aya import AyaFacts
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.aya import AyaFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.models.towers.clip import ViT
-from quire.models.towers.squares import Squares, gathered
+from quire.models.towers.squares import FixedSizeTower, gathered
 
 
-class Aya(Squares):
+class Aya(FixedSizeTower):
     """The tiles of an image."""
 
     facts: AyaFacts

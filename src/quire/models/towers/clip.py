@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.config.media.parts import ViTFacts
-from quire.kernels.encoder import Spans, spans_of
+from quire.checkpoint.multimodal.parts import ViTFacts
+from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of

@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts
-from quire.config.media.dots import DotsFacts
-from quire.config.media.qwen import GridFacts
-from quire.kernels.encoder import Spans
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.dots import DotsFacts
+from quire.checkpoint.multimodal.qwen import GridFacts
+from quire.kernels.reference.encoder import Spans
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, VisionAttention, VisionMLP
@@ -55,7 +55,7 @@ class DotsOCR(GridTower):
         last = scope / "post_trunk_norm"
         self.last_norm = RMSNorm(tower.hidden, tower.norm_eps, last) if tower.is_normed else None
         merger = scope / "merger"
-        self.merger = qwen2_vl.Merger(tower, LayerNorm(tower.hidden, _EPS, merger / "ln_q"), merger)
+        self.merger = qwen2_vl.Qwen2VLMerger(tower, LayerNorm(tower.hidden, _EPS, merger / "ln_q"), merger)
 
     def forward(self, x: Tensor, layout: tuple[Spans, Angles]) -> Tensor:
         """[T, hidden] patches of all items -> [T / merge^2, size_out]."""

@@ -2,16 +2,16 @@
 
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts
-from quire.config.media.gemma import GemmaFacts
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.gemma import GemmaFacts
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
 from quire.models.towers.clip import ViT
-from quire.models.towers.squares import Squares
+from quire.models.towers.squares import FixedSizeTower
 
 
-class Projector(nn.Module):
+class GemmaProjector(nn.Module):
     """The mean of each square of patches, normed, in the decoder's size."""
 
     def __init__(self, facts: GemmaFacts, scope: Scope) -> None:
@@ -29,7 +29,7 @@ class Projector(nn.Module):
         return (self.norm.alone(means) @ self.weight.vectors).view(len(x), self.side**2, -1)
 
 
-class Gemma3(Squares):
+class Gemma3(FixedSizeTower):
     """An image and its crops, if there are any."""
 
     facts: GemmaFacts
@@ -37,7 +37,7 @@ class Gemma3(Squares):
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
         self.vit = ViT(self.facts.vit, self.facts.vit.layers, scope, is_normed=True)
-        self.projector = Projector(self.facts, scope / "model" / "multi_modal_projector")
+        self.projector = GemmaProjector(self.facts, scope / "model" / "multi_modal_projector")
 
     def forward(self, pixels: Tensor) -> Tensor:
         vectors: Tensor = self.projector(self.vit(pixels))

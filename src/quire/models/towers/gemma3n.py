@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.config.facts import ArchFacts
-from quire.config.media.gemma3n import Gemma3nFacts
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.gemma3n import Gemma3nFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
@@ -18,7 +18,7 @@ _EPS = 1e-6
 """Of most norms."""
 
 
-class Halving(nn.Module):
+class SubsampleConv(nn.Module):
     """A convolution of every second moment and pitch, and a norm by what was heard so far."""
 
     def __init__(self, size_in: int, size_out: int, eps: float, scope: Scope) -> None:
@@ -132,7 +132,7 @@ class Layer(nn.Module):
         return self.norm.alone(x.clamp(-self.clip, self.clip))
 
 
-class Gemma3n(nn.Module):
+class Gemma3nTower(nn.Module):
     """`mel` of a sound are [moments, mels]. As many vectors as the longest has: those that lack are that of
     the last token of the tower's own; behind them is that of the end."""
 
@@ -146,7 +146,7 @@ class Gemma3n(nn.Module):
         first = tower / "subsample_conv_projection"
         sizes = (1, *own.channels)
         self.halvings = nn.ModuleList(
-            Halving(sizes[i], sizes[i + 1], own.group_eps, first / f"conv_{i}") for i in range(2)
+            SubsampleConv(sizes[i], sizes[i + 1], own.group_eps, first / f"conv_{i}") for i in range(2)
         )
         pitches = -(-own.mels // 4)
         self.flat = WholeLinear(own.channels[1] * pitches, own.hidden, first / "input_proj_linear")

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.config.facts import ArchFacts
-from quire.config.media.qwen import GridFacts
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP
 from quire.models.towers import qwen2_5_vl
-from quire.models.towers.grid import Grid, GridTower, Placed
+from quire.models.towers.grid import GridTower, PatchGrid, Placed
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -41,7 +41,7 @@ class OcrLayer(Layer):
         return super().feed(facts, scope, bias=facts.qkv_bias)
 
 
-class Merger(nn.Module):
+class Glm4vMerger(nn.Module):
     """Squares of patches, already one vector each, on their way to the decoder."""
 
     def __init__(self, facts: GridFacts, scope: Scope) -> None:
@@ -72,9 +72,9 @@ class Glm4v(GridTower):
         self.last_norm = RMSNorm(tower.hidden, tower.norm_eps, scope / "post_layernorm")
         kernel = (tower.hidden, tower.merge, tower.merge)
         self.squares = PatchEmbedding(kernel, tower.size_out, scope / "downsample")
-        self.merger = Merger(tower, scope / "merger")
+        self.merger = Glm4vMerger(tower, scope / "merger")
 
-    def layout(self, grids: Sequence[Grid]) -> Placed:
+    def layout(self, grids: Sequence[PatchGrid]) -> Placed:
         places = self.places(grids)
         none = torch.empty(0, device=self.device)
         positions = self.positions(places, grids) if self.facts.positions else none
@@ -91,7 +91,7 @@ class Glm4v(GridTower):
         out: Tensor = self.merger(self.squares(x.transpose(1, 2).flatten(1)))
         return out
 
-    def positions(self, places: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def positions(self, places: Tensor, grids: Sequence[PatchGrid]) -> Tensor:
         """Of each patch the learned position where its middle falls on their square; bicubic."""
         side = self.facts.positions
         at = (places + 0.5) / self.sizes(grids) * 2 - 1

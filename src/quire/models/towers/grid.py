@@ -9,16 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts, MediaFacts
-from quire.config.media.qwen import GridFacts
-from quire.kernels.encoder import Spans, spans_of
+from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.multimodal.qwen import GridFacts
+from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, PatchEmbedding
 
 _THETA = 10000.0
 
 
-class Grid(NamedTuple):
+class PatchGrid(NamedTuple):
     """Patches in time, height and width."""
 
     steps: int
@@ -26,7 +26,7 @@ class Grid(NamedTuple):
     width: int
 
 
-def places_of(grid: Grid, merge: int) -> NDArray[np.int64]:
+def places_of(grid: PatchGrid, merge: int) -> NDArray[np.int64]:
     """[patches, 2]: the row and the column of each, square by square of those that become one vector."""
     rows, columns = np.meshgrid(np.arange(grid.height), np.arange(grid.width), indexing="ij")
     shape = (grid.height // merge, merge, grid.width // merge, merge)
@@ -34,8 +34,8 @@ def places_of(grid: Grid, merge: int) -> NDArray[np.int64]:
     return np.tile(np.stack(squares, 1), (grid.steps, 1))
 
 
-def _grids_of(items: Sequence[Mapping[str, Tensor]]) -> list[Grid]:
-    return [Grid(*item["pixels"].shape[:3]) for item in items]
+def _grids_of(items: Sequence[Mapping[str, Tensor]]) -> list[PatchGrid]:
+    return [PatchGrid(*item["pixels"].shape[:3]) for item in items]
 
 
 class Placed(NamedTuple):
@@ -107,7 +107,7 @@ class GridTower(nn.Module):
         vectors = self(self.patches(torch.cat([self._flat(item["pixels"]) for item in items])), layout)
         return list(vectors.split([math.prod(grid) // self.facts.merge**2 for grid in _grids_of(items)]))
 
-    def layout(self, grids: Sequence[Grid]) -> Any:
+    def layout(self, grids: Sequence[PatchGrid]) -> Any:
         """All that `forward` needs beside patches: of most towers, who sees whom, and how far each turns."""
         return self.images(grids), self.angles(self.places(grids))
 
@@ -126,12 +126,12 @@ class GridTower(nn.Module):
         steps, height, width = item["pixels"][:3]
         return steps * height * width * (6 * self.facts.hidden + height * width)
 
-    def places(self, grids: Sequence[Grid]) -> Tensor:
+    def places(self, grids: Sequence[PatchGrid]) -> Tensor:
         """[T, 2]: the row and the column of each patch."""
         places = np.concatenate([places_of(grid, self.facts.merge) for grid in grids])
         return torch.from_numpy(places).to(self.device, non_blocking=True)
 
-    def sizes(self, grids: Sequence[Grid]) -> Tensor:
+    def sizes(self, grids: Sequence[PatchGrid]) -> Tensor:
         """[T, 2]: height and width of the grid of each patch."""
         counts = [grid.steps * grid.height * grid.width for grid in grids]
         sizes = np.repeat([grid[1:] for grid in grids], counts, axis=0)
@@ -144,7 +144,7 @@ class GridTower(nn.Module):
         turns = (places[:, :, None] * speeds).flatten(1)
         return turns.cos(), turns.sin()
 
-    def images(self, grids: Sequence[Grid]) -> Spans:
+    def images(self, grids: Sequence[PatchGrid]) -> Spans:
         """Which patches see each other."""
         lens = [grid.height * grid.width for grid in grids for _ in range(grid.steps)]
         return spans_of(np.array(lens, np.int32), self.device)

@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from quire.config.facts import ArchFacts
-from quire.config.media.idefics import IdeficsFacts
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.idefics import IdeficsFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.scope import Scope
 from quire.models.towers.clip import ViT
-from quire.models.towers.squares import Squares, gathered
+from quire.models.towers.squares import FixedSizeTower, gathered
 
 
-class Idefics3(Squares):
+class Idefics3(FixedSizeTower):
     """The tiles of an image, and the image as a whole."""
 
     facts: IdeficsFacts

@@ -6,16 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts
-from quire.config.media.intern import InternFacts
-from quire.kernels.encoder import Spans, spans_of
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.intern import InternFacts
+from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
-from quire.models.towers.squares import Squares, gathered
+from quire.models.towers.squares import FixedSizeTower, gathered
 
 
-class Names(NamedTuple):
+class InternNames(NamedTuple):
     """What a checkpoint calls the parts."""
 
     tower: str
@@ -33,7 +33,7 @@ class Names(NamedTuple):
     products: tuple[str, str, str]
 
 
-OURS = Names(
+OURS = InternNames(
     tower="vision_model",
     patches="embeddings.patch_embedding",
     first="embeddings.class_embedding",
@@ -49,7 +49,7 @@ OURS = Names(
     products=("0", "1", "3"),
 )
 """Those of its makers."""
-THEIRS = Names(
+THEIRS = InternNames(
     tower="model.vision_tower",
     patches="embeddings.patch_embeddings.projection",
     first="embeddings.cls_token",
@@ -75,7 +75,7 @@ def _norm(facts: InternFacts, scope: Scope) -> Norm:
 class Layer(nn.Module):
     """Attention, then feed-forward, each behind a norm and scaled number by number."""
 
-    def __init__(self, facts: InternFacts, names: Names, scope: Scope) -> None:
+    def __init__(self, facts: InternFacts, names: InternNames, scope: Scope) -> None:
         super().__init__()
         vit = facts.vit
         self.attention_norm, self.mlp_norm = (_norm(facts, scope / name) for name in names.norms)
@@ -101,7 +101,7 @@ class Layer(nn.Module):
 class InternViT(nn.Module):
     """Patches, their places, and layers."""
 
-    def __init__(self, facts: InternFacts, names: Names, scope: Scope) -> None:
+    def __init__(self, facts: InternFacts, names: InternNames, scope: Scope) -> None:
         super().__init__()
         vit, scope = facts.vit, scope / names.tower
         self.patch = vit.patch
@@ -126,7 +126,7 @@ class InternViT(nn.Module):
         return x.view(len(pixels), count, -1)
 
 
-class InternVL(Squares):
+class InternVL(FixedSizeTower):
     """The tiles of an image, or the frames of a video."""
 
     facts: InternFacts

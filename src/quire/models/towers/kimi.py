@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.config.facts import ArchFacts, MediaFacts
-from quire.config.media.kimi import MoonFacts
-from quire.kernels.encoder import Spans, spans_of
+from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.multimodal.kimi import MoonFacts
+from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of

@@ -5,15 +5,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.config.facts import ArchFacts
-from quire.config.media.llama4 import Llama4Facts
-from quire.config.media.parts import ViTFacts
-from quire.kernels.encoder import Spans, spans_of
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.llama4 import Llama4Facts
+from quire.checkpoint.multimodal.parts import ViTFacts
+from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
-from quire.models.towers.squares import Squares, gathered
+from quire.models.towers.squares import FixedSizeTower, gathered
 
 
 class Layer(nn.Module):
@@ -72,7 +72,7 @@ def _turns(side: int, dim: int, theta: float) -> Tensor:
     return torch.cat((grid, torch.zeros(1, dim)))
 
 
-class Llama4(Squares):
+class Llama4Tower(FixedSizeTower):
     """The tiles of an image, and the image as a whole."""
 
     facts: Llama4Facts

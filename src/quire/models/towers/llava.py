@@ -2,15 +2,15 @@
 
 from torch import Tensor
 
-from quire.config.facts import ArchFacts
-from quire.config.media.llava import LlavaFacts
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.llava import LlavaFacts
 from quire.layers.scope import Scope
 from quire.layers.vision import VisionMLP
 from quire.models.towers.clip import ViT
-from quire.models.towers.squares import Squares
+from quire.models.towers.squares import FixedSizeTower
 
 
-class Llava(Squares):
+class Llava(FixedSizeTower):
     """The states of some layers, in the decoder's size."""
 
     facts: LlavaFacts

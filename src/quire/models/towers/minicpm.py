@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.config.facts import ArchFacts, MediaFacts
-from quire.config.media.minicpm import MiniCPMFacts
-from quire.kernels.encoder import Spans, spans_of
+from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.multimodal.minicpm import MiniCPMFacts
+from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
@@ -27,7 +27,7 @@ Grid = tuple[int, int]
 """Rows and columns of patches, or of what was made of them."""
 
 
-class Merger(nn.Module):
+class MiniCPMMerger(nn.Module):
     """Squares of patches become vectors, in order of their rows."""
 
     def __init__(self, hidden: int, inner: int, size_out: int, activation: str, scope: Scope) -> None:
@@ -48,7 +48,7 @@ class Merger(nn.Module):
         return out
 
 
-class InnerMerger(Merger):
+class InnerMerger(MiniCPMMerger):
     """Within the tower: the four see each other first, and their mean is kept."""
 
     def __init__(self, facts: MiniCPMFacts, scope: Scope) -> None:
@@ -182,9 +182,9 @@ class MiniCPMV(nn.Module):
         self.resampler = Resampler(own, scope / "resampler") if own.queries else None
         name, size = ("vpm" if own.queries else "model.vision_tower"), own.vit.hidden
         self.vit = NaViT(own, scope / name)
-        self.merger: Merger | None = None
+        self.merger: MiniCPMMerger | None = None
         if not own.queries:
-            self.merger = Merger(size, 4 * size, own.size_out, "gelu", scope / "model.merger.mlp.0")
+            self.merger = MiniCPMMerger(size, 4 * size, own.size_out, "gelu", scope / "model.merger.mlp.0")
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:

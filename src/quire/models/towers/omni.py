@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.config.facts import ArchFacts, MediaFacts
-from quire.config.media.omni import HearingFacts, OmniFacts
-from quire.config.media.qwen import GridFacts
-from quire.kernels.encoder import spans_of
+from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.multimodal.omni import HearingFacts, OmniFacts
+from quire.checkpoint.multimodal.qwen import GridFacts
+from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
@@ -32,13 +32,13 @@ class SeeingLayer(qwen2_5_vl.Layer):
         return VisionAttention(facts.hidden, facts.heads, scope, names=("q", "k", "v"), out="proj")
 
 
-class Seeing(qwen2_5_vl.Qwen2_5VL):
+class OmniVisionTower(qwen2_5_vl.Qwen2_5VL):
     """Qwen2.5-VL's."""
 
     Layer = SeeingLayer
 
 
-class Hearing(nn.Module):
+class OmniAudioTower(nn.Module):
     """A sound in pieces, whose moments see each other; the means of two states each, across pieces."""
 
     def __init__(self, facts: HearingFacts, scope: Scope) -> None:
@@ -89,10 +89,10 @@ class Omni(nn.Module):
         self.hears = self.hearing(scope / "model" / "audio_tower")
 
     def seeing(self, facts: ArchFacts, scope: Scope) -> nn.Module:
-        return Seeing(facts, scope)
+        return OmniVisionTower(facts, scope)
 
     def hearing(self, scope: Scope) -> nn.Module:
-        return Hearing(self.facts.sound, scope)
+        return OmniAudioTower(self.facts.sound, scope)
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts
-from quire.config.media.ovis import OvisFacts
-from quire.kernels.encoder import Spans, spans_of
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.ovis import OvisFacts
+from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
-from quire.models.towers.squares import Squares, gathered
+from quire.models.towers.squares import FixedSizeTower, gathered
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _EPS = 1e-5
@@ -40,7 +40,7 @@ class Layer(nn.Module):
         return out
 
 
-class Ovis2(Squares):
+class Ovis2(FixedSizeTower):
     """All that stands for an image has a word: its tiles, and the marks around them. `grid` of an item has as
     many rows and columns as it has tiles beside the whole, or one of each if there are none."""
 

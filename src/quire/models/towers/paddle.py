@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts
-from quire.config.media.qwen import GridFacts
-from quire.kernels.encoder import Spans
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.qwen import GridFacts
+from quire.kernels.reference.encoder import Spans
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, Learned, VisionAttention, VisionMLP
-from quire.models.towers.grid import Grid, GridTower, Placed, stretched
+from quire.models.towers.grid import GridTower, PatchGrid, Placed, stretched
 
 _PROJECTOR_EPS = 1e-5
 
@@ -31,7 +31,7 @@ class Layer(nn.Module):
         return out
 
 
-class Projector(nn.Module):
+class PaddleProjector(nn.Module):
     """Squares of patches become vectors of the decoder's size."""
 
     def __init__(self, facts: GridFacts, scope: Scope) -> None:
@@ -66,9 +66,9 @@ class PaddleOCRVL(GridTower):
         self.last_norm = LayerNorm(tower.hidden, tower.norm_eps, own / "post_layernorm")
         # The hub's checkpoints have another name for it than transformers saves.
         is_first = scope.is_stored("mlp_AR.linear_1.weight")
-        self.projector = Projector(tower, scope / ("mlp_AR" if is_first else "model.projector"))
+        self.projector = PaddleProjector(tower, scope / ("mlp_AR" if is_first else "model.projector"))
 
-    def layout(self, grids: Sequence[Grid]) -> Placed:
+    def layout(self, grids: Sequence[PatchGrid]) -> Placed:
         places = self.places(grids)
         positions = stretched(self.learned.vectors, places, self.sizes(grids), align_corners=False)
         return Placed(self.images(grids), self.angles(places), positions)

@@ -2,15 +2,15 @@
 
 from torch import Tensor
 
-from quire.config.facts import ArchFacts
-from quire.config.media.paligemma import PaliGemmaFacts
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.paligemma import PaliGemmaFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.scope import Scope
 from quire.models.towers.clip import ViT
-from quire.models.towers.squares import Squares
+from quire.models.towers.squares import FixedSizeTower
 
 
-class PaliGemma(Squares):
+class PaliGemma(FixedSizeTower):
     """Every patch is a vector."""
 
     facts: PaliGemmaFacts

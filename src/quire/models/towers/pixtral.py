@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts, MediaFacts
-from quire.config.media.pixtral import PixtralFacts
-from quire.kernels.encoder import Spans, spans_of
+from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.multimodal.pixtral import PixtralFacts
+from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
@@ -82,7 +82,7 @@ class PixtralViT(nn.Module):
         return turned.cos(), turned.sin()
 
 
-class Merger(nn.Module):
+class MistralMerger(nn.Module):
     """Mistral 3's: each square of patches becomes one, number by number side by side; a last row or column
     that is no part of a square is left out."""
 
@@ -119,7 +119,7 @@ class Pixtral(nn.Module):
         self.device = scope.device
         vit, projector = (scope / "model" / name for name in self.facts.names)
         self.vit = PixtralViT(self.facts, vit)
-        self.merger = Merger(self.facts, projector) if self.facts.is_merged else None
+        self.merger = MistralMerger(self.facts, projector) if self.facts.is_merged else None
         self.projector = VisionMLP(
             self.facts.hidden,
             self.facts.size_out,

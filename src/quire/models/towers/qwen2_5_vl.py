@@ -8,15 +8,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts
-from quire.config.media.qwen import GridFacts
-from quire.kernels.encoder import Spans, spans_of
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.qwen import GridFacts
+from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, VisionMLP
 from quire.models.towers import qwen2_vl
-from quire.models.towers.grid import Grid, GridTower
-from quire.models.towers.qwen2_vl import Merger
+from quire.models.towers.grid import GridTower, PatchGrid
+from quire.models.towers.qwen2_vl import Qwen2VLMerger
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -31,7 +31,7 @@ class Layer(qwen2_vl.Layer):
         return VisionMLP(facts.hidden, facts.intermediate, scope, names=_MLP, activation=facts.activation)
 
 
-def windows_of(grid: Grid, merge: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def windows_of(grid: PatchGrid, merge: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The squares of a grid, window by window of so many a side, and how many each window has."""
     rows, columns = grid.height // merge, grid.width // merge
     step, row, column = np.indices((grid.steps, rows, columns)).reshape(3, -1)
@@ -63,9 +63,9 @@ class Qwen2_5VL(GridTower):
         self.side = tower.window // tower.merge // tower.patch
         self.layers = nn.ModuleList(self.Layer(tower, scope / "blocks" / i) for i in range(tower.depth))
         merger = scope / "merger"
-        self.merger = Merger(tower, RMSNorm(tower.hidden, tower.norm_eps, merger / "ln_q"), merger)
+        self.merger = Qwen2VLMerger(tower, RMSNorm(tower.hidden, tower.norm_eps, merger / "ln_q"), merger)
 
-    def layout(self, grids: Sequence[Grid]) -> Windows:
+    def layout(self, grids: Sequence[PatchGrid]) -> Windows:
         square = self.facts.merge**2
         parts = [windows_of(grid, self.facts.merge, self.side) for grid in grids]
         starts = np.cumsum([0, *(len(order) for order, _ in parts[:-1])])

@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts
-from quire.config.media.qwen import GridFacts
-from quire.kernels.encoder import Spans
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.qwen import GridFacts
+from quire.kernels.reference.encoder import Spans
 from quire.layers.norm import LayerNorm, Norm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, VisionAttention, VisionMLP
@@ -36,7 +36,7 @@ class Layer(nn.Module):
         return out
 
 
-class Merger(nn.Module):
+class Qwen2VLMerger(nn.Module):
     """Squares of patches become vectors of the decoder's size."""
 
     def __init__(self, facts: GridFacts, norm: Norm, scope: Scope) -> None:
@@ -58,7 +58,7 @@ class Qwen2VL(GridTower):
         tower, scope = self.facts, self.scope
         self.layers = nn.ModuleList(Layer(tower, scope / "blocks" / i) for i in range(tower.depth))
         merger = scope / "merger"
-        self.merger = Merger(tower, LayerNorm(tower.hidden, tower.norm_eps, merger / "ln_q"), merger)
+        self.merger = Qwen2VLMerger(tower, LayerNorm(tower.hidden, tower.norm_eps, merger / "ln_q"), merger)
 
     def forward(self, x: Tensor, layout: tuple[Spans, Angles]) -> Tensor:
         """[T, hidden] patches of all items -> [T / merge^2, size_out]."""

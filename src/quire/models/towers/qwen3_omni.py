@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.config.facts import ArchFacts
-from quire.config.media.omni import HearingFacts
-from quire.kernels.encoder import spans_of
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.omni import HearingFacts
+from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
@@ -23,16 +23,16 @@ _AT_ONCE = 500
 """Pieces that go through convolutions together."""
 
 
-class Merger(qwen3_vl.Merger):
+class Qwen3OmniMerger(qwen3_vl.Qwen3VLMerger):
     """Qwen3-VL's, under other names."""
 
     norm_name, inner, names = "ln_q", "mlp", ("0", "2")
 
 
-class Seeing(qwen3_vl.Qwen3VL):
+class Qwen3OmniVisionTower(qwen3_vl.Qwen3VL):
     """Qwen3-VL's."""
 
-    Merger, deep_name = Merger, "merger_list"
+    merger_class, deep_name = Qwen3OmniMerger, "merger_list"
 
 
 class Layer(whisper.Layer):
@@ -41,7 +41,7 @@ class Layer(whisper.Layer):
     key_bias = True
 
 
-class Halving(nn.Module):
+class AudioSubsampleConv(nn.Module):
     """A convolution over moments and pitches, of every second of both."""
 
     def __init__(self, size_in: int, size_out: int, scope: Scope) -> None:
@@ -54,7 +54,7 @@ class Halving(nn.Module):
         return F.gelu(F.conv2d(x, self.weight.vectors, self.bias.vectors, stride=2, padding=1))
 
 
-class Hearing(nn.Module):
+class Qwen3OmniAudioTower(nn.Module):
     """Pieces of a sound, some of which see each other. The last is as long as the others, unless it is the
     only one."""
 
@@ -63,7 +63,7 @@ class Hearing(nn.Module):
         self.facts, own, size = facts, facts.encoder, facts.channels
         sizes = [(1, size), (size, size), (size, size)]
         self.halvings = nn.ModuleList(
-            Halving(*each, scope / f"conv2d{i}") for i, each in enumerate(sizes, start=1)
+            AudioSubsampleConv(*each, scope / f"conv2d{i}") for i, each in enumerate(sizes, start=1)
         )
         pitches = -(-own.mels // 8)
         self.flat = WholeLinear(size * pitches, own.hidden, scope / "conv_out")
@@ -111,10 +111,10 @@ class Qwen3Omni(Omni):
         self.beyond = self.facts.sound.size_out * facts.media.levels
 
     def seeing(self, facts: ArchFacts, scope: Scope) -> nn.Module:
-        return Seeing(facts, scope)
+        return Qwen3OmniVisionTower(facts, scope)
 
     def hearing(self, scope: Scope) -> nn.Module:
-        return Hearing(self.facts.sound, scope)
+        return Qwen3OmniAudioTower(self.facts.sound, scope)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         found = super().encode(modality, items)

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts
-from quire.config.media.qwen import GridFacts
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, VisionMLP
 from quire.models.towers import qwen2_vl
-from quire.models.towers.grid import Grid, GridTower, Placed, stretched
+from quire.models.towers.grid import GridTower, PatchGrid, Placed, stretched
 
 _MLP = ("linear_fc1", "linear_fc2")
 
@@ -23,7 +23,7 @@ class Layer(qwen2_vl.Layer):
         return VisionMLP(facts.hidden, facts.intermediate, scope, names=_MLP, activation=facts.activation)
 
 
-class Merger(nn.Module):
+class Qwen3VLMerger(nn.Module):
     """Squares of patches become vectors of the decoder's size; the norm is of patches, or of `squares`."""
 
     norm_name, inner, names = "norm", "", _MLP
@@ -44,18 +44,20 @@ class Merger(nn.Module):
 class Qwen3VL(GridTower):
     """The tower."""
 
-    Merger, deep_name = Merger, "deepstack_merger_list"
+    merger_class, deep_name = Qwen3VLMerger, "deepstack_merger_list"
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope, patch_bias=True)
         tower, scope = self.facts, self.scope
         self.learned = Learned(scope / "pos_embed" / "weight", tower.positions**2, tower.hidden)
         self.layers = nn.ModuleList(Layer(tower, scope / "blocks" / i) for i in range(tower.depth))
-        self.merger = self.Merger(tower, scope / "merger")
-        taps = range(len(tower.taps))
-        self.deep = nn.ModuleList(self.Merger(tower, scope / self.deep_name / i, squares=True) for i in taps)
+        self.merger = self.merger_class(tower, scope / "merger")
+        numbers = range(len(tower.aux_layers))
+        self.deep = nn.ModuleList(
+            self.merger_class(tower, scope / self.deep_name / i, squares=True) for i in numbers
+        )
 
-    def layout(self, grids: Sequence[Grid]) -> Placed:
+    def layout(self, grids: Sequence[PatchGrid]) -> Placed:
         places = self.places(grids)
         positions = stretched(self.learned.vectors, places, self.sizes(grids))
         return Placed(self.images(grids), self.angles(places), positions)
@@ -66,5 +68,5 @@ class Qwen3VL(GridTower):
         x, deep = x + positions, []
         for number, layer in enumerate(self.layers):
             x = layer(x, images, angles)
-            deep += [self.deep[i](x) for i, tap in enumerate(self.facts.taps) if tap == number]
+            deep += [self.deep[i](x) for i, tap in enumerate(self.facts.aux_layers) if tap == number]
         return torch.cat([self.merger(x), *deep], 1)

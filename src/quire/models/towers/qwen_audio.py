@@ -5,19 +5,19 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts, MediaFacts
-from quire.config.media.qwen_audio import QwenAudioFacts
+from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.multimodal.qwen_audio import QwenAudioFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import VisionMLP
-from quire.models.towers.whisper import Encoder
+from quire.models.towers.whisper import WhisperEncoder
 
 _EPS = 1e-5
 
 
 class QwenAudio(nn.Module):
-    """`mel` of an item are [moments, mels], see `Encoder`; a long one is heard in pieces, each by itself."""
+    """Encode `mel` [frames, mels] of an item (see `WhisperEncoder`); a long one is encoded in pieces."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class QwenAudio(nn.Module):
         self.facts: QwenAudioFacts = facts.media.tower
         self.device = scope.device
         tower, hidden = scope / "model" / "audio_tower", self.facts.encoder.hidden
-        self.encoder = Encoder(self.facts.encoder, tower)
+        self.encoder = WhisperEncoder(self.facts.encoder, tower)
         self.norm = LayerNorm(hidden, _EPS, tower / "layer_norm")
         self.projector = _projector(self.facts, scope / "model" / "multi_modal_projector")
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.config.facts import ArchFacts, MediaFacts
+from quire.checkpoint.facts import ArchFacts, MediaFacts
 from quire.layers.scope import Scope
 
 
-class Squares(nn.Module):
+class FixedSizeTower(nn.Module):
     """All squares of all items in one batch. `pixels` of an item are [squares, 3, side, side]."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:

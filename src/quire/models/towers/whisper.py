@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.config.facts import ArchFacts, MediaFacts
-from quire.config.media.whisper import WhisperFacts
-from quire.kernels.encoder import Spans, spans_of
+from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.multimodal.whisper import WhisperFacts
+from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP
@@ -54,7 +54,7 @@ class Convolution(nn.Module):
         return list(found.split([len(each) for each in patches]))
 
 
-class Encoder(nn.Module):
+class WhisperEncoder(nn.Module):
     """All layers; the norm behind them is for who uses the states."""
 
     def __init__(self, facts: WhisperFacts, scope: Scope) -> None:
@@ -81,7 +81,7 @@ class Encoder(nn.Module):
         return list(x.split(lens))
 
 
-class Whisper(nn.Module):
+class WhisperTower(nn.Module):
     """`mel` of an item are [moments + 1, mels], as of any other."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
@@ -90,7 +90,7 @@ class Whisper(nn.Module):
         self.facts: WhisperFacts = facts.media.tower
         self.device = scope.device
         scope = scope / "model" / "encoder"
-        self.encoder = Encoder(self.facts, scope)
+        self.encoder = WhisperEncoder(self.facts, scope)
         self.norm = LayerNorm(self.facts.hidden, _EPS, scope / "layer_norm")
 
     @staticmethod

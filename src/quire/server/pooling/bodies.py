@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import AliasChoices, BaseModel, Field, JsonValue
 
 from quire.data.params import INT64_MAX
-from quire.server.replies import Usage
-from quire.server.requests import Body, Conversation, EngineBody, MediaBody, Prompts, Some
+from quire.server.openai.replies import UsageReply
+from quire.server.openai.requests import Body, ConversationBody, EngineBody, MediaBody, Prompts, Some
 
 _OLDER = "An older name of use_activation."
 
@@ -30,7 +30,7 @@ class PoolingBody(EngineBody):
         return next((each for each in asked if each is not None), None)
 
 
-class Vectors(PoolingBody):
+class VectorOptions(PoolingBody):
     """How vectors are sent."""
 
     dimensions: int | None = Field(
@@ -58,42 +58,42 @@ class InputBody(PoolingBody):
     add_special_tokens: bool = True
 
 
-class TalkBody(PoolingBody, Conversation):
+class PoolingChatBody(PoolingBody, ConversationBody):
     """A conversation as the one input."""
 
     add_generation_prompt: bool = False
 
 
-class EmbeddingInput(InputBody, Vectors):
+class EmbeddingInput(InputBody, VectorOptions):
     """The body of /v1/embeddings for texts or token ids."""
 
 
-class EmbeddingTalk(TalkBody, Vectors):
+class EmbeddingChatBody(PoolingChatBody, VectorOptions):
     """The body of /v1/embeddings for a conversation."""
 
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 
 
-class PoolingInputBody(InputBody, Vectors):
+class PoolingInputBody(InputBody, VectorOptions):
     """The body of /pooling for texts or token ids."""
 
     task: PoolingTask | None = Field(None, description="Default: what the model is for.")
 
 
-class PoolingTalk(TalkBody, Vectors):
+class PoolingChatRequest(PoolingChatBody, VectorOptions):
     """The body of /pooling for a conversation."""
 
     task: PoolingTask | None = Field(None, description="Default: what the model is for.")
 
 
-class Parts(Body):
+class ContentParts(Body):
     """A text and media that are one, for models that take them: parts as messages have them."""
 
     content: Some[dict[str, JsonValue]]
 
 
-Texts = str | Parts | Some[str | Parts]
+Texts = str | ContentParts | Some[str | ContentParts]
 
 
 class ScoreBody(PoolingBody, MediaBody):
@@ -115,7 +115,7 @@ class ScoreBody(PoolingBody, MediaBody):
 class RerankBody(PoolingBody, MediaBody):
     """The body of /rerank."""
 
-    query: str | Parts = Field(examples=["Who sleeps?"])
+    query: str | ContentParts = Field(examples=["Who sleeps?"])
     documents: Texts = Field(examples=[["The dog sleeps.", "A page is a block."]])
     top_n: int | None = Field(0, ge=0, le=INT64_MAX, description="How many to return; 0: all.")
 
@@ -130,10 +130,10 @@ class PooledReply(BaseModel):
     object: Literal["list"]
     created: int
     model: str
-    usage: Usage
+    usage: UsageReply
 
 
-class Embedding(BaseModel):
+class EmbeddingReplyItem(BaseModel):
     """One input as a vector."""
 
     index: int
@@ -145,7 +145,7 @@ class EmbeddingReply(PooledReply):
     """An answer of /v1/embeddings."""
 
     id: str = Field(examples=["embd-1f3b"])
-    data: list[Embedding]
+    data: list[EmbeddingReplyItem]
 
 
 class PooledData(BaseModel):
@@ -163,7 +163,7 @@ class PoolingReply(PooledReply):
     data: list[PooledData]
 
 
-class Classes(BaseModel):
+class ClassifyReplyItem(BaseModel):
     """One input's classes, and the likeliest by its name."""
 
     index: int
@@ -176,10 +176,10 @@ class ClassifyReply(PooledReply):
     """An answer of /classify."""
 
     id: str = Field(examples=["classify-1f3b"])
-    data: list[Classes]
+    data: list[ClassifyReplyItem]
 
 
-class Score(BaseModel):
+class ScoreReplyItem(BaseModel):
     """How well two texts fit."""
 
     index: int
@@ -191,7 +191,7 @@ class ScoreReply(PooledReply):
     """An answer of /score."""
 
     id: str = Field(examples=["score-1f3b"])
-    data: list[Score]
+    data: list[ScoreReplyItem]
 
 
 class RerankDocument(BaseModel):

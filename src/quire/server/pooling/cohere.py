@@ -12,15 +12,15 @@ from starlette.responses import Response
 
 from quire.data.params import INT64_MAX
 from quire.errors import RequestError
-from quire.frontend.sides import Side, Sides
-from quire.server.asked import check_fields
-from quire.server.errors import json_response
-from quire.server.generate import Api
-from quire.server.pooling.bodies import Vectors
+from quire.frontend.score_inputs import Side, Sides
+from quire.server.http.errors import json_response
+from quire.server.openai.prompts import off_loop
+from quire.server.openai.requests import Body, CallBody, Int, Some
+from quire.server.openai.sampling_params import check_fields
+from quire.server.openai.service import GenerationService
+from quire.server.pooling.bodies import VectorOptions
 from quire.server.pooling.jobs import check_count, check_pooling, named, pool, waiting
 from quire.server.pooling.vectors import packed
-from quire.server.prompts import off_loop
-from quire.server.requests import Body, CallBody, Int, Some
 
 Kind = Literal["float", "binary", "ubinary", "base64"]
 
@@ -60,7 +60,7 @@ class CohereBody(CallBody):
     )
 
 
-class Embeddings(BaseModel):
+class CohereEmbeddings(BaseModel):
     """The vectors, in each of the forms that were asked for."""
 
     floats: list[list[float]] | None = Field(None, alias="float")
@@ -82,7 +82,7 @@ class ApiVersion(BaseModel):
     version: Literal["2"]
 
 
-class Meta(BaseModel):
+class CohereMeta(BaseModel):
     """What was read, and by which rules."""
 
     api_version: ApiVersion
@@ -93,13 +93,13 @@ class CohereReply(BaseModel):
     """An answer of /v2/embed."""
 
     id: str
-    embeddings: Embeddings
+    embeddings: CohereEmbeddings
     texts: list[str] | None = None
-    meta: Meta
+    meta: CohereMeta
     response_type: Literal["embeddings_by_type"]
 
 
-async def answer_cohere(api: Api, body: CohereBody, request: Request) -> Response:
+async def answer_cohere(api: GenerationService, body: CohereBody, request: Request) -> Response:
     given = {
         "model": body.model,
         "priority": body.priority,
@@ -108,7 +108,7 @@ async def answer_cohere(api: Api, body: CohereBody, request: Request) -> Respons
         "truncate_prompt_tokens": None if body.truncate == "NONE" else body.max_tokens or -1,
         "truncation_side": "left" if body.truncate == "START" else "right",
     }
-    plain = Vectors.model_validate(given)
+    plain = VectorOptions.model_validate(given)
     instruction, (field, inputs) = _instruction(api, body.input_type), _inputs_of(body)
     check_fields(body)
     await check_pooling(api, plain)
@@ -153,7 +153,7 @@ def _inputs_of(body: CohereBody) -> tuple[str, Sequence[str | MixedInput]]:
     ]
 
 
-def _read(api: Api, instruction: str, name: str, given: str | MixedInput) -> str | Sides:
+def _read(api: GenerationService, instruction: str, name: str, given: str | MixedInput) -> str | Sides:
     """A text with what is to be put in front of it, or a message."""
     if isinstance(given, str):
         return instruction + given
@@ -175,7 +175,7 @@ def _read(api: Api, instruction: str, name: str, given: str | MixedInput) -> str
     return Sides((side,), is_talk=api.reader.has_template)
 
 
-def _instruction(api: Api, input_type: str | None) -> str:
+def _instruction(api: GenerationService, input_type: str | None) -> str:
     if input_type is None:
         return ""
     pooling = api.engine.inputs.pooling

@@ -4,28 +4,32 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.errors import json_response
-from quire.server.generate import Api
+from quire.server.http.errors import json_response
+from quire.server.openai.service import GenerationService
 from quire.server.pooling.bodies import (
+    EmbeddingChatBody,
     EmbeddingInput,
-    EmbeddingTalk,
     InputBody,
+    PoolingChatBody,
+    PoolingChatRequest,
     PoolingInputBody,
-    PoolingTalk,
-    TalkBody,
 )
 from quire.server.pooling.jobs import check_pooling, listing, pool, read_inputs
 from quire.server.pooling.vectors import answer_vectors
 
 
-async def answer_embeddings(api: Api, body: EmbeddingInput | EmbeddingTalk, request: Request) -> Response:
+async def answer_embeddings(
+    api: GenerationService, body: EmbeddingInput | EmbeddingChatBody, request: Request
+) -> Response:
     await check_pooling(api, body)
     prompts = await read_inputs(api, body, request)
     job, outputs = await pool(api, "embd", body, request, prompts, task="embed", dimensions=body.dimensions)
     return await answer_vectors(api, body, job, outputs, kind="embedding", field="embedding")
 
 
-async def answer_pooling(api: Api, body: PoolingInputBody | PoolingTalk, request: Request) -> Response:
+async def answer_pooling(
+    api: GenerationService, body: PoolingInputBody | PoolingChatRequest, request: Request
+) -> Response:
     await check_pooling(api, body)
     prompts = await read_inputs(api, body, request)
     job, outputs = await pool(
@@ -34,7 +38,9 @@ async def answer_pooling(api: Api, body: PoolingInputBody | PoolingTalk, request
     return await answer_vectors(api, body, job, outputs, kind="pooling", field="data")
 
 
-async def answer_classify(api: Api, body: InputBody | TalkBody, request: Request) -> Response:
+async def answer_classify(
+    api: GenerationService, body: InputBody | PoolingChatBody, request: Request
+) -> Response:
     await check_pooling(api, body)
     prompts = await read_inputs(api, body, request)
     job, outputs = await pool(api, "classify", body, request, prompts, task="classify")

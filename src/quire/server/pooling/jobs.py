@@ -7,28 +7,28 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import PoolingParams
-from quire.dist.tasks import ended
+from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
-from quire.server.asked import check_fields, check_template
 from quire.server.engine import PooledOutputs
-from quire.server.generate import Api, Job
-from quire.server.merged import Pauses
-from quire.server.pooling.bodies import InputBody, PoolingBody, TalkBody
-from quire.server.prompts import Wait, each_of
+from quire.server.openai.prompts import Wait, each_of
+from quire.server.openai.sampling_params import check_fields, check_template
+from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.streams import Pauses
+from quire.server.pooling.bodies import InputBody, PoolingBody, PoolingChatBody
+from quire.system.tasks import ended
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 T = TypeVar("T")
 
 
-async def check_pooling(api: Api, body: PoolingBody) -> None:
+async def check_pooling(api: GenerationService, body: PoolingBody) -> None:
     await api.check_model(body.model, pools=True)
     check_fields(body)
 
 
-def check_count(api: Api, count: int, param: str) -> None:
+def check_count(api: GenerationService, count: int, param: str) -> None:
     most = api.settings.max_sequences
     if count > most:
         raise RequestError(
@@ -43,13 +43,15 @@ def named(field: str, given: Sequence[T]) -> list[tuple[str, T]]:
     return [(f"{field}[{place}]" if len(given) > 1 else field, each) for place, each in enumerate(given)]
 
 
-def waiting(api: Api, request: Request) -> Wait:
+def waiting(api: GenerationService, request: Request) -> Wait:
     """How what takes long is waited for: it ends when the client hangs up."""
     return partial(api.answering.until_gone, request.receive)
 
 
-async def read_inputs(api: Api, body: InputBody | TalkBody, request: Request) -> list[Prompt]:
-    if isinstance(body, TalkBody):
+async def read_inputs(
+    api: GenerationService, body: InputBody | PoolingChatBody, request: Request
+) -> list[Prompt]:
+    if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
         return [await api.reader.of_conversation(body, waiting(api, request))]
     given = each_of(body.input)
@@ -58,7 +60,7 @@ async def read_inputs(api: Api, body: InputBody | TalkBody, request: Request) ->
 
 
 async def pool(
-    api: Api,
+    api: GenerationService,
     kind: str,
     body: PoolingBody,
     request: Request,
@@ -66,14 +68,14 @@ async def pool(
     *,
     task: Any = None,
     dimensions: int | None = None,
-) -> tuple[Job, list[Pooled]]:
+) -> tuple[ApiCall, list[Pooled]]:
     """What the model makes of the prompts, in their order. All of them end when the client hangs up."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
     job = api.job(kind, body, request, prompts, [params] * len(prompts))
     return job, await api.answering.until_gone(request.receive, _together(api, job))
 
 
-async def _together(api: Api, job: Job) -> list[Pooled]:
+async def _together(api: GenerationService, job: ApiCall) -> list[Pooled]:
     tasks: list[asyncio.Task[Pooled]] = []
     pause = Pauses()
     try:
@@ -102,12 +104,14 @@ async def _only(answer: PooledOutputs) -> Pooled:
         await answer.aclose()
 
 
-def usage(api: Api, outputs: Sequence[Pooled]) -> dict[str, Any]:
+def usage(api: GenerationService, outputs: Sequence[Pooled]) -> dict[str, Any]:
     num_prompt = sum(len(each.prompt_token_ids) for each in outputs)
     return api.usage(num_prompt, 0, sum(each.num_cached_tokens for each in outputs))
 
 
-def listing(api: Api, job: Job, data: list[dict[str, Any]], outputs: Sequence[Pooled]) -> dict[str, Any]:
+def listing(
+    api: GenerationService, job: ApiCall, data: list[dict[str, Any]], outputs: Sequence[Pooled]
+) -> dict[str, Any]:
     """The answer around the results."""
     return {
         "id": job.id,

@@ -3,40 +3,40 @@
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from quire.server.document import BODY, CODES, replies_of
-from quire.server.generate import Api
+from quire.server.http.document import BODY, CODES, replies_of
+from quire.server.openai.service import GenerationService
 from quire.server.pooling.bodies import (
     ClassifyReply,
+    EmbeddingChatBody,
     EmbeddingInput,
     EmbeddingReply,
-    EmbeddingTalk,
     InputBody,
+    PoolingChatBody,
+    PoolingChatRequest,
     PoolingInputBody,
     PoolingReply,
-    PoolingTalk,
     RerankBody,
     RerankReply,
     ScoreBody,
     ScoreReply,
-    TalkBody,
 )
 from quire.server.pooling.cohere import CohereBody, CohereReply, answer_cohere
 from quire.server.pooling.embeddings import answer_classify, answer_embeddings, answer_pooling
 from quire.server.pooling.scores import answer_rerank, answer_score
 
 
-def add_pooling_routes(app: FastAPI, api: Api) -> None:
+def add_pooling_routes(app: FastAPI, api: GenerationService) -> None:
     octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
-    async def create_embeddings(body: EmbeddingInput | EmbeddingTalk, request: Request) -> Response:
+    async def create_embeddings(body: EmbeddingInput | EmbeddingChatBody, request: Request) -> Response:
         """A vector for each input."""
         return await answer_embeddings(api, body, request)
 
-    async def create_pooling(body: PoolingInputBody | PoolingTalk, request: Request) -> Response:
+    async def create_pooling(body: PoolingInputBody | PoolingChatRequest, request: Request) -> Response:
         """What the model is for, or vectors or classes of every token."""
         return await answer_pooling(api, body, request)
 
-    async def create_classes(body: InputBody | TalkBody, request: Request) -> Response:
+    async def create_classes(body: InputBody | PoolingChatBody, request: Request) -> Response:
         """How likely each class is, for each input."""
         return await answer_classify(api, body, request)
 

@@ -6,10 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.pooling import cosine, pairs, pools, reads_pairs
-from quire.frontend.sides import ROLES, Side, Sides
-from quire.server.errors import json_response
-from quire.server.generate import Api, Job
-from quire.server.pooling.bodies import Parts, RerankBody, ScoreBody, Texts
+from quire.frontend.score_inputs import ROLES, Side, Sides
+from quire.server.http.errors import json_response
+from quire.server.openai.prompts import off_loop
+from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.pooling.bodies import ContentParts, RerankBody, ScoreBody, Texts
 from quire.server.pooling.jobs import (
     Pooled,
     check_count,
@@ -20,12 +21,11 @@ from quire.server.pooling.jobs import (
     usage,
     waiting,
 )
-from quire.server.prompts import off_loop
 
-Text = str | Parts
+Text = str | ContentParts
 
 
-async def answer_score(api: Api, body: ScoreBody, request: Request) -> Response:
+async def answer_score(api: GenerationService, body: ScoreBody, request: Request) -> Response:
     sides = {"text_1": _listed(body.text_1), "text_2": _listed(body.text_2)}
     job, outputs = await _score(api, "score", body, request, sides)
     data = [
@@ -35,7 +35,7 @@ async def answer_score(api: Api, body: ScoreBody, request: Request) -> Response:
     return json_response(listing(api, job, data, outputs))
 
 
-async def answer_rerank(api: Api, body: RerankBody, request: Request) -> Response:
+async def answer_rerank(api: GenerationService, body: RerankBody, request: Request) -> Response:
     documents = _listed(body.documents)
     job, outputs = await _score(api, "rerank", body, request, {"query": [body.query], "documents": documents})
     results: list[dict[str, Any]] = [
@@ -59,8 +59,12 @@ def _shown(document: Text) -> dict[str, Any]:
 
 
 async def _score(
-    api: Api, kind: str, body: ScoreBody | RerankBody, request: Request, given: dict[str, list[Text]]
-) -> tuple[Job, list[Pooled]]:
+    api: GenerationService,
+    kind: str,
+    body: ScoreBody | RerankBody,
+    request: Request,
+    given: dict[str, list[Text]],
+) -> tuple[ApiCall, list[Pooled]]:
     """An output of one number for each pair: a cross-encoder reads both at once, of an embedding model it is
     the cosine of their embeddings."""
     await check_pooling(api, body)

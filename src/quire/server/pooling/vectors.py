@@ -9,11 +9,11 @@ import numpy as np
 from starlette.responses import Response
 
 from quire.data.pooling import Floats
-from quire.server.errors import json_response
-from quire.server.generate import Api, Job
-from quire.server.pooling.bodies import Vectors
+from quire.server.http.errors import json_response
+from quire.server.openai.prompts import off_loop
+from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.pooling.bodies import VectorOptions
 from quire.server.pooling.jobs import Pooled, listing
-from quire.server.prompts import off_loop
 
 _ORDERS = {"native": "=", "little": "<", "big": ">"}
 
@@ -29,7 +29,13 @@ def packed(values: Floats, dtype: str, endianness: str) -> bytes:
 
 
 async def answer_vectors(
-    api: Api, body: Vectors, job: Job, outputs: Sequence[Pooled], *, kind: str, field: str
+    api: GenerationService,
+    body: VectorOptions,
+    job: ApiCall,
+    outputs: Sequence[Pooled],
+    *,
+    kind: str,
+    field: str,
 ) -> Response:
     """Each output's numbers as an object of this kind, which has them under the name of `field`."""
     make = _bytes if body.encoding_format in ("bytes", "bytes_only") else _json
@@ -37,7 +43,14 @@ async def answer_vectors(
     return await off_loop(size, lambda: make(api, body, job, outputs, kind, field))
 
 
-def _json(api: Api, body: Vectors, job: Job, outputs: Sequence[Pooled], kind: str, field: str) -> Response:
+def _json(
+    api: GenerationService,
+    body: VectorOptions,
+    job: ApiCall,
+    outputs: Sequence[Pooled],
+    kind: str,
+    field: str,
+) -> Response:
     def encode(values: Floats) -> list[Any] | str:
         if body.encoding_format == "float":
             return list(values.tolist())
@@ -50,7 +63,9 @@ def _json(api: Api, body: Vectors, job: Job, outputs: Sequence[Pooled], kind: st
     return json_response(listing(api, job, data, outputs))
 
 
-def _bytes(api: Api, body: Vectors, job: Job, outputs: Sequence[Pooled], kind: str, _: str) -> Response:
+def _bytes(
+    api: GenerationService, body: VectorOptions, job: ApiCall, outputs: Sequence[Pooled], kind: str, _: str
+) -> Response:
     parts, data, start = [], [], 0
     for index, each in enumerate(outputs):
         parts.append(packed(each.outputs.data, body.embed_dtype, body.endianness))

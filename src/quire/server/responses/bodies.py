@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, WithJsonSchema
 
-from quire.server.requests import Body, GenerateBody, Many, Unbuilt
+from quire.server.openai.requests import Body, GenerateBody, Many, Unbuilt
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal[

@@ -8,13 +8,13 @@ from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.pieces import TextPiece
 from quire.errors import RequestError
-from quire.server.errors import describe
-from quire.server.generate import Api
-from quire.server.logprobs import chat_logprobs
+from quire.server.http.errors import describe
+from quire.server.http.sse import event, quote
+from quire.server.openai.chat_request import Talk
+from quire.server.openai.logprobs import chat_logprobs
+from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.output import Event, Output
-from quire.server.sse import event, quote
-from quire.server.talk import Talk
 
 _ENDINGS = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
 """How a response ends, where not well, by the reason that the engine gives."""
@@ -26,7 +26,11 @@ class ResponseEncoder:
     """A response as it grows. Every event has its number; a run of them has no gap."""
 
     def __init__(
-        self, api: Api, talk: Talk, frame: dict[str, Any], keep: Callable[[dict[str, Any]], None]
+        self,
+        api: GenerationService,
+        talk: Talk,
+        frame: dict[str, Any],
+        keep: Callable[[dict[str, Any]], None],
     ) -> None:
         """`frame`: what does not change. `keep` gets the response when it is over."""
         self._api, self._talk, self._frame, self._keep = api, talk, frame, keep

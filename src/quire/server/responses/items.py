@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.errors import RequestError
-from quire.server.errors import NotFound
+from quire.server.http.errors import NotFound
 
 Item = dict[str, Any]
 Find = Callable[[str], Item | None]

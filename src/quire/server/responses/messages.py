@@ -9,7 +9,7 @@ from quire.server.responses.items import Item
 _AS_SYSTEM = ("system", "developer")
 
 
-class Conversation:
+class ItemMessages:
     """The messages so far. Items of one answer, that chats have in one message, are put together."""
 
     def __init__(self, instructions: str | None) -> None:
@@ -74,10 +74,10 @@ class Conversation:
 
 
 _ADDERS = {
-    "message": Conversation._add_message,
-    "reasoning": Conversation._add_reasoning,
-    "function_call": Conversation._add_call,
-    "function_call_output": Conversation._add_output,
+    "message": ItemMessages._add_message,
+    "reasoning": ItemMessages._add_reasoning,
+    "function_call": ItemMessages._add_call,
+    "function_call_output": ItemMessages._add_output,
 }
 
 

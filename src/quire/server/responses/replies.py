@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from quire.server.replies import Timeline, TokenLogprob
+from quire.server.openai.replies import TimelineReply, TokenLogprob
 
 Status = Literal["completed", "incomplete", "in_progress"]
 
@@ -85,7 +85,7 @@ class ResponseUsage(BaseModel):
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
-    timeline: Timeline | None = None
+    timeline: TimelineReply | None = None
 
 
 class ResponseReply(BaseModel):

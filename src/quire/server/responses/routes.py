@@ -8,19 +8,19 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.data.params import INT64_MAX
 from quire.errors import RequestError
-from quire.server.document import BODY, CODES, replies_of
-from quire.server.errors import NotFound, json_response
-from quire.server.gate import account_of, stay
-from quire.server.generate import Api
-from quire.server.prompts import off_loop
+from quire.server.http.document import BODY, CODES, replies_of
+from quire.server.http.errors import NotFound, json_response
+from quire.server.http.limits import account_of, stay
+from quire.server.openai.chat_request import Talk, begin_talk
+from quire.server.openai.prompts import off_loop
+from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.encoder import ResponseEncoder, frame_of
 from quire.server.responses.items import Item, new_id, read_items
 from quire.server.responses.replies import DeletedReply, ItemsReply, ResponseReply
-from quire.server.responses.run import Run
-from quire.server.responses.store import NO_STORE, Store, Stored, Turn
+from quire.server.responses.run import BackgroundRun
+from quire.server.responses.store import NO_STORE, Store, StoredResponse, StoredTurn
 from quire.server.responses.translate import chat_of, check_body
-from quire.server.talk import Talk, begin_talk
 
 _CONTINUED = ("completed", "incomplete")
 """Endings that a conversation can go on behind."""
@@ -29,7 +29,7 @@ _CONTINUED = ("completed", "incomplete")
 class Responses:
     """Makes responses, and has those that are kept."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: GenerationService) -> None:
         self.api = api
         limits = api.settings.responses
         self.store = None if limits is None else Store(limits)
@@ -42,7 +42,7 @@ class Responses:
         owner = _owner(request)
         before = self._before(body.previous_response_id, owner)
         find = functools.partial(self._item, owner=owner)
-        asked = (*before, Turn(read_items(body.input, find), owner))
+        asked = (*before, StoredTurn(read_items(body.input, find), owner))
         id = new_id("resp")
         # Tokens are told apart by what they say only as they come.
         by_token = body.wants_logprobs or bool(body.background)
@@ -52,7 +52,7 @@ class Responses:
         )
         chat = await off_loop(sum(turn.num_bytes for turn in asked), made)
         talk = await begin_talk(self.api, chat, request, "resp")
-        stored = Stored(frame_of(body, talk, id, stored=keeps), asked)
+        stored = StoredResponse(frame_of(body, talk, id, stored=keeps), asked)
         keep = functools.partial(self._keep, stored) if keeps else _forget
         encoder = ResponseEncoder(self.api, talk, stored.response, keep)
         if body.background:
@@ -63,7 +63,7 @@ class Responses:
         return await self.api.answer(talk.job, encoder, request, stream=bool(body.stream))
 
     async def _in_background(
-        self, stored: Stored, encoder: ResponseEncoder, talk: Talk, request: Request, *, stream: bool
+        self, stored: StoredResponse, encoder: ResponseEncoder, talk: Talk, request: Request, *, stream: bool
     ) -> Response:
         store = self.store
         assert store is not None
@@ -77,7 +77,7 @@ class Responses:
             finally:
                 leave()
 
-        stored.run = Run(outputs, encoder, keeps_events=stream, on_end=on_end)
+        stored.run = BackgroundRun(outputs, encoder, keeps_events=stream, on_end=on_end)
         try:
             store.check_room()  # others may have come meanwhile
             store.put(stored)
@@ -137,7 +137,7 @@ class Responses:
             }
         )
 
-    def _stored(self, id: str, request: Request) -> Stored:
+    def _stored(self, id: str, request: Request) -> StoredResponse:
         if self.store is None:
             raise NotFound(f"Response with id {id!r:.80} not found: {NO_STORE}", param="response_id")
         return self.store.get(id, _owner(request))
@@ -145,7 +145,7 @@ class Responses:
     def _item(self, id: str, *, owner: int) -> Item | None:
         return None if self.store is None else self.store.item(id, owner)
 
-    def _before(self, id: str | None, owner: int) -> tuple[Turn, ...]:
+    def _before(self, id: str | None, owner: int) -> tuple[StoredTurn, ...]:
         """What was said up to the end of a response."""
         if id is None:
             return ()
@@ -161,9 +161,9 @@ class Responses:
             )
         return stored.turns
 
-    def _keep(self, stored: Stored, response: dict[str, Any]) -> None:
+    def _keep(self, stored: StoredResponse, response: dict[str, Any]) -> None:
         assert self.store is not None
-        stored.response, stored.said = response, Turn(response["output"], stored.owner)
+        stored.response, stored.said = response, StoredTurn(response["output"], stored.owner)
         if stored.run is None:
             self.store.put(stored)
 
@@ -178,7 +178,7 @@ def _forget(response: dict[str, Any]) -> None:
     """Nobody will ask for it again."""
 
 
-async def _whole(api: Api, talk: Talk, encoder: ResponseEncoder) -> dict[str, Any]:
+async def _whole(api: GenerationService, talk: Talk, encoder: ResponseEncoder) -> dict[str, Any]:
     """A response that is not streamed, of outputs that are."""
     outputs = await api.streamed(talk.job)
     try:
@@ -189,7 +189,7 @@ async def _whole(api: Api, talk: Talk, encoder: ResponseEncoder) -> dict[str, An
     return encoder.ended()
 
 
-def _followed(run: Run, after: int) -> Response:
+def _followed(run: BackgroundRun, after: int) -> Response:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(run.follow(after), headers=headers, media_type="text/event-stream")
 

@@ -7,14 +7,14 @@ from starlette.types import Message
 
 from quire.errors import EngineError, QuireError
 from quire.logs import get_logger
-from quire.server.answering import Answering
 from quire.server.engine import Outputs
+from quire.server.http.in_flight import Answering
 from quire.server.responses.encoder import ResponseEncoder
 
 logger = get_logger(__name__)
 
 
-class Run:
+class BackgroundRun:
     """The outputs of a response on their way to its encoder, and its events for those who want them."""
 
     def __init__(

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from quire.config.env import StoreLimits
-from quire.server.errors import NotFound, TooMany
+from quire.server.http.errors import NotFound, TooMany
 from quire.server.responses.items import Item
-from quire.server.responses.run import Run
+from quire.server.responses.run import BackgroundRun
 
 NO_STORE = (
     "this server keeps no responses; start it with VLLM_ENABLE_RESPONSES_API_STORE=1, or send all items as "
@@ -22,7 +22,7 @@ class Full(TooMany):
     """More responses run in the background than the store can hold."""
 
 
-class Turn:
+class StoredTurn:
     """Items that came together. Later responses share those of the ones before."""
 
     def __init__(self, items: list[Item], owner: int = 0) -> None:
@@ -33,23 +33,23 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Stored:
+class StoredResponse:
     """A response, and what it answers."""
 
     response: dict[str, Any]
     """As it is when it is over; before, what it began with."""
-    asked: tuple[Turn, ...]
-    said: Turn | None = None
-    run: Run | None = None
+    asked: tuple[StoredTurn, ...]
+    said: StoredTurn | None = None
+    run: BackgroundRun | None = None
     """If it is answered in the background."""
     kept_at: float = 0.0
     num_bytes: int = 0
     """Without turns."""
-    held: tuple[Turn, ...] = ()
+    held: tuple[StoredTurn, ...] = ()
     """The turns that the store counts for it."""
 
     @property
-    def turns(self) -> tuple[Turn, ...]:
+    def turns(self) -> tuple[StoredTurn, ...]:
         return self.asked if self.said is None else (*self.asked, self.said)
 
     @property
@@ -75,7 +75,7 @@ class Store:
     limits: StoreLimits
     now: Callable[[], float] = time.monotonic
     num_bytes: int = 0
-    _kept: dict[str, Stored] = field(default_factory=dict)
+    _kept: dict[str, StoredResponse] = field(default_factory=dict)
     _users: dict[int, int] = field(default_factory=dict)
     """How many responses have a turn, by the turn's identity."""
     _items: dict[tuple[int, str], dict[int, Item]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Store:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, id: str, owner: int = 0, *, param: str = "response_id") -> Stored:
+    def get(self, id: str, owner: int = 0, *, param: str = "response_id") -> StoredResponse:
         """`param`: what named it."""
         self._expire()
         if id not in self._kept or self._kept[id].owner != owner:
@@ -95,7 +95,7 @@ class Store:
         self._expire()
         return next(iter(self._items.get((owner, id), {}).values()), None)
 
-    def put(self, stored: Stored) -> None:
+    def put(self, stored: StoredResponse) -> None:
         """Keep it, or what became of it. The oldest that are over go where there are too many."""
         id = stored.response["id"]
         num_bytes = len(msgspec.json.encode(stored.response)) + (stored.run.num_bytes if stored.run else 0)
@@ -123,7 +123,7 @@ class Store:
                 "try again when one of them has ended"
             )
 
-    def drop(self, id: str) -> Stored | None:
+    def drop(self, id: str) -> StoredResponse | None:
         stored = self._kept.pop(id, None)
         if stored is not None:
             self.num_bytes -= stored.num_bytes
@@ -131,7 +131,7 @@ class Store:
                 self._leave(turn)
         return stored
 
-    def _take(self, turn: Turn) -> None:
+    def _take(self, turn: StoredTurn) -> None:
         count = self._users.get(id(turn), 0)
         self._users[id(turn)] = count + 1
         if not count:
@@ -139,7 +139,7 @@ class Store:
             for item in turn.items:
                 self._items.setdefault((turn.owner, item["id"]), {})[id(turn)] = item
 
-    def _leave(self, turn: Turn) -> None:
+    def _leave(self, turn: StoredTurn) -> None:
         count = self._users[id(turn)] - 1
         if count > 0:
             self._users[id(turn)] = count

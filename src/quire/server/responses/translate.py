@@ -5,11 +5,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from quire.errors import RequestError
-from quire.server.errors import invalid
-from quire.server.requests import ChatBody, GenerateBody
+from quire.server.http.errors import invalid
+from quire.server.openai.requests import ChatBody, GenerateBody
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.items import Item
-from quire.server.responses.messages import Conversation
+from quire.server.responses.messages import ItemMessages
 
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "a response is one answer"),
@@ -37,7 +37,7 @@ def check_body(body: ResponseBody) -> None:
 
 def chat_of(body: ResponseBody, items: list[Item], *, stream: bool, request_id: str) -> ChatBody:
     """The chat whose answer is the response. `stream`: its outputs come as they are made."""
-    conversation = Conversation(body.instructions)
+    conversation = ItemMessages(body.instructions)
     conversation.add(items)
     messages = conversation.messages()
     if not messages:

@@ -9,12 +9,12 @@ from starlette.responses import Response
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.params import ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
-from quire.server.asked import check_fields, check_stops
-from quire.server.errors import InvalidBody
-from quire.server.generate import Api, Job
-from quire.server.logprobs import Speller, chat_logprobs, prompt_logprobs
-from quire.server.requests import CompletionBody
-from quire.server.sse import DONE, event, failure
+from quire.server.http.errors import InvalidBody
+from quire.server.http.sse import DONE, event, failure
+from quire.server.openai.logprobs import Speller, chat_logprobs, prompt_logprobs
+from quire.server.openai.requests import CompletionBody
+from quire.server.openai.sampling_params import check_fields, check_stops
+from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.tokens.bodies import TokensBody
 
 _OURS = frozenset(
@@ -31,7 +31,7 @@ def told_params(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-async def answer_tokens(api: Api, body: TokensBody, request: Request) -> Response:
+async def answer_tokens(api: GenerationService, body: TokensBody, request: Request) -> Response:
     await api.check_model(body.model, pools=False)
     check_fields(body)
     if body.stream_options is not None and not body.stream:
@@ -51,7 +51,7 @@ async def answer_tokens(api: Api, body: TokensBody, request: Request) -> Respons
     return await api.answer(job, TokensEncoder(api, body, job), request, stream=bool(body.stream))
 
 
-def _params(api: Api, body: TokensBody, prompt_len: int) -> SamplingParams:
+def _params(api: GenerationService, body: TokensBody, prompt_len: int) -> SamplingParams:
     known = set(SamplingParams.__struct_fields__) - _OURS
     given: dict[str, Any] = {name: body.sampling_params[name] for name in known & body.sampling_params.keys()}
     if given.get("reasoning") is not None:
@@ -81,7 +81,7 @@ class TokensEncoder:
 
     text_only = False
 
-    def __init__(self, api: Api, body: TokensBody, job: Job) -> None:
+    def __init__(self, api: GenerationService, body: TokensBody, job: ApiCall) -> None:
         (params,) = job.params
         assert isinstance(params, SamplingParams)
         self._api, self._job, self._params = api, job, params

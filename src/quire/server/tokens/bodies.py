@@ -6,8 +6,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from quire.data.params import INT64_MAX
-from quire.server.replies import ChatLogprobs, FinishReason, PromptLogprobs, Usage
-from quire.server.requests import (
+from quire.server.openai.replies import ChatLogprobs, FinishReason, PromptLogprobs, UsageReply
+from quire.server.openai.requests import (
     ChatBody,
     CompletionBody,
     EngineBody,
@@ -40,13 +40,13 @@ class TokensBody(EngineBody):
     ec_transfer_params: dict[str, Unbuilt] | None = Field(None, description="Not supported yet.")
 
 
-class Given(BaseModel):
+class DerenderPart(BaseModel):
     """A part of what the server sent, as it comes back."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
 
 
-class GivenTopLogprob(Given):
+class DerenderTopLogprob(DerenderPart):
     """One of the likeliest tokens at a position."""
 
     token: str
@@ -54,31 +54,31 @@ class GivenTopLogprob(Given):
     bytes: Many[Annotated[int, Field(ge=0, le=255)]] | None
 
 
-class GivenLogprob(GivenTopLogprob):
+class DerenderLogprob(DerenderTopLogprob):
     """The token that was chosen, and the likeliest beside it."""
 
-    top_logprobs: Many[GivenTopLogprob]
+    top_logprobs: Many[DerenderTopLogprob]
 
 
-class GivenLogprobs(Given):
+class DerenderLogprobs(DerenderPart):
     """Logprobs of an answer."""
 
-    content: Many[GivenLogprob]
+    content: Many[DerenderLogprob]
 
 
-class GivenChoice(Given):
+class DerenderChoice(DerenderPart):
     """One answer, in tokens."""
 
     index: int = Field(ge=0, le=INT64_MAX)
-    logprobs: GivenLogprobs | None = None
+    logprobs: DerenderLogprobs | None = None
     finish_reason: FinishReason | None = "stop"
     token_ids: Many[TokenId] | None = None
 
 
-class GivenTokens(Given):
+class DerenderTokens(DerenderPart):
     """An answer of /inference/v1/generate."""
 
-    choices: Many[GivenChoice]
+    choices: Many[DerenderChoice]
 
 
 NumTokens = Annotated[int, Field(ge=0, le=INT64_MAX)]
@@ -88,7 +88,7 @@ class DerenderChatBody(EngineBody):
     """The body of /v1/chat/completions/derender."""
 
     stream: bool | None = Field(False, description="Only whole answers can be derendered.")
-    generate_response: GivenTokens
+    generate_response: DerenderTokens
     prompt_tokens: NumTokens | None = Field(None, description="For the usage. Default: 0.")
     chat_request: ChatBody | None = Field(
         None, description="What was rendered: says how the answer is read. Without it all is text."
@@ -99,7 +99,7 @@ class DerenderCompletionBody(EngineBody):
     """The body of /v1/completions/derender."""
 
     stream: bool | None = Field(False, description="Only whole answers can be derendered.")
-    generate_responses: Some[GivenTokens] = Field(description="One for each prompt.")
+    generate_responses: Some[DerenderTokens] = Field(description="One for each prompt.")
     prompt_tokens: Many[NumTokens] | None = Field(None, description="Of each prompt. Default: 0.")
     completion_request: CompletionBody | None = Field(None, description="What was rendered.")
 
@@ -132,7 +132,7 @@ class TokensReply(BaseModel):
     model: str
     created: int
     choices: list[TokensChoice]
-    usage: Usage
+    usage: UsageReply
     prompt_logprobs: PromptLogprobs | None
     kv_transfer_params: None = None
 

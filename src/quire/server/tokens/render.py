@@ -7,29 +7,34 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.data.media import Media
+from quire.data.multimodal import Media
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.params import SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.server.chat import ChatEncoder
-from quire.server.completions import CompletionEncoder, begin_completion
-from quire.server.errors import json_response
-from quire.server.gate import without_account
-from quire.server.generate import Api, Job
-from quire.server.prompts import off_loop
-from quire.server.requests import ChatBody, CompletionBody
-from quire.server.talk import Talk, begin_talk
+from quire.server.http.errors import json_response
+from quire.server.http.limits import without_account
+from quire.server.openai.chat import ChatEncoder
+from quire.server.openai.chat_request import Talk, begin_talk
+from quire.server.openai.completions import CompletionEncoder, begin_completion
+from quire.server.openai.prompts import off_loop
+from quire.server.openai.requests import ChatBody, CompletionBody
+from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.tokens.answer import told_params
-from quire.server.tokens.bodies import DerenderChatBody, DerenderCompletionBody, GivenChoice, GivenTokens
+from quire.server.tokens.bodies import (
+    DerenderChatBody,
+    DerenderChoice,
+    DerenderCompletionBody,
+    DerenderTokens,
+)
 
 
-async def render_chat(api: Api, body: ChatBody, request: Request) -> Response:
+async def render_chat(api: GenerationService, body: ChatBody, request: Request) -> Response:
     talk = await begin_talk(api, body, _free(request))
     return await _rendered(api, body, talk.job, lambda prompts: prompts[0])
 
 
-async def render_completion(api: Api, body: CompletionBody, request: Request) -> Response:
+async def render_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
     job = await begin_completion(api, body, _free(request))
     return await _rendered(api, body, job, lambda prompts: prompts)
 
@@ -40,9 +45,9 @@ def _free(request: Request) -> Request:
 
 
 async def _rendered(
-    api: Api,
+    api: GenerationService,
     body: ChatBody | CompletionBody,
-    job: Job,
+    job: ApiCall,
     answer_of: Callable[[list[dict[str, Any]]], Any],
 ) -> Response:
     """What the answer is made of is one object for each prompt."""
@@ -53,7 +58,9 @@ async def _rendered(
     return await off_loop(size, lambda: json_response(answer_of(_prompts_of(inputs, body, job))))
 
 
-def _prompts_of(inputs: InputProcessor, body: ChatBody | CompletionBody, job: Job) -> list[dict[str, Any]]:
+def _prompts_of(
+    inputs: InputProcessor, body: ChatBody | CompletionBody, job: ApiCall
+) -> list[dict[str, Any]]:
     return [
         {
             "request_id": id,
@@ -111,7 +118,7 @@ _WHOLE = {"stream": False, "stream_options": None}
 """However it was asked for, the answer is here."""
 
 
-async def derender_chat(api: Api, body: DerenderChatBody, request: Request) -> Response:
+async def derender_chat(api: GenerationService, body: DerenderChatBody, request: Request) -> Response:
     given, asked, request = body.generate_response, body.chat_request, _free(request)
     await _check(api, body, [given])
     if asked is not None:
@@ -133,7 +140,9 @@ async def derender_chat(api: Api, body: DerenderChatBody, request: Request) -> R
     return await off_loop(_num_chars([output]), written)
 
 
-async def derender_completion(api: Api, body: DerenderCompletionBody, request: Request) -> Response:
+async def derender_completion(
+    api: GenerationService, body: DerenderCompletionBody, request: Request
+) -> Response:
     given, asked, request = body.generate_responses, body.completion_request, _free(request)
     await _check(api, body, given)
     if body.prompt_tokens is not None and len(body.prompt_tokens) != len(given):
@@ -163,7 +172,9 @@ async def derender_completion(api: Api, body: DerenderCompletionBody, request: R
     return await off_loop(_num_chars(read), lambda: json_response(_counted(encoder.whole(read), num_prompt)))
 
 
-async def _check(api: Api, body: DerenderChatBody | DerenderCompletionBody, given: list[GivenTokens]) -> None:
+async def _check(
+    api: GenerationService, body: DerenderChatBody | DerenderCompletionBody, given: list[DerenderTokens]
+) -> None:
     await api.check_model(body.model, pools=False)
     if body.stream:
         raise RequestError("parts of a stream cannot be derendered; send the whole answer", param="stream")
@@ -175,11 +186,11 @@ async def _check(api: Api, body: DerenderChatBody | DerenderCompletionBody, give
         )
 
 
-def _longest(given: GivenTokens) -> int:
+def _longest(given: DerenderTokens) -> int:
     return max((len(choice.token_ids or ()) for choice in given.choices), default=0)
 
 
-def _check_choices(given: list[GivenTokens], num_choices: int) -> None:
+def _check_choices(given: list[DerenderTokens], num_choices: int) -> None:
     wrong = [each.index for reply in given for each in reply.choices if each.index >= num_choices]
     if wrong:
         raise RequestError(f"there is a choice {wrong[0]}, and {num_choices} asked for", param="choices")
@@ -188,7 +199,7 @@ def _check_choices(given: list[GivenTokens], num_choices: int) -> None:
         raise RequestError(f"there are {most} choices, and {num_choices} asked for", param="choices")
 
 
-async def _read(inputs: InputProcessor, given: GivenTokens, params: SamplingParams) -> RequestOutput:
+async def _read(inputs: InputProcessor, given: DerenderTokens, params: SamplingParams) -> RequestOutput:
     """The answer that the engine gave, with its text."""
     size = sum(len(choice.token_ids or ()) for choice in given.choices)
     outputs = await off_loop(size, lambda: [_choice(inputs, each, params) for each in given.choices])
@@ -199,7 +210,7 @@ def _num_chars(outputs: list[RequestOutput]) -> int:
     return sum(len(choice.text) for output in outputs for choice in output.outputs)
 
 
-def _choice(inputs: InputProcessor, given: GivenChoice, params: SamplingParams) -> CompletionOutput:
+def _choice(inputs: InputProcessor, given: DerenderChoice, params: SamplingParams) -> CompletionOutput:
     tokenizer, ids, vocab = inputs.tokenizer, given.token_ids or [], inputs.vocab
     if tokenizer is None:
         raise RequestError("there is no tokenizer: skip_tokenizer_init is set")

@@ -5,11 +5,11 @@ from typing import Any, Union
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from quire.server import replies
-from quire.server.document import BODY, CODES, replies_of
-from quire.server.generate import Api
-from quire.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChat, TokenizeText
-from quire.server.several import answer_any, answer_chats, shapes
+from quire.server.http.document import BODY, CODES, replies_of
+from quire.server.openai import replies
+from quire.server.openai.batch import answer_any, answer_chats, shapes
+from quire.server.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChat, TokenizeText
+from quire.server.openai.service import GenerationService
 from quire.server.tokens.answer import answer_tokens
 from quire.server.tokens.bodies import (
     ChatBatchBody,
@@ -23,7 +23,7 @@ from quire.server.tokens.render import derender_chat, derender_completion, rende
 from quire.server.tokens.tokenize import detokenize, tokenize
 
 
-def add_tokens_in_out(app: FastAPI, api: Api) -> None:
+def add_tokens_in_out(app: FastAPI, api: GenerationService) -> None:
     """The one route for which nobody needs a text."""
 
     @app.post("/inference/v1/generate", **replies_of(TokensReply, *CODES, stream=True), **BODY)
@@ -32,7 +32,7 @@ def add_tokens_in_out(app: FastAPI, api: Api) -> None:
         return await answer_tokens(api, body, request)
 
 
-def add_token_routes(app: FastAPI, api: Api) -> None:
+def add_token_routes(app: FastAPI, api: GenerationService) -> None:
     chat, completion = "/v1/chat/completions", "/v1/completions"
 
     @app.post(f"{chat}/render", **replies_of(RenderedReply, *CODES), **BODY)

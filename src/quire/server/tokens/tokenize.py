@@ -3,11 +3,11 @@
 from starlette.responses import Response
 
 from quire.errors import RequestError
-from quire.server.asked import check_contents, check_fields, check_template
-from quire.server.errors import json_response
-from quire.server.generate import Api
-from quire.server.prompts import off_loop
-from quire.server.requests import DetokenizeBody, TokenizeChat, TokenizeText
+from quire.server.http.errors import json_response
+from quire.server.openai.prompts import off_loop
+from quire.server.openai.requests import DetokenizeBody, TokenizeChat, TokenizeText
+from quire.server.openai.sampling_params import check_contents, check_fields, check_template
+from quire.server.openai.service import GenerationService
 from quire.text.tokenizer import Tokenizer
 
 _MAX_IDS = 1 << 17
@@ -15,14 +15,14 @@ _MAX_IDS = 1 << 17
 tens of milliseconds, in whichever thread."""
 
 
-def _tokenizer(api: Api, model: str | None) -> Tokenizer:
+def _tokenizer(api: GenerationService, model: str | None) -> Tokenizer:
     tokenizer = api.inputs_of(model).tokenizer
     if tokenizer is None:
         raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
     return tokenizer
 
 
-async def tokenize(api: Api, body: TokenizeText | TokenizeChat) -> Response:
+async def tokenize(api: GenerationService, body: TokenizeText | TokenizeChat) -> Response:
     await api.check_model(body.model)
     check_fields(body)
     tokenizer, max_model_len = _tokenizer(api, body.model), api.engine.inputs.max_model_len
@@ -44,7 +44,7 @@ async def tokenize(api: Api, body: TokenizeText | TokenizeChat) -> Response:
     return await off_loop(len(ids), written)
 
 
-async def detokenize(api: Api, body: DetokenizeBody) -> Response:
+async def detokenize(api: GenerationService, body: DetokenizeBody) -> Response:
     await api.check_model(body.model)
     check_fields(body)
     tokenizer, ids = _tokenizer(api, body.model), body.tokens

@@ -23,7 +23,7 @@ class GemmaMarks:
     quote: str
 
 
-class Gemma(ToolParser):
+class GemmaCalls(ToolParser):
     """Gemma's calls, each argument handed on when it is whole."""
 
     keeps_special_tokens = True
@@ -113,5 +113,5 @@ def _quote_words(part: str) -> str:
     )
 
 
-FUNCTION_GEMMA = partial(Gemma, GemmaMarks("<start_function_call>", "<end_function_call>", "<escape>"))
-GEMMA4 = partial(Gemma, GemmaMarks("<|tool_call>", "<tool_call|>", '<|"|>'))
+FUNCTION_GEMMA = partial(GemmaCalls, GemmaMarks("<start_function_call>", "<end_function_call>", "<escape>"))
+GEMMA4 = partial(GemmaCalls, GemmaMarks("<|tool_call>", "<tool_call|>", '<|"|>'))

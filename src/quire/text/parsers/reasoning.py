@@ -7,7 +7,7 @@ from quire.text.parsers.engine import Emit, Parser, Wait
 
 
 @dataclass(frozen=True)
-class Marks:
+class ReasoningMarkers:
     """How a model's reasoning is marked."""
 
     start: str
@@ -28,7 +28,7 @@ class Marks:
 class Reasoning(Parser):
     """Reasoning between marks, then text. The rendered prompt tells whether it opened the reasoning."""
 
-    def __init__(self, marks: Marks, prompt: str = "") -> None:
+    def __init__(self, marks: ReasoningMarkers, prompt: str = "") -> None:
         self.marks = marks
         self.opened = opened_by(marks, prompt)
         self.reasoning_marks = (marks.start, marks.end)
@@ -82,7 +82,7 @@ class AppendThink(Parser):
         yield from self.until((), self.text)
 
 
-def opened_by(marks: Marks, prompt: str, default: bool | None = None) -> bool:
+def opened_by(marks: ReasoningMarkers, prompt: str, default: bool | None = None) -> bool:
     """Whether the answer begins inside of the reasoning, as the end of the prompt has it. Where that says
     nothing: the default, or what is usual with these marks."""
     prompt = prompt.rstrip()
@@ -94,7 +94,7 @@ def opened_by(marks: Marks, prompt: str, default: bool | None = None) -> bool:
 
 
 def _marks(start: str, end: str, **more: object) -> partial[Reasoning]:
-    return partial(Reasoning, Marks(start, end, **more))  # type: ignore[arg-type]
+    return partial(Reasoning, ReasoningMarkers(start, end, **more))  # type: ignore[arg-type]
 
 
 THINK = _marks("<think>", "</think>")

@@ -1,0 +1,226 @@
+"""The families of models: who reads the facts of which architecture."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import quire.checkpoint.families.alibi as alibi
+import quire.checkpoint.families.dense as dense
+import quire.checkpoint.families.encoder as encoder
+import quire.checkpoint.families.gguf as gguf
+import quire.checkpoint.families.gpt as older
+import quire.checkpoint.families.mla as latent
+import quire.checkpoint.families.moe as moe
+import quire.checkpoint.families.renamed as renamed
+import quire.checkpoint.families.sliding_window as windows
+import quire.checkpoint.families.ssm as state
+import quire.checkpoint.families.step3 as step
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.reader import ConfigReader
+
+
+class Family(NamedTuple):
+    """The checkpoints of one architecture."""
+
+    model_type: str
+    """As in config.json."""
+    read: Callable[[ConfigReader], ArchFacts]
+    """The facts of a config.json."""
+
+
+class GGUFFamily(NamedTuple):
+    """The GGUF files of one architecture of llama.cpp."""
+
+    architecture: str
+    """The architecture it is here."""
+    read: Callable[[GGUFFile, ConfigReader], ArchFacts]
+    """The facts of a header; the keys are those of the architecture, without its name in front."""
+
+
+FAMILIES = {
+    "Cohere2ForCausalLM": Family("cohere2", dense.cohere2),
+    "CohereForCausalLM": Family("cohere", dense.cohere),
+    "ApertusForCausalLM": Family("apertus", dense.apertus),
+    "ArceeForCausalLM": Family("arcee", dense.arcee),
+    "Ernie4_5ForCausalLM": Family("ernie4_5", dense.ernie),
+    "Exaone4ForCausalLM": Family("exaone4", dense.exaone4),
+    "GPT2LMHeadModel": Family("gpt2", dense.gpt2),
+    "GPTNeoXForCausalLM": Family("gpt_neox", dense.gpt_neox),
+    "GemmaForCausalLM": Family("gemma", dense.gemma),
+    "Glm4ForCausalLM": Family("glm4", dense.glm),
+    "GlmForCausalLM": Family("glm", dense.glm),
+    "GraniteForCausalLM": Family("granite", dense.granite),
+    "GraniteSWAForCausalLM": Family("granite_swa", dense.granite_swa),
+    "HunYuanDenseV1ForCausalLM": Family("hunyuan_v1_dense", dense.hunyuan),
+    "InternLM3ForCausalLM": Family("internlm3", dense.internlm3),
+    "LlamaForCausalLM": Family("llama", dense.llama),
+    "Ministral3ForCausalLM": Family("ministral3", dense.ministral3),
+    "MinistralForCausalLM": Family("ministral", dense.ministral),
+    "MistralForCausalLM": Family("mistral", dense.mistral),
+    "NemotronForCausalLM": Family("nemotron", dense.nemotron),
+    "OPTForCausalLM": Family("opt", dense.opt),
+    "Olmo2ForCausalLM": Family("olmo2", dense.olmo2),
+    "Olmo3ForCausalLM": Family("olmo3", dense.olmo3),
+    "PhiForCausalLM": Family("phi", dense.phi),
+    "Phi3ForCausalLM": Family("phi3", dense.phi3),
+    "Qwen2ForCausalLM": Family("qwen2", dense.qwen2),
+    "Qwen3ForCausalLM": Family("qwen3", dense.qwen3),
+    "SeedOssForCausalLM": Family("seed_oss", dense.seed_oss),
+    "SmolLM3ForCausalLM": Family("smollm3", dense.smollm3),
+    "Starcoder2ForCausalLM": Family("starcoder2", dense.starcoder2),
+    "WhisperForConditionalGeneration": Family("whisper", dense.whisper),
+    "BloomForCausalLM": Family("bloom", alibi.bloom),
+    "MptForCausalLM": Family("mpt", alibi.mpt),
+    "FalconForCausalLM": Family("falcon", older.falcon),
+    "GPTBigCodeForCausalLM": Family("gpt_bigcode", older.gpt_bigcode),
+    "GPTJForCausalLM": Family("gptj", older.gptj),
+    "OlmoForCausalLM": Family("olmo", older.olmo),
+    "PersimmonForCausalLM": Family("persimmon", older.persimmon),
+    "StableLmForCausalLM": Family("stablelm", older.stablelm),
+    "Gemma2ForCausalLM": Family("gemma2", windows.gemma2),
+    "Gemma3ForCausalLM": Family("gemma3_text", windows.gemma3),
+    "Gemma3nForCausalLM": Family("gemma3n_text", windows.gemma3n),
+    "GptOssForCausalLM": Family("gpt_oss", windows.gpt_oss),
+    "MixtralForCausalLM": Family("mixtral", moe.mixtral),
+    "Qwen2MoeForCausalLM": Family("qwen2_moe", moe.qwen2_moe),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", moe.qwen3_moe),
+    "OlmoeForCausalLM": Family("olmoe", moe.olmoe),
+    "GraniteMoeForCausalLM": Family("granitemoe", moe.granite_moe),
+    "GraniteMoeSharedForCausalLM": Family("granitemoeshared", moe.granite_moe),
+    "Llama4ForCausalLM": Family("llama4_text", moe.llama4),
+    "Glm4MoeForCausalLM": Family("glm4_moe", moe.glm4_moe),
+    "Ernie4_5_MoeForCausalLM": Family("ernie4_5_moe", moe.ernie_moe),
+    "HunYuanMoEV1ForCausalLM": Family("hunyuan_v1_moe", moe.hunyuan_moe),
+    "Cohere2MoeForCausalLM": Family("cohere2_moe", moe.cohere2_moe),
+    "Dots1ForCausalLM": Family("dots1", moe.dots1),
+    "ExaoneMoeForCausalLM": Family("exaone_moe", moe.exaone_moe),
+    "FlexOlmoForCausalLM": Family("flex_olmo", moe.flex_olmo),
+    "GraniteMoeSWAForCausalLM": Family("granitemoe_swa", moe.granite_moe_swa),
+    "MiniMaxM2ForCausalLM": Family("minimax_m2", moe.minimax_m2),
+    "DbrxForCausalLM": Family("dbrx", moe.dbrx),
+    "Step3p5ForCausalLM": Family("step3p5", step.step35),
+    "DeepseekV2ForCausalLM": Family("deepseek_v2", latent.deepseek_v2),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", latent.deepseek_v3),
+    "DeepseekV32ForCausalLM": Family("deepseek_v32", latent.deepseek_v32),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", latent.glm4_moe_lite),
+    "GlmMoeDsaForCausalLM": Family("glm_moe_dsa", latent.glm_moe_dsa),
+    "BambaForCausalLM": Family("bamba", state.bamba),
+    "FalconH1ForCausalLM": Family("falcon_h1", state.falcon_h1),
+    "FalconMambaForCausalLM": Family("falcon_mamba", state.falcon_mamba),
+    "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", state.granite_hybrid),
+    "JambaForCausalLM": Family("jamba", state.jamba),
+    "Lfm2ForCausalLM": Family("lfm2", state.lfm2),
+    "Lfm2MoeForCausalLM": Family("lfm2_moe", state.lfm2_moe),
+    "Mamba2ForCausalLM": Family("mamba2", state.mamba2),
+    "MambaForCausalLM": Family("mamba", state.mamba),
+    "NemotronHForCausalLM": Family("nemotron_h", state.nemotron_h),
+    "Qwen3NextForCausalLM": Family("qwen3_next", state.qwen3_next),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", state.qwen3_5),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", state.qwen3_next),
+    "BaichuanForCausalLM": Family("baichuan", renamed.baichuan),
+    "BaiChuanForCausalLM": Family("baichuan", renamed.baichuan_7b),
+    "BailingMoeForCausalLM": Family("bailing_moe", renamed.bailing),
+    "BailingMoeV2ForCausalLM": Family("bailing_moe_v2", renamed.bailing_v2),
+    "ChatGLMModel": Family("chatglm", renamed.chatglm),
+    "DeepseekForCausalLM": Family("deepseek", renamed.deepseek),
+    "ExaoneForCausalLM": Family("exaone", renamed.exaone),
+    "InternLM2ForCausalLM": Family("internlm2", renamed.internlm2),
+    "InternLMForCausalLM": Family("internlm", renamed.internlm),
+    "MiMoForCausalLM": Family("mimo", renamed.mimo),
+    "MiniCPMForCausalLM": Family("minicpm", renamed.minicpm),
+    "OrionForCausalLM": Family("orion", renamed.orion),
+    "QWenLMHeadModel": Family("qwen", renamed.qwen),
+    "JAISLMHeadModel": Family("jais", alibi.jais),
+    "Jais2ForCausalLM": Family("jais2", dense.jais2),
+    "CwmForCausalLM": Family("cwm", dense.cwm),
+    "HyperCLOVAXForCausalLM": Family("hyperclovax", dense.hyperclovax),
+    "AfmoeForCausalLM": Family("afmoe", moe.afmoe),
+    "HYV3ForCausalLM": Family("hy_v3", moe.hy3),
+    "SolarOpenForCausalLM": Family("solar_open", moe.solar_open),
+    "Zamba2ForCausalLM": Family("zamba2", state.zamba2),
+    "MiniCPM3ForCausalLM": Family("minicpm3", latent.minicpm3),
+    "PhimoeForCausalLM": Family("phimoe", moe.phimoe),
+    "AXK1ForCausalLM": Family("axk1", latent.axk1),
+    "Gemma4ForCausalLM": Family("gemma4_text", windows.gemma4),
+    "Gemma4UnifiedForCausalLM": Family("gemma4_unified_text", windows.gemma4),
+    "LongcatFlashForCausalLM": Family("longcat_flash", latent.longcat),
+    "MellumForCausalLM": Family("mellum", moe.mellum),
+    "MiMoV2FlashForCausalLM": Family("mimo_v2_flash", windows.mimo_v2),
+    "Mistral4ForCausalLM": Family("mistral4", latent.mistral4),
+    "VaultGemmaForCausalLM": Family("vaultgemma", windows.vaultgemma),
+    "YoutuForCausalLM": Family("youtu", latent.youtu),
+    "DistilBertModel": Family("distilbert", encoder.distilbert),
+    "ErnieModel": Family("ernie", encoder.ernie),
+    "GteModel": Family("gte", encoder.gte),
+    "JinaEmbeddingsV3Model": Family("jina_embeddings_v3", encoder.jina),
+    "MPNetModel": Family("mpnet", encoder.mpnet),
+    "NomicBertModel": Family("nomic_bert", encoder.nomic),
+    "BertModel": Family("bert", encoder.bert),
+    "RobertaModel": Family("roberta", encoder.roberta),
+    "XLMRobertaModel": Family("xlm-roberta", encoder.roberta),
+    "ModernBertModel": Family("modernbert", encoder.modernbert),
+}
+ALIASES = {
+    "AquilaForCausalLM": "LlamaForCausalLM",
+    "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    **dict.fromkeys(("CamembertForMaskedLM", "CamembertForSequenceClassification"), "RobertaModel"),
+    **dict.fromkeys(("CamembertForTokenClassification", "CamembertModel"), "RobertaModel"),
+    **dict.fromkeys(("EuroBertForMaskedLM", "EuroBertModel"), "LlamaForCausalLM"),
+    **dict.fromkeys(("GteNewForSequenceClassification", "GteNewModel", "NewForMaskedLM"), "GteModel"),
+    **dict.fromkeys(("NewForSequenceClassification", "NewForTokenClassification", "NewModel"), "GteModel"),
+    "GritLM": "MistralForCausalLM",
+    "InternLM2ForRewardModel": "InternLM2ForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "LlamaBidirectionalForSequenceClassification": "LlamaForCausalLM",
+    "LlamaBidirectionalModel": "LlamaForCausalLM",
+    "MPTForCausalLM": "MptForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+    "Qwen2ForProcessRewardModel": "Qwen2ForCausalLM",
+    "Qwen2ForRewardModel": "Qwen2ForCausalLM",
+    "StableLMEpochForCausalLM": "StableLmForCausalLM",
+    "XverseForCausalLM": "LlamaForCausalLM",
+}
+"""Other names of the same, mostly from before transformers had them."""
+GGUF_FAMILIES = {
+    "arcee": GGUFFamily("ArceeForCausalLM", gguf.arcee),
+    "baichuan": GGUFFamily("LlamaForCausalLM", gguf.baichuan),
+    "bloom": GGUFFamily("BloomForCausalLM", gguf.bloom),
+    "chatglm": GGUFFamily("GlmForCausalLM", gguf.chatglm),
+    "cohere2": GGUFFamily("Cohere2ForCausalLM", gguf.cohere2),
+    "command-r": GGUFFamily("CohereForCausalLM", gguf.cohere),
+    "dbrx": GGUFFamily("DbrxForCausalLM", gguf.dbrx),
+    "dots1": GGUFFamily("Dots1ForCausalLM", gguf.glm4moe),
+    "ernie4_5": GGUFFamily("Ernie4_5ForCausalLM", gguf.ernie),
+    "exaone": GGUFFamily("ExaoneForCausalLM", gguf.qwen2),
+    "falcon": GGUFFamily("FalconForCausalLM", gguf.falcon),
+    "gemma": GGUFFamily("GemmaForCausalLM", gguf.gemma),
+    "gemma2": GGUFFamily("Gemma2ForCausalLM", gguf.gemma2),
+    "gemma3": GGUFFamily("Gemma3ForCausalLM", gguf.gemma3),
+    "glm4": GGUFFamily("Glm4ForCausalLM", gguf.glm4),
+    "glm4moe": GGUFFamily("Glm4MoeForCausalLM", gguf.glm4moe),
+    "gpt-oss": GGUFFamily("GptOssForCausalLM", gguf.gpt_oss),
+    "gpt2": GGUFFamily("GPT2LMHeadModel", gguf.gpt2),
+    "gptneox": GGUFFamily("GPTNeoXForCausalLM", gguf.gptneox),
+    "granite": GGUFFamily("GraniteForCausalLM", gguf.granite),
+    "granitemoe": GGUFFamily("GraniteMoeForCausalLM", gguf.granitemoe),
+    "internlm2": GGUFFamily("LlamaForCausalLM", gguf.llama),
+    "llama": GGUFFamily("LlamaForCausalLM", gguf.llama),
+    "minicpm": GGUFFamily("MiniCPMForCausalLM", gguf.granite),
+    "mpt": GGUFFamily("MptForCausalLM", gguf.mpt),
+    "nemotron": GGUFFamily("NemotronForCausalLM", gguf.nemotron),
+    "olmo": GGUFFamily("OlmoForCausalLM", gguf.olmo),
+    "olmo2": GGUFFamily("Olmo2ForCausalLM", gguf.olmo2),
+    "olmoe": GGUFFamily("OlmoeForCausalLM", gguf.olmoe),
+    "orion": GGUFFamily("OrionForCausalLM", gguf.orion),
+    "phi2": GGUFFamily("PhiForCausalLM", gguf.phi2),
+    "phi3": GGUFFamily("Phi3ForCausalLM", gguf.phi3),
+    "qwen2": GGUFFamily("Qwen2ForCausalLM", gguf.qwen2),
+    "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", gguf.qwen2moe),
+    "qwen3": GGUFFamily("Qwen3ForCausalLM", gguf.qwen3),
+    "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", gguf.qwen3moe),
+    "seed_oss": GGUFFamily("SeedOssForCausalLM", gguf.llama),
+    "smollm3": GGUFFamily("SmolLM3ForCausalLM", gguf.smollm3),
+    "stablelm": GGUFFamily("StableLmForCausalLM", gguf.stablelm),
+    "starcoder": GGUFFamily("GPTBigCodeForCausalLM", gguf.gpt2),
+    "starcoder2": GGUFFamily("Starcoder2ForCausalLM", gguf.starcoder2),
+}

@@ -1,0 +1,468 @@
+"""Dense decoders: Llama, and how each of the others is not Llama."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
+from quire.checkpoint.families.decoder import (
+    Windows,
+    decoder,
+    everywhere,
+    layer_kinds,
+    ropes_by_kind,
+    sliding_window,
+    windows_by_kind,
+)
+from quire.checkpoint.reader import ConfigReader
+from quire.checkpoint.rope import read_rope
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def llama(keys: ConfigReader) -> ArchFacts:
+    biased = keys.flag("attention_bias")
+    return decoder(keys, qkv_bias=biased, out_bias=biased, mlp_bias=keys.flag("mlp_bias"))
+
+
+def mistral(keys: ConfigReader) -> ArchFacts:
+    return decoder(keys, windows=everywhere(sliding_window(keys), keys))
+
+
+def ministral3(keys: ConfigReader) -> ArchFacts:
+    """Queries beyond the length before yarn's stretch grow."""
+    windows = everywhere(sliding_window(keys, None), keys)
+    return decoder(keys, head_dim=128, windows=windows, query_growth=query_growth(keys))
+
+
+def query_growth(keys: ConfigReader) -> tuple[float, float]:
+    block = keys.get("rope_parameters")
+    if not isinstance(block, dict):
+        raise keys.wrong("rope_parameters", "an object")
+    rope = ConfigReader(f"{keys.source}, rope_parameters", block)
+    return rope.size("original_max_position_embeddings"), rope.number("llama_4_scaling_beta")
+
+
+def ministral(keys: ConfigReader) -> ArchFacts:
+    window = sliding_window(keys)
+    kinds = [FULL if window is None else SLIDING] * keys.size("num_hidden_layers")
+    return decoder(keys, windows=windows_by_kind(keys, window, default=kinds))
+
+
+def qwen2(keys: ConfigReader) -> ArchFacts:
+    """The mixtures among them may say that they have no biases."""
+    return decoder(keys, qkv_bias=keys.flag("qkv_bias", True), windows=_upper_windows(keys))
+
+
+def qwen3(keys: ConfigReader) -> ArchFacts:
+    biased = keys.flag("attention_bias")
+    return decoder(
+        keys, head_dim=128, qkv_bias=biased, out_bias=biased, qk_norm="head", windows=_upper_windows(keys)
+    )
+
+
+def _upper_windows(keys: ConfigReader) -> Windows:
+    """Qwen's: where use_sliding_window is set, in the layers that are named or in those from
+    max_window_layers on."""
+    window = sliding_window(keys) if keys.flag("use_sliding_window") else None
+    if window is None:
+        return everywhere(None, keys)
+    if keys.get("layer_types") is not None:
+        return windows_by_kind(keys, window)
+    first = keys.get("max_window_layers")
+    first = 28 if first is None else first
+    if not isinstance(first, int) or first < 0:
+        raise keys.wrong("max_window_layers", "a number of layers")
+    return tuple(window if layer >= first else None for layer in range(keys.size("num_hidden_layers")))
+
+
+def smollm3(keys: ConfigReader) -> ArchFacts:
+    """Every fourth layer does not turn its heads."""
+    num_layers, interval = keys.size("num_hidden_layers"), keys.size("no_rope_layer_interval", 4)
+    turning = keys.get("no_rope_layers")
+    if turning is None:
+        turning = [bool((layer + 1) % interval) for layer in range(num_layers)]
+    if not isinstance(turning, list) or len(turning) != num_layers:
+        raise keys.wrong("no_rope_layers", f"{num_layers} entries, 0 where heads do not turn")
+    window = sliding_window(keys, None) if keys.flag("use_sliding_window") else None
+    biased = keys.flag("attention_bias")
+    return decoder(
+        with_defaults(keys, rope_theta=2e6),
+        turning=turning,
+        windows=windows_by_kind(keys, window, default=[FULL if turns else SLIDING for turns in turning]),
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=keys.flag("mlp_bias"),
+        tied=keys.flag("tie_word_embeddings", True),
+    )
+
+
+def gemma(keys: ConfigReader) -> ArchFacts:
+    """The first one. What its files call gelu is the approximation by tanh."""
+    only(keys, "use_bidirectional_attention", False)
+    biased = keys.flag("attention_bias")
+    if keys.get("hidden_act") in (None, "gelu"):
+        keys = keys.but(hidden_act="gelu_pytorch_tanh")
+    return decoder(
+        keys,
+        head_dim=256,
+        norm="rms_plus_one",
+        tied=keys.flag("tie_word_embeddings", True),
+        qkv_bias=biased,
+        out_bias=biased,
+        embed_scale=math.sqrt(keys.size("hidden_size")),
+    )
+
+
+def ernie(keys: ConfigReader, head_dim: int | None = 128, **facts: Any) -> ArchFacts:
+    biased = keys.flag("use_bias")
+    return decoder(
+        with_defaults(keys, rope_theta=500000.0, rms_norm_eps=1e-5),
+        head_dim=head_dim,
+        pairs=True,
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=biased,
+        tied=keys.flag("tie_word_embeddings", True),
+        **facts,
+    )
+
+
+def hunyuan(keys: ConfigReader) -> ArchFacts:
+    """A rotation that files call dynamic has another base, whatever the length, where they name an alpha."""
+    only(keys, "use_qk_norm", True)
+    only(keys, "use_cla", False)
+    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    for name in ("rope_parameters", "rope_scaling"):
+        block = keys.get(name)
+        if isinstance(block, dict) and block.get("alpha"):
+            rope = ConfigReader(f"{keys.source}, {name}", {"rope_theta": keys.get("rope_theta")} | block)
+            stretch = rope.number("alpha") ** (head_dim / (head_dim - 2))
+            plain = {"rope_type": "default", "rope_theta": rope.number("rope_theta", 10000.0) * stretch}
+            keys = keys.but(**{name: plain})
+    return llama(with_defaults(keys, rms_norm_eps=1e-5))
+
+
+def granite(keys: ConfigReader) -> ArchFacts:
+    biased = keys.flag("attention_bias")
+    return decoder(
+        keys,
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=keys.flag("mlp_bias"),
+        embed_scale=keys.number("embedding_multiplier", 1.0),
+        residual_scale=keys.number("residual_multiplier", 1.0),
+        attention_scale=keys.number("attention_multiplier", 1.0),
+        logit_scale=1 / keys.number("logits_scaling", 1.0),
+    )
+
+
+def granite_swa(keys: ConfigReader) -> ArchFacts:
+    """Three window layers to a full one; each may turn by a base of its own, or not at all."""
+    num_layers = keys.size("num_hidden_layers")
+    default = [SLIDING if layer % 4 else FULL for layer in range(num_layers)]
+    windows = windows_by_kind(keys, sliding_window(keys, 128), default=default)
+    facts = granite(keys)
+    bases = keys.get("layer_rope_theta")
+    if bases is None:
+        ropes = [layer.rope for layer in facts.layers]
+    elif not isinstance(bases, list) or len(bases) != num_layers:
+        raise keys.wrong("layer_rope_theta", f"{num_layers} numbers, 0 where heads do not turn")
+    else:
+        ropes = [_turning_by(keys, base, facts.head_dim) if base else None for base in bases]
+    layers = tuple(LayerFacts(rope, window) for rope, window in zip(ropes, windows, strict=True))
+    return replace(facts, layers=layers, sinks=True)
+
+
+def _turning_by(keys: ConfigReader, theta: float, head_dim: int) -> RopeFacts:
+    block = keys.get("rope_parameters")
+    if isinstance(block, dict):
+        keys = keys.but(rope_parameters=block | {"rope_theta": theta})
+    return read_rope(keys.but(rope_theta=theta), head_dim)
+
+
+def internlm3(keys: ConfigReader) -> ArchFacts:
+    biased = keys.flag("bias")
+    return decoder(keys, qkv_bias=keys.flag("qkv_bias"), out_bias=biased, mlp_bias=biased)
+
+
+def seed_oss(keys: ConfigReader) -> ArchFacts:
+    return decoder(
+        keys,
+        head_dim=128,
+        qkv_bias=keys.flag("attention_bias", True),
+        out_bias=keys.flag("attention_out_bias"),
+        mlp_bias=keys.flag("mlp_bias"),
+    )
+
+
+def phi3(keys: ConfigReader) -> ArchFacts:
+    """Older files call longrope `su` or even `yarn`."""
+    for name in ("rope_parameters", "rope_scaling"):
+        block = keys.get(name)
+        if isinstance(block, dict) and block.get("rope_type", block.get("type")) in ("su", "yarn"):
+            keys = keys.but(**{name: {**block, "rope_type": "longrope"}})
+    return decoder(
+        with_defaults(keys, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
+        fused_qkv=True,
+        fused_gate_up=True,
+        windows=everywhere(sliding_window(keys, None), keys),
+    )
+
+
+def glm(keys: ConfigReader) -> ArchFacts:
+    """Half of each head turns, by neighbours."""
+    return decoder(
+        with_defaults(keys, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7),
+        head_dim=128,
+        pairs=True,
+        qkv_bias=keys.flag("attention_bias", True),
+        fused_gate_up=True,
+    )
+
+
+def olmo2(keys: ConfigReader, **facts: Any) -> ArchFacts:
+    biased = keys.flag("attention_bias")
+    keys = with_defaults(keys, rms_norm_eps=1e-5)
+    return decoder(keys, qk_norm="all", qkv_bias=biased, out_bias=biased, **facts)
+
+
+def olmo3(keys: ConfigReader) -> ArchFacts:
+    """Three window layers to a full one; long sequences stretch the rotation of full ones alone."""
+    keys = with_defaults(keys, rope_theta=500000.0)
+    pattern = [SLIDING if (layer + 1) % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
+    kinds = layer_kinds(keys, SLIDING, FULL, default=pattern)
+    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    ropes = ropes_by_kind(keys, head_dim, SLIDING, FULL)
+    if keys.get("rope_parameters") is None:
+        ropes[SLIDING] = ropes_by_kind(keys.but(rope_scaling=None), head_dim, SLIDING)[SLIDING]
+    windows = windows_by_kind(keys, sliding_window(keys), default=pattern)
+    layers = (LayerFacts(ropes[kind], window) for kind, window in zip(kinds, windows, strict=True))
+    return olmo2(keys, layers=tuple(layers))
+
+
+def exaone4(keys: ConfigReader) -> ArchFacts:
+    """Where layers have windows, heads turn in those alone."""
+    window, num_layers = sliding_window(keys), keys.size("num_hidden_layers")
+    kinds = [FULL] * num_layers
+    if window is not None and keys.get("layer_types") is None:
+        interval = keys.size("sliding_window_pattern", 4)
+        kinds = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    windows = windows_by_kind(keys, window, default=kinds)
+    return decoder(
+        with_defaults(keys, rms_norm_eps=1e-5),
+        windows=windows,
+        turning=[window is None or own is not None for own in windows],
+        qk_norm="head",
+    )
+
+
+def cohere(keys: ConfigReader, **facts: Any) -> ArchFacts:
+    biased = keys.flag("attention_bias")
+    return decoder(
+        with_defaults(keys, rope_theta=500000.0, layer_norm_eps=1e-5),
+        pairs=True,
+        norm="layer",
+        eps_key="layer_norm_eps",
+        qkv_bias=biased,
+        out_bias=biased,
+        qk_norm="each" if keys.flag("use_qk_norm") else "",
+        logit_scale=keys.number("logit_scale", 0.0625),
+        tied=keys.flag("tie_word_embeddings", True),
+        **facts,
+    )
+
+
+def cohere2(keys: ConfigReader) -> ArchFacts:
+    """Three window layers, whose heads turn, to a full one, whose heads do not."""
+    keys = with_defaults(keys, rope_theta=10000.0)
+    interval, num_layers = keys.size("sliding_window_pattern", 4), keys.size("num_hidden_layers")
+    pattern = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    windows = windows_by_kind(keys, sliding_window(keys), default=pattern)
+    return cohere(keys, windows=windows, turning=[window is not None for window in windows])
+
+
+def nemotron(keys: ConfigReader) -> ArchFacts:
+    biased = keys.flag("attention_bias")
+    return decoder(
+        with_defaults(keys, partial_rotary_factor=0.5, norm_eps=1e-5, hidden_act="relu2"),
+        norm="layer_plus_one",
+        norm_bias=True,
+        eps_key="norm_eps",
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=keys.flag("mlp_bias"),
+    )
+
+
+def arcee(keys: ConfigReader) -> ArchFacts:
+    return llama(with_defaults(keys, rms_norm_eps=1e-5, hidden_act="relu2"))
+
+
+def jais2(keys: ConfigReader) -> ArchFacts:
+    keys = with_defaults(keys, layer_norm_eps=1e-5, hidden_act="relu2", attention_bias=True, mlp_bias=True)
+    biased = keys.flag("attention_bias")
+    return decoder(
+        keys,
+        norm="layer",
+        norm_bias=True,
+        eps_key="layer_norm_eps",
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=keys.flag("mlp_bias"),
+    )
+
+
+def cwm(keys: ConfigReader) -> ArchFacts:
+    """Three window layers to a full one."""
+    pattern = [SLIDING if layer % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
+    windows = windows_by_kind(keys, sliding_window(keys, 8192), default=pattern)
+    keys = with_defaults(keys, rope_theta=1e6, rms_norm_eps=1e-5)
+    return decoder(keys, head_dim=128, windows=windows, mlp_bias=keys.flag("mlp_bias"))
+
+
+def hyperclovax(keys: ConfigReader) -> ArchFacts:
+    """Granite with norms behind each half; logits are multiplied."""
+    only(keys, "use_post_norm", True)
+    facts = granite(keys.but(logits_scaling=None))
+    scale = keys.optional_number("attention_multiplier")
+    return replace(facts, attention_scale=scale, logit_scale=keys.number("logits_scaling", 1.0))
+
+
+def apertus(keys: ConfigReader) -> ArchFacts:
+    """Its activation has weights, so it is the model's own."""
+    only(keys, "hidden_act", "xielu")
+    biased = keys.flag("attention_bias")
+    return decoder(
+        with_defaults(keys, rope_theta=12e6, rms_norm_eps=1e-5).but(hidden_act=None),
+        qk_norm="head",
+        qkv_bias=biased,
+        out_bias=biased,
+        unused=r"\.act_fn\.(beta|eps)$",
+    )
+
+
+def starcoder2(keys: ConfigReader) -> ArchFacts:
+    keys = with_defaults(keys, norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh")
+    return decoder(
+        keys,
+        windows=everywhere(sliding_window(keys, None), keys),
+        eps_key="norm_epsilon",
+        **_all_biased(keys, keys.flag("use_bias", True)),
+    )
+
+
+def gpt2(keys: ConfigReader, **facts: Any) -> ArchFacts:
+    only(keys, "scale_attn_by_inverse_layer_idx", False)
+    hidden, num_layers = keys.size("n_embd"), keys.size("n_layer")
+    return decoder(
+        keys.but(
+            hidden_size=hidden,
+            num_attention_heads=keys.size("n_head"),
+            num_hidden_layers=num_layers,
+            num_key_value_heads=None,
+            head_dim=None,
+            activation_function=keys.get("activation_function") or "gelu_new",
+            layer_norm_epsilon=keys.number("layer_norm_epsilon", 1e-5),
+        ),
+        turning=[False] * num_layers,
+        intermediate=keys.size("n_inner", 4 * hidden),
+        activation_key="activation_function",
+        eps_key="layer_norm_epsilon",
+        fused_qkv=True,
+        attention_scale=None if keys.flag("scale_attn_weights", True) else 1.0,
+        **({"across": True, "learned_positions": True} | _all_biased(keys) | facts),
+    )
+
+
+def gpt_neox(keys: ConfigReader) -> ArchFacts:
+    biased = keys.flag("attention_bias", True)
+    turning, theta = keys.optional_number("rotary_pct"), keys.optional_number("rotary_emb_base")
+    return decoder(
+        with_defaults(
+            keys,
+            partial_rotary_factor=turning or 0.25,
+            rope_theta=theta or 10000.0,
+            hidden_act="gelu",
+            layer_norm_eps=1e-5,
+        ).but(num_key_value_heads=None),
+        eps_key="layer_norm_eps",
+        side_by_side=2 if keys.flag("use_parallel_residual", True) else 0,
+        fused_qkv=True,
+        norm="layer",
+        norm_bias=True,
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=True,
+    )
+
+
+def phi(keys: ConfigReader) -> ArchFacts:
+    return decoder(
+        with_defaults(keys, partial_rotary_factor=0.5, hidden_act="gelu_new", layer_norm_eps=1e-5),
+        eps_key="layer_norm_eps",
+        head_bias=True,
+        qk_norm="head" if keys.flag("qk_layernorm") else "",
+        **(_all_biased(keys) | {"tied": keys.flag("tie_word_embeddings")}),
+    )
+
+
+def opt(keys: ConfigReader) -> ArchFacts:
+    only(keys, "do_layer_norm_before", True)
+    only(keys, "layer_norm_elementwise_affine", True)
+    only(keys, "_remove_final_layer_norm", False)
+    only(keys, "word_embed_proj_dim", keys.size("hidden_size"))
+    return decoder(
+        keys.but(activation_function=keys.get("activation_function") or "relu", num_key_value_heads=None),
+        turning=[False] * keys.size("num_hidden_layers"),
+        learned_positions=True,
+        intermediate=keys.size("ffn_dim"),
+        activation_key="activation_function",
+        norm_eps=1e-5,
+        **_all_biased(keys, keys.flag("enable_bias", True)),
+    )
+
+
+def whisper(keys: ConfigReader) -> ArchFacts:
+    """Its decoder; whatever `scale_embedding` says, transformers scales nothing."""
+    hidden, num_layers = keys.size("d_model", 384), keys.size("decoder_layers", 4)
+    return decoder(
+        keys.but(
+            hidden_size=hidden,
+            num_attention_heads=keys.size("decoder_attention_heads", 6),
+            num_hidden_layers=num_layers,
+            num_key_value_heads=None,
+            head_dim=None,
+            max_position_embeddings=keys.size("max_target_positions", 448),
+            activation_function=keys.get("activation_function") or "gelu",
+        ),
+        turning=[False] * num_layers,
+        learned_positions=True,
+        intermediate=keys.size("decoder_ffn_dim", 4 * hidden),
+        activation_key="activation_function",
+        norm_eps=1e-5,
+        unused=r"^proj_out\.weight$",
+        **_all_biased(keys),
+    )
+
+
+def _all_biased(keys: ConfigReader, biased: bool = True) -> dict[str, Any]:
+    """Layer norms with biases, and linear layers with or without."""
+    return {
+        "norm": "layer",
+        "norm_bias": True,
+        "qkv_bias": biased,
+        "out_bias": biased,
+        "mlp_bias": biased,
+        "tied": keys.flag("tie_word_embeddings", True),
+    }
+
+
+def with_defaults(keys: ConfigReader, **defaults: Any) -> ConfigReader:
+    """What is meant where config.json says nothing."""
+    return keys.but(**{key: value for key, value in defaults.items() if keys.get(key) is None})
+
+
+def only(keys: ConfigReader, key: str, value: Any) -> None:
+    if keys.get(key) not in (None, value):
+        raise keys.wrong(key, f"{value} (nothing else is supported)")

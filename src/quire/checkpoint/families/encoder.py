@@ -1,0 +1,248 @@
+"""Encoders: models that read a whole text in both directions."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from quire.checkpoint.facts import ArchFacts, EncoderFacts, LayerFacts, RopeFacts
+from quire.checkpoint.families.decoder import activation_of, layer_kinds, longest_of
+from quire.checkpoint.reader import ConfigReader
+from quire.checkpoint.rope import max_len_of, read_rope
+from quire.errors import ConfigError
+
+
+def bert(keys: ConfigReader) -> ArchFacts:
+    return _bert(keys, "bert")
+
+
+def roberta(keys: ConfigReader) -> ArchFacts:
+    """The position of padding is that token's own id, wherever it stands, and no text uses those before."""
+    padding = keys.get("pad_token_id")
+    padding = 1 if padding is None else padding
+    if not isinstance(padding, int) or padding < 0:
+        raise keys.wrong("pad_token_id", "a token id")
+    return _bert(keys, "roberta", first_position=padding + 1, padding=padding)
+
+
+def ernie(keys: ConfigReader) -> ArchFacts:
+    facts = _bert(keys, "ernie")
+    assert facts.encoder is not None
+    tasks = keys.size("task_type_vocab_size", 3) if keys.flag("use_task_id") else 0
+    return replace(facts, encoder=replace(facts.encoder, task_types=tasks))
+
+
+def mpnet(keys: ConfigReader) -> ArchFacts:
+    """Padding is token 1, whatever is said of it; there are no types."""
+    facts = _bert(keys, "mpnet", first_position=2, padding=1)
+    assert facts.encoder is not None
+    distances = keys.size("relative_attention_num_buckets", 32)
+    if distances != 32:
+        raise keys.wrong("relative_attention_num_buckets", "32")
+    return replace(facts, encoder=replace(facts.encoder, token_types=0, distances=distances))
+
+
+def distilbert(keys: ConfigReader) -> ArchFacts:
+    """BERT under other names, without types of tokens."""
+    renamed = {
+        "hidden_size": keys.size("dim", 768),
+        "intermediate_size": keys.size("hidden_dim", 3072),
+        "num_attention_heads": keys.size("n_heads", 12),
+        "num_hidden_layers": keys.size("n_layers", 6),
+        "hidden_act": keys.get("activation"),
+    }
+    facts = _bert(keys.but(**renamed, layer_norm_eps=1e-12), "distilbert")
+    assert facts.encoder is not None
+    return replace(facts, encoder=replace(facts.encoder, token_types=0))
+
+
+def _bert(keys: ConfigReader, prefix: str, first_position: int = 0, padding: int | None = None) -> ArchFacts:
+    kind = keys.get("position_embedding_type") or "absolute"
+    if kind != "absolute":
+        raise keys.wrong("position_embedding_type", "absolute (no other is supported)")
+    if keys.flag("is_decoder"):
+        raise keys.wrong("is_decoder", "false: only texts that are read in both directions are supported")
+    positions = keys.size("max_position_embeddings", 512)
+    return _encoder(
+        keys,
+        layers=(LayerFacts(None),) * keys.size("num_hidden_layers"),
+        encoder=EncoderFacts(prefix, positions, first_position, padding, keys.size("type_vocab_size", 2)),
+        activation=activation_of(keys, default="gelu"),
+        norm_eps=keys.number("layer_norm_eps", 1e-12),
+        max_len=positions - first_position,
+        norm_bias=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+
+
+def modernbert(keys: ConfigReader) -> ArchFacts:
+    """Most layers look at what is near, with a rotation of their own."""
+    every = keys.size("global_attn_every_n_layers", 3)
+    kinds = ("full_attention", "sliding_attention")
+    named = layer_kinds(
+        keys, *kinds, default=[kinds[bool(i % every)] for i in range(keys.size("num_hidden_layers"))]
+    )
+    near = keys.size("local_attention", 128) // 2
+    head_dim = _head_dim(keys)
+    ropes = {
+        "full_attention": read_rope(_rope_keys(keys, "full_attention", "global", 160_000.0), head_dim),
+        "sliding_attention": read_rope(_rope_keys(keys, "sliding_attention", "local", 10_000.0), head_dim),
+    }
+    layers = tuple(LayerFacts(ropes[kind], near if kind == "sliding_attention" else None) for kind in named)
+    biased = keys.flag("attention_bias")
+    return _encoder(
+        keys,
+        layers=layers,
+        encoder=EncoderFacts(
+            "model",
+            classifier_bias=keys.flag("classifier_bias"),
+            classifier_activation=activation_of(keys, "classifier_activation", "gelu"),
+        ),
+        activation=activation_of(keys, "hidden_activation", "gelu"),
+        norm_eps=keys.number("norm_eps", 1e-5),
+        max_len=longest_of(layers) or max_len_of(keys),
+        norm_bias=keys.flag("norm_bias"),
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=keys.flag("mlp_bias"),
+        fused_gate_up=True,
+    )
+
+
+_NOMIC_KEYS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+    "rotary_emb_fraction": "partial_rotary_factor",
+}
+"""Names of the first checkpoints, and those of transformers."""
+_NOMIC_LEN = 2048
+"""What it was trained for; longer texts need a rotation that changes with their length."""
+
+
+def nomic(keys: ConfigReader) -> ArchFacts:
+    is_older = keys.get("n_embd") is not None
+    named = {new: keys.get(old) for old, new in _NOMIC_KEYS.items() if keys.get(old) is not None}
+    keys = keys.but(**named)
+    for key, usual in (("prenorm", False), ("use_rms_norm", False), ("rotary_emb_interleaved", False)):
+        if keys.flag(key, usual) is not usual:
+            raise keys.wrong(key, "false")
+    if is_older and (keys.get("activation_function") != "swiglu" or (keys.get("num_experts") or 0) > 0):
+        raise keys.wrong("activation_function", "swiglu, without experts")
+    trained = min(keys.size("max_trained_positions", _NOMIC_LEN), keys.size("max_position_embeddings", 2048))
+    rope = read_rope(_with_theta(keys, 1000.0), _head_dim(keys))
+    return _turning(
+        keys,
+        rope,
+        EncoderFacts("nomic_bert", token_types=_token_types(keys, 2), gated=True),
+        activation=activation_of(keys, default="silu"),
+        max_len=trained,
+        qkv_bias=keys.flag("qkv_proj_bias"),
+        out_bias=keys.flag("qkv_proj_bias"),
+        mlp_bias=keys.flag("mlp_fc2_bias"),
+    )
+
+
+def gte(keys: ConfigReader) -> ArchFacts:
+    """That of transformers, and the one that its first checkpoints call New."""
+    is_new = any(str(name).startswith(("New", "GteNew")) for name in keys.get("architectures") or ())
+    if (kind := keys.get("position_embedding_type")) not in (None, "rope"):
+        raise keys.wrong("position_embedding_type", f"rope ({kind!r} is not supported)")
+    if str(keys.get("layer_norm_type") or "layer_norm") != "layer_norm":
+        raise keys.wrong("layer_norm_type", "layer_norm")
+    if keys.flag("logn_attention_scale"):
+        raise keys.wrong("logn_attention_scale", "false")
+    length = keys.size("max_position_embeddings", 8192)
+    return _turning(
+        keys,
+        _stretched_rope(keys, 10_000.0 if is_new else 160_000.0, length),
+        EncoderFacts("new" if is_new else "gte", token_types=_token_types(keys, 1), gated=True),
+        activation=activation_of(keys, default="gelu"),
+        max_len=length,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+
+
+def jina(keys: ConfigReader) -> ArchFacts:
+    rope = read_rope(_with_theta(keys, 20_000.0), _head_dim(keys))
+    return _turning(
+        keys,
+        rope,
+        EncoderFacts("roberta", token_types=_token_types(keys, 1)),
+        activation=activation_of(keys, default="gelu"),
+        norm_eps=keys.number("layer_norm_eps", 1e-5),
+        max_len=max_len_of(keys),
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+
+
+def _turning(keys: ConfigReader, rope: RopeFacts, encoder: EncoderFacts, **facts: Any) -> ArchFacts:
+    given = {"norm_eps": keys.number("layer_norm_eps", 1e-12), "norm_bias": True, **facts}
+    layers = (LayerFacts(rope),) * keys.size("num_hidden_layers")
+    return _encoder(keys, layers=layers, encoder=encoder, **given)
+
+
+def _token_types(keys: ConfigReader, default: int) -> int:
+    """May be none."""
+    return 0 if keys.get("type_vocab_size") == 0 else keys.size("type_vocab_size", default)
+
+
+def _stretched_rope(keys: ConfigReader, theta: float, length: int) -> RopeFacts:
+    """`ntk` as New has it (kexue.fm/archives/9706): a base so many times as large, all a little slower."""
+    scaling = keys.get("rope_scaling")
+    if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != "ntk":
+        return read_rope(_with_theta(keys, theta), _head_dim(keys))
+    if scaling.get("mixed_b") is not None:
+        raise keys.wrong("rope_scaling", "an object without mixed_b")
+    factor = ConfigReader(f"{keys.source}, rope_scaling", scaling).number("factor")
+    rope = read_rope(_with_theta(keys.but(rope_scaling=None), theta), _head_dim(keys))
+    slower = math.pow(factor, 2 / rope.dim)
+    return replace(rope, theta=rope.theta * factor, kind="linear", factor=slower, max_len=length)
+
+
+def _with_theta(keys: ConfigReader, theta: float) -> ConfigReader:
+    """The family's own where none is said."""
+    said = keys.get("rope_parameters")
+    said = said.get("rope_theta") if isinstance(said, dict) else None
+    return keys.but(rope_theta=said or keys.get("rope_theta") or theta)
+
+
+def _encoder(keys: ConfigReader, **facts: Any) -> ArchFacts:
+    heads = keys.size("num_attention_heads")
+    return ArchFacts(
+        architecture="",
+        vocab=keys.size("vocab_size"),
+        hidden=keys.size("hidden_size"),
+        intermediate=keys.size("intermediate_size"),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=_head_dim(keys),
+        norm="layer",
+        **facts,
+    )
+
+
+def _head_dim(keys: ConfigReader) -> int:
+    hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+    if hidden % heads:
+        raise ConfigError(f"{keys.source}: hidden_size {hidden} is not divisible by {heads} heads")
+    return hidden // heads
+
+
+def _rope_keys(keys: ConfigReader, kind: str, older: str, theta: float) -> ConfigReader:
+    """What concerns one kind of layer: a part of `rope_parameters`, or what came before it."""
+    parameters = keys.get("rope_parameters") or {}
+    own = parameters.get(kind) if isinstance(parameters, dict) else None
+    if own is not None and not isinstance(own, dict):
+        raise keys.wrong("rope_parameters", f"an object of objects, among them {kind}")
+    given = {"rope_theta": keys.get(f"{older}_rope_theta") or theta, **(own or {})}
+    return ConfigReader(keys.source, {**keys.values, "rope_theta": None, "rope_parameters": given})

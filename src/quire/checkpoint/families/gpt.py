@@ -1,0 +1,112 @@
+"""Dense decoders of the first years: those of GPT's kind that are not Llama."""
+
+from typing import Any
+
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.families.alibi import slopes_of
+from quire.checkpoint.families.decoder import decoder
+from quire.checkpoint.families.dense import gpt2, with_defaults
+from quire.checkpoint.reader import ConfigReader
+
+
+def stablelm(keys: ConfigReader) -> ArchFacts:
+    """Norms of queries and keys are of each head by weights of its own. Older files have other names."""
+    turning, eps = keys.optional_number("rope_pct"), keys.optional_number("norm_eps")
+    return decoder(
+        with_defaults(keys, partial_rotary_factor=turning or 0.25, layer_norm_eps=eps or 1e-5),
+        eps_key="layer_norm_eps",
+        norm="layer",
+        norm_bias=True,
+        qkv_bias=keys.flag("use_qkv_bias"),
+        qk_norm="each" if keys.flag("qk_layernorm") else "",
+        side_by_side=int(keys.flag("use_parallel_residual")),
+    )
+
+
+def olmo(keys: ConfigReader) -> ArchFacts:
+    """Its norms have no weights."""
+    biased, clip = keys.flag("attention_bias"), keys.optional_number("clip_qkv")
+    return decoder(keys, qkv_bias=biased, out_bias=biased, norm="layer_bare", norm_eps=1e-5, qkv_clip=clip)
+
+
+def gptj(keys: ConfigReader) -> ArchFacts:
+    """A part of each head turns, by neighbours."""
+    hidden, heads = keys.size("n_embd"), keys.size("n_head")
+    turning = keys.size("rotary_dim", 64) / (hidden // heads)
+    return decoder(
+        keys.but(
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_hidden_layers=keys.size("n_layer"),
+            num_key_value_heads=None,
+            head_dim=None,
+            partial_rotary_factor=turning,
+            activation_function=keys.get("activation_function") or "gelu_new",
+            layer_norm_epsilon=keys.number("layer_norm_epsilon", 1e-5),
+        ),
+        pairs=True,
+        intermediate=keys.size("n_inner", 4 * hidden),
+        activation_key="activation_function",
+        eps_key="layer_norm_epsilon",
+        norm="layer",
+        norm_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+    )
+
+
+def gpt_bigcode(keys: ConfigReader) -> ArchFacts:
+    """All heads share the keys of one, mostly."""
+    shares = keys.flag("multi_query", True)
+    keys = with_defaults(keys, activation_function="gelu_pytorch_tanh")
+    return gpt2(keys, across=False, kv_heads=1 if shares else keys.size("n_head"))
+
+
+def persimmon(keys: ConfigReader) -> ArchFacts:
+    return decoder(
+        with_defaults(
+            keys, rope_theta=25000.0, partial_rotary_factor=0.5, hidden_act="relu2", layer_norm_eps=1e-5
+        ).but(num_key_value_heads=None, head_dim=None),
+        eps_key="layer_norm_eps",
+        fused_qkv=True,
+        qk_norm="head" if keys.flag("qk_layernorm", True) else "",
+        **_biased(True),
+    )
+
+
+def falcon(keys: ConfigReader) -> ArchFacts:
+    """Three layouts: attention and feed-forward in turn, both behind one norm, or behind one each."""
+    heads, is_new = keys.size("num_attention_heads"), keys.flag("new_decoder_architecture")
+    kv_heads = keys.size("num_kv_heads", heads)
+    if not is_new:
+        kv_heads = 1 if keys.flag("multi_query", True) else heads
+    norms = keys.size("num_ln_in_parallel_attn", 2) if is_new else int(keys.flag("parallel_attn", True))
+    if norms > 2:
+        raise keys.wrong("num_ln_in_parallel_attn", "1 or 2")
+    hidden, uses_alibi = keys.size("hidden_size"), keys.flag("alibi")
+    scale = (hidden // heads) ** -0.5  # on slopes, too
+    return decoder(
+        with_defaults(keys, activation="gelu", layer_norm_epsilon=1e-5).but(
+            num_key_value_heads=kv_heads, head_dim=None
+        ),
+        activation_key="activation",
+        eps_key="layer_norm_epsilon",
+        intermediate=keys.size("ffn_hidden_size", 4 * hidden),
+        fused_qkv=True,
+        side_by_side=norms,
+        alibi_slopes=tuple(slope * scale for slope in slopes_of(heads)) if uses_alibi else (),
+        turning=[not uses_alibi] * keys.size("num_hidden_layers"),
+        tied=keys.flag("tie_word_embeddings", True),
+        **_biased(keys.flag("bias")),
+    )
+
+
+def _biased(biased: bool) -> dict[str, Any]:
+    """Layer norms with biases, and linear layers with or without."""
+    return {
+        "norm": "layer",
+        "norm_bias": True,
+        "qkv_bias": biased,
+        "out_bias": biased,
+        "mlp_bias": biased,
+    }

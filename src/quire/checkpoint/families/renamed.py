@@ -1,0 +1,150 @@
+"""Decoders that are one of the others under names of their own: InternLM, EXAONE 3, ChatGLM, Qwen 1, Ling."""
+
+import math
+from dataclasses import replace
+
+from quire.checkpoint.facts import ArchFacts, MoeFacts
+from quire.checkpoint.families.alibi import slopes_of
+from quire.checkpoint.families.decoder import decoder
+from quire.checkpoint.families.dense import llama, only, qwen2, with_defaults
+from quire.checkpoint.families.moe import deepseek_experts, drafting, first_dense, mixed
+from quire.checkpoint.reader import ConfigReader
+
+NORMED_VOCAB = 125696
+"""Of Baichuan 2, the only one that makes the rows of its head of one length; its files do not say so."""
+
+
+def internlm(keys: ConfigReader) -> ArchFacts:
+    biased = keys.flag("bias", True)
+    return decoder(keys, qkv_bias=biased, out_bias=biased)
+
+
+def internlm2(keys: ConfigReader) -> ArchFacts:
+    biased = keys.flag("bias")
+    return decoder(keys, fused_qkv=True, qkv_bias=biased, out_bias=biased)
+
+
+def mimo(keys: ConfigReader) -> ArchFacts:
+    """Qwen 2, and layers that draft."""
+    return replace(qwen2(with_defaults(keys, qkv_bias=keys.get("attention_bias"))), unused=r"\.mtp_layers\.")
+
+
+def baichuan_7b(keys: ConfigReader) -> ArchFacts:
+    return replace(llama(keys), fused_qkv=True, unit_head=keys.get("vocab_size") == NORMED_VOCAB)
+
+
+def baichuan(keys: ConfigReader) -> ArchFacts:
+    """7B turns its heads, 13B has slopes; which one it is shows in the width alone."""
+    facts = baichuan_7b(keys)
+    if facts.hidden == 4096:
+        return facts
+    layers = tuple(replace(layer, rope=None) for layer in facts.layers)
+    return replace(facts, layers=layers, alibi_slopes=slopes_of(facts.heads))
+
+
+def exaone(keys: ConfigReader) -> ArchFacts:
+    """The third; the fourth is another."""
+    return decoder(
+        with_defaults(keys, activation_function="silu", layer_norm_epsilon=1e-5).but(
+            num_hidden_layers=keys.size("num_layers")
+        ),
+        activation_key="activation_function",
+        eps_key="layer_norm_epsilon",
+    )
+
+
+def chatglm(keys: ConfigReader) -> ArchFacts:
+    """The second and third, and GLM-4 as it was first stored: half of each head turns, by neighbours."""
+    for key, value in {"rmsnorm": True, "post_layer_norm": True, "add_bias_linear": False}.items():
+        only(keys, key, value)
+    only(keys, "apply_residual_connection_post_layernorm", False)
+    heads = keys.size("num_attention_heads")
+    shared = keys.size("multi_query_group_num", 1) if keys.flag("multi_query_attention") else heads
+    return decoder(
+        with_defaults(keys, layernorm_epsilon=1e-5).but(
+            vocab_size=keys.size("padded_vocab_size", keys.get("vocab_size")),
+            num_hidden_layers=keys.size("num_layers"),
+            num_key_value_heads=shared,
+            head_dim=keys.size("kv_channels", keys.size("hidden_size") // heads),
+            partial_rotary_factor=0.5,
+            rope_theta=10000.0 * keys.number("rope_ratio", 1.0),
+        ),
+        pairs=True,
+        eps_key="layernorm_epsilon",
+        intermediate=keys.size("ffn_hidden_size"),
+        fused_qkv=True,
+        qkv_bias=keys.flag("add_qkv_bias"),
+        unused=r"rotary_pos_emb\.inv_freq$",
+    )
+
+
+def qwen(keys: ConfigReader) -> ArchFacts:
+    """The first. What stretches its rotation beyond the length that it was made for is left out."""
+    only(keys, "no_bias", True)
+    return decoder(
+        with_defaults(keys, layer_norm_epsilon=1e-6).but(
+            num_key_value_heads=None,
+            head_dim=keys.get("kv_channels"),
+            rope_theta=keys.number("rotary_emb_base", 10000.0),
+            partial_rotary_factor=keys.number("rotary_pct", 1.0),
+            max_position_embeddings=keys.size("seq_length", keys.get("max_position_embeddings")),
+        ),
+        eps_key="layer_norm_epsilon",
+        intermediate=keys.size("intermediate_size") // 2,
+        fused_qkv=True,
+        qkv_bias=True,
+    )
+
+
+def orion(keys: ConfigReader) -> ArchFacts:
+    return decoder(with_defaults(keys, rms_norm_eps=1e-5), norm="layer", norm_bias=True)
+
+
+def minicpm(keys: ConfigReader) -> ArchFacts:
+    """Llama with factors on embeddings, on what layers add, and on logits."""
+    only(keys, "num_experts", 0)
+    depth, layers = keys.number("scale_depth", 1.0), keys.size("num_hidden_layers")
+    return decoder(
+        keys,
+        embed_scale=keys.number("scale_emb", 1.0),
+        residual_scale=depth / math.sqrt(layers),
+        logit_scale=keys.number("dim_model_base", 1.0) / keys.size("hidden_size"),
+        tied=keys.flag("tie_word_embeddings", True),
+    )
+
+
+def deepseek(keys: ConfigReader) -> ArchFacts:
+    """The first: Llama's attention, softmax over all experts."""
+    only(keys, "moe_layer_freq", 1)
+    moe = deepseek_experts(keys.but(topk_method="greedy", routed_scaling_factor=None), "softmax")
+    return mixed(llama(keys), moe, first_dense(keys))
+
+
+def bailing(keys: ConfigReader) -> ArchFacts:
+    """Ling and Ring."""
+    keys = with_defaults(keys, norm_topk_prob=True).but(topk_method="greedy")
+    return _bailing(keys, deepseek_experts(keys, "softmax"))
+
+
+def bailing_v2(keys: ConfigReader) -> ArchFacts:
+    """Ling and Ring 2: DeepSeek-V3's experts, a part of each head turns."""
+    only(keys, "score_function", "sigmoid")
+    facts = _bailing(keys, replace(deepseek_experts(keys, "sigmoid"), names="bailing"))
+    return replace(facts, unused=drafting(keys))
+
+
+def _bailing(keys: ConfigReader, moe: MoeFacts) -> ArchFacts:
+    shared = keys.get("num_shared_experts") or 0
+    inner = keys.size("moe_shared_expert_intermediate_size", moe.intermediate)
+    if keys.get("rotary_dim") is not None:
+        turning = keys.size("rotary_dim") / keys.size("head_dim")
+        keys = with_defaults(keys, partial_rotary_factor=turning)
+    facts = decoder(
+        keys,
+        fused_qkv=True,
+        qkv_bias=keys.flag("use_qkv_bias"),
+        out_bias=keys.flag("use_bias"),
+        qk_norm="head" if keys.flag("use_qk_norm") else "",
+        unit_head=keys.flag("norm_head"),
+    )
+    return mixed(facts, replace(moe, shared_intermediate=inner * shared), first_dense(keys))

@@ -1,0 +1,301 @@
+"""Decoders that look back through windows in most of their layers."""
+
+import math
+from typing import Any
+
+from quire.checkpoint.facts import AltUpFacts, ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing
+from quire.checkpoint.families.decoder import (
+    activation_of,
+    decoder,
+    layer_kinds,
+    ropes_by_kind,
+    sliding_window,
+    windows_by_kind,
+)
+from quire.checkpoint.families.dense import with_defaults
+from quire.checkpoint.families.moe import deepseek_experts, first_dense, mixed
+from quire.checkpoint.reader import ConfigReader
+from quire.checkpoint.rope import max_len_of, read_rope
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def gemma2(keys: ConfigReader) -> ArchFacts:
+    count = keys.size("num_hidden_layers")
+    alternating = [_KINDS[(layer + 1) % 2] for layer in range(count)]
+    return decoder(
+        keys,
+        head_dim=256,
+        windows=windows_by_kind(keys, sliding_window(keys), alternating),
+        **_gemma(keys),
+        attention_softcap=keys.optional_number("attn_logit_softcapping"),
+        logit_softcap=keys.optional_number("final_logit_softcapping"),
+    )
+
+
+def vaultgemma(keys: ConfigReader) -> ArchFacts:
+    """Gemma 2 without norms behind each half."""
+    return gemma2(with_defaults(keys, attn_logit_softcapping=50.0, final_logit_softcapping=30.0))
+
+
+def gemma3(keys: ConfigReader) -> ArchFacts:
+    head_dim, count = keys.size("head_dim", 256), keys.size("num_hidden_layers")
+    every = keys.size("sliding_window_pattern", 6)
+    kinds = layer_kinds(keys, *_KINDS, default=[_KINDS[bool((layer + 1) % every)] for layer in range(count)])
+    ropes = _local_ropes(keys, head_dim)
+    window = sliding_window(keys)
+    if window is not None and keys.get("use_bidirectional_attention") is True:
+        window = window // 2 + 1  # half of it lies ahead
+    windows = {"full_attention": None, "sliding_attention": window}
+    return decoder(
+        keys,
+        head_dim=256,
+        layers=tuple(LayerFacts(ropes[kind], windows[kind]) for kind in kinds),
+        **_gemma(keys),
+        qk_norm="head",
+        max_len=max_len_of(keys),  # a stretched rotation counted in
+        attention_softcap=keys.optional_number("attn_logit_softcapping"),
+        logit_softcap=keys.optional_number("final_logit_softcapping"),
+    )
+
+
+def gemma4(keys: ConfigReader) -> ArchFacts:
+    """Layers that see all have heads of another size, and may have no values; the last layers may see the
+    keys of others, and be wider for it."""
+    if keys.get("use_bidirectional_attention") == "all":
+        raise keys.wrong("use_bidirectional_attention", "vision or null (nothing else is supported)")
+    count, inner = keys.size("num_hidden_layers"), keys.size("intermediate_size")
+    pattern = [_KINDS[bool((layer + 1) % 6)] for layer in range(count - 1)]
+    kinds = [*layer_kinds(keys, *_KINDS, default=[*pattern, "full_attention"])[:-1], "full_attention"]
+    first, last = _shared_keys(keys, kinds, keys.get("num_kv_shared_layers") or 0)
+    own = _own_heads(keys, kinds)
+    ropes = _ropes_of_sizes(keys, {kind: head_dim for kind, (head_dim, _) in zip(kinds, own, strict=True)})
+    windows = {"full_attention": None, "sliding_attention": sliding_window(keys, 512)}
+    one = keys.flag("attention_k_eq_v")
+    wide = 2 * inner if keys.flag("use_double_wide_mlp") else 0
+    layers = tuple(
+        LayerFacts(
+            ropes[kind],
+            windows[kind],
+            moe=keys.flag("enable_moe_block"),
+            keys_of=last[kind] if at >= first else None,
+            head_dim=head_dim,
+            kv_heads=kv_heads,
+            intermediate=wide if at >= first else 0,
+            keys_are_values=one and kind == "full_attention" and at < first,
+        )
+        for at, (kind, (head_dim, kv_heads)) in enumerate(zip(kinds, own, strict=True))
+    )
+    return decoder(
+        keys,
+        layers=layers,
+        **_gemma_since_3n(keys),
+        altup=_inputs_of_layers(keys),
+        moe=_experts_beside(keys) if keys.flag("enable_moe_block") else None,
+        unused=_not_read(range(first, count)),
+    )
+
+
+def _own_heads(keys: ConfigReader, kinds: list[str]) -> list[tuple[int, int]]:
+    """The size of heads, and how many of keys there are, in each layer."""
+    head_dim, kv_heads = keys.size("head_dim", 256), keys.size("num_key_value_heads", 4)
+    if keys.get("per_layer_config") is None:
+        shared = keys.flag("attention_k_eq_v") and keys.get("num_global_key_value_heads") is not None
+        full = (
+            keys.size("global_head_dim", 512),
+            keys.size("num_global_key_value_heads") if shared else kv_heads,
+        )
+        return [full if kind == "full_attention" else (head_dim, kv_heads) for kind in kinds]
+    given = keys.get("per_layer_config")
+    if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+        raise keys.wrong("per_layer_config", "an object of objects")
+    layers = [
+        ConfigReader(f"{keys.source}, per_layer_config", given.get(str(at), {})) for at in range(len(kinds))
+    ]
+    return [(own.size("head_dim", head_dim), own.size("num_key_value_heads", kv_heads)) for own in layers]
+
+
+def _ropes_of_sizes(keys: ConfigReader, sizes: dict[str, int]) -> dict[str, RopeFacts]:
+    silent = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    }
+    given = keys.get("rope_parameters") or silent
+    if not isinstance(given, dict) or not all(isinstance(given.get(kind), dict) for kind in sizes):
+        raise keys.wrong("rope_parameters", "an object for each kind of layer")
+    return {kind: read_rope(keys.but(rope_parameters=given[kind]), size) for kind, size in sizes.items()}
+
+
+def _inputs_of_layers(keys: ConfigReader) -> AltUpFacts | None:
+    unified = keys.get("model_type") == "gemma4_unified_text"
+    if unified or not keys.values.get("hidden_size_per_layer_input", 256):  # null: there are none
+        return None
+    return AltUpFacts(
+        inputs=1,
+        active=0,
+        is_scaled=False,
+        rank=0,
+        per_layer=keys.size("hidden_size_per_layer_input", 256),
+        vocab=keys.size("vocab_size_per_layer_input", 262144),
+    )
+
+
+def _experts_beside(keys: ConfigReader) -> MoeFacts:
+    """The feed-forward half that is beside them is the expert of all tokens."""
+    return MoeFacts(
+        experts=keys.size("num_experts"),
+        intermediate=keys.size("moe_intermediate_size"),
+        routing=Routing(keys.size("top_k_experts"), renormalized=True),
+        shared_intermediate=keys.size("intermediate_size"),
+        names="gemma4",
+    )
+
+
+def _shared_keys(keys: ConfigReader, kinds: list[str], shared: int) -> tuple[int, dict[str, int | None]]:
+    """The first of the last layers that see keys of others, and which these are by kind of layer."""
+    first = len(kinds) - shared
+    first = first if first > 0 else len(kinds)
+    last = {kind: max((at for at in range(first) if kinds[at] == kind), default=None) for kind in _KINDS}
+    if any(last[kind] is None for kind in kinds[first:]):
+        raise keys.wrong("num_kv_shared_layers", "a number that leaves a layer of each kind in front")
+    return first, last
+
+
+def gemma3n(keys: ConfigReader) -> ArchFacts:
+    """Layers of the last ones see the keys and values of the last one of their kind before them."""
+    head_dim, count = keys.size("head_dim", 256), keys.size("num_hidden_layers")
+    kinds = layer_kinds(keys, *_KINDS, default=[_KINDS[bool((layer + 1) % 5)] for layer in range(count)])
+    windows = {"full_attention": None, "sliding_attention": sliding_window(keys, 512)}
+    ropes = _local_ropes(keys, head_dim)
+    shared = keys.get("num_kv_shared_layers")
+    first, last = _shared_keys(keys, kinds, 15 if shared is None else shared)
+    sparse = keys.get("activation_sparsity_pattern")
+    sparse = [0.95 * (at < 10 < count) for at in range(count)] if sparse is None else sparse
+    layers = tuple(
+        LayerFacts(
+            ropes[kind],
+            windows[kind],
+            keys_of=last[kind] if at >= first else None,
+            sparsity=float(sparse[at]),
+        )
+        for at, kind in enumerate(kinds)
+    )
+    inner = keys.get("intermediate_size")
+    if isinstance(inner, list):
+        if len({*inner}) != 1:
+            raise keys.wrong("intermediate_size", "one number for all layers")
+        keys = keys.but(intermediate_size=inner[0])
+    return decoder(
+        keys,
+        layers=layers,
+        **_gemma_since_3n(keys),
+        altup=AltUpFacts(
+            inputs=keys.size("altup_num_inputs", 4),
+            active=keys.get("altup_active_idx") or 0,
+            is_scaled=keys.flag("altup_correct_scale", True),
+            rank=keys.size("laurel_rank", 64),
+            per_layer=keys.size("hidden_size_per_layer_input", 256),
+            vocab=keys.size("vocab_size_per_layer_input", 262144),
+        ),
+        unused=_not_read(range(first, count)),
+    )
+
+
+def _not_read(shared: range) -> str:
+    """What checkpoints have of layers that see the keys of others, and the towers."""
+    numbers = "|".join(map(str, shared)) or "none"
+    keys = rf"layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\."
+    return rf"{keys}|(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\."
+
+
+def _local_ropes(keys: ConfigReader, head_dim: int) -> dict[str, RopeFacts]:
+    """Layers with windows turn by a base of their own."""
+    ropes = ropes_by_kind(keys, head_dim, *_KINDS)
+    if keys.get("rope_local_base_freq") is not None:
+        local = {"rope_type": "default", "rope_theta": keys.number("rope_local_base_freq")}
+        ropes["sliding_attention"] = read_rope(keys.but(rope_parameters=local, rope_scaling=None), head_dim)
+    return ropes
+
+
+def _gemma(keys: ConfigReader) -> dict[str, Any]:
+    biased = keys.flag("attention_bias")
+    return {
+        "activation": activation_of(keys, "hidden_activation", "gelu_pytorch_tanh"),
+        "norm": "rms_plus_one",
+        "tied": keys.flag("tie_word_embeddings", True),
+        "qkv_bias": biased,
+        "out_bias": biased,
+        "attention_scale": keys.number("query_pre_attn_scalar", 256) ** -0.5,
+        "embed_scale": math.sqrt(keys.size("hidden_size")),
+    }
+
+
+def _gemma_since_3n(keys: ConfigReader) -> dict[str, Any]:
+    """Heads are normed, and scores not scaled."""
+    return _gemma(keys) | {
+        "norm": "rms",
+        "attention_scale": 1.0,
+        "head_dim": 256,
+        "qk_norm": "head",
+        "max_len": max_len_of(keys),
+        "logit_softcap": keys.optional_number("final_logit_softcapping"),
+    }
+
+
+def mimo_v2(keys: ConfigReader) -> ArchFacts:
+    """Layers with windows have sinks, and twice as many heads of keys; values are smaller than keys."""
+    count, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim", 192)
+    pattern = [_KINDS[layer > 0 and (layer + 1) % 6 != 0] for layer in range(count)]
+    kinds = layer_kinds(keys, *_KINDS, default=pattern)
+    bases = {"full_attention": keys.number("rope_theta", 5e6)}
+    bases["sliding_attention"] = keys.number("swa_rope_theta", 10000.0)
+    turning = keys.number("partial_rotary_factor", 0.334)
+    silent = {kind: {"rope_theta": base, "partial_rotary_factor": turning} for kind, base in bases.items()}
+    ropes = ropes_by_kind(keys.but(rope_parameters=keys.get("rope_parameters") or silent), head_dim, *_KINDS)
+    window = sliding_window(keys, 129)
+    if keys.get("sliding_window_size") is not None:
+        window = keys.size("sliding_window_size") + 1
+    more = 2 * keys.size("num_key_value_heads", 4)
+    layers = tuple(
+        LayerFacts(ropes[kind], window, kv_heads=more)
+        if kind == "sliding_attention"
+        else LayerFacts(ropes[kind])
+        for kind in kinds
+    )
+    facts = decoder(
+        with_defaults(keys, rms_norm_eps=1e-5),
+        head_dim=head_dim,
+        layers=layers,
+        qkv_bias=keys.flag("attention_bias"),
+        v_dim=keys.size("v_head_dim", 128),
+        attention_scales=(1.0, keys.number("attention_value_scale", 0.707)),
+        sinks=True,
+        unused=r"^model\.mtp\.",
+    )
+    moe = deepseek_experts(keys.but(n_shared_experts=None), "sigmoid")
+    return mixed(facts, moe, first_dense(keys, 1))
+
+
+def gpt_oss(keys: ConfigReader) -> ArchFacts:
+    head_dim, count = keys.size("head_dim", 64), keys.size("num_hidden_layers")
+    alternating = [_KINDS[(layer + 1) % 2] for layer in range(count)]
+    rope = read_rope(keys, head_dim)
+    windows = windows_by_kind(keys, sliding_window(keys, 128), alternating)
+    biased = keys.flag("attention_bias", True)
+    return decoder(
+        keys,
+        head_dim=64,
+        layers=tuple(LayerFacts(rope, window, moe=True) for window in windows),
+        qkv_bias=biased,
+        out_bias=biased,
+        sinks=True,
+        moe=MoeFacts(
+            experts=keys.size("num_local_experts", 128),
+            intermediate=keys.size("intermediate_size"),
+            routing=Routing(keys.size("num_experts_per_tok", 4), renormalized=True),
+            router_bias=True,
+            expert_bias=True,
+            activation="clamped_swiglu",
+            names="gpt_oss",
+        ),
+    )

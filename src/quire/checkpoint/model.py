@@ -1,0 +1,277 @@
+"""A model on disk: what config.json or the GGUF header says of it, read once."""
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.families import ALIASES, FAMILIES, GGUF_FAMILIES, Family
+from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.multimodal import MEDIA_FAMILIES
+from quire.checkpoint.pooling import GENERATIVE, RETRIEVAL, StoredPooling, read_gguf_pooling, read_pooling
+from quire.checkpoint.quant import read_quant
+from quire.checkpoint.quant.facts import QuantFacts
+from quire.checkpoint.reader import ConfigReader, read_json
+from quire.checkpoint.transformers_backend import is_installed, read_borrowed, source_of
+from quire.errors import ConfigError, nearest
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+DTYPES = ("float32", "float16", "bfloat16")
+_OTHER_ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "Model")
+_HEADED = re.compile(r"(\w+?)For[A-Z]\w*")
+"""The name of a model with a head."""
+_CLASS_KEYS = ("id2label", "num_labels", "problem_type", "embedding_dim")
+_GENERATION_KEYS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+_HEARING_KEYS = ("max_initial_timestamp_index", "alignment_heads")
+"""Of models that write down what they hear."""
+_UNSAID_KEYS = ("suppress_tokens", "begin_suppress_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk: where it is, what it is, and what it says about text."""
+
+    path: Path
+    """A directory with config.json, or a .gguf file."""
+    format: str
+    """`hf` or `gguf`."""
+    facts: ArchFacts
+    dtype: str
+    """float32, float16 or bfloat16, as the checkpoint says (a GGUF file counts as float32)."""
+    derived_max_len: int
+    """Longest sequence the checkpoint was made for, rope scaling counted in."""
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    """The ids that end a generation: the primary one first."""
+    generation: dict[str, Any] = field(default_factory=dict)
+    """Sampling defaults of generation_config.json (only the keys that Quire reads)."""
+    pooling: StoredPooling = StoredPooling()
+    quant: QuantFacts | None = None
+    """How its layers are stored, if not plain; nothing of a GGUF file, which says it of each tensor."""
+
+
+def read_checkpoint(
+    path: Path,
+    overrides: dict[str, Any] | None = None,
+    *,
+    config_path: Path | None = None,
+    model_impl: str = "auto",
+    trust_remote_code: bool = False,
+    family: Family | None = None,
+) -> Checkpoint:
+    """Every fact of the model at `path`; `overrides` (hf_overrides) are merged into its config.json first,
+    which may lie in another directory. It is of the family that it names, unless one is given."""
+    path = Path(path)
+    if path.is_dir():
+        config = _config(config_path or path, overrides or {})
+        return _read_directory(path, config, model_impl, trust_remote_code, family)
+    if not path.exists():
+        raise ConfigError(f"there is no model at {path}: give a directory with config.json or a .gguf file")
+    if config_path is not None:
+        warn_once(
+            logger, f"hf_config_path has no effect: {path} is a GGUF file, which says itself what it is"
+        )
+    if overrides:
+        raise ConfigError(f"hf_overrides change config.json, but {path} is a GGUF file, which has none")
+    if model_impl == "transformers":
+        raise ConfigError(f"model_impl='transformers' needs a model directory, but {path} is a GGUF file")
+    return _read_gguf(path)
+
+
+def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` on top; objects inside are merged the same way."""
+    out = dict(base)
+    for key, value in changes.items():
+        old = out.get(key)
+        out[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return out
+
+
+def _config(folder: Path, overrides: dict[str, Any]) -> ConfigReader:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder} is not a model directory: it has no config.json")
+    return ConfigReader(str(file), _merge(read_json(file), overrides))
+
+
+def _read_directory(
+    path: Path, keys: ConfigReader, model_impl: str, trusted: bool, family: Family | None
+) -> Checkpoint:
+    whole = keys
+    media: MediaFacts | None = None
+    if model_impl != "transformers":
+        keys, media = _parted(keys)
+    if family is None:
+        named, facts = _facts(keys, path, model_impl, trusted)
+        facts = replace(facts, media=media)
+    else:
+        named, facts = family.model_type, family.read(keys)
+    dtype = _dtype(keys)
+    generation_path = path / "generation_config.json"
+    generation = ConfigReader(
+        str(generation_path), read_json(generation_path) if generation_path.is_file() else {}
+    )
+    sampling = {key: generation.get(key) for key in _GENERATION_KEYS if generation.get(key) is not None}
+    for key, value in sampling.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise generation.wrong(key, "a number")
+    if media is not None and media.transcribes:
+        said = {key: generation if key in generation.values else keys for key in _UNSAID_KEYS}
+        sampling |= {key: [*source.token_ids(key)] for key, source in said.items()}
+        sampling |= {key: generation.get(key) for key in _HEARING_KEYS if generation.get(key) is not None}
+    bos_ids = generation.token_ids("bos_token_id") or keys.token_ids("bos_token_id")
+    pooling = read_pooling(path, *_classified(whole, keys, named))
+    return Checkpoint(
+        path=path,
+        format="hf",
+        facts=facts,
+        dtype=dtype,
+        derived_max_len=min(facts.max_len, pooling.max_len or sys.maxsize),
+        bos_id=bos_ids[0] if bos_ids else None,
+        eos_ids=generation.token_ids("eos_token_id") or keys.token_ids("eos_token_id"),
+        generation=sampling,
+        pooling=pooling,
+        quant=read_quant(keys, path),
+    )
+
+
+def _parted(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts | None]:
+    """What a model says of its decoder, as if that were alone, and what it takes in beside text."""
+    named = [_media_family(name) for name in _architectures(keys)]
+    read = next((MEDIA_FAMILIES[name] for name in named if name in MEDIA_FAMILIES), None)
+    if read is None:
+        return keys, None
+    text, media = read(keys)
+    if media is not None and _architectures(text)[0].startswith("Granite"):
+        media = replace(media, scale=text.number("embedding_multiplier", 1.0))
+    return text, media
+
+
+def _classified(whole: ConfigReader, decoder: ConfigReader, named: str) -> tuple[ConfigReader, str]:
+    """What is said of pooling, and the architecture: a classifier that also sees names its classes itself,
+    whatever its decoder's part says."""
+    named = next((name for name in _architectures(whole) if name.endswith(RETRIEVAL)), named)
+    architecture = next((name for name in _architectures(whole) if _media_family(name) != name), named)
+    said = {key: whole.get(key) for key in _CLASS_KEYS if whole.get(key) is not None}
+    return decoder.but(**said), architecture
+
+
+def _facts(keys: ConfigReader, path: Path, model_impl: str, trusted: bool) -> tuple[str, ArchFacts]:
+    """The architecture as config.json names it, and its facts: out of our own table, or for transformers."""
+    named = _architectures(keys)
+    known = [name for name in named if _family(name) in FAMILIES]
+    if known and model_impl != "transformers":
+        architecture = _family(known[0])
+        return known[0], replace(FAMILIES[architecture].read(keys), architecture=architecture)
+    if model_impl == "transformers" and not is_installed():
+        raise ConfigError(
+            "model_impl='transformers' needs the transformers package: install it, or use 'auto'"
+        )
+    name = named[0] if named else str(keys.get("model_type") or "")
+    if not name:
+        raise keys.wrong("architectures", "the name of a model's class")
+    if keys.get("is_encoder_decoder") is True:
+        raise keys.wrong(
+            "is_encoder_decoder",
+            f"false: {name} is a decoder that looks at the states of an encoder, and such models, as Whisper"
+            " and T5, are not built yet",
+        )
+    source = None
+    generates = name.endswith(GENERATIVE) or not (name.endswith("Model") or _HEADED.fullmatch(name))
+    if model_impl in ("auto", "transformers") and generates:
+        source = source_of(keys, name, trusted=trusted)
+    if source is None:
+        raise ConfigError(f"{keys.source}: {_unknown(keys, name, model_impl)}")
+    try:
+        return name, read_borrowed(keys, path, remote=source == "checkpoint")
+    except ConfigError as error:
+        raise ConfigError(f"the architecture {name!r} is not supported: {error}") from error
+
+
+def _architectures(keys: ConfigReader) -> list[str]:
+    named: Any = keys.get("architectures")
+    if named is None:
+        named = [name for name, family in FAMILIES.items() if family.model_type == keys.get("model_type")]
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise keys.wrong("architectures", "a list of names")
+    return named
+
+
+def _unknown(keys: ConfigReader, name: str, model_impl: str) -> str:
+    """What to do about an architecture that nobody here can run."""
+    more = " and the decoders of the installed transformers"
+    if model_impl not in ("auto", "transformers"):
+        more = "; model_impl='auto' takes those of transformers, too"
+    elif not is_installed():
+        more = "; with the transformers package installed, its decoders, too"
+    elif keys.get("auto_map"):
+        more += "; trust_remote_code=True would run the code that the checkpoint brings along"
+    known = f"{', '.join(sorted(FAMILIES))}{more}"
+    if (headed := _HEADED.fullmatch(name)) and _family(body := f"{headed[1]}Model") in FAMILIES:
+        return (
+            f"{name} has a head that is not supported: those that generate or classify texts or tokens"
+            " (ForCausalLM, ForSequenceClassification, ForTokenClassification) are; with"
+            f" hf_overrides={{'architectures': ['{body}']}} what is below it embeds"
+        )
+    return f"the architecture {name!r} is not supported; known: {known}{nearest(name, FAMILIES)}"
+
+
+def _family(name: str) -> str:
+    """A classifier's body, or one that was saved without its head or with another, is its family's; so is the
+    text part of a model that also sees, by itself."""
+    if name in ALIASES:
+        return ALIASES[name]
+    bases = [name.removesuffix(end) for end in _OTHER_ENDINGS if name.endswith(end)]
+    bases += [base.removesuffix("Text") for base in bases if base.endswith("Text")]
+    others = [base + ending for base in bases for ending in ("ForCausalLM", "Model", "LMHeadModel")]
+    return next((each for each in (name, *others) if each in FAMILIES), name)
+
+
+def _media_family(name: str) -> str:
+    """That of a classifier that also sees or hears."""
+    body = name.removesuffix(_OTHER_ENDINGS[0])
+    known = f"{body}ForConditionalGeneration"
+    return known if body != name and known in MEDIA_FAMILIES else name
+
+
+def _dtype(keys: ConfigReader) -> str:
+    key = "dtype" if keys.get("dtype") is not None else "torch_dtype"
+    name = str(keys.get(key) or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise keys.wrong(key, f"one of {', '.join(DTYPES)}")
+    return name
+
+
+def _read_gguf(path: Path) -> Checkpoint:
+    file = GGUFFile(path)
+    name = file.metadata.get("general.architecture")
+    if name not in GGUF_FAMILIES:
+        raise ConfigError(
+            f"{path}: the GGUF architecture {name!r} is not supported; "
+            f"known: {', '.join(sorted(GGUF_FAMILIES))}{nearest(str(name), GGUF_FAMILIES)}"
+        )
+    arch = ConfigReader(f"{path}, {name}.*", _strip(file.metadata, f"{name}."))
+    tokenizer = ConfigReader(f"{path}, tokenizer.ggml.*", _strip(file.metadata, "tokenizer.ggml."))
+    ends = [i for kind in ("eos", "eot", "eom") for i in tokenizer.token_ids(f"{kind}_token_id")]
+    bos_ids = tokenizer.token_ids("bos_token_id")
+    family = GGUF_FAMILIES[name]
+    facts = replace(family.read(file, arch), architecture=family.architecture)
+    return Checkpoint(
+        path=path,
+        format="gguf",
+        facts=facts,
+        dtype="float32",
+        derived_max_len=facts.max_len,
+        bos_id=bos_ids[0] if bos_ids else None,
+        eos_ids=tuple(dict.fromkeys(ends)),
+        pooling=read_gguf_pooling(arch),
+    )
+
+
+def _strip(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}

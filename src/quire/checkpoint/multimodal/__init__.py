@@ -1,0 +1,83 @@
+"""Models that take in more than text: who reads which of them out of config.json."""
+
+from collections.abc import Callable
+
+import quire.checkpoint.multimodal.anyres as anyres
+import quire.checkpoint.multimodal.aya as aya
+import quire.checkpoint.multimodal.dots as dots
+import quire.checkpoint.multimodal.gemma as gemma
+import quire.checkpoint.multimodal.gemma3n as gemma3n
+import quire.checkpoint.multimodal.gemma4 as gemma4
+import quire.checkpoint.multimodal.idefics as idefics
+import quire.checkpoint.multimodal.intern as intern
+import quire.checkpoint.multimodal.kimi as kimi
+import quire.checkpoint.multimodal.llama4 as llama4
+import quire.checkpoint.multimodal.llava as llava
+import quire.checkpoint.multimodal.minicpm as minicpm
+import quire.checkpoint.multimodal.omni as omni
+import quire.checkpoint.multimodal.ovis as ovis
+import quire.checkpoint.multimodal.paddle as paddle
+import quire.checkpoint.multimodal.paligemma as paligemma
+import quire.checkpoint.multimodal.pixtral as pixtral
+import quire.checkpoint.multimodal.qwen as qwen
+import quire.checkpoint.multimodal.qwen_audio as qwen_audio
+import quire.checkpoint.multimodal.retrieval as retrieval
+import quire.checkpoint.multimodal.step3 as step
+import quire.checkpoint.multimodal.whisper as whisper
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.reader import ConfigReader
+
+MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFacts | None]]] = {
+    "AudioFlamingo3ForConditionalGeneration": qwen_audio.audio_flamingo3,
+    "AyaVisionForConditionalGeneration": aya.aya_vision,
+    "ColPaliForRetrieval": retrieval.col_pali,
+    "ColQwen2ForRetrieval": retrieval.col_qwen2,
+    "Cohere2VisionForConditionalGeneration": aya.cohere2_vision,
+    "Glm46VForConditionalGeneration": qwen.glm46v,
+    "Glm4vForConditionalGeneration": qwen.glm4v,
+    "Glm4vMoeForConditionalGeneration": qwen.glm4v,
+    "GlmOcrForConditionalGeneration": qwen.glm_ocr,
+    "Qwen2AudioForConditionalGeneration": qwen_audio.qwen2_audio,
+    "Qwen2_5OmniForConditionalGeneration": omni.qwen2_5_omni,
+    "Qwen2_5OmniModel": omni.qwen2_5_omni,
+    "Qwen2_5OmniThinkerForConditionalGeneration": omni.qwen2_5_omni,
+    "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
+    "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_5_vl,
+    "Qwen3OmniMoeForConditionalGeneration": omni.qwen3_omni,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": omni.qwen3_omni,
+    "Qwen3VLForConditionalGeneration": qwen.qwen3_vl("Qwen3ForCausalLM"),
+    "Qwen3VLMoeForConditionalGeneration": qwen.qwen3_vl("Qwen3MoeForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": qwen.qwen3_vl("Qwen3_5ForCausalLM", sections=(11, 11, 10), deep=False),
+    "Qwen3_5MoeForConditionalGeneration": qwen.qwen3_vl(
+        "Qwen3_5MoeForCausalLM", sections=(11, 11, 10), deep=False
+    ),
+    "DotsOCRForCausalLM": dots.dots_ocr,
+    "Gemma3ForConditionalGeneration": gemma.gemma3,
+    "Gemma3nForConditionalGeneration": gemma3n.gemma3n,
+    "Gemma4ForConditionalGeneration": gemma4.gemma4,
+    "Gemma4UnifiedForConditionalGeneration": gemma4.gemma4_unified,
+    "Idefics3ForConditionalGeneration": idefics.idefics3,
+    "InternVLChatModel": intern.internvl_chat,
+    "InternVLForConditionalGeneration": intern.internvl,
+    "KimiK25ForConditionalGeneration": kimi.kimi_k25,
+    "KimiVLForConditionalGeneration": kimi.kimi_vl,
+    "Kimi_K25ForConditionalGeneration": kimi.kimi_k25,
+    "LightOnOcrForConditionalGeneration": pixtral.lighton_ocr,
+    "Llama4ForConditionalGeneration": llama4.llama4,
+    "LlavaForConditionalGeneration": llava.llava,
+    "LlavaNextForConditionalGeneration": anyres.llava_next,
+    "LlavaOnevisionForConditionalGeneration": anyres.llava_onevision,
+    "MiniCPMV": minicpm.minicpm_v,
+    "MiniCPMV4_6ForConditionalGeneration": minicpm.minicpm_v46,
+    "Mistral3ForConditionalGeneration": pixtral.mistral3,
+    "Ovis2ForConditionalGeneration": ovis.ovis2,
+    "PaddleOCRVLForConditionalGeneration": paddle.paddleocr_vl,
+    "PaliGemmaForConditionalGeneration": paligemma.paligemma,
+    "SmolVLMForConditionalGeneration": idefics.idefics3,
+    "Step3p7ForConditionalGeneration": step.step37,
+    "StepVLForConditionalGeneration": step.step_vl,
+    "VoxtralForConditionalGeneration": qwen_audio.voxtral,
+    "WhisperForConditionalGeneration": whisper.whisper,
+}
+"""By architecture: what config.json says of the decoder, as if that were alone (`architectures` then names
+one of the families of decoders), and what it says of the rest; None: only its decoder is supported."""

@@ -1,0 +1,123 @@
+"""InternVL 2.5 and 3: tiles of an image, whose patches are gathered four by four."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.parts import ViTFacts, part, side_of, text_part
+from quire.checkpoint.reader import ConfigReader
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class InternFacts:
+    """InternViT, and the projector behind it."""
+
+    vit: ViTFacts
+    is_rms: bool
+    """Norms without a mean."""
+    qkv_bias: bool
+    qk_norm: bool
+    qk_eps: float
+    depth: int
+    """Behind how many layers the states are taken."""
+    is_normed: bool
+    """Whether there is a norm behind all layers."""
+    first: int
+    """How many vectors of the tower are left out, from its first on."""
+    gather: int
+    """The side of the squares of patches that one vector is made of."""
+    size_out: int
+    activation: str
+    most_tiles: int
+    is_tiled: bool
+    """Whether large images are cut where nobody says."""
+
+    @property
+    def tokens(self) -> int:
+        """Vectors of a tile."""
+        return (self.vit.side // self.gather) ** 2
+
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return self.vit.num_weights(self.depth) + self.size_out * (
+            self.gather**2 * self.vit.hidden + self.size_out
+        )
+
+
+def internvl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    """As transformers has it."""
+    text = text_part(keys, default="qwen2")
+    vision = part(keys, "vision_config")
+    depth = _depth(keys, "vision_feature_layer", vision)
+    facts = _facts(
+        keys,
+        vision,
+        text,
+        qkv_bias=vision.flag("attention_bias"),
+        qk_norm=vision.flag("use_qk_norm"),
+        depth=depth,
+        is_normed=depth == vision.size("num_hidden_layers", 24) and not vision.flag("use_mean_pooling", True),
+        first=int(keys.get("vision_feature_select_strategy") in (None, "default")),
+    )
+    return text, MediaFacts("internvl", ("image", "video"), facts)
+
+
+def internvl_chat(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    """As its makers have it."""
+    text = text_part(keys, "llm_config", "qwen2")
+    vision = part(keys, "vision_config")
+    if keys.get("force_image_size") is not None:
+        vision = vision.but(image_size=keys.size("force_image_size"))
+    facts = _facts(
+        keys,
+        vision,
+        text,
+        qkv_bias=vision.flag("qkv_bias"),
+        qk_norm=vision.flag("qk_normalization", True),
+        qk_eps=vision.number("layer_norm_eps", 1e-6),
+        depth=_depth(keys, "select_layer", vision),
+        is_normed=False,
+        first=1,
+        most_tiles=keys.size("max_dynamic_patch", 6),
+        is_tiled=keys.flag("dynamic_image_size"),
+    )
+    return text, MediaFacts("internvl", ("image",), facts)
+
+
+def _depth(keys: ConfigReader, key: str, vision: ConfigReader) -> int:
+    layers, chosen = vision.size("num_hidden_layers", 24), keys.get(key)
+    chosen = -1 if chosen is None else chosen
+    if not isinstance(chosen, int) or not -layers <= chosen <= layers:
+        raise keys.wrong(key, f"one of {layers} layers")
+    return chosen % (layers + 1)
+
+
+def _facts(keys: ConfigReader, vision: ConfigReader, text: ConfigReader, **facts: Any) -> InternFacts:
+    vit = ViTFacts(
+        layers=vision.size("num_hidden_layers", 24),
+        hidden=vision.size("hidden_size", 1024),
+        intermediate=vision.size("intermediate_size", 4096),
+        heads=vision.size("num_attention_heads", 16),
+        image=side_of(vision, "image_size", 448),
+        patch=side_of(vision, "patch_size", 14),
+        activation=vision.get("hidden_act") or "gelu",
+        norm_eps=vision.number("layer_norm_eps", 1e-6),
+        has_class=True,
+    )
+    gather = round(1 / keys.number("downsample_ratio", 0.5))
+    if vit.side % gather:
+        raise ConfigError(f"{keys.source}: {vit.side} patches a side cannot be gathered by {gather}")
+    norm = vision.get("norm_type") or "layer_norm"
+    if norm not in ("layer_norm", "rms_norm"):
+        raise vision.wrong("norm_type", "'layer_norm' or 'rms_norm'")
+    rest = {"qk_eps": 1e-6, "most_tiles": 12, "is_tiled": True} | facts
+    return InternFacts(
+        vit=vit,
+        is_rms=norm == "rms_norm",
+        gather=gather,
+        size_out=text.size("hidden_size"),
+        activation=keys.get("projector_hidden_act") or "gelu",
+        **rest,
+    )

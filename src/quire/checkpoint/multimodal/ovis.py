@@ -1,0 +1,78 @@
+"""Ovis 2: patches become words of a visual vocabulary, each a mix of all by how likely it is."""
+
+from dataclasses import dataclass
+
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.parts import ViTFacts, part, side_of, text_part, token_id
+from quire.checkpoint.reader import ConfigReader
+from quire.errors import ConfigError
+
+_CHOICES = ("softmax", "st_argmax")
+
+
+@dataclass(frozen=True, slots=True)
+class OvisFacts:
+    """AIMv2, and the table of visual words."""
+
+    vit: ViTFacts
+    bias: bool
+    mlp_bias: bool
+    gather: int
+    """Patches of the side of a square that becomes one word."""
+    vocab: int
+    """Words that patches become; behind them are those of marks."""
+    hard: bool
+    """Whether only the likeliest counts."""
+    size_out: int
+    image_id: int
+    """The token in whose places words stand."""
+    mark_ids: tuple[int, ...]
+    """Tokens that the last words of the table stand for: the beginning, the end of the whole, of a column and
+    of a row, the end."""
+
+    @property
+    def tokens(self) -> int:
+        """Words of a tile."""
+        return (self.vit.side // self.gather) ** 2
+
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        vit = self.vit
+        layers = vit.num_weights() + vit.layers * vit.hidden * vit.intermediate
+        wide = vit.hidden * self.gather**2
+        return layers + self.vocab * (wide + 2) + (self.vocab + len(self.mark_ids)) * self.size_out
+
+
+def ovis2(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    text, vision = text_part(keys, default="qwen2"), part(keys, "vision_config")
+    vit = ViTFacts(
+        layers=vision.size("num_hidden_layers", 24),
+        hidden=vision.size("hidden_size", 1024),
+        intermediate=vision.size("intermediate_size", 2816),
+        heads=vision.size("num_attention_heads", 8),
+        image=side_of(vision, "image_size", 224),
+        patch=side_of(vision, "patch_size", 14),
+        activation=vision.get("hidden_act") or "silu",
+        norm_eps=vision.number("rms_norm_eps", 1e-5),
+    )
+    gather, choice = vision.size("hidden_stride", 1), vision.get("tokenize_function") or "softmax"
+    if vit.side % gather:
+        raise vision.wrong("hidden_stride", f"a number that divides the {vit.side} patches of a side")
+    if choice not in _CHOICES:
+        raise vision.wrong("tokenize_function", f"one of {', '.join(_CHOICES)}")
+    mark_ids = keys.token_ids("visual_indicator_token_ids") or tuple(range(151666, 151671))
+    if len(mark_ids) != 5 or vision.size("num_visual_indicator_tokens", 5) != len(mark_ids):
+        raise ConfigError(f"{keys.source}: visual_indicator_token_ids are {len(mark_ids)}, expected 5")
+    tower = OvisFacts(
+        vit=vit,
+        bias=vision.flag("qkv_bias"),
+        mlp_bias=vision.flag("mlp_bias"),
+        gather=gather,
+        vocab=vision.size("vocab_size", 16384) - len(mark_ids),
+        hard=choice == "st_argmax",
+        size_out=text.size("hidden_size"),
+        image_id=token_id(keys, "image_token_id", default=151665),
+        mark_ids=tuple(mark_ids),
+    )
+    return text, MediaFacts("ovis2", ("image",), tower)

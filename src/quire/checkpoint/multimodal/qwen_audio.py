@@ -1,0 +1,88 @@
+"""Qwen2-Audio, Audio Flamingo 3 and Voxtral: Whisper's encoder in front of a decoder."""
+
+from dataclasses import dataclass
+
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.parts import part, text_part, token_id
+from quire.checkpoint.multimodal.whisper import WhisperFacts, encoder_of
+from quire.checkpoint.reader import ConfigReader
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class QwenAudioFacts:
+    """An encoder, of whose states some become a vector."""
+
+    encoder: WhisperFacts
+    size_out: int
+    """Numbers of a vector: the decoder's hidden size."""
+    audio_id: int
+    """The token in whose places a sound's vectors stand."""
+    activation: str = ""
+    """Between the two products of the projector; empty: it is a single one."""
+    bias: bool = True
+    stack: int = 0
+    """So many states lie side by side in what becomes a vector; 0: the mean of two."""
+
+    @property
+    def moments(self) -> int:
+        """Of what the encoder hears at once."""
+        return self.encoder.moments
+
+    @property
+    def tokens(self) -> int:
+        """Vectors of that."""
+        return self.encoder.positions // self.states
+
+    @property
+    def states(self) -> int:
+        """Of a vector."""
+        return self.stack or 2
+
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return self.encoder.num_weights + self.size_out * (
+            max(1, self.stack) * self.encoder.hidden + (self.size_out if self.activation else 0)
+        )
+
+
+def qwen2_audio(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    text = text_part(keys, default="qwen2")
+    tower = QwenAudioFacts(
+        encoder=encoder_of(part(keys, "audio_config")),
+        size_out=text.size("hidden_size"),
+        audio_id=token_id(keys, "audio_token_index", "audio_token_id", default=151646),
+    )
+    return text, MediaFacts("qwen2_audio", ("audio",), tower)
+
+
+def audio_flamingo3(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    text = text_part(keys, default="qwen2")
+    tower = QwenAudioFacts(
+        encoder=encoder_of(part(keys, "audio_config")),
+        size_out=text.size("hidden_size"),
+        audio_id=token_id(keys, "audio_token_id", default=151669),
+        activation=keys.get("projector_hidden_act") or "gelu",
+        bias=keys.flag("projector_bias", True),
+    )
+    return text, MediaFacts("audio_flamingo3", ("audio",), tower)
+
+
+def voxtral(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
+    text = text_part(keys)
+    encoder = encoder_of(part(keys, "audio_config"))
+    tower = QwenAudioFacts(
+        encoder=encoder,
+        size_out=text.size("hidden_size"),
+        audio_id=token_id(keys, "audio_token_id", default=24),
+        activation=keys.get("projector_hidden_act") or "gelu",
+        bias=False,
+        stack=encoder.intermediate // encoder.hidden,
+    )
+    if encoder.intermediate % encoder.hidden or encoder.positions % tower.states:
+        raise ConfigError(
+            f"{keys.source}: states of {encoder.hidden}, {encoder.positions} of them, do not make up vectors "
+            f"of {encoder.intermediate}"
+        )
+    return text, MediaFacts("voxtral", ("audio",), tower, transcribes=True)

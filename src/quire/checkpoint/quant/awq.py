@@ -1,0 +1,31 @@
+"""AWQ: 4 bits, groups of inputs with a scale and a zero."""
+
+from quire.checkpoint.quant.facts import QuantFacts, all_but
+from quire.checkpoint.quant.schemes import Grouped
+from quire.checkpoint.reader import ConfigReader
+from quire.errors import ConfigError
+
+_VERSIONS = "gemm", "marlin", "exllama"
+"""Kernels that read the one layout that files have; that of `gemv` is another."""
+
+
+def read_awq(keys: ConfigReader) -> QuantFacts:
+    version = str(keys.get("version") or "gemm").lower()
+    if version not in _VERSIONS:
+        raise ConfigError(
+            f"{keys.source}: version is {version!r}; only the layout of gemm can be loaded: save the "
+            'model again with version "gemm"'
+        )
+    symmetric = not keys.flag("zero_point", True)
+    bits = keys.size("w_bit" if keys.get("bits") is None else "bits")
+    group = group_size(keys, "q_group_size" if keys.get("group_size") is None else "group_size")
+    scheme = Grouped(bits, group, symmetric=symmetric, act_order=False, layout="awq")
+    skipped = keys.get("modules_to_not_convert") or []
+    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
+        raise keys.wrong("modules_to_not_convert", "a list of names")
+    return QuantFacts("awq", all_but(skipped, scheme))
+
+
+def group_size(keys: ConfigReader, key: str) -> int:
+    """Inputs that share a scale; -1: all of them."""
+    return -1 if keys.get(key) in (None, -1) else keys.size(key)

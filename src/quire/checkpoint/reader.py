@@ -1,0 +1,96 @@
+"""Typed reading of what a model's files say of themselves."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a JSON {type(content).__name__}, expected an object")
+    return content
+
+
+class ConfigReader:
+    """Typed reading of a JSON object or a GGUF header: a wrong value is a ConfigError that names it."""
+
+    def __init__(self, source: str, values: Mapping[str, Any]) -> None:
+        self.source = source
+        self.values = values
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def but(self, **changes: Any) -> "ConfigReader":
+        """The same with some values changed."""
+        return ConfigReader(self.source, {**self.values, **changes})
+
+    def wrong(self, key: str, expected: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {key} is {self.values.get(key)!r}, expected {expected}")
+
+    def _require(self, key: str) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            raise ConfigError(f"{self.source}: the key {key} is missing")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._require(key) if default is None else self.values.get(key)
+        if value is None:
+            assert default is not None
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise self.wrong(key, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        value = self._require(key) if default is None else self.values.get(key)
+        if value is None:
+            assert default is not None
+            return default
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or not 0 < value <= sys.float_info.max
+        ):
+            raise self.wrong(key, "a positive number")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.values.get(key) is None else self.number(key)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def integers(self, key: str) -> list[int]:
+        """A list, which is empty where there is none."""
+        value = self.values.get(key)
+        numbers = [] if value is None else value
+        if not isinstance(numbers, list) or not all(isinstance(each, int) for each in numbers):
+            raise self.wrong(key, "a list of integers")
+        return numbers
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One id or a list of them."""
+        value = self.values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise self.wrong(key, "a token id or a list of token ids")
+        return tuple(dict.fromkeys(ids))

@@ -1,0 +1,198 @@
+"""Rotary embedding as config.json and GGUF headers describe it."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from quire.checkpoint.facts import RopeFacts
+from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.reader import ConfigReader
+from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+"""The rope types that a config.json may name."""
+FALLBACK_MAX_LEN = 2048
+# What a config.json may call the longest sequence; the line above is assumed when it calls it nothing.
+_MAX_LEN_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+
+
+def read_rope(keys: ConfigReader, head_dim: int, *, pairs: bool = False) -> RopeFacts:
+    """Rope of a config.json: `rope_parameters`, or the older `rope_theta` + `rope_scaling`."""
+    given: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        block = keys.get(name) or {}
+        if not isinstance(block, dict) or any(isinstance(value, dict) for value in block.values()):
+            raise keys.wrong(name, "one flat object for all layers")
+        given |= {key: value for key, value in block.items() if value is not None}
+    kind = given.get("rope_type", given.get("type", "default"))
+    kind = "default" if kind == "mrope" else kind
+    if kind not in ROPE_KINDS:
+        raise ConfigError(
+            f"{keys.source}: the rope type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}"
+        )
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if keys.get(name) is not None:
+            given.setdefault(name, keys.get(name))
+    rope = ConfigReader(f"{keys.source}, rope_parameters", given)
+    max_len = max_len_of(keys)
+    original = rope.size("original_max_position_embeddings", max_len)
+    factor = 1.0
+    if kind == "longrope":
+        factor = rope.number("factor", max(max_len / original, 1.0))
+    elif kind == "yarn" and "original_max_position_embeddings" in given:
+        factor = rope.number("factor", max_len / original)
+    elif kind == "proportional":
+        return _proportional(rope, head_dim, max_len)
+    elif kind != "default":
+        factor = rope.number("factor")
+    dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
+    facts = RopeFacts(
+        theta=rope.number("rope_theta", 10000.0),
+        dim=dim,
+        max_len=max_len,
+        kind=kind,
+        pairs=pairs,
+        factor=factor,
+        original_max_len=original,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+        factors=_factors(rope, "short_factor", dim) if kind == "longrope" else (),
+        long_factors=_factors(rope, "long_factor", dim) if kind == "longrope" else (),
+        sections=_sections(rope, dim),
+        interleaved=rope.flag("mrope_interleaved", rope.flag("interleaved", False)),
+    )
+    _check_rope(rope.source, facts, head_dim)
+    return facts
+
+
+def _proportional(rope: ConfigReader, head_dim: int, max_len: int) -> RopeFacts:
+    """The first frequencies of a whole head; the others do not turn."""
+    turning = int(rope.number("partial_rotary_factor", 1.0) * head_dim // 2)
+    factors = (rope.number("factor", 1.0),) * turning + (math.inf,) * (head_dim // 2 - turning)
+    theta = rope.number("rope_theta", 10000.0)
+    facts = RopeFacts(theta=theta, dim=head_dim, max_len=max_len, kind="factors", factors=factors)
+    _check_rope(rope.source, facts, head_dim)
+    return facts
+
+
+def read_gguf_rope(file: GGUFFile, arch: ConfigReader, head_dim: int, *, pairs: bool = False) -> RopeFacts:
+    kind = str("none" if arch.get("rope.scaling.type") is None else arch.get("rope.scaling.type"))
+    if kind == "longrope" and "rope_factors_long.weight" in file.tensors:
+        kind = "none"  # the tensors say all
+    if kind not in ("none", "linear", "yarn"):
+        raise arch.wrong("rope.scaling.type", "none, linear or yarn (no other is supported)")
+    factor = 1.0 if kind == "none" else arch.number("rope.scaling.factor")
+    # Files from before rope.scaling.* have this key alone.
+    if kind == "none" and arch.number("rope.scale_linear", 1.0) != 1.0:
+        kind, factor = "linear", arch.number("rope.scale_linear")
+    attention_factor = None
+    if kind == "yarn" and arch.get("rope.scaling.attn_factor") is not None:
+        attention_factor = arch.number("rope.scaling.attn_factor") * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+    dim = arch.size("rope.dimension_count", head_dim)
+    factors = _gguf_factors(file, "rope_freqs", dim)
+    long_factors = _gguf_factors(file, "rope_factors_long", dim)
+    if factors:
+        kind = "factors"
+    elif long_factors:
+        kind, factors = "longrope", _gguf_factors(file, "rope_factors_short", dim) or long_factors
+        attention_factor = arch.number("rope.scaling.attn_factor", 1.0)
+    max_len = arch.size("context_length", FALLBACK_MAX_LEN)
+    facts = RopeFacts(
+        theta=arch.number("rope.freq_base", 10000.0),
+        dim=dim,
+        max_len=max_len,
+        kind="default" if kind == "none" else kind,
+        pairs=pairs,
+        factor=factor,
+        original_max_len=arch.size("rope.scaling.original_context_length", max_len),
+        beta_fast=arch.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=arch.number("rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=attention_factor,
+        factors=factors,
+        long_factors=long_factors,
+    )
+    _check_rope(arch.source, facts, head_dim)
+    return facts
+
+
+def _gguf_factors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
+    """The numbers of a tensor for half of `dim` frequencies; none if there is no such tensor."""
+    tensor = file.tensors.get(f"{name}.weight")
+    if tensor is None:
+        return ()
+    if tensor.type != "F32" or tensor.shape != (dim // 2,):
+        raise ConfigError(
+            f"{file.path}: {name}.weight is {tensor.type} {tensor.shape}, expected F32 ({dim // 2},)"
+        )
+    return tuple(file.raw(tensor.name).view(np.float32).tolist())
+
+
+def longest(rope: RopeFacts) -> int:
+    """The longest sequence that it is made for. Scaling stretches it, except llama3, whose
+    max_position_embeddings counts that in."""
+    if rope.kind in ("linear", "dynamic"):
+        return int(rope.max_len * rope.factor)
+    return int(rope.original_max_len * rope.factor) if rope.kind == "yarn" else rope.max_len
+
+
+def _factors(rope: ConfigReader, key: str, dim: int) -> tuple[float, ...]:
+    factors = rope.get(key)
+    if not isinstance(factors, list) or len(factors) != dim // 2:
+        raise rope.wrong(key, f"{dim // 2} numbers")
+    return tuple(map(float, factors))
+
+
+def _sections(rope: ConfigReader, dim: int) -> tuple[int, ...]:
+    """Of time, height and width, in this order."""
+    sections = rope.get("mrope_section")
+    if sections is None:
+        return ()
+    fits = isinstance(sections, list) and len(sections) == 3 and all(type(size) is int for size in sections)
+    if not fits or min(sections) < 0 or sum(sections) != dim // 2:
+        raise rope.wrong("mrope_section", f"three sizes, {dim // 2} in all")
+    return tuple(sections)
+
+
+def max_len_of(keys: ConfigReader) -> int:
+    """The longest sequence that a config.json names."""
+    found = [keys.size(key) for key in _MAX_LEN_KEYS if keys.get(key) is not None]
+    if not found:
+        warn_once(
+            logger,
+            f"{keys.source} names no maximum length ({', '.join(_MAX_LEN_KEYS)}); "
+            f"assuming {FALLBACK_MAX_LEN}",
+        )
+    return min(found, default=FALLBACK_MAX_LEN)
+
+
+def _check_rope(source: str, rope: RopeFacts, head_dim: int) -> None:
+    if rope.dim % 2 or not 2 <= rope.dim <= head_dim:
+        raise ConfigError(f"{source}: {rope.dim} rotating dimensions of {head_dim}; expected an even number")
+    if rope.theta <= 1:
+        raise ConfigError(f"{source}: rope_theta is {rope.theta}, expected more than 1")
+    if rope.kind == "dynamic" and rope.dim == 2:
+        raise ConfigError(f"{source}: dynamic rope needs more than 2 rotating dimensions")
+    if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        raise ConfigError(
+            f"{source}: high_freq_factor {rope.high_freq_factor} must be greater than "
+            f"low_freq_factor {rope.low_freq_factor}"
+        )

@@ -1,0 +1,134 @@
+"""The names of the wider world: what vLLM knows and Quire maps, or ignores."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.config.sections import options
+from quire.config.unsupported import UNBUILT
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+# Names that vLLM knows and Quire has no use for: accepted, with one warning. First switches, then values.
+IGNORED_SWITCHES = frozenset(
+    """
+    aggregate-engine-logging allow-deprecated-quantization calculate-kv-scales cudagraph-metrics
+    dcp-q-replicate disable-async-output-proc disable-cascade-attn
+    disable-frontend-multiprocessing disable-hybrid-kv-cache-manager
+    disable-log-requests disable-nccl-for-dp-synchronization enable-bf16x3-router-gemm
+    enable-cumem-allocator enable-dbo enable-elastic-ep enable-ep-weight-filter enable-fault-tolerance
+    enable-flashinfer-autotune enable-layerwise-nvtx-tracing enable-log-requests
+    enable-logging-iteration-details enable-mamba-cache-stochastic-rounding enable-mfu-metrics
+    enable-mixed-moe-lora-format enable-moe-shared-loras enable-reasoning
+    enable-tower-connector-lora enable-trace-replay fail-on-environ-validation
+    kv-cache-metrics kv-sharing-fast-prefill
+    mm-device-do-normalize mm-encoder-only multi-step-stream-outputs numa-bind ray-workers-use-nsight
+    specialize-active-lora use-fp64-gumbel use-replayssm use-v2-block-manager
+    """.replace("-", "_").split()
+)
+IGNORED_VALUES = frozenset(
+    """
+    additional-config code-revision
+    collect-detailed-traces cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-params
+    cuda-graph-sizes cudagraph-capture-sizes dbo-decode-token-threshold dbo-prefill-token-threshold
+    dcp-comm-backend
+    dcp-kv-cache-interleave-size default-mm-loras diffusion-config
+    ec-manager-config fault-tolerance-config gdn-prefill-backend
+    guided-decoding-backend ignore-patterns ir-op-priority jit-monitor-mode jit-monitor-verbose
+    kda-prefill-backend kernel-config kv-cache-metrics-sample kv-offloading-backend
+    linear-backend mamba-backend mamba-block-size
+    mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm
+    max-cudagraph-capture-size max-long-partial-prefills
+    max-num-partial-prefills max-parallel-loading-workers
+    mm-encoder-attn-dtype mm-encoder-fp8-scale-path
+    mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path
+    mm-ipc-gpu-memory-gb mm-processor-device
+    mm-tensor-ipc model-loader-extra-config
+    moe-backend num-lookahead-slots num-scheduler-steps numa-bind-cpus numa-bind-nodes offload-backend
+    offload-num-in-group offload-params offload-prefetch-step
+    per-request-spec-decode-metrics preemption-mode prefill-schedule-interval
+    prefix-cache-retention-interval prefix-match-unit pt-load-map-location
+    reasoning-config renderer-num-workers replayssm-buffer-len safetensors-load-strategy
+    safetensors-prefetch-block-size safetensors-prefetch-num-threads show-hidden-metrics-for-version
+    shutdown-timeout structured-outputs-config swap-space ubatch-size video-pruning-method
+    video-pruning-rate
+    """.replace("-", "_").split()
+)
+
+LISTS = frozenset(
+    """
+    cuda-graph-sizes cudagraph-capture-sizes ignore-patterns kv-cache-dtype-skip-layers
+    logits-processors numa-bind-cpus numa-bind-nodes
+    """.replace("-", "_").split()
+)
+"""The unbuilt and ignored names that take several values."""
+
+SHORT = {
+    "attention_config": "-ac",
+    "compilation_config": "-cc",
+    "data_parallel_multi_port_external_lb": "-dpm",
+    "decode_context_parallel_size": "-dcp",
+    "diffusion_config": "-dc",
+    "optimization_level": "-O",
+    "prefill_context_parallel_size": "-pcp",
+}
+"""Short flags of names outside the sections."""
+
+
+def _from_compilation_config(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {}
+    mode = value.get("cudagraph_mode")
+    found = {"enforce_eager": True} if isinstance(mode, str) and mode.upper() == "NONE" else {}
+    return found | {name: value[name] for name in ("cudagraph_mm_encoder",) if name in value}
+
+
+def _from_attention_config(value: Any) -> dict[str, Any]:
+    backend = value.get("backend") if isinstance(value, dict) else None
+    return {"attention_backend": backend} if backend else {}
+
+
+_TASKS: dict[Any, dict[str, Any]] = {
+    **dict.fromkeys(("auto", "generate"), {}),
+    **dict.fromkeys(("embed", "embedding"), {"runner": "pooling", "convert": "embed"}),
+    **dict.fromkeys(("classify", "score"), {"runner": "pooling", "convert": "classify"}),
+    "encode": {"runner": "pooling"},
+}
+MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "attention_config": _from_attention_config,
+    "compilation_config": _from_compilation_config,
+    "max_seq_len_to_capture": lambda value: {"max_cudagraph_capture_size": value},
+    "num_speculative_tokens": lambda value: {"speculative_config": {"num_speculative_tokens": value}},
+    "optimization_level": lambda value: {"enforce_eager": True} if value == 0 else {},
+    "rope_scaling": lambda value: {"hf_overrides": {"rope_scaling": value}},
+    "rope_theta": lambda value: {"hf_overrides": {"rope_theta": value}},
+    "speculative_model": lambda value: {"speculative_config": {"model": value}},
+    "task": lambda value: _TASKS.get(value, {"runner": value}),
+}
+"""Names that say in other words what a field says; nothing, where they ask for what Quire does anyway."""
+
+
+def foreign() -> frozenset[str]:
+    """Every name outside the sections that is understood."""
+    unbuilt = UNBUILT["engine argument"].keys() - options().keys()
+    return IGNORED_SWITCHES | IGNORED_VALUES | unbuilt | MAPPED.keys()
+
+
+def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with the names of MAPPED put into today's; what is said outright wins over what is mapped."""
+    values = {name: value for name, value in given.items() if name not in MAPPED}
+    for name, value in given.items():
+        if name not in MAPPED or value is None:
+            continue
+        mapped = MAPPED[name](value)
+        for target, part in mapped.items():
+            if isinstance(part, dict):
+                values[target] = {**part, **(values.get(target) or {})}
+            elif values.get(target) is None:
+                values[target] = part
+        said = ", ".join(f"{target}={part!r}" for target, part in mapped.items())
+        warn_once(
+            logger,
+            f"{name}={value!r} is read as {said}" if said else f"{name}={value!r} changes nothing in Quire",
+        )
+    return values

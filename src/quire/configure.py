@@ -1,0 +1,235 @@
+"""What an engine is made from: its settled configuration, its tokenizer, the ids that end an answer."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoint.draft import METHODS as DRAFT_METHODS
+from quire.checkpoint.draft import Draft, check_alike, check_target, check_tokens, read_draft
+from quire.checkpoint.hub import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, locate
+from quire.checkpoint.model import read_checkpoint
+from quire.checkpoint.reader import read_json
+from quire.checkpoint.tensor_parallel import check_shares
+from quire.config.args import checked
+from quire.config.engine import EngineConfig, resolve
+from quire.config.env import Env, warn_unknown
+from quire.config.expert_parallel import steps_together
+from quire.config.mm_caches import check_cache
+from quire.config.mm_limits import check_crossed, limits_of, without_unused
+from quire.config.sections import SECTIONS
+from quire.config.speculation import asked
+from quire.errors import ConfigError
+from quire.logs import get_logger
+from quire.system.platform import detect
+from quire.text.grammar import Grammars, Vocabulary
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = get_logger(__name__)
+
+
+def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
+    """Find the model that `given` asks for and settle every setting.
+
+    What cannot be had is refused as early as it is known: most of it before anything is downloaded, what
+    depends on a hub model's config.json before its weights are.
+    """
+    env = Env.read(os.environ)
+    warn_unknown(os.environ)
+    values = checked(given)
+    limits = limits_of(
+        values.get("limit_mm_per_prompt"), language_model_only=values.get("language_model_only", False)
+    )
+    check_cache(values)
+    drafts = asked(values)  # says what is wrong with it
+    if ids := values.get("device_ids"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)  # before the driver is asked what there is
+    machine = detect(values.get("device", "auto"))
+
+    def settled(path: Path) -> EngineConfig:
+        checkpoint = read_checkpoint(
+            path,
+            values.get("hf_overrides"),
+            config_path=config_path,
+            model_impl=values.get("model_impl", "auto"),
+            trust_remote_code=values.get("trust_remote_code", False),
+        )
+        checkpoint = replace(checkpoint, facts=without_unused(checkpoint.facts, limits))
+        check_crossed(checkpoint.facts, values)
+        if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
+            checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
+        said = _said_of_draft(drafts, draft or config_path or path)
+        config = resolve(values, checkpoint=checkpoint, machine=machine, usage=usage, env=env, draft=said)
+        return _with_draft(config, draft)
+
+    draft = _locate_draft(drafts, values, env, load_format="dummy")  # what says which model it is
+    config_path = _locate_config(values, env)
+    path = locate(
+        values.get("model"),
+        revision=values.get("revision"),
+        download_dir=values.get("download_dir"),
+        token=values.get("hf_token"),
+        cache_root=env.cache_root,
+        progress=values.get("use_tqdm_on_load", True),
+        load_format=values.get("load_format", "auto"),
+        gguf_file=values.get("gguf_file"),
+        with_code=values.get("trust_remote_code", False),
+        needs_config=config_path is None,
+        check=settled,
+    )
+    config = settled(path)
+    if draft is not None:
+        draft = _locate_draft(drafts, values, env, load_format=values.get("load_format", "auto"))
+        config = settled(path)
+    if config.scheduler.enable_chunked_prefill:
+        tokens = config.scheduler.max_num_batched_tokens
+        logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
+    return config
+
+
+def _locate_config(values: Mapping[str, Any], env: Env) -> Path | None:
+    """The directory whose config.json is read in place of the model's own; None if none was named."""
+    if values.get("hf_config_path") is None:
+        return None
+    return locate(
+        values["hf_config_path"],
+        download_dir=values.get("download_dir"),
+        token=values.get("hf_token"),
+        cache_root=env.cache_root,
+        progress=values.get("use_tqdm_on_load", True),
+        load_format="dummy",
+    )
+
+
+def _locate_draft(
+    drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env, *, load_format: str
+) -> Path | None:
+    """Where the model lies that drafts; None if none was named."""
+    if drafts.get("model") is None or drafts["method"] in ("ngram", "suffix", "mtp"):
+        return None
+    return locate(
+        drafts["model"],
+        revision=drafts.get("revision"),
+        download_dir=values.get("download_dir"),
+        token=values.get("hf_token"),
+        cache_root=env.cache_root,
+        progress=values.get("use_tqdm_on_load", True),
+        load_format=load_format,
+    )
+
+
+def _said_of_draft(drafts: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
+    """Its config.json."""
+    return read_json(path / "config.json") if drafts and path.is_dir() else None
+
+
+def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
+    """The same with the model that drafts, if one does: it has to fit the target."""
+    if config.speculation is None:
+        return config
+    target = config.checkpoint
+    check_target(target.facts)
+    if config.machine.device == "cpu" and config.speculation.rejection_sample_method == "synthetic":
+        raise ConfigError("rejection_sample_method='synthetic' is for measuring GPUs: leave it out on a CPU")
+    if config.parallel.pipeline_parallel_size > 1 or steps_together(config.parallel):
+        raise ConfigError(
+            "speculation is not supported with pipeline stages, or with experts over several engines, yet: "
+            "leave speculative_config out"
+        )
+    if config.speculation.method not in DRAFT_METHODS:
+        return config
+    asked, tp_size = config.speculation, config.parallel.tensor_parallel_size
+    draft = read_draft(asked.method, target, asked.num_speculative_tokens, path)
+    alike = {
+        "kv_cache_dtype": config.cache.kv_cache_dtype,
+        "attention_backend": config.attention.attention_backend,
+        "draft_tensor_parallel_size": tp_size,
+    }
+    check_alike(draft, {name: getattr(asked, name) for name in ("quantization", *alike)}, alike)
+    check_shares(draft.facts, tp_size)
+    vocabs = [None if each is None else each.get_vocab() for each in _tokenizers(config, draft)]
+    check_tokens(draft, target.facts, *vocabs)
+    return replace(config, draft=draft)
+
+
+def _tokenizers(config: EngineConfig, draft: Draft) -> tuple[Tokenizer | None, Tokenizer | None]:
+    """The target's and the draft's, where they have to be alike and there are any."""
+    path = draft.checkpoint.path
+    if draft.method != "draft_model" or not (path.is_file() or (path / "tokenizer.json").is_file()):
+        return None, None
+    return open_tokenizer(config), load_tokenizer(path, draft.checkpoint.format)
+
+
+def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    model = config.model
+    if model.skip_tokenizer_init:
+        return None
+    path = Path(model.tokenizer)
+    if path != config.checkpoint.path:
+        env = Env.read(os.environ)
+        path = locate(
+            model.tokenizer,
+            revision=model.tokenizer_revision,
+            token=model.hf_token,
+            cache_root=env.cache_root,
+            load_format="dummy",
+        )
+    return load_tokenizer(
+        path, "gguf" if path.suffix == ".gguf" else "hf", trust_remote_code=model.trust_remote_code
+    )
+
+
+def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokenizer's own comes first: an answer that ends with it needs no other reason."""
+    own = tokenizer.eos_token_id if tokenizer is not None else None
+    return tuple(dict.fromkeys([*([] if own is None else [own]), *config.checkpoint.eos_ids]))
+
+
+def open_grammars(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Grammars | None:
+    """None if there is no tokenizer to have them for. Without one given, it is opened when it is needed."""
+    if config.model.skip_tokenizer_init or config.pooling is not None:
+        return None
+
+    def vocabulary() -> Vocabulary:
+        known = open_tokenizer(config) if tokenizer is None else tokenizer
+        assert known is not None
+        return vocabulary_of(known, config.checkpoint.facts.vocab, eos_ids(config, known))
+
+    computing = config.parallel.cpu_threads if config.machine.device == "cpu" else None
+    return Grammars(vocabulary, computing)
+
+
+def vocabulary_of(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Vocabulary:
+    """Of a model with so many tokens. A ValueError if no grammar can be followed with it."""
+    table = tokenizer.token_bytes
+    if table is None or not ends:
+        raise ValueError("it has no end token" if table else "its tokens have no text of their own")
+    return Vocabulary(
+        tokens=[table[token_id] for token_id in range(max(size, tokenizer.max_token_id + 1))],
+        special_ids=tokenizer.all_special_ids,
+        eos_ids=ends,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+
+
+def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dict[str, Any]:
+    """The labels of `vllm:cache_config_info`."""
+    cache = config.cache
+    return {
+        "block_size": cache.block_size,
+        "cache_dtype": cache.kv_cache_dtype,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "num_gpu_blocks": num_blocks,
+        "kv_cache_size_tokens": num_tokens,
+    }
+
+
+def settings_of(config: EngineConfig) -> dict[str, dict[str, Any]]:
+    """Every setting as it came out, by section; what nobody is to read is left out."""
+    return {
+        name: {each.name: getattr(section, each.name) for each in fields(section) if each.repr}
+        for name in SECTIONS
+        if (section := getattr(config, name)) is not None
+    }

@@ -1,0 +1,233 @@
+"""An API process: an engine whose core is elsewhere, behind the HTTP server."""
+
+import asyncio
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from quire.config.engine import EngineConfig
+from quire.config.generation import default_sampling
+from quire.config.mm_caches import cache_kind
+from quire.configure import cache_info, eos_ids, open_grammars, open_tokenizer, settings_of
+from quire.errors import QuireError
+from quire.frontend.chat import read_template
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.engine_facts import EngineFacts
+from quire.frontend.inputs import InputProcessor
+from quire.frontend.multimodal import media_reader
+from quire.frontend.prefix_map import PrefixMap
+from quire.frontend.prompt_embeds import embeds_reader
+from quire.frontend.tracing import tracer_of
+from quire.logs import get_logger
+from quire.metrics import EngineMetrics, MetricsLayout, MetricsPages
+from quire.metrics.keys import KeyPages
+from quire.server.api_keys import key_names
+from quire.server.http.accept import Hand
+from quire.server.lora.registry import LoRARegistry
+from quire.server.settings import ServerSettings
+from quire.system.process import adopt, calm_allocator, calm_collector
+from quire.version import __version__
+
+if TYPE_CHECKING:
+    from quire.server.app import Application
+
+log = get_logger(__name__)
+
+GREETING_S = 0.3
+"""For the core's answer, before connections are taken."""
+
+
+def make_engine(
+    config: EngineConfig,
+    *,
+    addresses: Mapping[int, str | Path],
+    token: str,
+    metrics: MetricsPages,
+    health_timeout_s: float,
+    prefixes: PrefixMap | None = None,
+    index: int = 0,
+    cores_return: bool = True,
+    keys: KeyPages | None = None,
+    num_api: int = 1,
+) -> AsyncEngine:
+    """The engine of one of `num_api` API processes; the cores at `addresses`, by rank, expect the `token`."""
+    model, tokenizer = config.model, open_tokenizer(config)
+    facts = _facts(config, num_cores=len(addresses))
+    inputs = InputProcessor(
+        tokenizer=tokenizer,
+        vocab=facts.vocab,
+        max_model_len=facts.max_model_len,
+        eos_ids=eos_ids(config, tokenizer),
+        max_logprobs=facts.max_logprobs,
+        seed=model.seed + index,
+        max_prompt_len=config.scheduler.max_prompt_len,
+        pooling=config.pooling,
+        embeds=embeds_reader(config),
+        media=media_reader(
+            config,
+            tokenizer,
+            cache=cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=len(addresses)),
+        ),
+        grammars=open_grammars(config, tokenizer),
+        enable_lora=config.lora.enable_lora,
+        num_own=config.lora.lora_extra_vocab_size,
+    )
+    inputs.media.processor_cache.count = metrics.observe_media
+    named = EngineMetrics(
+        metrics,
+        model_name=facts.model_names[0],
+        cache_info=cache_info(config, num_blocks=0, num_tokens=0),
+        first_engine=next(iter(addresses)),
+        keys=keys,
+        max_loras=config.lora.max_loras if config.lora.enable_lora else None,
+    )
+    return AsyncEngine(
+        facts=facts,
+        inputs=inputs,
+        metrics=named,
+        addresses=addresses,
+        token=token,
+        health_timeout_s=health_timeout_s,
+        stream_interval=config.scheduler.stream_interval,
+        routing=config.parallel.data_parallel_routing if config.cache.enable_prefix_caching else "load",
+        prefixes=prefixes,
+        first=index,
+        cores_return=cores_return,
+        resumes=config.scheduler.resume_requests,
+        settings=settings_of(config),
+        tracer=tracer_of(config),
+    )
+
+
+def _facts(config: EngineConfig, num_cores: int) -> EngineFacts:
+    model = config.model
+    return EngineFacts(
+        model_names=model.served_model_name,
+        root=model.model,
+        max_model_len=model.max_model_len,
+        vocab=config.checkpoint.facts.vocab,
+        max_logprobs=model.max_logprobs,
+        max_num_seqs=config.scheduler.max_num_seqs * num_cores,
+        block_size=config.cache.block_size,
+        default_sampling=default_sampling(config),
+        chat_template=read_template(model.chat_template),
+        version=__version__,
+        start_time=time.time(),
+    )
+
+
+def run_api(
+    index: int,
+    config: EngineConfig,
+    settings: ServerSettings,
+    entrance: socket.socket | Hand,
+    addresses: Mapping[int, str | Path],
+    token: str,
+    metrics_file: Path,
+    prefix_file: Path,
+    key_file: Path,
+    roster_file: Path,
+    parent: connection.Connection,
+) -> None:
+    """Entry of an API process, which accepts on a socket or is dealt connections. Tells `parent` when it is
+    up, or in one line why it cannot be."""
+    adopt(f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer")
+    calm_allocator()
+    try:
+        names = key_names(settings.keys)
+        keys = KeyPages(names, key_file, process=index) if names else None
+        engine = make_engine(
+            config,
+            addresses=addresses,
+            token=token,
+            metrics=MetricsPages(
+                MetricsLayout.of(config),
+                metrics_file,
+                process=index + 1,
+                num_engines=len(addresses),
+            ),
+            health_timeout_s=settings.http.health_timeout,
+            prefixes=PrefixMap(prefix_file),
+            index=index,
+            keys=keys,
+            num_api=settings.http.api_server_count or 1,
+        )
+        uvloop.run(
+            _answer(
+                engine,
+                settings,
+                entrance,
+                is_first=index == 0,
+                parent=parent,
+                keys=keys,
+                registry=LoRARegistry(roster_file),
+            )
+        )
+    except QuireError as error:
+        parent.send(str(error))
+        sys.exit(1)
+    except Exception as error:
+        log.exception("the API server ends with an error")
+        parent.send(f"the API server failed: {type(error).__name__}: {' '.join(str(error).split())}")
+        sys.exit(1)
+
+
+async def _answer(
+    engine: AsyncEngine,
+    settings: ServerSettings,
+    entrance: socket.socket | Hand,
+    *,
+    is_first: bool,
+    parent: connection.Connection,
+    keys: KeyPages | None,
+    registry: LoRARegistry,
+) -> None:
+    from quire.server.main import serve  # the web server is of no use to the supervisor, which waits for it
+
+    engine.start()
+    with suppress(TimeoutError):  # beside a core that runs already nobody is to be told that it starts
+        await asyncio.wait_for(engine.ready(), GREETING_S)
+    began: asyncio.Future[Application] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(
+        serve(
+            settings,
+            engine,
+            None if isinstance(entrance, Hand) else [entrance],
+            hand=entrance if isinstance(entrance, Hand) else None,
+            announce=is_first,
+            on_serving=began.set_result,
+            keys=keys,
+            registry=registry,
+        )
+    )
+    reads = is_first and bool(registry.all()) and not registry.is_read
+    introducing = asyncio.create_task(_introduce(began, engine if reads else None, parent))
+    try:
+        await asyncio.wait((serving, introducing), return_when=asyncio.FIRST_COMPLETED)
+        if introducing.done() and introducing.exception() is not None:
+            serving.cancel()
+            await asyncio.wait((serving,))
+            introducing.result()
+        await serving
+    finally:
+        introducing.cancel()
+        engine.close()
+
+
+async def _introduce(
+    began: "asyncio.Future[Application]", reader: AsyncEngine | None, parent: connection.Connection
+) -> None:
+    """Tell `parent` that this process is up, once it serves and its `reader` has all adapters."""
+    application = await began
+    calm_collector()
+    if reader is not None:
+        await reader.ready()
+        await application.api.adapters.read_all()
+    parent.send(None)

@@ -1,0 +1,348 @@
+"""The supervisor: binds the port, starts core and API processes, restarts what dies, ends cleanly."""
+
+import argparse
+import functools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.data_parallel import Topology, lay_out
+from quire.config.engine import EngineConfig
+from quire.config.env import Env
+from quire.config.expert_parallel import steps_together
+from quire.config.mm_caches import keeps_values
+from quire.configure import configure
+from quire.core.process import CoreAddress, config_of_rank, core_name, run_core
+from quire.entrypoints.api_process import run_api
+from quire.errors import ConfigError
+from quire.executor.multi_node import run_node
+from quire.frontend.prefix_map import PrefixMap
+from quire.logs import get_logger
+from quire.metrics import MetricsLayout, MetricsPages
+from quire.metrics.keys import KeyPages
+from quire.server.api_keys import key_names
+from quire.server.http.accept import Dealer
+from quire.server.http.sockets import bind
+from quire.server.lora.modules import check_modules
+from quire.server.lora.registry import LoRARegistry
+from quire.server.lora.service import located
+from quire.server.settings import ServerSettings, add_server_flags, server_settings
+from quire.system.child import Child
+from quire.system.cluster_token import cluster_token, new_token
+from quire.system.node_registry import Announcer, NodeRegistry, free_address, own_address
+from quire.system.platform import hardware_threads, thread_advice
+from quire.system.process import raise_file_limit
+from quire.system.scratch import Scratch
+
+log = get_logger(__name__)
+
+KILL_AFTER_S = 5.0
+
+
+class Supervisor:
+    """Keeps cores and API processes running until it is told to stop."""
+
+    def __init__(
+        self, config: EngineConfig, settings: ServerSettings, topology: Topology, folder: Path
+    ) -> None:
+        self.config = config
+        self.settings = replace(settings, http=replace(settings.http, api_server_count=topology.num_api))
+        self.topology = topology
+        self.folder = folder
+        """For sockets and shared files."""
+        self.ready_timeout_s = Env.read(os.environ).engine_ready_timeout_s
+        self.listener = bind(settings.http) if topology.num_api else None
+        if self.listener is not None and not settings.http.uds:
+            taken = replace(self.settings.http, port=self.listener.getsockname()[1])
+            self.settings = replace(self.settings, http=taken)
+        self.dealer: Dealer | None = None
+        if self.listener is not None and topology.num_api > 1:
+            self.dealer = Dealer(self.listener, self.folder / "closed", topology.num_api)
+        self.context = multiprocessing.get_context("spawn")
+        self.token = self._choose_token()
+        self.addresses = self._local_addresses()
+        self.roll = self._open_roll()
+        self.announcer = self._open_announcer()
+        self.cores = {
+            rank: Child(
+                "the engine" if topology.size == 1 else f"engine {rank}",
+                functools.partial(self._make_core, rank),
+            )
+            for rank in topology.local
+        }
+        self.apis = [
+            Child(f"API server {index}", functools.partial(self._make_api, index))
+            for index in range(topology.num_api)
+        ]
+        self.stopping = False
+
+    def _choose_token(self) -> str:
+        """Make the token of a deployment whose cores are all started here, or whose cores elsewhere are not
+        spoken to; else all its supervisors have the same one."""
+        topology, parallel = self.topology, self.config.parallel
+        is_spread = len(topology.local) < topology.size
+        if is_spread and (topology.remote or not topology.num_api or steps_together(parallel)):
+            return cluster_token(Env.read(os.environ), parallel.data_parallel_address)
+        return new_token()
+
+    def _local_addresses(self) -> dict[int, str]:
+        """A headless server's cores are asked from another machine."""
+        if self.topology.num_api:
+            return {rank: f"ipc://{self.folder}/core{rank}" for rank in self.topology.local}
+        host = own_address(self.config.parallel.data_parallel_address, Env.read(os.environ).host_ip)
+        return {rank: free_address(host) for rank in self.topology.local}
+
+    def _open_roll(self) -> NodeRegistry | None:
+        if not self.topology.remote:
+            return None
+        parallel = self.config.parallel
+        return NodeRegistry(
+            parallel.data_parallel_address,
+            parallel.data_parallel_rpc_port,
+            size=self.topology.size,
+            awaited=self.topology.remote,
+            folder=self.folder,
+            token=self.token,
+        )
+
+    def _open_announcer(self) -> Announcer | None:
+        if self.topology.num_api:
+            return None
+        parallel = self.config.parallel
+        return Announcer(
+            parallel.data_parallel_address,
+            parallel.data_parallel_rpc_port,
+            size=self.topology.size,
+            addresses=self.addresses,
+            token=self.token,
+        )
+
+    @property
+    def _children(self) -> list[Child]:
+        return [*self.cores.values(), *self.apis]
+
+    @property
+    def _metrics_file(self) -> Path:
+        return self.folder / "metrics"
+
+    @property
+    def _prefix_file(self) -> Path:
+        return self.folder / "prefixes"
+
+    @property
+    def _key_file(self) -> Path:
+        return self.folder / "keys"
+
+    @property
+    def _roster_file(self) -> Path:
+        return self.folder / "adapters"
+
+    def _seat(self, rank: int) -> CoreAddress:
+        engines = self.topology.served or self.topology.local
+        return CoreAddress(
+            address=self.addresses[rank],
+            metrics_file=self._metrics_file,
+            token=self.token,
+            page=rank - engines.start,
+            num_pages=len(engines),
+            index=rank - self.topology.local.start,
+            num_local=len(self.topology.local),
+            keeps_media=keeps_values(
+                self.config.multimodal,
+                self.config.parallel,
+                num_api=self.topology.num_api,
+                num_engines=len(engines),
+            ),
+        )
+
+    def _make_core(self, rank: int, parent: connection.Connection) -> BaseProcess:
+        args = (config_of_rank(self.config, rank), self._seat(rank), parent)
+        return self.context.Process(target=run_core, args=args, name=core_name(rank, self.topology.size))
+
+    def _make_api(self, index: int, parent: connection.Connection) -> BaseProcess:
+        entrance = self.listener if self.dealer is None else self.dealer.open(index)
+        folder = self.folder
+        addresses = {
+            rank: self.addresses.get(rank) or NodeRegistry.file_of(folder, rank)
+            for rank in self.topology.served
+        }
+        files = (self._metrics_file, self._prefix_file, self._key_file, self._roster_file)
+        args = (index, self.config, self.settings, entrance, addresses, self.token, *files, parent)
+        return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
+
+    def run(self) -> int:
+        """Until a signal ends it. The exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self._advise()
+        engines = self.topology.served or self.topology.local
+        layout = MetricsLayout.of(self.config)
+        MetricsPages.create(self._metrics_file, layout, num_api=len(self.apis), num_engines=len(engines))
+        PrefixMap.create(self._prefix_file)
+        if names := key_names(self.settings.keys):
+            KeyPages.create(self._key_file, len(names), num_api=len(self.apis))
+        LoRARegistry.create(self._roster_file, located(self.settings))
+        problem = ""
+        try:
+            for child in self._children:
+                child.start()
+            # A core whose ranks are late says which ones; it began a moment after this.
+            deadline = time.monotonic() + self.ready_timeout_s + KILL_AFTER_S
+            while not self.stopping:
+                self._tend()
+                if time.monotonic() > deadline:
+                    self._check_all_were_up()
+            return self._drain()
+        except ConfigError as error:
+            problem = str(error)
+            raise
+        finally:
+            for child in reversed(self._children):
+                child.end(signal.SIGKILL, KILL_AFTER_S)
+            self._close_entrance()
+            if self.roll is not None:
+                self.roll.close(problem)
+            if self.announcer is not None:
+                self.announcer.close(problem)
+            if self.settings.http.uds:
+                Path(self.settings.http.uds).unlink(missing_ok=True)
+
+    def _advise(self) -> None:
+        parallel = self.config.parallel
+        advice = thread_advice(
+            self.config.machine.device,
+            num_threads=hardware_threads(),
+            num_api=len(self.apis),
+            num_workers=parallel.tensor_parallel_size
+            * parallel.pipeline_parallel_size
+            * len(self.topology.local),
+        )
+        if advice is not None:
+            log.warning(advice)
+
+    def _check_all_were_up(self) -> None:
+        for child in self.cores.values():
+            if not child.was_up:
+                raise ConfigError(f"{child.name} was not up within {self.ready_timeout_s:g} s")
+        if self.roll is not None and not self.roll.was_complete:
+            raise ConfigError(self.roll.overdue(self.ready_timeout_s))
+
+    def _close_entrance(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+        if self.dealer is not None:
+            self.dealer.close()
+
+    def _on_signal(self, *_: object) -> None:
+        if self.stopping:  # asked twice: at once
+            raise KeyboardInterrupt
+        self.stopping = True
+
+    def _tend(self) -> None:
+        """Wait for something to happen, and see to it."""
+        children = self._children
+        waiting: list[Any] = [child.process.sentinel for child in children if child.process is not None]
+        waiting += [child.says for child in children if child.says is not None]
+        waiting += self.dealer.awaited if self.dealer is not None else ()
+        connection.wait(waiting, timeout=0.1)
+        self._restart(children)
+        if self.dealer is not None:
+            self._deal(self.dealer)
+        if self.roll is not None:
+            self.roll.listen()
+        if self.announcer is not None:
+            is_up = all(child.was_up for child in self.cores.values())
+            self.announcer.tick(is_up=is_up, timeout_s=self.ready_timeout_s)
+            self.stopping = self.stopping or self.announcer.ends
+
+    def _restart(self, children: Sequence[Child]) -> None:
+        """Note which of the children have ended, and start those again whose pause is over."""
+        for child in children:
+            child.listen()  # the reason why one cannot start comes before the ends that it causes
+        for child in children:
+            if child.look() and child not in self.apis:
+                self._clear_gauges(child)
+            if child.restart_at is not None and time.monotonic() >= child.restart_at:
+                child.start()
+
+    def _clear_gauges(self, core: Child) -> None:
+        """Nobody shall see the requests of the dead."""
+        (rank,) = (rank for rank, child in self.cores.items() if child is core)
+        seat, layout = self._seat(rank), MetricsLayout.of(self.config)
+        MetricsPages(layout, seat.metrics_file, engine=seat.page, num_engines=seat.num_pages).clear_gauges()
+
+    def _deal(self, dealer: Dealer) -> None:
+        """Connections to the API processes that serve."""
+        for index, child in enumerate(self.apis):
+            if child.is_up:
+                dealer.admit(index)
+            elif child.process is None:
+                dealer.drop(index)
+        dealer.deal()
+
+    def _drain(self) -> int:
+        """API servers finish what they have, then the cores go. The port is free as soon as they let go. A
+        core that dies meanwhile is restarted, since there may be answers that wait for it."""
+        self._close_entrance()
+        log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)
+        deadline = time.monotonic() + self.settings.http.shutdown_timeout + KILL_AFTER_S
+        for child in self.apis:
+            if child.process is not None and child.is_alive:
+                os.kill(child.process.pid or 0, signal.SIGTERM)
+        while time.monotonic() < deadline and any(child.is_alive for child in self.apis):
+            alive = [child.process for child in self._children if child.is_alive]
+            connection.wait([process.sentinel for process in alive if process is not None], timeout=0.1)
+            self._restart([core for core in self.cores.values() if core.was_up])
+        for child in self.apis:
+            child.end(signal.SIGTERM, max(deadline - time.monotonic(), 0.1))
+        for child in self.cores.values():
+            if child.process is not None and child.is_alive:
+                os.kill(child.process.pid or 0, signal.SIGTERM)
+        for child in self.cores.values():
+            child.end(signal.SIGTERM, KILL_AFTER_S)
+        return 0
+
+
+def launch(config: EngineConfig, settings: ServerSettings) -> int:
+    http = settings.http
+    if config.parallel.nnodes > 1 and http.headless != (config.parallel.node_rank > 0):
+        raise ConfigError("of several machines the first (--node-rank 0) has the API, all others --headless")
+    if config.parallel.node_rank > 0:
+        return run_node(config)
+    topology = lay_out(config.parallel, headless=http.headless, api_server_count=http.api_server_count)
+    if settings.responses is not None and topology.num_api > 1:
+        raise ConfigError(
+            "a store of responses (VLLM_ENABLE_RESPONSES_API_STORE) is in the memory of one API process, and "
+            f"there are {topology.num_api} of them: give --api-server-count 1, or do without the store"
+        )
+    check_modules(settings.modules, enabled=config.lora.enable_lora, served=config.model.served_model_name)
+    raise_file_limit()
+    with Scratch() as scratch:
+        return Supervisor(config, settings, topology, scratch.path).run()
+
+
+def add_flags(parser: FlagParser) -> None:
+    """The flags of `quire serve`."""
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="Same as --model.")
+    add_server_flags(parser)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    given = given_from(args)
+    if args.model_tag is not None and given.setdefault("model", args.model_tag) != args.model_tag:
+        raise ConfigError(f"two models: {args.model_tag!r} and --model {given['model']!r}; give one")
+    settings = server_settings(args, Env.read(os.environ))
+    if key_names(settings.keys):
+        given.setdefault("share_by_key", True)
+    if settings.api.tokens_only:
+        given["skip_tokenizer_init"] = True
+    return launch(configure(given, usage="server"), settings)

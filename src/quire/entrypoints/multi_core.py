@@ -1,0 +1,195 @@
+"""SpreadEngine: cores in processes of their own, behind the calls of an engine that the caller steps."""
+
+import asyncio
+import atexit
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from quire.config.engine import EngineConfig
+from quire.data.lora import LoRARequest
+from quire.data.outputs import RequestOutput
+from quire.data.params import SamplingParams
+from quire.data.pooling import PoolingParams
+from quire.entrypoints.child_cores import private_engine
+from quire.errors import RequestError
+from quire.frontend.checked_params import CheckedParams
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.inputs import Prompt
+from quire.frontend.output_stream import OutputStream
+from quire.frontend.outputs import AnyOutput
+
+T = TypeVar("T")
+
+
+class MultiCoreEngine:
+    """An engine of several cores, each a process: requests in, `step()` by `step()`, outputs out.
+
+    What speaks with the cores runs on a loop of its own, in a thread: the caller may have a loop already.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="quire-cores", daemon=True)
+        self._thread.start()
+        self._stack = contextlib.AsyncExitStack()
+        self.close = weakref.finalize(self, _end, self._loop, self._thread, self._stack)
+        """Ends the cores."""
+        self.close.atexit = False
+        atexit.register(self.close)  # before multiprocessing waits for its children
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.is_awake = True
+        self._arrived: queue.SimpleQueue[tuple[str, AnyOutput | Exception]] = queue.SimpleQueue()
+        try:
+            self._engine: AsyncEngine = self._wait(self._stack.enter_async_context(private_engine(config)))
+        except BaseException:
+            self.close()
+            raise
+        self.inputs = self._engine.inputs
+        self.tokenizer = self._engine.tokenizer
+        self.max_model_len = self.inputs.max_model_len
+        self.metrics = None if config.observability.disable_log_stats else self._engine.metrics
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        max_logprobs: int | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
+        """Check and queue a prompt. Nothing is queued if anything about it is wrong."""
+        if request_id in self._tasks:
+            raise RequestError(f"request id {request_id!r} is in use")
+        if not isinstance(prompt, Prompt):
+            prompt = self.inputs.of(lora_request).parse(prompt, add_special_tokens=add_special_tokens)
+        checked: PoolingParams | CheckedParams
+        if isinstance(params, PoolingParams):
+            checked = params
+        else:  # here, not on the event loop: a grammar may take long to compile
+            checked = self.inputs.check(params, lora=lora_request, max_logprobs=max_logprobs)
+
+        async def begin() -> None:
+            answer: OutputStream[Any]
+            chosen: dict[str, Any] = {"priority": priority, "lora": lora_request}
+            if isinstance(checked, PoolingParams):
+                answer = self._engine.encode(prompt, checked, request_id, **chosen)
+            else:
+                answer = self._engine.generate(prompt, checked, request_id, **chosen)
+            self._tasks[request_id] = asyncio.create_task(self._follow(request_id, answer))
+
+        self._wait(begin())
+
+    async def _follow(self, request_id: str, answer: OutputStream[Any]) -> None:
+        try:
+            async for output in answer:
+                output.request_id = request_id
+                self._arrived.put((request_id, output))
+        except Exception as error:  # becomes the `error` of the request's last output
+            self._arrived.put((request_id, error))
+        finally:
+            await answer.aclose()
+
+    def abort_request(self, request_ids: Iterable[str]) -> list[AnyOutput]:
+        """End requests early, without a last output."""
+        ended = [task for id in list(request_ids) if (task := self._tasks.pop(id, None)) is not None]
+
+        async def abort() -> None:
+            for task in ended:
+                task.cancel()
+            await asyncio.gather(*ended, return_exceptions=True)
+
+        self._wait(abort())
+        return []
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._tasks)
+
+    def step(self) -> list[AnyOutput]:
+        """What has come, at least one output. That of a failed request has its `error`."""
+        if not self._tasks:
+            return []
+        found: list[AnyOutput] = []
+        while not found:
+            found += self._take(*self._arrived.get())
+        while not self._arrived.empty():
+            found += self._take(*self._arrived.get())
+        return found
+
+    def _take(self, request_id: str, item: AnyOutput | Exception) -> list[AnyOutput]:
+        if request_id not in self._tasks:
+            return []  # of one that was given up
+        if isinstance(item, Exception):
+            item = _failed(request_id, item)
+        if item.finished:
+            del self._tasks[request_id]
+        return [item]
+
+    def reset_prefix_cache(self) -> bool:
+        return self._wait(self._engine.reset_prefix_cache())
+
+    def reset_mm_cache(self) -> None:
+        self._wait(self._engine.reset_mm_cache())
+
+    # ---- operation
+
+    def sleep(self, level: int, mode: str) -> list[AnyOutput]:
+        """The last outputs of requests that end with it, or before it."""
+        self._wait(self._engine.operation.sleep(level, mode))
+        self.is_awake = False
+        if mode != "keep":
+            self._wait(self._until_over())
+        found: list[AnyOutput] = []
+        while not self._arrived.empty():
+            found += self._take(*self._arrived.get())
+        return found
+
+    async def _until_over(self) -> None:
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self._wait(self._engine.operation.wake_up(tags))
+        self.is_awake = not self._wait(self._engine.operation.is_paused())
+
+    def collective_rpc(
+        self, method: str | Callable[..., Any], timeout: float | None, args: Any, kwargs: Any
+    ) -> list[Any]:
+        if not isinstance(method, str):
+            raise RequestError("a function cannot be sent to engines in other processes: name a method")
+        given = method, timeout, list(args), dict(kwargs or {})
+        return self._wait(self._engine.operation.collective_rpc(*given))
+
+    def profile(self, start: bool, prefix: str | None = None) -> None:
+        self._wait(self._engine.operation.profile(start, prefix))
+
+
+def _failed(request_id: str, error: Exception) -> RequestOutput:
+    """The last output of a request that failed."""
+    output = RequestOutput(request_id, None, None, None, outputs=[], finished=True)
+    output.error = error
+    return output
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, stack: contextlib.AsyncExitStack) -> None:
+    if threading.current_thread() is thread:  # the collector may find the engine there
+        loop.create_task(stack.aclose()).add_done_callback(lambda _: loop.stop())
+        return
+    asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

@@ -1,0 +1,127 @@
+"""Adapters that a worker reads beside its steps."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+from quire.data.lora import AdapterFacts, LoRARequest
+from quire.errors import RequestError
+from quire.executor.rpc import read_adapter
+from quire.logs import get_logger
+from quire.sched.lora import READ_S
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+AT_ONCE = 4
+"""Adapters that are read at the same time."""
+MAX_HUNG = 16
+"""Reads that may take longer than READ_S before further adapters are refused: each is a thread that cannot be
+ended."""
+_LOOK_S = 1.0
+_LAST_S = 5.0
+
+
+class ReadSlots:
+    """Room for a few reads at a time, entered by `with`.
+
+    A read that takes longer than READ_S gives its place to the next one: a disk that does not answer holds up
+    its own adapters alone.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._began: dict[int, float] = {}
+        """When each read got its place, by the number of its thread."""
+        self._hung: set[int] = set()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            while not self._has_room():
+                self._changed.wait(_LOOK_S)
+            self._began[threading.get_ident()] = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._began.pop(threading.get_ident(), None)
+            self._hung.discard(threading.get_ident())
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        late = {thread for thread, began in self._began.items() if self._clock() - began >= READ_S}
+        if late - self._hung:
+            self._hung |= late
+            log.warning(
+                "%d reads of adapters have not ended within %g s; others go on without waiting for them",
+                len(self._hung),
+                READ_S,
+            )
+        if len(self._hung) >= MAX_HUNG:
+            raise RequestError(
+                f"{len(self._hung)} adapters are being read from storage that does not answer; no other is"
+                " read until one of them ends or the engine is started again",
+                param="lora_request",
+            )
+        return len(self._began) - len(self._hung) < AT_ONCE
+
+
+class AdapterReading:
+    """A worker's adapters, read and dropped: what is told of one name happens in order, and one whose disk
+    never answers holds up those of its name. Threads that hang end with the process."""
+
+    def __init__(self, worker: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._worker = worker
+        self._last: dict[str, Future[Any]] = {}
+        """By name, what was told last and is not over."""
+        self._telling = threading.Lock()
+        self._places = ReadSlots(clock)
+
+    def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
+        def read() -> AdapterFacts:
+            with self._places:
+                return read_adapter(self._worker, lora)
+
+        return self._behind(lora.lora_name, read)
+
+    def drop(self, name: str) -> None:
+        self._behind(name, lambda: self._worker.drop_adapter(name))
+
+    def close(self) -> None:
+        """What is being read comes to its end, if it can."""
+        with self._telling:
+            left = list(self._last.values())
+        wait(left, _LAST_S)
+
+    def _behind(self, name: str, work: Callable[[], T]) -> Future[T]:
+        """Do it in a thread, which begins when what was told of this name before is over."""
+        future = Future[T]()
+        with self._telling:
+            before = self._last.get(name)
+            self._last[name] = future
+
+        def begin(_: object = None) -> None:
+            args = name, work, future
+            threading.Thread(target=self._do, args=args, name="quire-adapters", daemon=True).start()
+
+        begin() if before is None else before.add_done_callback(begin)
+        return future
+
+    def _do(self, name: str, work: Callable[[], T], future: Future[T]) -> None:
+        try:
+            self._enter_device()
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        with self._telling:
+            if self._last.get(name) is future:
+                del self._last[name]
+
+    def _enter_device(self) -> None:
+        if self._worker.device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self._worker.device.index or 0)  # each thread has its own

@@ -1,0 +1,260 @@
+"""An engine on several machines: the crew of the first one, and what the others run in place of a server."""
+
+import contextlib
+import hashlib
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.config.env import Env
+from quire.errors import ConfigError
+from quire.executor.tcp import (
+    GREETING_S,
+    LONGEST,
+    LOOK_S,
+    HeadEnd,
+    Join,
+    PlanMessage,
+    RankMessage,
+    RemoteCrew,
+    StepAnswer,
+    Tell,
+    Welcome,
+    decode_from_head,
+    encode,
+    interface_to,
+    tuned,
+)
+from quire.executor.worker_group import LocalCrew
+from quire.executor.worker_process import own_places, world_size
+from quire.logs import get_logger
+from quire.system.cluster_token import cluster_token
+from quire.version import __version__
+
+log = get_logger(__name__)
+
+RETRY_S = 0.5
+
+
+def shared_settings(config: EngineConfig) -> dict[str, str]:
+    """What must be the same on every machine, in words that can be compared and shown."""
+    parallel = {
+        name: getattr(config.parallel, name)
+        for name in ("nnodes", "tensor_parallel_size", "pipeline_parallel_size", "pp_layer_partition")
+    }
+    model = {
+        name: getattr(config.model, name)
+        for name in ("dtype", "quantization", "max_model_len", "seed", "logprobs_mode", "enforce_eager")
+    }
+    facts = hashlib.sha256(repr(config.checkpoint.facts).encode()).hexdigest()[:12]
+    named = {
+        "version": __version__,
+        "model": f"{config.checkpoint.facts.architecture} ({facts})",
+        "device": config.machine.device,
+        "block_size": config.cache.block_size,
+        "kv_cache_dtype": config.cache.kv_cache_dtype,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "lora": config.lora,
+    }
+    return {name: str(value) for name, value in (named | model | parallel).items()}
+
+
+# ---- the first machine
+
+
+class NodesCrew(RemoteCrew):
+    """Own ranks as children, those of other machines through their agents."""
+
+    def __init__(self, config: EngineConfig, timeout_s: float) -> None:
+        parallel = config.parallel
+        self._settings = shared_settings(config)
+        self._local: LocalCrew | None = None
+        count, others = world_size(parallel) // parallel.nnodes, range(1, parallel.nnodes)
+        where = parallel.master_addr, parallel.master_port
+        token = cluster_token(Env.read(os.environ), parallel.master_addr)
+        super().__init__(_listen(*where), others, count, token=token, check=self._differs)
+        log.info("Waiting for %d other machines at %s:%d", len(others), *where)
+        try:
+            if not self.await_all(time.monotonic() + timeout_s):
+                raise ConfigError(
+                    f"no word from node {', '.join(map(str, self.missing))} of {parallel.nnodes} within "
+                    f"{timeout_s:g} s (VLLM_ENGINE_READY_TIMEOUT_S): start it with --node-rank and the same "
+                    f"--nnodes, --master-addr and --master-port{self.refusals}"
+                )
+        except BaseException as error:
+            self.farewell = str(error)
+            self.end()
+            raise
+        with socket.socket() as free:
+            free.bind((parallel.master_addr, 0))
+            meeting = f"tcp://{parallel.master_addr}:{free.getsockname()[1]}"
+        interface = interface_to(parallel.master_addr)
+        places = [own_places(config, rank, meeting, interface) for rank in range(parallel.nnodes)]
+        self.names = [place.name for each in places for place in each]
+        self._answers_here = any(place.answers for place in places[0])
+        self.welcome(meeting)
+        self._local = LocalCrew(places[0], self.heard)
+
+    def _differs(self, join: Join) -> str | None:
+        own, theirs = self._settings, join.settings
+        differ = [name for name in own | theirs if own.get(name) != theirs.get(name)]
+        if not differ:
+            return None if join.node_rank in self._awaited else f"is not one of 1 to {len(self._awaited)}"
+        name = min(differ, key=lambda each: (each != "version", each != "nnodes", each))
+        return (
+            f"was started with {name}={theirs.get(name)}, and the first with {name}={own.get(name)}: start"
+            " all with the same"
+        )
+
+    def tell(self, order: bytes) -> None:
+        super().tell(order)
+        assert self._local is not None
+        self._local.tell(order)
+
+    def send(self, plan: bytes, timeout_s: float) -> None:
+        super().send(plan, timeout_s)
+        assert self._local is not None
+        self._local.send(plan, timeout_s)
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        if self._answers_here and self._local is not None:
+            return self._local.receive(timeout_s)
+        return super().receive(timeout_s)
+
+    def end(self) -> None:
+        super().end()
+        if self._local is not None:
+            self._local.end()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"the engine cannot listen for other machines on {host}:{port} ({os.strerror(error.errno or 0)}):"
+            " give a free --master-port, and this machine's own address as --master-addr"
+        ) from error
+
+
+# ---- the other machines
+
+
+class NodeAgent:
+    """Runs this machine's ranks for the engine on the first one; comes again when that is started again."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        env = Env.read(os.environ)
+        self.timeout_s = env.engine_ready_timeout_s
+        self._token = cluster_token(env, config.parallel.master_addr)
+        self.was_up = False
+        self.stopping = False
+        self._worker_group: LocalCrew | None = None
+
+    def run(self) -> int:
+        """Until the engine ends, or a signal. The exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        try:
+            while (end := self._serve(self._connect())) is None or self._may_come_again(end):
+                log.error("The engine at the first machine ended%s", f": {end.problem}" if end else "")
+                time.sleep(RETRY_S)
+            if end.problem:
+                raise ConfigError(end.problem)
+            return 0
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            self._end_ranks()
+
+    def _may_come_again(self, end: HeadEnd) -> bool:
+        """Whether the engine ended after it was up, and is started again."""
+        return bool(end.problem) and self.was_up and not end.is_final
+
+    def _on_signal(self, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    def _connect(self) -> Connection:
+        """However long the first machine takes, up to the deadline."""
+        parallel, deadline = self.config.parallel, time.monotonic() + self.timeout_s
+        where = parallel.master_addr, parallel.master_port
+        log.info("Node %d looks for the engine at %s:%d", parallel.node_rank, *where)
+        while time.monotonic() < deadline:
+            try:
+                return tuned(socket.create_connection(where, timeout=GREETING_S))
+            except OSError:
+                time.sleep(RETRY_S)
+        raise ConfigError(
+            f"no engine at {where[0]}:{where[1]} within {self.timeout_s:g} s (VLLM_ENGINE_READY_TIMEOUT_S):"
+            " start the first machine with --node-rank 0, or correct --master-addr and --master-port"
+        )
+
+    def _serve(self, head: Connection) -> HeadEnd | None:
+        """Until it ends; None if it went away."""
+        sending = threading.Lock()
+
+        def send(message: Any) -> None:
+            with sending, contextlib.suppress(OSError):
+                head.send_bytes(encode(message))
+
+        try:
+            send(Join(self.config.parallel.node_rank, shared_settings(self.config), self._token))
+            while True:
+                match decode_from_head(head.recv_bytes(LONGEST)):
+                    case Welcome(meeting):
+                        self._start_ranks(meeting, send)
+                    case Tell(data):
+                        self._ranks.tell(data)
+                    case PlanMessage(data):
+                        self.was_up = True
+                        self._ranks.send(data, self.timeout_s)
+                    case HeadEnd() as end:
+                        return end
+        except (EOFError, OSError) as error:  # a machine without power is silent until the system gives it up
+            log.debug("The connection to the first machine ends: %r", error)
+            return None
+        finally:
+            self._end_ranks()
+            head.close()
+
+    @property
+    def _ranks(self) -> LocalCrew:
+        assert self._worker_group is not None, "Welcome comes first"
+        return self._worker_group
+
+    def _start_ranks(self, meeting: str, send: Any) -> None:
+        parallel = self.config.parallel
+        places = own_places(self.config, parallel.node_rank, meeting, interface_to(parallel.master_addr))
+        worker_group = self._worker_group = LocalCrew(places)
+
+        def relay_words() -> None:
+            while self._worker_group is worker_group:
+                with contextlib.suppress(queue.Empty):
+                    send(RankMessage(*worker_group.heard.get(timeout=LOOK_S)))
+
+        def relay_answers() -> None:
+            while self._worker_group is worker_group:
+                if (data := worker_group.receive(LOOK_S)) is not None:
+                    send(StepAnswer(data))
+
+        threading.Thread(target=relay_words, daemon=True).start()
+        if any(place.answers for place in places):
+            threading.Thread(target=relay_answers, daemon=True).start()
+
+    def _end_ranks(self) -> None:
+        worker_group, self._worker_group = self._worker_group, None
+        if worker_group is not None:
+            worker_group.end()
+
+
+def run_node(config: EngineConfig) -> int:
+    """`quire serve --headless` on a machine that is not the first."""
+    return NodeAgent(config).run()

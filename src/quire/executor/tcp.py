@@ -1,0 +1,335 @@
+"""Ranks of other processes or machines, each group of which connects to the engine over TCP."""
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import psutil
+
+from quire.executor.messages import Gone, Word
+from quire.executor.worker_group import Heard
+from quire.logs import FirstWarning, get_logger
+from quire.system.cluster_token import VARIABLE, is_same
+
+log = get_logger(__name__)
+
+GREETING_S = 10.0
+"""Time limit for the first message of a connection, in seconds."""
+LOOK_S = 0.25
+LONGEST = 1 << 30
+"""Size limit of a message between admitted machines, in bytes."""
+MAX_JOIN_BYTES = 64 << 10
+"""Size limit of the first message of a connection, before which it is not known who sends it."""
+MAX_UNADMITTED = 64
+"""Connections that may be without a first message at the same time; further ones are closed."""
+RETRY_S = 0.1
+"""Pause after a connection could not be accepted, for want of file descriptors for example."""
+_SILENCE_MS = 10_000
+"""After which a machine that answers nothing counts as gone; the death of a process is noticed at once."""
+_OTHER_TOKEN = f"{VARIABLE} must be the same on every machine"
+
+
+class Join(msgspec.Struct, tag="join"):
+    """Ranks somewhere are to be had."""
+
+    node_rank: int
+    settings: dict[str, str]
+    """What all must agree on."""
+    token: str = ""
+    """The secret of the deployment."""
+
+
+class RankMessage(msgspec.Struct, tag="said"):
+    """A rank there said something."""
+
+    index: int
+    word: Word
+
+
+class StepAnswer(msgspec.Struct, tag="answer"):
+    """The outcome of a step."""
+
+    data: bytes
+
+
+class Welcome(msgspec.Struct, tag="welcome"):
+    """All are there: start your ranks."""
+
+    meeting: str
+
+
+class Tell(msgspec.Struct, tag="tell"):
+    """An order for all ranks."""
+
+    data: bytes
+
+
+class PlanMessage(msgspec.Struct, tag="plan"):
+    """A plan for all ranks."""
+
+    data: bytes
+
+
+class HeadEnd(msgspec.Struct, tag="end"):
+    """It is over, and why; the empty string where nothing is wrong."""
+
+    problem: str = ""
+    is_final: bool = False
+    """Whether the machine need not come again as it is: it was started with something wrong."""
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_join = msgspec.msgpack.Decoder(Join).decode
+decode_from_node = msgspec.msgpack.Decoder(Join | RankMessage | StepAnswer).decode
+decode_from_head = msgspec.msgpack.Decoder(Welcome | Tell | PlanMessage | HeadEnd).decode
+
+
+def interface_to(address: str) -> str:
+    """The interface from which a machine is reached; empty if it is not known."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 1))
+        own = probe.getsockname()[0]
+    if own.startswith("127."):
+        own = "127.0.0.1"
+    found = (
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(each.address == own for each in addresses)
+    )
+    return next(found, "")
+
+
+def first_message(sock: socket.socket) -> bytes:
+    """Read the first message of a connection, whose sender is not known, within limits of size and time.
+
+    The framing is the one of `Connection`: four bytes of length, then the message.
+    """
+    deadline = time.monotonic() + GREETING_S
+    size = int.from_bytes(_read_exactly(sock, 4, deadline), "big")
+    if size > MAX_JOIN_BYTES:
+        raise OSError(f"its first message has {size} bytes, and the limit is {MAX_JOIN_BYTES}")
+    return _read_exactly(sock, size, deadline)
+
+
+def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        if not (piece := sock.recv(size - len(data))):
+            raise EOFError("it ended before its first message did")
+        data += piece
+    return data
+
+
+def tuned(sock: socket.socket) -> Connection:
+    """Small messages at once; a machine that went away without a word is noticed."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
+    return Connection(sock.detach())
+
+
+@dataclass
+class Node:
+    """Who holds some of the ranks, as the engine sees it."""
+
+    rank: int
+    address: str
+    pipe: Connection
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+    def send(self, message: Any) -> None:
+        with self.sending, contextlib.suppress(OSError):  # its end is heard by who listens to it
+            self.pipe.send_bytes(encode(message))
+
+
+class RemoteCrew:
+    """Ranks behind connections, as many behind each, which come when they are up."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        awaited: range,
+        count: int,
+        *,
+        token: str,
+        check: Callable[[Join], str | None] = lambda join: None,
+    ) -> None:
+        """`check` returns what is wrong with a machine that has the token."""
+        self.heard: Heard = queue.SimpleQueue()
+        self.farewell: str | None = ""
+        self.names: list[str] = []
+        self.nodes: dict[int, Node] = {}
+        self._listener = listener
+        self._awaited = awaited
+        self._count = count
+        self._token = token
+        self._check = check
+        self._outcomes: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._is_complete = self._is_ended = False
+        self._refusals: dict[int, str] = {}
+        """By node rank, why the last machine with the token was refused, for those that are missing."""
+        self._unadmitted = threading.Semaphore(MAX_UNADMITTED)
+        self._warn = FirstWarning(log, "At the port for other machines")
+        self._news = threading.Condition()
+        threading.Thread(target=self._accept, name="quire-nodes", daemon=True).start()
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in self._awaited if rank not in self.nodes]
+
+    @property
+    def refusals(self) -> str:
+        """What was wrong with machines that came in place of those that are missing, for an error message."""
+        return "".join(f"; {self._refusals[rank]}" for rank in self.missing if rank in self._refusals)
+
+    def await_all(self, deadline: float, look: Callable[[], None] = lambda: None) -> bool:
+        """Wait for all; return whether they have come in time. Raises what `look` raises."""
+        with self._news:
+            while self.missing:
+                if time.monotonic() > deadline:
+                    return False
+                look()
+                self._news.wait(LOOK_S)
+            self._is_complete = True
+        return True
+
+    def welcome(self, meeting: str) -> None:
+        for node in self.nodes.values():
+            node.send(Welcome(meeting))
+
+    # ---- one thread for each connection
+
+    def _accept(self) -> None:
+        """Accept connections until the listener is closed, whatever goes wrong with one of them."""
+        while self._listener.fileno() >= 0:
+            try:
+                sock, (address, *_) = self._listener.accept()
+            except OSError as error:
+                if self._is_ended:
+                    return
+                self._warn(f"a connection could not be accepted: {error}")
+                time.sleep(RETRY_S)
+                continue
+            if not self._unadmitted.acquire(blocking=False):
+                self._warn(f"{address} is refused: {MAX_UNADMITTED} others have connected and said nothing")
+                sock.close()
+                continue
+            try:
+                threading.Thread(
+                    target=self._attend, args=(sock, address), name="quire-node", daemon=True
+                ).start()
+            except RuntimeError as error:
+                self._unadmitted.release()
+                self._warn(f"{address} is refused: {error}")
+                sock.close()
+
+    def _attend(self, sock: socket.socket, address: str) -> None:
+        """Serve one connection from its first message to its end."""
+        node: Node | None = None
+        try:
+            node = self._greet(sock, address)
+            while node is not None:
+                self._take(node, decode_from_node(node.pipe.recv_bytes(LONGEST)))
+        except (EOFError, OSError, msgspec.MsgspecError) as error:
+            log.debug("The connection from %s ends: %r", address, error)
+        finally:
+            if node is not None:
+                node.pipe.close()
+                self._lose(node)
+
+    def _greet(self, sock: socket.socket, address: str) -> Node | None:
+        """Read who it is; return it if it is admitted, else tell it why not and close the connection."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._unadmitted.release)
+            stack.callback(sock.close)
+            try:
+                join = decode_join(first_message(sock))
+            except (EOFError, OSError, msgspec.MsgspecError) as error:
+                self._warn(f"{address} did not join: {str(error)!r:.200}")
+                return None
+            node = Node(join.node_rank, address, tuned(sock))
+            if (refusal := self._admit(node, join)) is None:
+                return node
+            node.send(refusal)
+            node.pipe.close()
+            return None
+
+    def _admit(self, node: Node, join: Join) -> HeadEnd | None:
+        """Return why a machine does not belong here, if so. The others that are awaited may still come."""
+        if not is_same(join.token, self._token):
+            self._warn(f"{node.address} is refused: its {VARIABLE} is another")
+            return HeadEnd(f"the first machine refused this one: {_OTHER_TOKEN}", is_final=True)
+        with self._news:
+            wrong = self._check(join)
+            if wrong is None and node.rank not in self._awaited:
+                wrong = "is none of those that are awaited"
+            if wrong is None and node.rank not in self.nodes:
+                self.nodes[node.rank] = node
+                self._news.notify_all()
+                return None
+            problem = f"node {node.rank} ({node.address}) {wrong}"
+            if wrong is None:
+                there = self.nodes[node.rank].address
+                problem = f"two machines have --node-rank {node.rank}: {there} and {node.address}"
+            self._refusals[node.rank] = problem
+        log.error("Refused: %s", problem)
+        return HeadEnd(problem, is_final=wrong is not None)
+
+    def _take(self, node: Node, message: Any) -> None:
+        if isinstance(message, RankMessage):
+            self.heard.put((node.rank * self._count + message.index, message.word))
+        elif isinstance(message, StepAnswer):
+            self._outcomes.put(message.data)
+
+    def _lose(self, node: Node) -> None:
+        with self._news:
+            if self.nodes.get(node.rank) is not node:
+                return
+            if not self._is_complete:  # it may come again while others are awaited
+                log.warning("Node %d (%s) went away", node.rank, node.address)
+                del self.nodes[node.rank]
+                return
+        why = f"the connection to node {node.rank} ({node.address}) is lost"
+        for index in range(node.rank * self._count, (node.rank + 1) * self._count):
+            self.heard.put((index, Gone(why)))
+
+    # ---- as a crew
+
+    def tell(self, order: bytes) -> None:
+        for node in self.nodes.values():
+            node.send(Tell(order))
+
+    def send(self, plan: bytes, timeout_s: float) -> None:
+        for node in self.nodes.values():
+            node.send(PlanMessage(plan))
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        with contextlib.suppress(queue.Empty):
+            return self._outcomes.get(timeout=max(timeout_s, 0.0))
+        return None
+
+    def end(self) -> None:
+        self._is_ended = True
+        with contextlib.suppress(OSError):  # a thread that is in accept() wakes up
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        nodes, self.nodes = self.nodes, {}
+        for node in nodes.values():
+            if self.farewell is not None:
+                node.send(HeadEnd(self.farewell))
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(node.pipe.fileno())) as sock:
+                sock.shutdown(socket.SHUT_WR)

@@ -1,0 +1,348 @@
+"""A rank: one worker in a process of its own, from its first order to its last plan."""
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from quire.config.engine import EngineConfig
+from quire.config.expert_parallel import steps_together
+from quire.config.parallel import Rank
+from quire.config.sections import ParallelSection
+from quire.data.codec import Outcome, decode_masks, decode_plan, encode_outcome
+from quire.data.lora import AdapterFacts
+from quire.data.plan import Masks, Pending, StepPlan
+from quire.errors import EngineDead, QuireError, RequestError
+from quire.executor import Refused
+from quire.executor.lora_loading import AdapterReading
+from quire.executor.messages import (
+    DOING,
+    Did,
+    Doing,
+    Failed,
+    Order,
+    Returned,
+    Word,
+    WorkerCall,
+    decode_call,
+    decode_order,
+    encode,
+)
+from quire.executor.rpc import invoke
+from quire.logs import get_logger
+from quire.system.process import adopt
+from quire.system.shm import SPIN_S, ShmReader, ShmWriter
+
+log = get_logger(__name__)
+
+STEPS_UNDER_WAY = 2
+"""On a device that nobody waits for: its buffers are made for so many, or for one for each stage."""
+_LONG_S = 3600.0
+_CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout")
+"""What a rank says that waited for another."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankAddress:
+    """Where a rank stands, and where it meets the others."""
+
+    config: EngineConfig
+    rank: Rank
+    local: int
+    """Which device of its machine it has."""
+    meeting: str
+    """A URL."""
+    interface: str = ""
+    """Of the network between ranks that are CPUs."""
+
+    @property
+    def name(self) -> str:
+        """As vLLM names the process: what is not divided is left out."""
+        parallel, rank = self.config.parallel, self.rank
+        parts = (
+            ("DP", rank.dp, parallel.data_parallel_size),
+            ("PP", rank.pp, parallel.pipeline_parallel_size),
+            ("TP", rank.tp, parallel.tensor_parallel_size),
+        )
+        return "_".join(["Worker", *(f"{word}{number}" for word, number, size in parts if size > 1)])
+
+    @property
+    def answers(self) -> bool:
+        """Whether this is the rank whose results count."""
+        return self.rank.tp == 0 and self.rank.pp == self.config.parallel.pipeline_parallel_size - 1
+
+
+def world_size(parallel: ParallelSection) -> int:
+    """Ranks of one core."""
+    return parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+
+
+def own_places(config: EngineConfig, node_rank: int, meeting: str, interface: str = "") -> list[RankAddress]:
+    """Those of one machine: neighbours."""
+    parallel = config.parallel
+    size, dp = world_size(parallel), parallel.data_parallel_rank or 0
+    count = size // parallel.nnodes
+    first = dp * size + node_rank * count
+    ranks = [Rank.of(first + local, parallel) for local in range(count)]
+    return [RankAddress(config, rank, local, meeting, interface) for local, rank in enumerate(ranks)]
+
+
+class Port(Protocol):
+    """A rank's way to its executor."""
+
+    def order(self) -> Order:
+        """The next one, when it comes."""
+
+    def say(self, word: Word) -> None: ...
+
+    def plan(self) -> bytes:
+        """The next one, or the masks of the last, when it comes."""
+
+    def answer(self, outcome: bytes) -> None: ...
+
+
+def serve(place: RankAddress, port: Port) -> None:
+    """All that a rank does, in whatever process. Returns when it could not do something."""
+    try:
+        worker = _join(place, port)
+        phases: dict[str, Callable[[Order], Any]] = {
+            "load": lambda order: worker.load(lambda share: port.say(Doing("loading", share))),
+            "measure": lambda order: worker.measure(),
+            "allocate": lambda order: worker.allocate(order.size),
+            "warm_up": lambda order: worker.warm_up(),
+        }
+        while (order := port.order()).phase != "run":
+            port.say(Doing(DOING[order.phase]))
+            made = phases[order.phase](order)
+            port.say(Did(made if order.phase == "measure" else None))
+    except QuireError as error:
+        port.say(Failed(str(error)))
+        return
+    except Exception as error:
+        if is_cause := not is_cut_off(error):
+            log.exception("%s cannot start", place.name)
+        port.say(Failed(one_line(error), is_cause))
+        return
+    if place.config.lora.enable_lora:
+        given = worker, port
+        threading.Thread(target=_read_adapters, args=given, name="quire-adapters", daemon=True).start()
+    port.say(Did())
+    Steps(worker, place, port).run()
+
+
+def _read_adapters(worker: Any, port: Port) -> None:
+    """Orders that come beside the steps."""
+    reading = AdapterReading(worker)
+    while True:
+        order = port.order()
+        if order.phase == "drop":
+            reading.drop(order.name)
+            continue
+        assert order.adapter is not None
+        reading.fetch(order.adapter).add_done_callback(partial(_say_read, port, order.number))
+
+
+def _say_read(port: Port, number: int, read: Future[AdapterFacts]) -> None:
+    error = read.exception()
+    if isinstance(error, Exception):
+        port.say(refusal(number, error))
+    else:
+        port.say(Returned(number, read.result()))
+
+
+def refusal(number: int, error: Exception) -> Returned:
+    """What is said in place of a value."""
+    is_request = isinstance(error, RequestError | TypeError | ValueError)
+    text = str(error) if isinstance(error, QuireError) else one_line(error)
+    return Returned(number, error=text, is_request=is_request)
+
+
+def _join(place: RankAddress, port: Port) -> Any:
+    """The worker, once all ranks have met."""
+    port.say(Doing("starting"))
+    config, parallel = place.config, place.config.parallel
+    import torch
+
+    from quire.parallel.world import World, join
+    from quire.worker.worker import Worker
+
+    device = torch.device(config.machine.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", place.local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if world_size(parallel) == 1 and not steps_together(parallel):
+        return Worker(config, World(place.rank))
+    if place.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+    port.say(Doing("waiting for the others"))
+    return Worker(
+        config, join(parallel, place.rank, place.meeting, device, parallel.distributed_timeout_seconds)
+    )
+
+
+def is_cut_off(error: BaseException) -> bool:
+    """Whether it says no more than that another rank is gone."""
+    return any(sign in str(error) for sign in _CUT_OFF)
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+class Steps:
+    """Plans through a worker, in their order. On a GPU a second thread waits for what comes of them."""
+
+    def __init__(self, worker: Any, place: RankAddress, port: Port) -> None:
+        self.worker = worker
+        self.place = place
+        self.port = port
+        self._rows = threading.Lock()
+        """Held by who reads or writes the worker's rows."""
+        self._under_way = threading.Semaphore(
+            max(STEPS_UNDER_WAY, place.config.parallel.pipeline_parallel_size)
+        )
+        self._launched: queue.SimpleQueue[tuple[int, Pending]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Until the process is ended."""
+        waits = self.place.config.machine.device != "cpu"
+        if waits:
+            import torch
+
+            device = torch.cuda.current_device()
+            threading.Thread(target=self._land_all, args=(device,), name="quire-land", daemon=True).start()
+        while True:
+            data = self.port.plan()
+            if (call := decode_call(data)) is not None:
+                self.port.say(self._call(call))
+                continue
+            plan = decode_plan(data)
+            if waits:
+                self._under_way.acquire()
+            pending = self._launch(plan)
+            if len(plan.constrained):
+                pending = self._draw(pending, decode_masks(self.port.plan()))
+            if waits:
+                self._launched.put((plan.step, pending))
+            else:
+                self._land(plan.step, pending)
+
+    def _launch(self, plan: StepPlan) -> Pending:
+        try:
+            with self._rows:
+                launched: Pending = self.worker.submit(plan)
+                return launched
+        except Exception as error:
+            return Refused(error)
+
+    def _call(self, call: WorkerCall) -> Returned:
+        """Whatever comes of it, the rank goes on."""
+        try:
+            with self._rows:
+                value = invoke(self.worker, call.method, call.args, call.kwargs)
+        except Exception as error:
+            refused = refusal(call.number, error)
+            if not refused.is_request:
+                log.error("The call of %r failed", call.method, exc_info=error)
+            return refused
+        try:
+            encode(value)
+        except Exception as error:
+            text = f"{call.method} returned what cannot be sent: {one_line(error)}"
+            return Returned(call.number, error=text, is_request=True)
+        return Returned(call.number, value)
+
+    def _draw(self, pending: Pending, masks: Masks) -> Pending:
+        try:
+            with self._rows:
+                if not isinstance(pending, Refused):
+                    self.worker.draw(masks)
+                return pending
+        except Exception as error:
+            return Refused(error)
+
+    def _land_all(self, device: int) -> None:
+        import torch
+
+        torch.cuda.set_device(device)  # each thread has its own
+        while True:
+            self._land(*self._launched.get())
+            self._under_way.release()
+
+    def _land(self, step: int, pending: Pending) -> None:
+        try:
+            pending.ready(_LONG_S)
+            with self._rows:
+                result = pending.wait()
+        except Exception as error:
+            if self.place.rank.tp == 0 and not is_cut_off(error):  # the others say the same
+                log.error("Step %d failed", step, exc_info=error)
+            is_fatal = isinstance(error, EngineDead)
+            self.port.say(Failed(one_line(error), step=step, is_fatal=is_fatal))
+            if self.place.answers:
+                self.port.answer(encode_outcome(Outcome(step, error=one_line(error))))
+        else:
+            if self.place.answers:
+                self.port.answer(encode_outcome(Outcome(step, result)))
+
+
+# ---- as a child of the executor
+
+
+class PipePort:
+    """A pipe for orders, rings for plans and results. The end of the pipe is the end of the process."""
+
+    def __init__(self, pipe: Connection, plans: ShmReader, outcomes: ShmWriter | None) -> None:
+        self._pipe = pipe
+        self._plans = plans
+        self._outcomes = outcomes
+        self._saying = threading.Lock()
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="quire-orders", daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._orders.put(decode_order(self._pipe.recv_bytes()))
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def order(self) -> Order:
+        return self._orders.get()
+
+    def say(self, word: Word) -> None:
+        with self._saying:
+            self._pipe.send_bytes(encode(word))
+
+    def plan(self) -> bytes:
+        while (data := self._plans.receive(_LONG_S)) is None:
+            pass
+        return data
+
+    def answer(self, outcome: bytes) -> None:
+        assert self._outcomes is not None
+        self._outcomes.send(outcome, _LONG_S)
+
+
+def main() -> None:
+    """Entry of the process: file descriptors of the pipe and the rings, and which reader of plans it is."""
+    pipe_fd, plans_fd, outcomes_fd, reader = map(int, sys.argv[1:])
+    pipe = Connection(pipe_fd)
+    try:
+        place: RankAddress = pickle.loads(pipe.recv_bytes())  # of the parent, who made the pipe
+    except EOFError:
+        sys.exit(1)
+    adopt(place.name)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its parent, which may have work to finish
+    is_cpu = place.config.machine.device == "cpu"
+    plans = ShmReader(plans_fd, reader, spin_s=0.0 if is_cpu else SPIN_S)
+    serve(place, PipePort(pipe, plans, ShmWriter(outcomes_fd) if place.answers else None))
+    sys.exit(1)

@@ -1,0 +1,147 @@
+"""Answer: the outputs of one request on their way from the engine to whoever asked."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+from quire.errors import QuireError
+from quire.frontend.output_buffer import OutputBuffer
+
+Out = TypeVar("Out", bound=Any)
+TextReader = Callable[[str, int], None]
+"""Takes a text that was added, and the number of its tokens."""
+
+
+class OutputStream(Generic[Out]):
+    """What comes of a request, for one reader: asked for piece by piece (`async for`), or handed over as it
+    comes (`forward`). The request starts when it is first asked for; closing the answer early ends it."""
+
+    __slots__ = (
+        "request_id",
+        "_begin",
+        "_abandon",
+        "has_output",
+        "_over",
+        "_output",
+        "_gathered",
+        "_is_delta",
+        "_error",
+        "_reader",
+        "_text_reader",
+        "_wake",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        begin: Callable[["OutputStream[Out]"], None],
+        abandon: Callable[[str], None],
+        *,
+        is_delta: bool = True,
+    ):
+        """`is_delta`: whether each output has only what is new since the one before."""
+        self.request_id = request_id
+        self._is_delta = is_delta
+        self._begin: Callable[[OutputStream[Out]], None] | None = begin
+        """None when it has begun: the request knows its answer, and is not to be known by it for ever."""
+        self._abandon = abandon
+        self._over = False
+        self.has_output = False
+        """Whether the engine has put anything here yet."""
+        self._output: Out | None = None
+        """What the reader has not seen yet, if that is one output;"""
+        self._gathered: OutputBuffer | None = None
+        """if it is more than one, all of them."""
+        self._error: QuireError | None = None
+        self._reader: Callable[[Out], None] | None = None
+        self._text_reader: TextReader | None = None
+        self._wake: asyncio.Future[None] | None = None
+
+    # ---- the engine's side
+
+    def put(self, output: Out) -> None:
+        self.has_output = True
+        if self._reader is None:
+            self._keep(output)
+            self._wake_up()
+            return
+        try:
+            self._reader(output)
+        except Exception as error:  # the reader's own: it is raised where the reader waits
+            self._wake_up(error)
+        if output.finished:
+            self._over = True
+            self._wake_up()
+
+    def _keep(self, output: Out) -> None:
+        """Until the reader asks for it."""
+        if self._output is None:
+            self._output = output
+            return
+        if self._gathered is None:
+            self._gathered = OutputBuffer(self._output, is_delta=self._is_delta)
+        self._gathered.add(output)
+
+    @property
+    def takes_text(self) -> bool:
+        return self._text_reader is not None
+
+    def put_text(self, text: str, num_tokens: int) -> None:
+        """What most outputs are, without the object: more text, and nothing else to say."""
+        assert self._text_reader is not None
+        try:
+            self._text_reader(text, num_tokens)
+        except Exception as error:
+            self._wake_up(error)
+
+    def fail(self, error: QuireError) -> None:
+        """No more will come. What came before can still be read."""
+        self._error = error
+        self._wake_up(error if self._reader is not None else None)
+
+    def _wake_up(self, error: Exception | None = None) -> None:
+        if self._wake is None or self._wake.done():
+            return
+        if error is None:
+            self._wake.set_result(None)
+        else:
+            self._wake.set_exception(error)
+
+    # ---- the reader's side
+
+    def __aiter__(self) -> "OutputStream[Out]":
+        return self
+
+    async def __anext__(self) -> Out:
+        self._start()
+        while self._output is None:
+            if self._over:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        output, gathered = self._output, self._gathered
+        self._output = self._gathered = None
+        if gathered is not None:
+            output = cast(Out, gathered.joined())
+        self._over = output.finished
+        return output
+
+    async def forward(self, reader: Callable[[Out], None], text_reader: TextReader | None = None) -> None:
+        """Hand every output to `reader` in the moment it comes, until the last one did. Those between the
+        first and the last that are nothing but text may go to `text_reader`."""
+        self._reader, self._text_reader = reader, text_reader
+        self._wake = asyncio.get_running_loop().create_future()
+        self._start()
+        await self._wake
+
+    def _start(self) -> None:
+        if (begin := self._begin) is not None:
+            self._begin = None
+            begin(self)
+
+    async def aclose(self) -> None:
+        if self._begin is None and not self._over:
+            self._over = True
+            self._abandon(self.request_id)

@@ -1,0 +1,131 @@
+"""Paged attention in C (`csrc/attention.c`). The reference in torch is the TORCH_SDPA backend."""
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.native import TYPES, Kernel, library, recording
+
+HEAD_DIM_STEP = 8
+"""Head sizes are multiples of this."""
+KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+"""Numbers of what a cache may hold, as in kept.h."""
+
+
+class _Job(ctypes.Structure):
+    """The same fields, in the same order, as in attention.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("out", "q", "k_cache", "v_cache")),
+        *((name, ctypes.c_void_p) for name in ("rows", "block_tables", "query_starts", "seq_lens", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("alibi_slopes", "reach")),
+        ("q_stride", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("table_width", "num_seqs", "heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("slot_stride", "block_size", "window", "q_bf16", "kept")),
+        ("sinks_bf16", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("scale", "v_scale", "softcap")),
+        *((name, ctypes.c_int64) for name in ("max_tasks", "max_saved")),
+        ("memory", ctypes.c_void_p),
+    ]
+
+
+_attention = Kernel("quire_attention")
+_own = threading.local()
+
+
+@functools.cache
+def _room() -> Callable[..., int]:
+    loaded = library()
+    assert loaded is not None, "ask library() first"
+    function = loaded["quire_attention_room"]
+    function.argtypes = [ctypes.POINTER(_Job), *[ctypes.c_int64] * 4]
+    function.restype = ctypes.c_int64
+    return cast(Callable[..., int], function)
+
+
+def _scratch(num_bytes: int) -> Tensor:
+    """Memory of this Python thread that all its calls share; what is not touched costs nothing."""
+    memory: Tensor | None = getattr(_own, "memory", None)
+    if memory is None or len(memory) < num_bytes:
+        memory = _own.memory = torch.empty(num_bytes, dtype=torch.uint8)
+    return memory
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    rows: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    reach: Tensor | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """[T, heads, head_dim] queries of all sequences -> the same shape. Caches, sinks and slopes as the
+    backends have them, `reach` as in `Batch`; `scales` are what keys and values were divided by."""
+    assert q.dtype in TYPES and k_cache.dtype in KEPT
+    assert sinks is None or (sinks.dtype in TYPES and sinks.is_contiguous())
+    assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and not softcap)
+    q, maybe = _rows(q), (sinks, alibi_slopes, reach)
+    out = q.new_empty(q.shape)
+    job = _Job(
+        out.data_ptr(),
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        rows.data_ptr(),
+        block_tables.data_ptr(),
+        query_starts.data_ptr(),
+        seq_lens.data_ptr(),
+        *(None if each is None else each.data_ptr() for each in maybe),
+        q.stride(0),
+        block_tables.shape[1],
+        len(seq_lens),
+        q.shape[1],
+        k_cache.shape[2],
+        q.shape[2],
+        slot_stride(k_cache, v_cache),
+        k_cache.shape[1],
+        window or 0,
+        q.dtype == torch.bfloat16,
+        KEPT[k_cache.dtype],
+        sinks is not None and sinks.dtype == torch.bfloat16,
+        scale * scales[0],
+        scales[1],
+        softcap or 0.0,
+    )
+    if recording():  # the sequences may grow until the tables are full
+        max_seq_len = block_tables.shape[1] * k_cache.shape[1]
+    scratch = _scratch(_room()(job, len(q), max_query_len, max_seq_len, torch.get_num_threads()))
+    job.memory = scratch.data_ptr()
+    read = q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens
+    _attention(job, out, scratch, *read, *(each for each in maybe if each is not None))
+    return out
+
+
+def slot_stride(k_cache: Tensor, v_cache: Tensor) -> int:
+    """How far apart two tokens lie, whose heads lie side by side: further than these are wide where layers
+    share their memory."""
+    _, block_size, _, head_dim = k_cache.shape
+    stride = k_cache.stride(1)
+    assert k_cache.stride() == v_cache.stride() == (block_size * stride, stride, head_dim, 1)
+    return stride
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`x` with the heads of a token side by side."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -1,0 +1,140 @@
+"""Packed weights: their forms, their repacking and their rows in C (`csrc/quantized*.c`)."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu import native
+from quire.kernels.cpu.linear import BLOCK, Matrix, linear_reference
+from quire.kernels.cpu.native import Kernel, structure
+
+
+class GGUFForm(NamedTuple):
+    """How a ggml type is kept; the numbers as in linear.h and quantized_pack.c."""
+
+    type: int
+    form: int
+    bits: int
+    """Of a code. Types of 5 and 6 bits take 8, and those whose codes stand for other numbers."""
+    head_bytes: int
+    """Of the scales and minima of 32 columns."""
+    stored_bytes: int
+    """Of a block of the file."""
+    stored_columns: int = BLOCK
+
+    @property
+    def block_bytes(self) -> int:
+        return self.head_bytes + BLOCK * self.bits // 8
+
+
+TYPES = {
+    "Q4_0": GGUFForm(0, 2, 4, 2, 18),
+    "Q4_1": GGUFForm(1, 3, 4, 4, 20),
+    "Q5_0": GGUFForm(2, 4, 8, 2, 22),
+    "Q5_1": GGUFForm(3, 6, 8, 8, 24),
+    "Q8_0": GGUFForm(4, 4, 8, 2, 34),
+    "Q2_K": GGUFForm(5, 7, 4, 16, 84, 256),
+    "Q3_K": GGUFForm(6, 7, 4, 16, 110, 256),
+    "Q4_K": GGUFForm(7, 5, 4, 8, 144, 256),
+    "Q5_K": GGUFForm(8, 6, 8, 8, 176, 256),
+    "Q6_K": GGUFForm(9, 8, 8, 8, 210, 256),
+    "IQ4_XS": GGUFForm(10, 6, 8, 8, 136, 256),
+    "IQ4_NL": GGUFForm(11, 4, 8, 2, 18),
+    "MXFP4": GGUFForm(12, 11, 4, 1, 17),
+}
+
+
+_PADDING = 64
+"""Bytes behind the last row that a wide load may touch."""
+
+
+class _WeightArena:
+    """Memory for many weights, side by side: some allocators round each piece up to two megabytes."""
+
+    CHUNK = 32 << 20
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        if len(self._left) < num_bytes:
+            self._left = torch.empty(max(num_bytes, self.CHUNK), dtype=torch.uint8)
+        size = -(-num_bytes // _PADDING) * _PADDING
+        taken, self._left = self._left[:num_bytes], self._left[size:]
+        return taken
+
+
+_room = _WeightArena()
+_pack = Kernel("quire_pack")
+_PackJob = structure("into stored", "type form rows columns interleaved stored_row_bytes")
+_rows = Kernel("quire_rows")
+_RowsJob = structure("out ids matrix", "num_ids out_bf16")
+
+
+@functools.cache
+def group_rows() -> int:
+    """How many rows lie side by side in the interleaved layout; 0: this CPU does not multiply it."""
+    library = native.library()
+    return 0 if library is None else int(library.quire_group())
+
+
+def interleaves() -> bool:
+    """Whether this CPU multiplies interleaved weights in whole numbers; else in float, row by row."""
+    return group_rows() > 0
+
+
+def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
+    """[rows, bytes] as in a GGUF file, repacked."""
+    form = TYPES[kind]
+    rows, from_row_bytes = stored.shape
+    columns = from_row_bytes // form.stored_bytes * form.stored_columns
+    row_bytes = columns // BLOCK * form.block_bytes
+    kept_rows = -(-rows // group_rows()) * group_rows() if interleaved else rows
+    packed = _room.take(kept_rows * row_bytes + _PADDING)
+    stored = stored.contiguous()
+    job = _PackJob(
+        packed.data_ptr(),
+        stored.data_ptr(),
+        form.type,
+        form.form,
+        rows,
+        columns,
+        interleaved,
+        from_row_bytes,
+    )
+    _pack(job, packed, stored)
+    return Matrix(packed, form.form, rows, columns, interleaved, row_bytes)
+
+
+class GGUFRows:
+    """Rows of a matrix, as exact as it has them."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix = matrix
+        self._in_c = torch.tensor(matrix.in_c())
+
+    def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T] int64 -> [T, columns]."""
+        assert ids.dtype == torch.int64 and ids.is_contiguous()
+        out = torch.empty(len(ids), self.matrix.columns, dtype=dtype)
+        job = _RowsJob(
+            out.data_ptr(), ids.data_ptr(), self._in_c.data_ptr(), len(ids), dtype == torch.bfloat16
+        )
+        _rows(job, out, ids, *self.matrix.held, self._in_c)
+        return out
+
+
+def unpack_reference(stored: Tensor, kind: str) -> Tensor:
+    """[rows, bytes] as in a GGUF file -> [rows, columns] float32."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(stored.numpy(), GGMLQuantizationType[kind]))
+
+
+def product_reference(x: Tensor, parts: Sequence[tuple[Tensor, str]], bias: Tensor | None = None) -> Tensor:
+    """`Product` over parts given as (bytes of the file, type)."""
+    return linear_reference(x, torch.cat([unpack_reference(*part) for part in parts]), bias)

@@ -1,0 +1,138 @@
+"""Products with plain weights in C (`csrc/linear.c`), and what packed ones share with them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.cpu.native import Kernel, structure
+
+BLOCK = 32
+"""Columns of a packed weight that are stored together."""
+FORMS = {torch.float32: 0, torch.bfloat16: 1}
+"""Numbers of the plain forms, as in linear.h."""
+FP8_FORMS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 10}
+"""Those of plain forms with scales."""
+_ROUNDED_BYTES = 80
+"""Of a block of a row of x, in scratch."""
+PANEL = 6
+"""Rows of x that lie side by side in scratch, at most."""
+_LANES = 16
+"""Columns of plain rows that lie side by side there, at most."""
+
+
+_linear = Kernel("quire_linear")
+_Job = structure(
+    "out scratch x bias parts x_rows",
+    "num_parts num_rows x_stride out_stride x_bf16 out_bf16 scratch_copies scratch_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight [rows, columns] in one of the forms of linear.h."""
+
+    data: Tensor
+    form: int
+    rows: int
+    columns: int
+    interleaved: bool
+    row_bytes: int
+    """Interleaved: the share of a row in its group."""
+    scales: Tensor | None = None
+    """Of floats of 8 bits, [blocks of rows, blocks of columns] float32."""
+    scale_block: tuple[int, int] = (1, 1)
+    """Rows and columns that share a scale."""
+
+    @staticmethod
+    def plain(weight: Tensor) -> "Matrix":
+        assert weight.is_contiguous()
+        rows, columns = weight.shape
+        return Matrix(weight, FORMS[weight.dtype], rows, columns, False, columns * weight.element_size())
+
+    @staticmethod
+    def fp8(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> "Matrix":
+        """Floats of 8 bits with a scale for each row, or for each `block` of rows and columns."""
+        assert weight.is_contiguous() and scales.dtype == torch.float32 and scales.is_contiguous()
+        rows, columns = weight.shape
+        high, wide = block or (1, columns)
+        assert wide % BLOCK == 0 or wide >= columns, f"a scale of {wide} columns: not a multiple of {BLOCK}"
+        assert scales.numel() == -(-rows // high) * -(-columns // wide)
+        form = FP8_FORMS[weight.dtype]
+        return Matrix(weight, form, rows, columns, False, columns, scales, (high, wide))
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The memory that `in_c` points to."""
+        return [self.data] if self.scales is None else [self.data, self.scales]
+
+    @property
+    def own_bytes(self) -> Tensor:
+        """Of its rows, without what may come behind them."""
+        return self.data.flatten().view(torch.uint8)[: self.rows * self.row_bytes]
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Of a row of x that the matrix is multiplied with, in scratch."""
+        if self.interleaved:
+            return self.columns // BLOCK * _ROUNDED_BYTES
+        return -(-self.columns // _LANES) * _LANES * 4
+
+    def in_c(self) -> list[int]:
+        """The fields of `Matrix` in linear.h."""
+        sizes = self.form, self.rows, self.columns, self.interleaved, self.row_bytes
+        scales = 0 if self.scales is None else self.scales.data_ptr()
+        return [self.data.data_ptr(), *map(int, sizes), scales, *self.scale_block]
+
+
+class LinearProduct:
+    """x W^T + bias, where W is made of `parts`, all interleaved or none, stacked along the output. If it is
+    `wide`, in float32 whatever x is.
+
+    A row of the result has the same bits alone and in any batch, with any number of threads.
+    """
+
+    def __init__(self, parts: Sequence[Matrix], bias: Tensor | None = None, *, wide: bool = False) -> None:
+        assert len({(part.columns, part.interleaved) for part in parts}) == 1
+        self.parts = tuple(parts)
+        self.wide = wide
+        self.bias = None if bias is None else bias.float().contiguous()
+        self._in_c = torch.tensor([part.in_c() for part in parts])
+        self._keep = [self._in_c, *(tensor for part in parts for tensor in part.held)]
+        self._keep += [] if self.bias is None else [self.bias]
+        self._size_in, self._size_out = parts[0].columns, sum(part.rows for part in parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, size_in], float32 or bfloat16 -> [T, size_out], the same unless it is `wide`."""
+        assert x.dtype in FORMS and x.stride(1) == 1 and x.shape[1] == self._size_in
+        num_rows, is_bf16 = len(x), x.dtype == torch.bfloat16
+        out = x.new_empty(num_rows, self._size_out, dtype=torch.float32 if self.wide else x.dtype)
+        row_bytes = self.parts[0].prepared_bytes
+        copies = torch.get_num_threads() if num_rows == 1 else 1
+        kept_rows = max(num_rows, copies) + PANEL - 1
+        scratch = torch.empty(kept_rows * row_bytes, dtype=torch.uint8)
+        job = _Job(
+            out.data_ptr(),
+            scratch.data_ptr(),
+            x.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            self._in_c.data_ptr(),
+            None,
+            len(self.parts),
+            num_rows,
+            x.stride(0),
+            self._size_out,
+            is_bf16,
+            out.dtype == torch.bfloat16,
+            copies,
+            row_bytes,
+        )
+        _linear(job, out, scratch, x, *self._keep)
+        return out
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same in torch, in float64, rounded once at the end."""
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)

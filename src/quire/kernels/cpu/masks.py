@@ -1,0 +1,25 @@
+"""Masks in C (`csrc/masks.c`) on a CPU. The reference in numpy is `sampling/constrain.py`."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.native import TYPES, Kernel, structure
+
+_mask = Kernel("quire_mask")
+_Job = structure("x packed", "num_masks num_words vocab stride bf16")
+
+
+def apply_masks(logits: Tensor, packed: Tensor) -> None:
+    """Take out of `logits` [N, V], in place, what is not in `packed` [masks, 1 + words] int32: of each mask
+    its row, then its bits."""
+    assert logits.dtype in TYPES and logits.stride(1) == 1 and packed.is_contiguous()
+    job = _Job(
+        logits.data_ptr(),
+        packed.data_ptr(),
+        len(packed),
+        packed.shape[1] - 1,
+        logits.shape[1],
+        logits.stride(0),
+        logits.dtype == torch.bfloat16,
+    )
+    _mask(job, logits, packed)

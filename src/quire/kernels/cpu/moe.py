@@ -1,0 +1,180 @@
+"""Mixtures of experts in C (`csrc/experts.c`). The reference in torch is `kernels/reference/moe.py`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.checkpoint.facts import Routing
+from quire.kernels.cpu.linear import FORMS, PANEL, Matrix
+from quire.kernels.cpu.native import Kernel, structure
+from quire.kernels.reference.activations import in_c
+from quire.kernels.reference.moe import ExpertAdapters
+
+MAX_EXPERTS = 1024
+"""As in experts.c."""
+_MAX_ROWS = 8192
+"""Pairs of a token and an expert that are computed at a time: scratch has four numbers for each of a row."""
+_GROUP_FIELDS = 7
+
+_route = Kernel("quire_route")
+_RouteJob = structure(
+    "ids weights logits bias",
+    "num_tokens num_experts stride per_token sigmoid renormalized num_groups top_groups group_best bf16",
+    "scale",
+)
+_experts = Kernel("quire_experts")
+_ExpertsJob = structure(
+    "out x ids weights gate_up down gate_up_bias down_bias "
+    "counts groups tokens places prepared_x prepared_inner inner outer "
+    "slots gate_up_a gate_up_b down_a down_b ranks",
+    "num_tokens per_token num_experts num_parts hidden size x_stride activation bf16 "
+    "prepared_x_bytes prepared_inner_bytes rank slot_stride adapter_bf16",
+    "bound",
+)
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`experts.route` of float32 or bfloat16 logits; `bias` is float32. Of equals the first is chosen."""
+    num_tokens, num_experts = logits.shape
+    assert logits.dtype in FORMS and logits.stride(1) == 1 and num_experts <= MAX_EXPERTS
+    assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
+    ids = torch.empty(num_tokens, routing.per_token, dtype=torch.int32)
+    weights = torch.empty(num_tokens, routing.per_token, dtype=torch.float32)
+    job = _RouteJob(
+        ids.data_ptr(),
+        weights.data_ptr(),
+        logits.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        num_tokens,
+        num_experts,
+        logits.stride(0),
+        routing.per_token,
+        routing.scoring == "sigmoid",
+        routing.renormalized,
+        routing.num_groups,
+        routing.top_groups,
+        routing.group_best,
+        logits.dtype == torch.bfloat16,
+        routing.scale,
+    )
+    _route(job, ids, weights, logits, *([] if bias is None else [bias]))
+    return ids, weights
+
+
+class CpuExperts:
+    """The experts of a layer: the weighted sum of what the chosen ones make of each token.
+
+    Each has the parts of its gate and up projections, stacked along the output, and its down projection. A
+    row of the result has the same bits alone and in any batch, with any number of threads.
+    """
+
+    def __init__(
+        self,
+        gate_up: Sequence[Sequence[Matrix]],
+        down: Sequence[Matrix],
+        activation: str,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        parts = [part for expert in gate_up for part in expert]
+        assert len(gate_up) == len(down) and len(parts) == len(down) * len(gate_up[0])
+        assert len({(part.columns, part.interleaved) for part in parts}) == 1
+        assert len({(part.rows, part.columns, part.interleaved) for part in down}) == 1
+        self.activation, self.bound = in_c(activation)
+        self._first, self._last, self._num_parts = parts[0], down[0], len(gate_up[0])
+        self._num_experts, self._hidden, self._size = len(down), down[0].rows, down[0].columns
+        assert sum(part.rows for part in gate_up[0]) == 2 * self._size
+        matrices = [torch.tensor([part.in_c() for part in of]) for of in (parts, list(down))]
+        biases = [None if bias is None else bias.float().contiguous() for bias in (gate_up_bias, down_bias)]
+        self._pointers = [None if held is None else held.data_ptr() for held in (*matrices, *biases)]
+        self._biases = [bias for bias in biases if bias is not None]
+        self._matrices = [[of[part] for of in gate_up] for part in range(len(gate_up[0]))] + [list(down)]
+        self._keep = [*matrices, *self._biases]
+        self._keep += [tensor for part in (*parts, *down) for tensor in part.held]
+
+    def by_expert(self) -> list[list[Tensor]]:
+        """All that the kernel reads, in bytes: of each matrix, of its scales and of each bias what is each
+        expert's."""
+        found = [[matrix.own_bytes for matrix in of] for of in self._matrices]
+        found += [
+            [matrix.scales.flatten().view(torch.uint8) for matrix in of if matrix.scales is not None]
+            for of in self._matrices
+            if of[0].scales is not None
+        ]
+        return found + [list(bias.view(torch.uint8)) for bias in self._biases]
+
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, adapters: ExpertAdapters | None = None
+    ) -> Tensor:
+        """[T, hidden], float32 or bfloat16, with the [T, per_token] that `route` returns -> [T, hidden]."""
+        assert x.dtype in FORMS and x.stride(1) == 1 and x.shape[1] == self._first.columns
+        assert ids.dtype == torch.int32 and ids.is_contiguous()
+        assert weights.dtype == torch.float32 and weights.is_contiguous()
+        out = torch.empty(len(x), self._hidden, dtype=x.dtype)
+        step = max(_MAX_ROWS // ids.shape[1], 1)
+        for start in range(0, len(x), step):
+            some = slice(start, start + step)
+            own = None if adapters is None else adapters._replace(tokens=adapters.tokens[some])
+            self._run(out[some], x[some], ids[some], weights[some], own)
+        return out
+
+    def _run(
+        self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, adapters: ExpertAdapters | None
+    ) -> None:
+        num_tokens, per_token = ids.shape
+        scratch = self._scratch(num_tokens, ids.numel())
+        pointers, sizes, held = _adapters_in_c(adapters, ids.numel())
+        job = _ExpertsJob(
+            out.data_ptr(),
+            x.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            *self._pointers,
+            *(memory.data_ptr() for memory in scratch),
+            *pointers,
+            num_tokens,
+            per_token,
+            self._num_experts,
+            self._num_parts,
+            self._hidden,
+            self._size,
+            x.stride(0),
+            self.activation,
+            x.dtype == torch.bfloat16,
+            self._first.prepared_bytes,
+            self._last.prepared_bytes,
+            *sizes,
+            self.bound,
+        )
+        _experts(job, out, x, ids, weights, *scratch, *held, *self._keep)
+
+    def _scratch(self, num_tokens: int, num_rows: int) -> list[Tensor]:
+        """The fields of the job from `counts` to `outer`. Only experts with 4 rows or more fill up panels."""
+        panels = num_rows + min(self._num_experts, num_rows // 4) * (PANEL - 1)
+        copies = torch.get_num_threads() if num_tokens == 1 else panels
+        return [
+            torch.empty(1 + self._num_experts, dtype=torch.int64),
+            torch.empty(min(self._num_experts, num_rows) * _GROUP_FIELDS, dtype=torch.int64),
+            torch.empty(num_rows, dtype=torch.int32),
+            torch.empty(num_rows, dtype=torch.int32),
+            torch.empty(copies * self._first.prepared_bytes, dtype=torch.uint8),
+            torch.empty(panels * self._last.prepared_bytes, dtype=torch.uint8),
+            torch.empty(num_rows * 2 * self._size, dtype=torch.float32),
+            torch.empty(num_rows * self._hidden, dtype=torch.float32),
+        ]
+
+
+def _adapters_in_c(
+    adapters: ExpertAdapters | None, num_rows: int
+) -> tuple[list[int | None], list[int], list[Tensor]]:
+    """The fields of the job from `slots` to `ranks`, those from `rank` on, and the memory of all."""
+    if adapters is None:
+        return [None] * 6, [0] * 3, []
+    *matrices, tokens = adapters
+    rank, stride, dtype = adapters.down_b.shape[-1], adapters.down_b.stride(0), adapters.down_b.dtype
+    assert tokens.dtype == torch.int32 and tokens.is_contiguous() and dtype in FORMS
+    assert all(each[0].is_contiguous() for each in matrices)
+    assert len(adapters.down_b) == 1 or {each.stride(0) for each in matrices} == {stride}
+    held = [tokens, *matrices, torch.empty(num_rows * 2 * rank, dtype=torch.float32)]
+    return [each.data_ptr() for each in held], [rank, stride, dtype == torch.bfloat16], held

@@ -1,0 +1,235 @@
+"""The C kernels: compiled once with the system's compiler, kept in a cache, called through ctypes."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from quire.config.cpu_kernels import Cpu, compiler_flags
+from quire.config.env import Env
+from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
+
+log = get_logger(__name__)
+
+SOURCES = Path(__file__).parents[1] / "csrc"
+TYPES = (torch.float32, torch.bfloat16)
+"""Of what the kernels compute."""
+_COMPILE = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fopenmp")
+_NATIVE = ("-march=native",)
+_COMPILERS = ("cc", "gcc", "clang")
+_KEPT = {-3: 32 << 20, -1: 256 << 20}
+"""Of glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: bytes of a piece, and of all that is free at the end."""
+_LOST = "the CPU runs on torch alone: attention is slower, and quantized weights are unpacked to full size"
+
+
+class NativeError(Exception):
+    """Why there are no native kernels."""
+
+
+class KernelRecorder(Protocol):
+    """Who is told of kernels as they run: a tape."""
+
+    def add(self, kernel: int, job: ctypes.Structure, tensors: tuple[Tensor, ...]) -> None:
+        """Called after a kernel ran: its address, its job, and the memory that the job points to."""
+
+
+_recording = threading.local()
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels for this machine, compiled for the instructions that QUIRE_CPU_KERNELS names; None, after
+    one warning, where they cannot be compiled, or after one line where they are not wanted."""
+    keep_freed_memory()
+    env = Env.read(os.environ)
+    path = env.cpu_kernels
+    if path == "torch":
+        log.info("The C kernels are off (QUIRE_CPU_KERNELS=torch); %s", _LOST)
+        return None
+    flags = compiler_flags(path, Cpu.read())
+    try:
+        return build(env.cache_root / "kernels", find_compiler(os.environ.get("CC")), flags)
+    except NativeError as error:
+        if path != "native":
+            raise ConfigError(
+                f"QUIRE_CPU_KERNELS={path}: the C kernels cannot be compiled ({error}); "
+                "install a compiler that knows these instructions, or set it to torch"
+            ) from error
+        warn_once(log, f"No native CPU kernels ({error}); {_LOST}")
+        return None
+
+
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers of `dtype` on `device` are computed by these kernels."""
+    return device.type == "cpu" and dtype in TYPES and library() is not None
+
+
+def structure(pointers: str, sizes: str, reals: str = "") -> type[ctypes.Structure]:
+    """A job with these fields, in this order: pointers, int64, double."""
+    types = ((pointers, ctypes.c_void_p), (sizes, ctypes.c_int64), (reals, ctypes.c_double))
+    fields = [(name, kind) for names, kind in types for name in names.split()]
+    return type("Job", (ctypes.Structure,), {"_fields_": fields})
+
+
+def keep_freed_memory() -> None:
+    """What a step gives back, the next takes again: by default it goes to the system, and comes back page by
+    page, each cleared first."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        for option, size in _KEPT.items():
+            set_option(option, size)
+
+
+class Kernel:
+    """`void NAME(const NameJob *job)` of csrc/, called by every thread of a team (csrc/run.c).
+
+    The job is a structure with the fields of NameJob in their order. What changes from one step to the next
+    is read from the memory that the job points to, so that a recorded call stays right.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @functools.cached_property
+    def address(self) -> int:
+        loaded = library()
+        assert loaded is not None, "ask library() first"
+        return ctypes.cast(loaded[self.name], ctypes.c_void_p).value or 0
+
+    def __call__(self, job: ctypes.Structure, *tensors: Tensor) -> None:
+        """Run on all threads; `tensors` are those whose memory the job points to."""
+        one = ctypes.c_void_p * 1
+        run(one(self.address), one(ctypes.addressof(job)), torch.get_num_threads())
+        recorder = recording()
+        if recorder is not None:
+            recorder.add(self.address, job, tensors)
+
+
+def run(
+    kernels: ctypes.Array[ctypes.c_void_p], jobs: ctypes.Array[ctypes.c_void_p], num_threads: int
+) -> None:
+    """The kernels one after the other, in one parallel region."""
+    _runner()(kernels, jobs, len(kernels), num_threads)
+
+
+@functools.cache
+def _runner() -> Any:
+    loaded = library()
+    assert loaded is not None, "ask library() first"
+    function = loaded["quire_run"]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    function.restype = None
+    return function
+
+
+def record(recorder: KernelRecorder | None) -> None:
+    """Tell `recorder` of every kernel that this thread runs from now on; None: nobody."""
+    _recording.by = recorder
+
+
+def recording() -> KernelRecorder | None:
+    return getattr(_recording, "by", None)
+
+
+def find_compiler(asked: str | None) -> list[str]:
+    """`asked` ($CC, may carry flags), or the first compiler on the path."""
+    for candidate in [asked] if asked else _COMPILERS:
+        command = shlex.split(candidate)
+        if command and shutil.which(command[0]):
+            return command
+    missing = f"CC={asked!r} is not a program" if asked else "there is no C compiler"
+    raise NativeError(f"{missing}; install gcc or clang, or set CC")
+
+
+def build(folder: Path, compiler: list[str], flags: tuple[str, ...] = _NATIVE) -> ctypes.CDLL:
+    """Load the library for these sources, this compiler and this CPU from `folder`; compile it if need be."""
+    runtime = openmp_in_process()
+    if runtime is None:
+        return _load(folder, compiler, flags, link=("-fopenmp",))
+    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+    try:
+        return _load(folder, compiler, flags, link=())
+    except NativeError:  # a compiler with another runtime: it costs a second pool of threads
+        return _load(folder, compiler, flags, link=("-fopenmp",))
+
+
+def _load(folder: Path, compiler: list[str], flags: tuple[str, ...], *, link: tuple[str, ...]) -> ctypes.CDLL:
+    path = folder / f"quire-{_key(compiler, flags, link)}.so"
+    try:
+        if path.is_file():
+            return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+    try:
+        _compile(path, compiler, flags, link)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeError(str(error)) from error
+
+
+def openmp_in_process(maps: Path = Path("/proc/self/maps")) -> str | None:
+    """The OpenMP runtime that is loaded already, which is torch's."""
+    try:
+        found = re.search(r"\s(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _key(compiler: list[str], flags: tuple[str, ...], link: tuple[str, ...]) -> str:
+    """Another CPU, compiler, flag or source is another library."""
+    key = hashlib.sha256(repr((compiler, _COMPILE, flags, link, platform.machine(), _cpu())).encode())
+    for source in sorted(SOURCES.iterdir()):
+        key.update(source.read_bytes())
+    return key.hexdigest()[:16]
+
+
+def _cpu() -> list[str]:
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return [platform.processor()]
+    return sorted(set(re.findall(r"^(?:flags|Features|model name|CPU part)\s*:.*$", info, re.MULTILINE)))
+
+
+def _compile(path: Path, compiler: list[str], flags: tuple[str, ...], link: tuple[str, ...]) -> None:
+    """Other processes see the whole file or none."""
+    command = [*compiler, *_COMPILE, *flags, "-c"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if path.is_file():
+            return
+        log.info("Compiling the CPU kernels with %s, once for this machine ...", compiler[0])
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda source: _run([*command, source], scratch), sources))
+            objects = [f"{Path(source).stem}.o" for source in sources]
+            _run([*compiler, "-shared", *objects, *link, "-lm", "-o", "built.so"], scratch)
+            os.replace(Path(scratch) / "built.so", path)
+        log.info("Compiled the CPU kernels in %.1f s", time.monotonic() - started)
+
+
+def _run(command: list[str], folder: str) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        said = next((line for line in lines if "error" in line), lines[-1])
+        raise NativeError(f"{command[0]} failed: {said}")

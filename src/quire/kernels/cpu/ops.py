@@ -1,0 +1,290 @@
+"""The operations in C (`csrc/fused.c`) for float32 and bfloat16 on a CPU."""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.checkpoint.facts import Routing
+from quire.kernels.cpu import moe
+from quire.kernels.cpu.attention import KEPT, slot_stride
+from quire.kernels.cpu.native import TYPES, Kernel, structure
+from quire.kernels.ops import HeadEntry
+from quire.kernels.reference.activations import in_c
+from quire.kernels.reference.ops import Reference
+
+_MAX_HEAD_DIM = 1024
+"""As in heads.h."""
+_MAX_RANK = 512
+"""As in lora.c."""
+
+_embed = Kernel("quire_embed")
+_EmbedJob = structure("out ids table", "num_rows row_bytes")
+_norm = Kernel("quire_norm")
+_NormJob = structure(
+    "out x weight bias residual", "num_rows size stride out_stride centred bf16 weight_bf16", "eps"
+)
+_activate = Kernel("quire_activate")
+_ActivateJob = structure("out x", "num_rows size stride activation gated bf16", "bound")
+_change = Kernel("quire_change")
+_ChangeJob = structure("x other", "num_rows size stride other_stride change bf16", "by")
+_SCALE, _SOFTCAP, _ADD, _WEIGH, _WEIGH_ROWS, _SCALE_ROWS, _SCALE_COLUMNS = range(7)
+"""As in fused.c."""
+_lora = Kernel("quire_lora")
+_LoraJob = structure(
+    "out x a b tokens part_ends ids ranks",
+    "num_tokens num_parts rank size_in x_stride out_stride a_stride b_stride bf16 own_bf16",
+)
+_rotate = Kernel("quire_rotate_and_write")
+_RotateJob = structure(
+    "out qkv table q_norm k_norm positions slots k_cache v_cache",
+    "num_tokens stride heads kv_heads head_dim slot_stride rotary_dim bf16 kept norm_bf16",
+    "eps k_scale v_scale",
+)
+
+
+class CPUOps(Reference):
+    """`Ops` in C, for a CPU; what has no kernel is left to torch."""
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), table.shape[1], dtype=table.dtype)
+        job = _EmbedJob(
+            out.data_ptr(),
+            ids.data_ptr(),
+            table.data_ptr(),
+            len(ids),
+            table.shape[1] * table.itemsize,
+        )
+        _embed(job, out, ids, table)
+        return out
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._normed(x, weight, None, eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._normed(x, weight, None, eps, residual=residual)
+
+    def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
+        start = 0
+        for weight in weights:
+            part = x[:, start : start + len(weight)]
+            self._normed(part, weight, None, eps, out=part)
+            start += len(weight)
+        return x
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._normed(x, weight, bias, eps, centred=True)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return self._normed(x, weight, bias, eps, centred=True, residual=residual)
+
+    def _normed(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        centred: bool = False,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        assert weight.dtype in (x.dtype, torch.float32) and (bias is None or bias.dtype == weight.dtype)
+        assert residual is None or (residual.is_contiguous() and residual.dtype == x.dtype)
+        x = _in_rows(x)
+        out = x.new_empty(x.shape) if out is None else out
+        size = x.shape[-1]
+        job = _NormJob(
+            out.data_ptr(),
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            x.numel() // size,
+            size,
+            size if x.is_contiguous() else x.stride(0),
+            size if out.is_contiguous() else out.stride(0),
+            centred,
+            x.dtype == torch.bfloat16,
+            weight.dtype == torch.bfloat16,
+            eps,
+        )
+        _norm(job, out, x, weight, *(held for held in (bias, residual) if held is not None))
+        return out
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        return self._activated(gate_up, activation, gate_up.shape[1] // 2)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        return self._activated(x, activation, x.shape[1])
+
+    def _activated(self, x: Tensor, activation: str, size: int) -> Tensor:
+        x = _in_rows(x)
+        out = torch.empty(len(x), size, dtype=x.dtype)
+        number, bound = in_c(activation)
+        job = _ActivateJob(
+            out.data_ptr(),
+            x.data_ptr(),
+            len(x),
+            size,
+            x.stride(0),
+            number,
+            size < x.shape[1],
+            x.dtype == torch.bfloat16,
+            bound,
+        )
+        _activate(job, out, x)
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return self._changed(x, _SCALE, by=factor)
+
+    def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
+        return self._changed(x, _SCALE_ROWS, factors)
+
+    def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
+        return self._changed(x, _SCALE_COLUMNS, factors.expand_as(x))
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return self._changed(x, _SOFTCAP, by=cap)
+
+    def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._changed(x, _WEIGH if gate.shape == x.shape else _WEIGH_ROWS, gate)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._changed(x, _ADD, y)
+
+    def _changed(self, x: Tensor, change: int, other: Tensor | None = None, by: float = 0.0) -> Tensor:
+        """x [T, n] in place."""
+        assert x.dim() == 2 and x.stride(1) == 1
+        kind = torch.float32 if change == _SCALE_ROWS else x.dtype
+        assert other is None or (other.dtype == kind and other.stride(1) == 1)
+        job = _ChangeJob(
+            x.data_ptr(),
+            None if other is None else other.data_ptr(),
+            *x.shape,
+            x.stride(0),
+            0 if other is None else other.stride(0),
+            change,
+            x.dtype == torch.bfloat16,
+            by,
+        )
+        _change(job, x, *(() if other is None else (other,)))
+        return x
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return moe.route(logits, routing, bias)
+
+    def rotate_and_write(self, qkv: Tensor, entry: HeadEntry) -> Tensor:
+        heads, table, positions, slots, k_cache, v_cache, norms, *scales = entry
+        kv_heads, head_dim = k_cache.shape[2:]
+        if k_cache.dtype not in KEPT or head_dim > _MAX_HEAD_DIM:
+            return super().rotate_and_write(qkv, entry)
+        assert qkv.stride(1) == 1 and qkv.dtype == table.dtype
+        out = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype)
+        job = _RotateJob(
+            out.data_ptr(),
+            qkv.data_ptr(),
+            table.data_ptr(),
+            None if norms is None else norms.q.data_ptr(),
+            None if norms is None else norms.k.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            len(qkv),
+            qkv.stride(0),
+            heads,
+            kv_heads,
+            head_dim,
+            slot_stride(k_cache, v_cache),
+            table.shape[1],
+            qkv.dtype == torch.bfloat16,
+            KEPT[k_cache.dtype],
+            norms is not None and norms.q.dtype == torch.bfloat16,
+            0.0 if norms is None else norms.eps,
+            *scales,
+        )
+        weights = () if norms is None else (norms.q, norms.k)
+        _rotate(job, out, qkv, table, positions, slots, k_cache, v_cache, *weights)
+        return out
+
+    def assigned(self, tokens: Tensor, num_slots: int) -> Tensor:
+        return tokens
+
+    def lora(
+        self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
+    ) -> Tensor:
+        width = len(part_sizes) * b.shape[2]
+        assert x.dtype == out.dtype
+        ranks = torch.empty(len(x), width, dtype=torch.float32)
+        _add_lora(out, _in_rows(x), None, a, b, part_sizes, tokens, ranks)
+        return out
+
+    def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Tensor) -> Tensor:
+        ranks = torch.empty(0, dtype=torch.float32)
+        _add_lora(out, None, ids.contiguous(), a, b, (b.shape[1],), tokens, ranks)
+        return out
+
+    def lora_shrink(self, x: Tensor, a: Tensor, tokens: Tensor) -> Tensor:
+        ranks = torch.empty(len(x), a.shape[1], dtype=torch.float32)
+        _add_lora(None, _in_rows(x), None, a, None, (), tokens, ranks)
+        return ranks
+
+    def lora_expand(
+        self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
+    ) -> Tensor:
+        _add_lora(out, None, None, None, b, part_sizes, tokens, ranks.contiguous())
+        return out
+
+
+def _add_lora(
+    out: Tensor | None,
+    x: Tensor | None,
+    ids: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    part_sizes: tuple[int, ...],
+    tokens: Tensor,
+    ranks: Tensor,
+) -> None:
+    """Without `out` ranks are made, without x they are given, or `ids` say where they are in a."""
+    held = [each for each in (a, b) if each is not None]
+    like = x if out is None else out
+    assert like is not None and len(like) == len(tokens) and {each.dtype for each in held} <= {*TYPES}
+    assert tokens.dtype == torch.int32 and tokens.is_contiguous() and ranks.dtype == torch.float32
+    assert all(each[0].is_contiguous() for each in held) and len({each.dtype for each in held}) == 1
+    num_parts, rank = (1, ranks.shape[1]) if b is None else (len(part_sizes), b.shape[2])
+    assert rank <= _MAX_RANK if ids is not None else ranks.shape[1] == num_parts * rank
+    assert out is None or b is None or out.stride(1) == 1 and out.shape[1] == sum(part_sizes) == b.shape[1]
+    ends = _ends(part_sizes)
+    given = [out, x, a, b, tokens, ends, ids, ranks]
+    job = _LoraJob(
+        *(None if each is None else each.data_ptr() for each in given),
+        len(tokens),
+        num_parts,
+        rank,
+        0 if a is None else a.shape[2],
+        0 if x is None else x.stride(0),
+        0 if out is None else out.stride(0),
+        0 if a is None else a.stride(0),
+        0 if b is None else b.stride(0),
+        like.dtype == torch.bfloat16,
+        held[0].dtype == torch.bfloat16,
+    )
+    _lora(job, *(each for each in given if each is not None))
+
+
+@cache
+def _ends(sizes: tuple[int, ...]) -> Tensor:
+    """Where the parts of these sizes end, one behind the other."""
+    return torch.from_numpy(np.cumsum(sizes, dtype=np.int64))
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """`x` with its rows at one distance."""
+    return x if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1) else x.contiguous()

@@ -1,0 +1,181 @@
+"""`StateOps` in C (`csrc/state.c`) on a CPU: all for float32 and bfloat16, scans for float16."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.native import Kernel, structure
+from quire.kernels.reference.ssm import (
+    ANY_TIME,
+    GATES,
+    L2_EPS,
+    DecayRates,
+    Limits,
+    MambaInputs,
+    SSMSequences,
+    StateReference,
+)
+
+_MAX_KERNEL, _MAX_DIM = 8, 512
+"""As in state.c."""
+
+_SEQS = "starts rows positions"
+_conv = Kernel("quire_state_conv")
+_ConvJob = structure(f"out x weight bias state {_SEQS}", "num_seqs channels stride kernel activated bf16")
+_scan = Kernel("quire_state_scan")
+_ScanJob = structure(
+    f"out xbc dt rate bias skip state {_SEQS}",
+    "num_seqs heads groups dim size stride dt_stride bf16",
+    "least most",
+)
+_select = Kernel("quire_state_select")
+_SelectJob = structure(
+    f"out x gate dt b c rate bias skip state {_SEQS}",
+    "num_seqs channels size x_stride gate_stride dt_stride bc_stride bf16",
+)
+_delta = Kernel("quire_state_delta")
+_DeltaJob = structure(
+    f"out qkv a b rate bias state {_SEQS}",
+    "num_seqs heads key_heads key_dim dim stride ab_stride bf16",
+    "eps",
+)
+_gated_norm = Kernel("quire_gated_norm")
+_GatedNormJob = structure(
+    "out x gate weight", "num_rows pieces size stride gate_stride gate_first bf16", "eps"
+)
+_gate = Kernel("quire_gate")
+_GateJob = structure("out x gate", "num_rows size stride gate_stride by bf16")
+
+
+class CPUStateOps:
+    """`StateOps` in C, for a CPU."""
+
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        activated: bool = True,
+    ) -> Tensor:
+        (num_tokens, channels), kernel = x.shape, weight.shape[1]
+        if kernel > _MAX_KERNEL:
+            return StateReference().conv(x, weight, bias, state, seqs, activated=activated)
+        assert x.dtype == weight.dtype == state.dtype and x.stride(1) == 1
+        out = torch.empty(num_tokens, channels, dtype=x.dtype)
+        given = weight if bias is None else bias
+        tensors = out, x, weight, given, state, *_of(seqs)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers[3] = 0 if bias is None else pointers[3]
+        sizes = len(seqs.lens), channels, x.stride(0), kernel, activated, x.dtype == torch.bfloat16
+        _conv(_ConvJob(*pointers, *sizes), *tensors)
+        return out
+
+    def scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        rates: DecayRates,
+        skip: Tensor,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        limits: Limits = ANY_TIME,
+    ) -> Tensor:
+        heads, head_dim, size = state.shape[1:]
+        if max(head_dim, size) > _MAX_DIM:
+            return StateReference().scan(xbc, dt, rates, skip, state, seqs, limits=limits)
+        assert xbc.dtype == dt.dtype and xbc.stride(1) == dt.stride(1) == 1 and state.is_contiguous()
+        out = torch.empty(len(xbc), heads * head_dim, dtype=xbc.dtype)
+        groups = (xbc.shape[1] - heads * head_dim) // (2 * size)
+        tensors = out, xbc, dt, *rates, skip, state, *_of(seqs)
+        sizes = len(seqs.lens), heads, groups, head_dim, size, xbc.stride(0), dt.stride(0)
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        _scan(_ScanJob(*pointers, *sizes, xbc.dtype == torch.bfloat16, *limits), *tensors)
+        return out
+
+    def select(
+        self, x: Tensor, gate: Tensor, given: MambaInputs, state: Tensor, seqs: SSMSequences
+    ) -> Tensor:
+        channels, size = state.shape[1:]
+        dt, b, c, rates, skip = given
+        if size > _MAX_DIM:
+            return StateReference().select(x, gate, given, state, seqs)
+        assert {part.dtype for part in (gate, dt, b, c)} == {x.dtype} and b.stride(0) == c.stride(0)
+        assert all(part.stride(1) == 1 for part in (x, gate, dt, b, c)) and state.is_contiguous()
+        out = torch.empty(len(x), channels, dtype=x.dtype)
+        tensors = out, x, gate, dt, b, c, *rates, skip, state, *_of(seqs)
+        strides = x.stride(0), gate.stride(0), dt.stride(0), b.stride(0)
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        sizes = len(seqs.lens), channels, size, *strides, x.dtype == torch.bfloat16
+        _select(_SelectJob(*pointers, *sizes), *tensors)
+        return out
+
+    def delta(
+        self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
+    ) -> Tensor:
+        heads, key_dim, value_dim = state.shape[1:]
+        if max(key_dim, value_dim) > _MAX_DIM:
+            return StateReference().delta(qkv, a, b, rates, state, seqs)
+        assert qkv.dtype == a.dtype == b.dtype and qkv.stride(1) == a.stride(1) == b.stride(1) == 1
+        assert a.stride(0) == b.stride(0) and state.is_contiguous()
+        out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype)
+        key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
+        tensors = out, qkv, a, b, *rates, state, *_of(seqs)
+        sizes = len(seqs.lens), heads, key_heads, key_dim, value_dim, qkv.stride(0), a.stride(0)
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        _delta(_DeltaJob(*pointers, *sizes, qkv.dtype == torch.bfloat16, L2_EPS), *tensors)
+        return out
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
+        assert x.dtype == gate.dtype == weight.dtype and x.stride(1) == gate.stride(1) == 1
+        (num_tokens, width), size = x.shape, len(weight)
+        out = torch.empty(num_tokens, width, dtype=x.dtype)
+        sizes = num_tokens, width // size, size, x.stride(0), gate.stride(0), gate_first
+        pointers = (tensor.data_ptr() for tensor in (out, x, gate, weight))
+        _gated_norm(_GatedNormJob(*pointers, *sizes, x.dtype == torch.bfloat16, eps), out, x, gate, weight)
+        return out
+
+    def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
+        assert x.dtype == gate.dtype and x.stride(1) == gate.stride(1) == 1
+        out = torch.empty(*x.shape, dtype=x.dtype)
+        sizes = *x.shape, x.stride(0), gate.stride(0), GATES.index(by)
+        pointers = (tensor.data_ptr() for tensor in (out, x, gate))
+        _gate(_GateJob(*pointers, *sizes, x.dtype == torch.bfloat16), out, x, gate)
+        return out
+
+
+class HalfStateOps(StateReference):
+    """`StateOps` for float16: what would go token by token widened and in C, the rest in torch."""
+
+    def scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        rates: DecayRates,
+        skip: Tensor,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        limits: Limits = ANY_TIME,
+    ) -> Tensor:
+        y = CPUStateOps().scan(xbc.float(), dt.float(), rates, skip, state, seqs, limits=limits)
+        return y.to(xbc.dtype)
+
+    def select(
+        self, x: Tensor, gate: Tensor, given: MambaInputs, state: Tensor, seqs: SSMSequences
+    ) -> Tensor:
+        given = given._replace(dt=given.dt.float(), b=given.b.float(), c=given.c.float())
+        return CPUStateOps().select(x.float(), gate.float(), given, state, seqs).to(x.dtype)
+
+    def delta(
+        self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
+    ) -> Tensor:
+        y = CPUStateOps().delta(qkv.float(), a.float(), b.float(), rates, state, seqs)
+        return y.to(qkv.dtype)
+
+
+def _of(seqs: SSMSequences) -> tuple[Tensor, Tensor, Tensor]:
+    """In the order of `_SEQS`."""
+    return seqs.starts, seqs.rows, seqs.positions

@@ -1,0 +1,221 @@
+"""Tapes: the kernels of a computation, recorded once, then run in one call and one parallel region."""
+
+import ctypes
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire.kernels.cpu import native
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+R = TypeVar("R")
+
+_ALIGN = 64
+_EMPTIES: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, torch.dtype]]] = {
+    torch.ops.aten.empty.memory_format: lambda args: (args[0], torch.get_default_dtype()),
+    torch.ops.aten.new_empty.default: lambda args: (args[1], args[0].dtype),
+}
+"""The size, and the type unless it is named, that a call asks for."""
+_ALLOCATES = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+
+
+class Pool:
+    """Memory that recordings reuse as the computation itself would, and that nobody else gets.
+
+    A tape points to the memory of tensors that are gone when it is played; so their memory may go to later
+    tensors of the same recording, or of another one, but not back to the allocator.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+        self.blocks: list[NDArray[np.uint8]] = []
+        """By address."""
+        self._starts: list[int] = []
+        """Theirs: numpy takes a microsecond to say one."""
+
+    def take(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = int(np.prod(size, dtype=np.int64)) * dtype.itemsize
+        block = self._find(max(num_bytes, 1))
+        lease = block[:num_bytes]
+        # torch holds on to the array until the last tensor of this memory is gone.
+        weakref.finalize(lease, self._free.append, block).atexit = False
+        return torch.from_numpy(lease).view(dtype).view(size)
+
+    def _find(self, num_bytes: int) -> NDArray[np.uint8]:
+        fitting = [i for i, block in enumerate(self._free) if num_bytes <= len(block) <= 4 * num_bytes + 4096]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
+        rounded = 1 << (num_bytes - 1).bit_length()
+        memory = np.empty(rounded + _ALIGN, np.uint8)
+        address = memory.ctypes.data
+        at = bisect_right(self._starts, address)
+        self.blocks.insert(at, memory)
+        self._starts.insert(at, address)
+        start = -address % _ALIGN
+        return memory[start : start + rounded]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.blocks))
+
+    def owns(self, tensor: Tensor) -> bool:
+        return self._home(tensor) is not None
+
+    def lent(self, tensor: Tensor) -> Tensor:
+        """The same tensor, but its memory may go to later recordings although this one is still there."""
+        block = self._home(tensor)
+        if block is None:
+            return tensor
+        start = tensor.data_ptr() - block.ctypes.data
+        memory = block[start : start + (len(block) - start) // tensor.itemsize * tensor.itemsize]
+        return torch.from_numpy(memory).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def _home(self, tensor: Tensor) -> NDArray[np.uint8] | None:
+        address = tensor.data_ptr()
+        at = bisect_right(self._starts, address) - 1
+        return self.blocks[at] if at >= 0 and address < self._starts[at] + len(self.blocks[at]) else None
+
+
+class Tape:
+    """Kernel calls in their order. What they read may change between two runs, where it lies may not."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.refused: str | None = None
+        """The first operation of torch that took part: it would be missing from the tape."""
+        self._pool = pool
+        self._kernels: list[int] = []
+        self._jobs: list[ctypes.Structure] = []
+        self._held: list[Tensor] = []
+        self._num_threads = torch.get_num_threads()
+        """Jobs have scratch memory for that many."""
+        self._calls: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.refused is None and self._calls is not None
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+    def add(self, kernel: int, job: ctypes.Structure, tensors: tuple[Tensor, ...]) -> None:
+        self._kernels.append(kernel)
+        self._jobs.append(job)
+        self._held += (tensor for tensor in tensors if not self._pool.owns(tensor))
+
+    def finish(self) -> None:
+        pointers = ctypes.c_void_p * len(self)
+        self._calls = pointers(*self._kernels), pointers(*map(ctypes.addressof, self._jobs))
+
+    def replay(self) -> None:
+        assert self._calls is not None and self.refused is None
+        native.run(*self._calls, self._num_threads)
+
+
+class _Watch(TorchDispatchMode):
+    """Gives out the pool's memory, and notes any operation that computes."""
+
+    def __init__(self, tape: Tape, pool: Pool) -> None:
+        TorchDispatchMode.__init__(self)
+        self.tape = tape
+        self.pool = pool
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """To skip it, torch would import it: a second, and 130 MB."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _EMPTIES and not kwargs.get("pin_memory") and _on_host(kwargs.get("device")):
+            size, dtype = _EMPTIES[func](args)
+            return self.pool.take(tuple(size), kwargs.get("dtype") or dtype)
+        result = func(*args, **kwargs)
+        computes = func._schema.name not in _ALLOCATES and not (func.is_view and _same_memory(args, result))
+        if computes and self.tape.refused is None:
+            self.tape.refused = str(func)
+        return result
+
+
+def _same_memory(args: tuple[Any, ...], result: Any) -> bool:
+    """`contiguous` and its like are views in name, and copy where they must."""
+    results = [result] if isinstance(result, Tensor) else result
+    given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+    return all(part.untyped_storage().data_ptr() in given for part in results)
+
+
+def _on_host(device: torch.device | None) -> bool:
+    return device is None or torch.device(device).type == "cpu"
+
+
+@contextmanager
+def record(pool: Pool | None = None) -> Iterator[Tape]:
+    """Everything inside runs as it is written; the tape is complete if it could be run instead."""
+    pool = pool or Pool()
+    tape = Tape(pool)
+    assert native.recording() is None, "one recording at a time"
+    native.record(tape)
+    try:
+        with _Watch(tape, pool):
+            yield tape
+    finally:
+        native.record(None)
+    tape.finish()
+
+
+class Tapes:
+    """Computations by key, kept for ever: the second with a key is recorded, later ones are played."""
+
+    def __init__(self) -> None:
+        self.pool = Pool()
+        self._seen: set[Hashable] = set()
+        self._tapes: dict[Hashable, tuple[Tape, Any] | None] = {}
+        """None: it cannot be taped."""
+
+    def __len__(self) -> int:
+        return len(self._tapes)
+
+    def run(self, key: Hashable, compute: Callable[[], R]) -> R:
+        """What `compute()` returns; valid until the next run, whatever its key: all tapes share their memory.
+
+        Equal keys promise that everything lies where it lay, and that only what is in it differs.
+        """
+        if key not in self._tapes:
+            return self._record(key, compute)
+        taped = self._tapes[key]
+        if taped is None:
+            return compute()
+        tape, result = taped
+        tape.replay()
+        return result  # type: ignore[no-any-return]
+
+    def _record(self, key: Hashable, compute: Callable[[], R]) -> R:
+        if key not in self._seen:
+            self._seen.add(key)
+            return compute()
+        with record(self.pool) as tape:
+            result = compute()
+        if tape.refused:
+            log.debug("No tape for %s: %s is not a kernel", key, tape.refused)
+        self._tapes[key] = (tape, _each(result, self.pool.lent)) if tape.complete else None
+        return result
+
+
+def _each(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same, with every tensor in it changed."""
+    if isinstance(result, Tensor):
+        return change(result)
+    if not isinstance(result, tuple):
+        return result
+    parts = [_each(part, change) for part in result]
+    return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)

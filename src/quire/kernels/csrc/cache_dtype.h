@@ -1,0 +1,80 @@
+/* What a cache holds: float, bfloat16, or floats of 8 bits. */
+#ifndef QUIRE_CACHE_DTYPE_H
+#define QUIRE_CACHE_DTYPE_H
+
+#include <math.h>
+
+#include "simd.h"
+
+/* The same numbers as in attention.py. */
+enum { KEPT_F32, KEPT_BF16, KEPT_E4M3, KEPT_E5M2 };
+
+INLINE long kept_bytes(int kind) { return kind == KEPT_F32 ? 4 : kind == KEPT_BF16 ? 2 : 1; }
+
+typedef uint8_t vb __attribute__((vector_size(LANES)));
+
+INLINE vu from_bytes(vb x)
+{
+#ifdef HAS_AVX512 /* the compiler does it in parts */
+    return (vu)_mm512_cvtepu8_epi32((__m128i)x);
+#else
+    return __builtin_convertvector(x, vu);
+#endif
+}
+
+/* Numbers below the normal ones are made of their codes as whole numbers: some CPUs take long for a float so small. */
+INLINE vf from_eight(vu code, int is_e5m2)
+{
+    vu size = code & 0x7f, sign = (code & 0x80) << 24, bits = size << (is_e5m2 ? 21 : 20);
+    vf low = __builtin_convertvector((vi)size, vf) * (is_e5m2 ? 0x1p-16f : 0x1p-9f);
+    vf value = pick((vi)(size < (is_e5m2 ? 4 : 8)), low, (vf)(bits + ((is_e5m2 ? 112u : 120u) << 23)));
+    vu past = size > (is_e5m2 ? 0x7b : 0x7e); /* infinite, or none */
+    return (vf)((vu)value | sign | (past & 0x7f800000));
+}
+
+/* Rounded to nearest, ties to even; what is too large becomes the largest. */
+INLINE uint8_t to_eight(float x, int is_e5m2)
+{
+    float size = fabsf(x), most = is_e5m2 ? 57344.0f : 448.0f;
+    uint32_t bits, sign = signbit(x) ? 0x80 : 0, shift = is_e5m2 ? 21 : 20;
+    if (size != size)
+        return 0x7f;
+    size = size < most ? size : most;
+    if (size < (is_e5m2 ? 0x1p-14f : 0x1p-6f)) { /* rounded by the addition: the code is in the last bits */
+        size += is_e5m2 ? 0x1p7f : 0x1p14f;
+        memcpy(&bits, &size, 4);
+        return (uint8_t)(sign | (bits & 0xff));
+    }
+    memcpy(&bits, &size, 4);
+    bits += (1u << (shift - 1)) - 1 + (bits >> shift & 1);
+    return (uint8_t)(sign | ((bits >> shift) - (is_e5m2 ? 112u << 2 : 120u << 3)));
+}
+
+/* `widen` of any kind. */
+INLINE void widen_kept(const void *from, int kind, long at, long count, float factor, float *into)
+{
+    if (kind < KEPT_E4M3) {
+        widen(from, kind == KEPT_BF16, at, count, factor, into);
+        return;
+    }
+    for (const uint8_t *x = (const uint8_t *)from + at; count > 0; x += LANES, into += LANES, count -= LANES) {
+        vb code = {0};
+        memcpy(&code, x, count < LANES ? (size_t)count : sizeof code);
+        put(into, 0, 0, count, from_eight(from_bytes(code), kind == KEPT_E5M2) * factor);
+    }
+}
+
+/* `narrow` to any kind. Floats of 8 bits are divided by `scale`, and first rounded as the model's own type would be. */
+INLINE void narrow_kept(const float *from, void *into, int kind, long at, long count, float scale, int is_bf16)
+{
+    if (kind < KEPT_E4M3) {
+        narrow(from, into, kind == KEPT_BF16, at, count);
+        return;
+    }
+    for (long i = 0; i < count; i++) {
+        float x = is_bf16 ? from_bf16(to_bf16(from[i])) : from[i];
+        ((uint8_t *)into)[at + i] = to_eight(x / scale, kind == KEPT_E5M2);
+    }
+}
+
+#endif

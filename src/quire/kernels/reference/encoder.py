@@ -1,0 +1,75 @@
+"""Attention in both directions over sequences that lie one after the other, without a cache."""
+
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.reference.ops import rotate
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of each token, [T, up to head_dim / 2] each."""
+HEIGHTS = 64, 128
+"""Queries that one program of the GPU kernel takes, of short sequences and of long ones;"""
+_LONG = 256
+"""which have so many tokens, in the mean."""
+
+
+class Spans(NamedTuple):
+    """The sequences of a batch: made once, used by every layer."""
+
+    lens: list[int]
+    tiles: Tensor | None
+    """On a GPU [tiles, 3] int32: first token of the sequence, its end, first query of the tile."""
+    height: int = HEIGHTS[0]
+    """Queries of a tile."""
+
+
+def spans_of(lens: NDArray[np.int32], device: torch.device) -> Spans:
+    if device.type != "cuda" or not len(lens):
+        return Spans(lens.tolist(), None)
+    height = HEIGHTS[bool(lens.mean() >= _LONG)]
+    return Spans(lens.tolist(), torch.from_numpy(tiles_of(lens, height)).to(device), height)
+
+
+def tiles_of(lens: NDArray[np.int32], height: int) -> NDArray[np.int32]:
+    counts = -(-lens // height)
+    ends = np.cumsum(lens)
+    place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts, ends = np.repeat(ends - lens, counts), np.repeat(ends, counts)
+    return np.stack([starts, ends, starts + height * place], 1).astype(np.int32)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None, *, bias: Tensor | None = None
+) -> Tensor:
+    """Sequences of one length after those of another: [T, heads, head_dim] each -> the same. With a window a
+    token sees those at most so far away, before and behind it. `bias` is added to scores: [heads, L, L] for
+    texts of at most L tokens, without a window."""
+    out = torch.empty_like(q)
+    start = 0
+    for length, alike in groupby(length for length in spans.lens if length):
+        here = slice(start, start + length * len(list(alike)))
+        start = here.stop
+        mask = None if window is None or length <= window else _band(length, window, q.device)
+        if bias is not None:
+            mask = bias[:, :length, :length]
+        queries, keys, values = (each[here].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v))
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        out[here] = mixed.transpose(1, 2).flatten(0, 1)
+    return out
+
+
+def turn(x: Tensor, angles: Angles) -> None:
+    """[T, heads, head_dim] turn by the angles of their tokens, in float32 and in place."""
+    cos, sin = (each[:, None].float() for each in angles)
+    x.copy_(rotate(x.float(), cos, sin))
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    places = torch.arange(length, device=device)
+    return (places[:, None] - places).abs() <= window

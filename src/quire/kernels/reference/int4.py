@@ -1,0 +1,87 @@
+"""Weights of few bits whose groups of inputs have a scale and a zero: in the open, and for kernels in C."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.linear import BLOCK, FORMS
+from quire.kernels.cpu.native import Kernel, structure
+
+_MOST_LOST = 2**-10
+"""How much of a scale may be lost where it becomes a float16."""
+_gather = Kernel("quire_gather")
+_GatherJob = structure("out x order", "num_rows columns x_stride bf16")
+
+
+class Int4Codes(NamedTuple):
+    """A weight [outputs, inputs] of (code - zero) * scale, where the inputs of a group are neighbours."""
+
+    codes: Tensor
+    """[outputs, inputs] uint8"""
+    scales: Tensor
+    """[outputs, groups] float32"""
+    zeros: Tensor
+    """[outputs, groups] int32"""
+    bits: int
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def contiguous(self) -> "Int4Codes":
+        return Int4Codes(
+            self.codes.contiguous(), self.scales.contiguous(), self.zeros.contiguous(), self.bits
+        )
+
+    def values(self) -> Tensor:
+        """[outputs, inputs] float32"""
+        zeros, scales = (each.repeat_interleave(self.group, 1) for each in (self.zeros, self.scales))
+        return (self.codes - zeros) * scales
+
+
+def as_blocks(weight: Int4Codes) -> tuple[Tensor, str] | None:
+    """The bytes that a GGUF file would have, and their type, where there is one that loses nothing to speak
+    of; or None."""
+    outputs, inputs = weight.codes.shape
+    middle = 1 << weight.bits - 1
+    is_even = bool((weight.zeros == middle).all())
+    if inputs % BLOCK or weight.group % BLOCK or weight.bits == 8 and not is_even:
+        return None
+    scales, zeros = (
+        each.repeat_interleave(weight.group // BLOCK, 1) for each in (weight.scales, weight.zeros)
+    )
+    half = scales.half()
+    if not bool(((half.float() - scales).abs() <= scales.abs() * _MOST_LOST).all()):
+        return None
+    heads = [half] if is_even else [half, (-zeros * scales).half()]
+    codes = weight.codes.view(outputs, -1, BLOCK)
+    if weight.bits == 8:
+        kind, codes = "Q8_0", codes ^ middle
+    else:
+        kind, codes = "Q4_0" if is_even else "Q4_1", codes[..., :16] | codes[..., 16:] << 4
+    blocks = [head[..., None].contiguous().view(torch.uint8) for head in heads]
+    return torch.cat((*blocks, codes), 2).view(outputs, -1), kind
+
+
+class Gather:
+    """The columns of x in this order, in C."""
+
+    def __init__(self, order: Tensor) -> None:
+        self.order = order.to(torch.int32).contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, inputs], float32 or bfloat16."""
+        assert x.dtype in FORMS and x.stride(1) == 1
+        out = torch.empty(len(x), len(self.order), dtype=x.dtype)
+        job = _GatherJob(
+            out.data_ptr(),
+            x.data_ptr(),
+            self.order.data_ptr(),
+            len(x),
+            len(self.order),
+            x.stride(0),
+            x.dtype == torch.bfloat16,
+        )
+        _gather(job, out, x, self.order)
+        return out

@@ -1,0 +1,394 @@
+"""Layers that keep a state of fixed size for each sequence: a short convolution, then the scan of Mamba or
+Mamba-2, or the gated delta rule. What they compute, who serves it on which device, and the same in torch.
+
+A state is kept by row of the worker. A sequence whose first token of the batch has the position 0 starts from
+zeros, whatever its row held before.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.cpu import native
+from quire.kernels.host_to_device import sent
+from quire.registry import LazyTable
+
+IMPLEMENTATIONS = LazyTable(
+    "kernels of states",
+    {
+        "cpu": "quire.kernels.cpu.ssm:CPUStateOps",
+        "cpu, half": "quire.kernels.cpu.ssm:HalfStateOps",
+        "reference": "quire.kernels.reference.ssm:StateReference",
+        "triton": "quire.kernels.triton.ssm:TritonStateOps",
+    },
+)
+CHUNK = 64
+"""Tokens that are computed as one piece of matrices."""
+_ALIGNED = 4
+"""Kernels are compiled for tables of int32 that begin at a multiple of so many, and again for others."""
+L2_EPS = 1e-6
+"""Under the root that queries and keys of the delta rule are divided by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Which kernels take which sequences: numbers of sequences, on the device."""
+
+    singles: Tensor | None
+    """[num_singles] int32, those with one token; None: all of the batch"""
+    num_singles: int
+    longer: Tensor
+    """[num_longer] int32, the others"""
+    chunks: Tensor
+    """[num_chunks, 2] int32, their tokens in chunks: (sequence, its first token of this chunk)"""
+
+
+class SSMSequences:
+    """The sequences of one batch. One object serves all layers of a step."""
+
+    def __init__(self, starts: Tensor, rows: Tensor, positions: Tensor, lens: NDArray[np.int32]) -> None:
+        self.starts = starts
+        """[B + 1] int32, the first token of each sequence"""
+        self.rows = rows
+        """[B] int32, whose state it continues"""
+        self.positions = positions
+        """[T] int64"""
+        self.lens = lens
+        """[B], on the host"""
+        self.single = bool((lens == 1).all())
+        """Every sequence has one token: nothing depends on the host."""
+
+    @functools.cached_property
+    def split(self) -> Split:
+        return _split(self.lens, self.rows.device)
+
+    @property
+    def fresh(self) -> Tensor:
+        """[B], whether a sequence starts here."""
+        return self.positions[self.starts[:-1].long()] == 0
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """(place in the batch, first token, last token + 1) of each sequence."""
+        ends = np.cumsum(self.lens)
+        yield from zip(range(len(ends)), (ends - self.lens).tolist(), ends.tolist(), strict=True)
+
+
+def _split(lens: NDArray[np.int32], device: torch.device) -> Split:
+    longer = np.flatnonzero(lens > 1)
+    singles = np.flatnonzero(lens == 1)
+    counts = -(-lens[longer] // CHUNK)
+    firsts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * CHUNK
+    chunks = np.stack((np.repeat(longer, counts), firsts), axis=1)
+    arrays = [chunks.ravel(), longer, singles]
+    places = np.cumsum([0, *(-(-len(array) // _ALIGNED) * _ALIGNED for array in arrays)])
+    joined = np.zeros(places[-1], np.int32)
+    for place, array in zip(places, arrays, strict=False):
+        joined[place : place + len(array)] = array
+    table = sent(joined, device)
+    parts = [table[place : place + len(array)] for place, array in zip(places, arrays, strict=False)]
+    return Split(parts[2] if len(longer) else None, len(singles), parts[1], parts[0].view(-1, 2))
+
+
+class DecayRates(NamedTuple):
+    """How fast each head forgets: it keeps exp(rate * softplus(x + bias)) of its state."""
+
+    rate: Tensor
+    """[heads] float32, below 0; of Mamba [channels, size]"""
+    bias: Tensor
+    """[heads] float32"""
+
+
+Limits = tuple[float, float]
+ANY_TIME: Limits = (0.0, math.inf)
+"""The least and the most that softplus(x + bias) counts as."""
+
+
+class MambaInputs(NamedTuple):
+    """What Mamba's scan is given beside its input."""
+
+    dt: Tensor
+    """[T, channels]"""
+    b: Tensor
+    """[T, size], as c"""
+    c: Tensor
+    rates: DecayRates
+    skip: Tensor
+    """[channels] float32"""
+
+
+GATES = ("sigmoid", "silu", "itself")
+"""What gates may multiply by; kernels know them by their number."""
+
+
+class StateOps(Protocol):
+    """What layers with a state compute. Rows of inputs may be strided; states change in place."""
+
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        activated: bool = True,
+    ) -> Tensor:
+        """A causal convolution of each channel with itself, and silu of it: [T, channels] -> the same, dense.
+
+        `weight` [channels, kernel]; `state` [rows, channels, kernel - 1], the last inputs of each row.
+        """
+        ...
+
+    def scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        rates: DecayRates,
+        skip: Tensor,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        limits: Limits = ANY_TIME,
+    ) -> Tensor:
+        """Mamba-2: h = exp(rate * dt) * h + dt * x B^T, y = h C + skip * x, with dt = softplus(dt + bias).
+
+        `xbc` [T, heads * head_dim + 2 * groups * size], `dt` [T, heads], `skip` [heads] float32, `state`
+        [rows, heads, head_dim, size] float32 -> [T, heads * head_dim].
+        """
+        ...
+
+    def select(
+        self, x: Tensor, gate: Tensor, given: MambaInputs, state: Tensor, seqs: SSMSequences
+    ) -> Tensor:
+        """Mamba, each channel by itself: h = exp(rate * dt) * h + dt * x B, y = h C + skip * x, with
+        dt = softplus(dt + bias), and all times silu(gate).
+
+        `x` and `gate` [T, channels], `state` [rows, channels, size] float32 -> [T, channels].
+        """
+        ...
+
+    def delta(
+        self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
+    ) -> Tensor:
+        """The gated delta rule: h = exp(rate * softplus(a + bias)) * h, then h += k (sigmoid(b) (v - k h))^T,
+        y = q h. Queries and keys have length 1, queries then 1 / sqrt(key_dim).
+
+        `qkv` [T, 2 * key_heads * key_dim + heads * value_dim], `a` and `b` [T, heads], `state`
+        [rows, heads, key_dim, value_dim] float32 -> [T, heads * value_dim].
+        """
+        ...
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
+        """RMS norm of x * silu(gate), or of x and then times silu(gate), over each piece of the weight's
+        size: two [T, n] -> [T, n]."""
+        ...
+
+    def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
+        """x times what `GATES` says of the gate: two [T, n] -> [T, n]."""
+        ...
+
+
+@functools.cache
+def choose(device: torch.device, dtype: torch.dtype) -> StateOps:
+    """The fastest implementation for models of `dtype` on `device`."""
+    kind = "triton" if device.type == "cuda" else "reference"
+    if native.serves(device, dtype):
+        kind = "cpu"
+    elif dtype == torch.float16 and native.serves(device, torch.float32):
+        kind = "cpu, half"
+    ops: StateOps = IMPLEMENTATIONS[kind]()
+    return ops
+
+
+class StateReference:
+    """`StateOps` in plain torch, on any device: what every kernel is compared with."""
+
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        activated: bool = True,
+    ) -> Tensor:
+        rows, kernel = seqs.rows.long(), weight.shape[1]
+        before = state[rows].masked_fill(seqs.fresh[:, None, None], 0)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for at, first, end in [(slice(None), 0, len(x))] if seqs.single else seqs.spans():
+            # Decodes are one batch of windows, else there is a window for each sequence.
+            new = x[first:end].unsqueeze(-1) if seqs.single else x[first:end].T
+            window = torch.cat((before[at], new), -1)
+            seen = window.float().unfold(-1, kernel, 1)  # [..., channels, tokens, kernel]
+            summed = (seen * weight.float()[:, None]).sum(-1)
+            y = summed if bias is None else summed + bias.float()[:, None]
+            y = F.silu(y) if activated else y
+            out[first:end] = (y[..., 0] if seqs.single else y.T).to(x.dtype)
+            state[rows[at]] = window[..., 1 - kernel :]
+        return out
+
+    def scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        rates: DecayRates,
+        skip: Tensor,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        limits: Limits = ANY_TIME,
+    ) -> Tensor:
+        heads, head_dim, size = state.shape[1:]
+        width = (xbc.shape[1] - heads * head_dim) // 2
+        x, b, c = xbc.float().split([heads * head_dim, width, width], 1)
+        x = x.unflatten(1, (heads, head_dim))
+        b, c = (_per_head(part.unflatten(1, (-1, size)), heads) for part in (b, c))
+        dt = F.softplus(dt.float() + rates.bias).clamp(*limits)
+        inputs = x * dt[..., None], b, c, dt * rates.rate
+        y = _walk(_scan_step, _scan_chunk, inputs, state, seqs).add_(x * skip[:, None])
+        return y.flatten(1).to(xbc.dtype)
+
+    def select(
+        self, x: Tensor, gate: Tensor, given: MambaInputs, state: Tensor, seqs: SSMSequences
+    ) -> Tensor:
+        dt, rate = F.softplus(given.dt.float() + given.rates.bias), given.rates.rate
+        inputs = dt, dt * x.float(), given.b.float(), given.c.float()
+        step, chunk = functools.partial(_select_step, rate=rate), functools.partial(_select_chunk, rate=rate)
+        y = _walk(step, chunk, inputs, state, seqs).add_(x.float() * given.skip)
+        return (y * F.silu(gate.float())).to(x.dtype)
+
+    def delta(
+        self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
+    ) -> Tensor:
+        heads, key_dim, value_dim = state.shape[1:]
+        keys = (qkv.shape[1] - heads * value_dim) // 2
+        q, k, v = qkv.float().split([keys, keys, heads * value_dim], 1)
+        q, k = (_per_head(_unit(part.unflatten(1, (-1, key_dim))), heads) for part in (q, k))
+        q, v = q * key_dim**-0.5, v.unflatten(1, (heads, value_dim))
+        log_decay, learned = rates.rate * F.softplus(a.float() + rates.bias), b.float().sigmoid()
+        y = _walk(_delta_step, _delta_chunk, (q, k, v, learned, log_decay), state, seqs)
+        return y.flatten(1).to(qkv.dtype)
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
+        pieces = (-1, len(weight))
+        wide, factor = x.float().unflatten(1, pieces), F.silu(gate.float()).unflatten(1, pieces)
+        wide = wide * factor if gate_first else wide
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        y: Tensor = weight * wide.to(x.dtype)
+        return (y if gate_first else y * factor).flatten(1).to(x.dtype)
+
+    def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
+        assert by in GATES
+        if by != "itself":
+            gate = torch.sigmoid(gate) if by == "sigmoid" else F.silu(gate)
+        return x * gate
+
+
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    """[T, groups, n] -> [T, heads, n]: heads next to each other share a group."""
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+class _Step(Protocol):
+    def __call__(self, h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """State and inputs -> state and outputs."""
+        ...
+
+
+def _walk(step: _Step, chunk: _Step, inputs: tuple[Tensor, ...], state: Tensor, seqs: SSMSequences) -> Tensor:
+    """Single tokens of all sequences at once, or each sequence chunk after chunk."""
+    rows = seqs.rows.long()
+    before = state[rows].masked_fill(seqs.fresh.view(-1, *[1] * (state.dim() - 1)), 0)
+    if seqs.single:
+        state[rows], y = step(before, *inputs)
+        return y
+    pieces = []
+    for i, first, end in seqs.spans():
+        h = before[i]
+        for at in range(first, end, CHUNK):
+            h, y = chunk(h, *(x[at : min(at + CHUNK, end)] for x in inputs))
+            pieces.append(y)
+        state[rows[i]] = h
+    return torch.cat(pieces)
+
+
+def _scan_step(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    x, b, c, log_decay = inputs
+    h = h * log_decay.exp()[..., None, None] + x[..., None] * b[..., None, :]
+    return h, (h * c[..., None, :]).sum(-1)
+
+
+def _scan_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """L tokens of one sequence: h [heads, head_dim, size], inputs [L, heads, ...]."""
+    x, b, c, log_decay = inputs
+    since = log_decay.cumsum(0)  # the start of the chunk
+    scores = torch.einsum("ihn,jhn->hij", c, b) * _decays(since)
+    y = torch.einsum("hij,jhp->ihp", scores, x)
+    y += torch.einsum("ihn,hpn->ihp", c * since.exp()[..., None], h)
+    until = (since[-1] - since).exp()[..., None]
+    h = h * since[-1].exp()[:, None, None] + torch.einsum("jhn,jhp->hpn", b * until, x)
+    return h, y
+
+
+def _select_step(h: Tensor, *inputs: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+    dt, x, b, c = inputs
+    h = h * (dt[..., None] * rate).exp() + x[..., None] * b[..., None, :]
+    return h, (h * c[..., None, :]).sum(-1)
+
+
+def _select_chunk(h: Tensor, *inputs: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of one sequence, one after the other."""
+    pieces = []
+    for token in zip(*inputs, strict=True):
+        h, y = _select_step(h, *token, rate=rate)
+        pieces.append(y)
+    return h, torch.stack(pieces)
+
+
+def _delta_step(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, learned, log_decay = inputs
+    h = h * log_decay.exp()[..., None, None]
+    known = (h * k[..., None]).sum(-2)
+    h = h + k[..., None] * ((v - known) * learned[..., None])[..., None, :]
+    return h, (h * q[..., None]).sum(-2)
+
+
+def _delta_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """L tokens of one sequence: h [heads, key_dim, value_dim], inputs [L, heads, ...].
+
+    What token i writes is v_i less what the state before it knew of k_i, and that holds the writes of the
+    tokens before it: a triangular system, solved for all tokens at once.
+    """
+    q, k, v, learned, log_decay = (x.transpose(0, 1) for x in inputs)  # [heads, L, ...]
+    since = log_decay.cumsum(1)
+    decays = _decays(since.T)
+    taught = k * learned[..., None]
+    system = (taught @ k.mT * decays).tril(-1)
+    known = (taught * since.exp()[..., None]) @ h
+    written = torch.linalg.solve_triangular(
+        system, v * learned[..., None] - known, upper=False, unitriangular=True
+    )
+    y = (q * since.exp()[..., None]) @ h + (q @ k.mT * decays) @ written
+    until = (since[:, -1:] - since).exp()[..., None]
+    h = h * since[:, -1].exp()[:, None, None] + (k * until).mT @ written
+    return h, y.transpose(0, 1)
+
+
+def _decays(since: Tensor) -> Tensor:
+    """[L, heads], the logarithms of what is kept since the start -> [heads, L, L], what i >= j keeps of j."""
+    gaps = since.T[:, :, None] - since.T[:, None, :]
+    above = torch.ones(gaps.shape[1:], dtype=torch.bool, device=gaps.device).triu(1)
+    return gaps.masked_fill(above, -torch.inf).exp()

@@ -1,0 +1,172 @@
+"""Products with weights of 4 or 8 bits whose groups of inputs have a scale and a zero each.
+
+Their codes lie as those of packed weights do (`planes.py`), and the same kernels multiply with them. Of very
+many rows a layer is better unpacked first.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.triton import gguf_rows, gguf_tiles
+from quire.kernels.triton.activations import gated as gated_of
+from quire.kernels.triton.gguf_decode import Bits, DecodeForm, offset_of
+from quire.kernels.triton.gguf_layout import Kind, in_bits, placed
+from quire.kernels.triton.gguf_plans import choose
+from quire.kernels.triton.gguf_rows import WholeRows
+from quire.kernels.triton.gguf_tiles import halves
+from quire.kernels.triton.launch import launch, overlap
+from quire.kernels.triton.matmul import TilesPlan, aligned, has_room, tiled
+from quire.kernels.triton.tile_dots import arrivals_of
+
+_UNPACKED_ROWS, _UNPACKED_UNITS = 64, 4
+
+
+class GroupedWeight(NamedTuple):
+    """A weight [size_out, size_in] as the kernels read it."""
+
+    codes: Tensor
+    """[size_out, units, 4] int32: `planes.Planes.low`, of padded inputs"""
+    heads: Tensor
+    """[groups, size_out] int32: the scale above the zero, both in the type of x. The zero has what `offset`
+    says added to it."""
+    bits: int
+    group: int
+    size_in: int
+
+
+def offset(bits: int, dtype: torch.dtype) -> int:
+    """What a code has added to it when the kernels take a zero away."""
+    return int(offset_of(bits, dtype == torch.float16))
+
+
+def unit_of(bits: int) -> int:
+    """Inputs of 4 words."""
+    return 128 // bits
+
+
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torch.dtype) -> GroupedWeight:
+    """`codes` uint8 [out, in], `scales` and `zeros` [out, groups] -> what the kernels read."""
+    (size_out, size_in), unit = codes.shape, unit_of(bits)
+    padded = triton.cdiv(size_in, unit) * unit
+    group = padded if scales.shape[1] == 1 else size_in // scales.shape[1]
+    flat = placed(F.pad(codes, (0, padded - size_in)), Kind(0, 0, bits, 0, unit))
+    words = in_bits(flat, bits).view(torch.int32).view(size_out, -1, 4)
+    heads = (_bits_of(scales, dtype) << 16 | _bits_of(zeros + offset(bits, dtype), dtype)).t().contiguous()
+    return GroupedWeight(words, heads, bits, group, size_in)
+
+
+def _bits_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
+
+
+def unpack_reference(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
+    """[size_out, size_in] in plain torch."""
+    words, heads, bits, group, size_in = weight
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    parts = (words[..., None] >> shifts & (1 << bits) - 1).view(len(words), -1, 4, 2, 2, 16 // bits // 2)
+    values = parts.permute(0, 1, 5, 4, 2, 3).reshape(len(words), -1)[:, :size_in]
+    scale = (heads >> 16).to(torch.int16).view(dtype).float().repeat_interleave(group, 0)[:size_in].t()
+    zero = heads.to(torch.int16).view(dtype).float().repeat_interleave(group, 0)[:size_in].t()
+    return ((values - (zero - offset(bits, dtype))) * scale).to(dtype)
+
+
+@triton.jit
+def _unpack(
+    out: tl.tensor,
+    halves: tl.tensor,
+    bits: tl.tuple,
+    size_in: tl.tensor,
+    size_out: tl.tensor,
+    units: tl.tensor,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> None:
+    """Grid (size_out / ROWS, units / UNITS): [size_out, size_in], as numbers."""
+    kind: tl.constexpr = out.dtype.element_ty
+    n, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS
+    of = at * 8 + tl.arange(0, UNITS * 8)
+    exist = (n < size_out)[:, None] & (of < units * 8)[None, :]
+    words = tl.load(halves + n.to(tl.int64)[:, None] * (units * 8) + of[None, :], mask=exist, other=0)
+    pair = gguf_tiles.pairs_of(bits, n, at, n < size_out, units, size_out, FORM, kind, UNITS)
+    k = at * FORM.unit + tl.arange(0, UNITS * FORM.unit)
+    inside = (n < size_out)[:, None] & (k < size_in)[None, :]
+    numbers = gguf_tiles.numbers_of(words, words, pair, FORM, kind)
+    tl.store(out + n.to(tl.int64)[:, None] * size_in + k[None, :], numbers, mask=inside)
+
+
+def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b for x [M, K]."""
+    plan = _plan(x, weight, 1)
+    return F.linear(x, unpack(weight, x.dtype), bias) if plan is None else multiply(x, weight, bias, plan)
+
+
+def gated(x: Tensor, weight: GroupedWeight) -> Tensor:
+    """silu(x G^T) * (x U^T) for W = G over U."""
+    plan = _plan(x, weight, 2)
+    if plan is None:
+        return gated_of(linear(x, weight), "silu")
+    return multiply(x, weight, None, plan, gated=True)
+
+
+def multiply(
+    x: Tensor, weight: GroupedWeight, bias: Tensor | None, plan: WholeRows | TilesPlan, *, gated: bool = False
+) -> Tensor:
+    num, size_out = len(x), len(weight.codes) // (1 + gated)
+    out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
+    form, bits, units = _form_of(weight.bits, weight.group), _bits_in(weight), weight.codes.shape[1]
+    ahead, activation = overlap(num, min(weight.size_in, size_out)), "silu" if gated else ""
+    same = {"FORM": form, "ACTIVATION": activation, "BIASED": bias is not None, "TOP": 0, "OVERLAP": ahead}
+    if isinstance(plan, WholeRows):
+        held = max(triton.next_power_of_2(units), 32 * plan.warps)
+        launch(gguf_rows.rows, gguf_rows.programs(size_out, plan, gated=gated), num)(
+            out, x, bits, out if bias is None else bias, out, weight.size_in, size_out, x.stride(0), size_out,
+            TWO=plan.two or gated, UNITS=held, launch_pdl=ahead, num_warps=plan.warps, **same,
+        )  # fmt: skip
+        return out
+    parts = out
+    if plan.splits > 1:
+        parts = torch.empty((1 + gated) * plan.splits * num * size_out, dtype=torch.float32, device=x.device)
+    grid = triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows)
+    of = halves(weight.codes, plan.rows, plan.length // form.unit)
+    launch(gguf_tiles.tiles, grid, plan.splits)(
+        out, tiled(x, plan.num, plan.length), of, of, bits, out if bias is None else bias,
+        (parts, arrivals_of(x.device)), (out, out), num, units * form.unit, size_out, x.stride(0), size_out,
+        NUM=plan.num, ROWS=plan.rows, UNITS=plan.length // form.unit,
+        SPLITS=plan.splits, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages, **same,
+    )  # fmt: skip
+    return out
+
+
+def unpack(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
+    """[size_out, size_in]"""
+    size_out, units = weight.codes.shape[:2]
+    out = torch.empty(size_out, weight.size_in, dtype=dtype, device=weight.codes.device)
+    launch(_unpack, triton.cdiv(size_out, _UNPACKED_ROWS), triton.cdiv(units, _UNPACKED_UNITS))(
+        out, weight.codes.view(torch.int16), _bits_in(weight), weight.size_in, size_out, units,
+        FORM=_form_of(weight.bits, weight.group), ROWS=_UNPACKED_ROWS, UNITS=_UNPACKED_UNITS,
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _form_of(bits: int, group: int) -> DecodeForm:
+    return DecodeForm(bits, 0, unit_of(bits), 4, 0, lows=False, subs="", book="", reach=1, group=group)
+
+
+def _bits_in(weight: GroupedWeight) -> Bits:
+    return Bits(weight.codes, weight.codes, weight.codes, weight.heads, weight.codes)
+
+
+def _plan(x: Tensor, weight: GroupedWeight, parts: int) -> WholeRows | TilesPlan | None:
+    """None: unpacked, by the library."""
+    plan = choose(len(x), len(weight.codes), weight.size_in, parts, unit_of(weight.bits))
+    if isinstance(plan, WholeRows):
+        return plan if x.stride(1) == 1 and weight.size_in % unit_of(weight.bits) == 0 else None
+    return plan if plan is not None and aligned(x) and has_room() else None

@@ -1,0 +1,280 @@
+"""Mixtures of experts whose weights are in groups of 4 or 8 bits: `kernels/triton/moe.py`, with the codes
+of a weight spread on their way to the tensor cores."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.kernels.triton.activations import times as gate_times
+from quire.kernels.triton.launch import follow, launch
+from quire.kernels.triton.matmul import tiled
+from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class Int4ExpertWeights(NamedTuple):
+    """The weights [size_out, size_in] of experts as the kernels read them.
+
+    Codes lie in pieces of `16 / bits` runs: the 16 bits of `codes` that are i-th in a piece hold, from the
+    lowest on, the i-th code of each run.
+    """
+
+    codes: Tensor
+    """[experts * size_out, padded size_in * bits / 16] int16"""
+    heads: Tensor
+    """[experts, groups, size_out] int32: the scale above the zero, both in the type of x. The zero has what
+    `offset` says added to it."""
+    bits: int
+    group: int
+    run: int
+    size_in: int
+
+
+def offset(bits: int, dtype: torch.dtype) -> int:
+    """What a code has added to it when its bits are put under those of this number."""
+    return 1024 if dtype == torch.float16 else 128 if bits == 4 else 0
+
+
+def run_of(size_in: int, group: int, bits: int) -> int:
+    """As long as a group allows, and as divides the inputs, if any does."""
+    fitting = [run for run in (64, 32, 16) if group % run == 0 and size_in % (16 // bits * run) == 0]
+    return fitting[0] if fitting else 16
+
+
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torch.dtype) -> Int4ExpertWeights:
+    """`codes` uint8 [out, in], `scales` and `zeros` [out, groups] -> what the kernels read."""
+    size_out, size_in = codes.shape
+    group = size_in // scales.shape[1]
+    run, per = run_of(size_in, group, bits), 16 // bits
+    padded = triton.cdiv(size_in, per * run) * per * run
+    if scales.shape[1] == 1:
+        group = padded
+    pieces = F.pad(codes, (0, padded - size_in)).view(size_out, -1, per, run)
+    packed = torch.zeros(size_out, padded // (per * run), run, dtype=torch.int32, device=codes.device)
+    for i in range(per):
+        packed |= pieces[:, :, i].to(torch.int32) << bits * i
+    packed = packed.to(torch.int16).view(size_out, -1)
+    high = _bits_of(scales, dtype) << 16
+    heads = (high | _bits_of(zeros + offset(bits, dtype), dtype)).t()
+    heads = F.pad(heads, (0, 0, 0, triton.cdiv(padded, group) - len(heads))).contiguous()
+    return Int4ExpertWeights(packed, heads, bits, group, run, size_in)
+
+
+def stack(weights: Sequence[Int4ExpertWeights]) -> Int4ExpertWeights:
+    """Those of experts, as one: codes [experts * size_out, ...], heads [experts, ...]."""
+    codes, heads = torch.cat([each.codes for each in weights]), torch.stack([each.heads for each in weights])
+    return weights[0]._replace(codes=codes, heads=heads)
+
+
+def _bits_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
+
+
+@triton.constexpr_function
+def _spreading(bits: int, run: int, is_half: bool) -> str:
+    """Assembly: of the codes of two words, those in run `run` as two numbers: (code - zero) * scale."""
+    kind, under = ("f16x2", "0x64006400") if is_half else ("bf16x2", "0x43004300")
+    mask = "0x00ff00ff" if bits == 8 and is_half else "0x000f000f"
+    low = f"lop3.b32 t, t, {mask}, {under}, 0xea;"
+    if bits == 8 and not is_half:  # 8 bits do not fit under a number: 16 * high + low
+        low = (
+            f"mov.b32 v, {under}; mov.b32 w, 0x41804180; shr.b32 u, t, 4;"
+            f"lop3.b32 u, u, {mask}, {under}, 0xea; sub.{kind} u, u, v; {low} sub.{kind} t, t, v;"
+            f"fma.rn.{kind} t, u, w, t;"
+        )
+    shift, scaled = f"shr.b32 t, $1, {bits * run};", f"sub.{kind} t, t, $2; mul.{kind} $0, t, $4;"
+    return f"{{ .reg .b32 t, u, v, w; {shift} {low} {scaled} }}"
+
+
+@triton.jit
+def _doubled(low: tl.tensor) -> tl.tensor:
+    """16 bits, and the same above them."""
+    return (low & 0xFFFF) | (low << 16)
+
+
+@triton.jit
+def spread(
+    words: tl.tensor, heads: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr
+) -> tl.tensor:
+    """Run `RUN` of words [rows, length] with the heads of the rows, as numbers."""
+    if _INTERPRETED:
+        zero = (heads & 0xFFFF).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
+        scale = (heads >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
+        base: tl.constexpr = 1024 if tl.float16 == KIND else 128 if BITS == 4 else 0
+        code = (words.to(tl.int32) >> BITS * RUN) & ((1 << BITS) - 1)
+        return ((code.to(tl.float32) - (zero - base)) * scale).to(KIND)
+    else:
+        zero = tl.broadcast_to(_doubled(heads)[:, None], words.shape)
+        scale = tl.broadcast_to(_doubled(heads >> 16)[:, None], words.shape)
+        ASM: tl.constexpr = _spreading(BITS, RUN, tl.float16 == KIND)
+        pairs = tl.inline_asm_elementwise(
+            ASM, "=r,r,r,r,r,r", [words, zero, scale], dtype=tl.int16, is_pure=True, pack=2
+        )
+        return pairs.to(KIND, bitcast=True)
+
+
+class Int4MoETile(NamedTuple):
+    """So many pairs, rows of the weight, and words of each at a time."""
+
+    num: int
+    rows: int
+    length: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _sums(
+    of: tl.tuple,
+    sizes: tl.tuple,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    LENGTH: tl.constexpr,
+) -> tl.tuple:
+    """Of a tile's products, [ROWS, NUM], and those of up."""
+    RUNS: tl.constexpr = 16 // BITS
+    PARTS: tl.constexpr = RUN // LENGTH
+    x, weight, heads, token = of
+    start, first_n, row, size_in, size_out, x_stride, head_stride = sizes
+    n, i = first_n + tl.arange(0, ROWS), tl.arange(0, LENGTH)
+    exist = n < size_out
+    acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
+    for step in range(0, tl.cdiv(size_in, RUNS * RUN) * PARTS):
+        words = weight.load([row, step * LENGTH])
+        if GATED:
+            up_words = weight.load([row + size_out, step * LENGTH])
+        for run in tl.static_range(RUNS):
+            at = step // PARTS * (RUNS * RUN) + step % PARTS * LENGTH + run * RUN
+            own = heads + at // GROUP * head_stride + n
+            head = tl.load(own, mask=exist)
+            if GATED:
+                k = at + i
+                a = tl.load(
+                    x + (token * x_stride)[:, None] + k[None, :], mask=(k < size_in)[None, :], other=0.0
+                )
+                b = spread(up_words, tl.load(own + size_out, mask=exist), KIND, BITS, run)
+                up = tl.dot(b, tl.trans(a), up, input_precision="ieee")
+            else:
+                a = x.load([start, at])
+            b = spread(words, head, KIND, BITS, run)
+            acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
+    return acc, up
+
+
+@triton.jit
+def _tiles(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    heads: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    work: tl.tensor,
+    size_in: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    head_stride: tl.tensor,
+    groups: tl.tensor,
+    TOP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    LENGTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (most tiles * size_out / ROWS). `weight` is a descriptor of tiles.
+
+    With an activation gate and up of sorted pairs from tokens `x`; without one, down of sorted pairs from a
+    descriptor `x` of their tiles, to where they were before the sort.
+    """
+    kind: tl.constexpr = out.dtype.element_ty
+    stripes = tl.cdiv(size_out, ROWS)
+    tile, first_n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS
+    follow(OVERLAP)
+    if tile >= tl.load(work):
+        return
+    expert = tl.load(work + 4 + 4 * tile)
+    start, end = tl.load(work + 5 + 4 * tile), tl.load(work + 6 + 4 * tile)
+    m, n = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
+    pair, exist = tl.load(order + m, mask=m < end, other=0).to(tl.int64), n < size_out
+    row = expert * (2 * size_out if ACTIVATION != "" else size_out) + first_n
+    heads += (expert * groups).to(tl.int64) * head_stride
+    sizes = (start, first_n, row, size_in, size_out, x_stride, head_stride)
+    of = x, weight, heads, pair // TOP
+    acc, up = _sums(of, sizes, kind, ACTIVATION != "", BITS, GROUP, NUM, ROWS, RUN, LENGTH)
+    if BIASED:
+        acc += tl.load(bias + row + n - first_n, mask=exist, other=0.0).to(tl.float32)[:, None]
+    y = acc.to(kind)
+    if ACTIVATION != "":
+        if BIASED:
+            up += tl.load(bias + row + size_out + n - first_n, mask=exist, other=0.0).to(tl.float32)[:, None]
+        y = gate_times(y, up.to(kind), ACTIVATION)
+        pair = m.to(tl.int64)
+    tl.store(out + pair[None, :] * size_out + n[:, None], y, mask=(m < end)[None, :] & exist[:, None])
+
+
+def mix(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Int4ExpertWeights,
+    down: Int4ExpertWeights,
+    biases: tuple[Tensor | None, Tensor | None],
+    activation: str,
+) -> Tensor:
+    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
+    if not len(x):
+        return torch.empty_like(x)
+    sizes, top = (len(down.heads), down.size_in), ids.shape[1]
+    tile = plan_of(ids.numel() / len(down.heads))
+    by_tile = functools.partial(multiply, tile=tile, top=top)
+    first = functools.partial(by_tile, weight=gate_up, bias=biases[0], activation=activation)
+    last = functools.partial(by_tile, weight=down, bias=biases[1])
+    return sorted_mix(x, ids, weights, first, last, sizes=sizes, height=tile.num)
+
+
+def multiply(
+    out: Tensor,
+    x: Tensor,
+    pairs: Sorted,
+    *,
+    weight: Int4ExpertWeights,
+    bias: Tensor | None,
+    tile: Int4MoETile,
+    top: int,
+    activation: str = "",
+    ahead: bool,
+) -> None:
+    """With an activation gate and up of tokens, without one down of sorted pairs."""
+    codes, heads, bits, group, run, size_in = weight
+    (num, size_out), length = out.shape, min(tile.length, run)
+    rows: Tensor | TensorDescriptor = x if activation else tiled(x, tile.num, length)
+    launch(_tiles, most_tiles(num, len(heads), tile.num) * triton.cdiv(size_out, tile.rows))(
+        out, rows, tiled(codes, tile.rows, length), heads, out if bias is None else bias, *pairs, size_in,
+        size_out, x.stride(0), heads.stride(1), heads.shape[1], TOP=top, ACTIVATION=activation,
+        BIASED=bias is not None, BITS=bits, GROUP=group, NUM=tile.num, ROWS=tile.rows, RUN=run,
+        LENGTH=length, OVERLAP=ahead, launch_pdl=ahead, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def plan_of(mean: float) -> Int4MoETile:
+    """For experts with so many pairs in the mean."""
+    height = 16 if mean <= 10 else 32 if mean <= 24 else 64
+    return Int4MoETile(height, 64, 64 if height < 64 else 32, 2 if height < 64 else 4, 3)

@@ -1,0 +1,153 @@
+"""MoE layers with int8 weights and one scale per output channel: `mix` of `kernels/reference/moe.py`.
+
+As in `experts.py` pairs of a token and an expert are sorted, and tiles of them multiply; the weight is
+widened in registers.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.reference.int8 import Int8Codes
+from quire.kernels.triton.activations import times as gate_times
+from quire.kernels.triton.int8 import Int8TilesPlan
+from quire.kernels.triton.launch import follow, launch
+from quire.kernels.triton.matmul import has_room, tiled
+from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix
+
+
+class ExpertCodes(NamedTuple):
+    """`ExpertWeights` of 8 bits."""
+
+    gate_up: Int8Codes
+    down: Int8Codes
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@triton.jit
+def _tiles(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    work: tl.tensor,
+    size_in: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    TOP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (most tiles * size_out / ROWS). `weight` is a descriptor of tiles.
+
+    With an activation gate and up of sorted pairs from tokens `x`; without one, down of sorted pairs `x`, to
+    where they were before the sort. Sums lie on their side.
+    """
+    stripes = tl.cdiv(size_out, ROWS)
+    tile, first_n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS
+    follow(OVERLAP)
+    if tile >= tl.load(work):
+        return
+    expert, start, end = (
+        tl.load(work + 4 + 4 * tile),
+        tl.load(work + 5 + 4 * tile),
+        tl.load(work + 6 + 4 * tile),
+    )
+    m, n = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
+    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+    acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
+    if ACTIVATION != "":
+        row, source = expert * 2 * size_out + first_n, pair // TOP
+    else:
+        row, source = expert * size_out + first_n, tl.minimum(m, end - 1).to(tl.int64)
+    k = tl.arange(0, LENGTH)
+    at_x = x + (source * x_stride)[None, :] + k[:, None]
+    for at in range(0, size_in, LENGTH):
+        a = tl.load(at_x + at, mask=(k < size_in - at)[:, None], other=0.0)
+        acc = _times(weight.load([row, at]), a, acc)
+        if ACTIVATION != "":
+            up = _times(weight.load([row + size_out, at]), a, up)
+    kind = out.dtype.element_ty
+    held = n < size_out
+    y = _scaled(acc, scales + row, bias + row, n - first_n, held, BIASED).to(kind)
+    if ACTIVATION != "":
+        other = _scaled(up, scales + row + size_out, bias + row + size_out, n - first_n, held, BIASED)
+        y = gate_times(y, other.to(kind), ACTIVATION)
+        pair = m.to(tl.int64)
+    inside = (m < end)[:, None] & held[None, :]
+    tl.store(out + pair[:, None] * size_out + n[None, :], tl.trans(y), mask=inside)
+
+
+@triton.jit
+def _times(w: tl.tensor, a: tl.tensor, acc: tl.tensor) -> tl.tensor:
+    return tl.dot(w.to(a.dtype), a, acc, input_precision="ieee")
+
+
+@triton.jit
+def _scaled(
+    acc: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    n: tl.tensor,
+    held: tl.tensor,
+    BIASED: tl.constexpr,
+) -> tl.tensor:
+    acc *= tl.load(scales + n, mask=held, other=0.0)[:, None]
+    if BIASED:
+        acc += tl.load(bias + n, mask=held, other=0.0).to(tl.float32)[:, None]
+    return acc
+
+
+def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertCodes, activation: str) -> Tensor:
+    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
+    if not len(x):
+        return torch.empty_like(x)
+    num_experts, _, inner = experts.down.codes.shape
+    plan = plan_of(ids.numel(), num_experts)
+    by_plan = functools.partial(multiply, plan=plan, top=ids.shape[1])
+    up = functools.partial(by_plan, weight=experts.gate_up, bias=experts.gate_up_bias, activation=activation)
+    down = functools.partial(by_plan, weight=experts.down, bias=experts.down_bias)
+    return sorted_mix(x, ids, weights, up, down, sizes=(num_experts, inner), height=plan.num)
+
+
+def multiply(
+    out: Tensor,
+    x: Tensor,
+    pairs: Sorted,
+    *,
+    weight: Int8Codes,
+    bias: Tensor | None,
+    plan: Int8TilesPlan,
+    top: int,
+    activation: str = "",
+    ahead: bool,
+) -> None:
+    """With an activation gate and up of tokens, without one down of sorted pairs."""
+    (num, size_out), size_in = out.shape, x.shape[1]
+    launch(_tiles, most_tiles(num, len(weight.codes), plan.num) * triton.cdiv(size_out, plan.rows))(
+        out, x, tiled(weight.codes.flatten(0, 1), plan.rows, plan.length), weight.scales,
+        out if bias is None else bias, *pairs, size_in, size_out, x.stride(0), TOP=top,
+        ACTIVATION=activation, BIASED=bias is not None, NUM=plan.num,
+        ROWS=plan.rows, LENGTH=plan.length, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
+        num_stages=plan.stages,
+    )  # fmt: skip
+
+
+@functools.cache
+def plan_of(num_pairs: int, num_experts: int) -> Int8TilesPlan:
+    mean = num_pairs / num_experts
+    height = 16 if mean <= 10 else 32 if mean <= 24 else 64
+    if not has_room():
+        return Int8TilesPlan(height, 64, 64, 4, 2)
+    return Int8TilesPlan(height, 64 if height < 64 else 128, 128, 4 if height < 64 else 8, 3)

@@ -1,0 +1,219 @@
+"""Top-k expert routing on a GPU, fused with the router GEMM: `route` of `kernels/reference/moe.py`.
+
+For one token `_choose` spreads the rows of the router over programs, the last of which to finish routes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.checkpoint.facts import Routing
+from quire.kernels.triton.launch import follow, launch, overlap, room
+from quire.kernels.triton.matmul import TilesPlan, aligned, has_room, multiply
+from quire.kernels.triton.tile_dots import LONGEST, arrivals_of
+
+_HELD = 4096
+"""Numbers of the router that a program of `_choose` has."""
+_TILES, _MOST_TILED = TilesPlan(16, 64, 128, 8, 4, 4), 256
+"""How more tokens are multiplied, and how many at most."""
+_LEAST: tl.constexpr = tl.constexpr(-1e30)
+"""Less than any score."""
+_TAKEN: tl.constexpr = tl.constexpr(-(2**31))
+
+
+@triton.jit(do_not_specialize=["num"])
+def _route(
+    ids: tl.tensor,
+    weights: tl.tensor,
+    logits: tl.tensor,
+    bias: tl.tensor,
+    scale: tl.tensor,
+    num: tl.tensor,
+    stride: tl.tensor,
+    HOW: tl.constexpr,
+    NUM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (num / NUM)."""
+    token = tl.program_id(0).to(tl.int64) * NUM + tl.arange(0, NUM)
+    expert, exists = _experts(HOW)
+    follow(OVERLAP)
+    known = (token < num)[:, None] & exists[None, :]
+    values = tl.load(logits + token[:, None] * stride + expert[None, :], mask=known, other=0.0)
+    _pick(values, token, num, ids, weights, bias, scale, HOW)
+
+
+@triton.jit
+def _choose(
+    ids: tl.tensor,
+    weights: tl.tensor,
+    logits: tl.tensor,
+    x: tl.tensor,
+    router: tl.tensor,
+    router_bias: tl.tensor,
+    bias: tl.tensor,
+    arrivals: tl.tensor,
+    scale: tl.tensor,
+    size: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BIASED: tl.constexpr,
+    HOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (EXPERTS / ROWS); `arrivals` is zero before and after."""
+    n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
+    held = (n < EXPERTS)[:, None] & (k < size)[None, :]
+    w = tl.load(router + n[:, None] * size + k[None, :], mask=held, other=0.0)
+    if BIASED:
+        offset = tl.load(router_bias + n, mask=n < EXPERTS, other=0.0).to(tl.float32)
+    follow(OVERLAP)
+    row = tl.load(x + k, mask=k < size, other=0.0).to(tl.float32)
+    y = tl.sum(w.to(tl.float32) * row[None, :], 1)
+    if BIASED:
+        y += offset
+    tl.store(logits + n, y.to(logits.dtype.element_ty), mask=n < EXPERTS)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals, 1) < tl.num_programs(0) - 1:
+        return
+    tl.store(arrivals, 0)
+    token = tl.zeros([1], tl.int64)
+    expert, exists = _experts(HOW)
+    values = tl.load(logits + expert, mask=exists, other=0.0, cache_modifier=".cg")
+    _pick(values[None, :], token, 1, ids, weights, bias, scale, HOW)
+
+
+@triton.jit
+def _experts(HOW: tl.constexpr) -> tl.tensor:
+    """Which expert stands in a column, and whether it exists: groups begin at powers of two."""
+    at = tl.arange(0, HOW[4] * HOW[5])
+    group, place = at // HOW[5], at % HOW[5]
+    return group * HOW[7] + place, (group < HOW[6]) & (place < HOW[7])
+
+
+@triton.jit
+def _pick(
+    values: tl.tensor,
+    token: tl.tensor,
+    num: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    bias: tl.tensor,
+    scale: tl.tensor,
+    HOW: tl.constexpr,
+) -> None:
+    """The experts of some tokens from logits [tokens, columns]. `HOW` is what `_how` says.
+
+    Rows that pad a batch may hold anything: even then the experts that are chosen exist and differ.
+    """
+    TOP: tl.constexpr = HOW[0]
+    SIGMOID: tl.constexpr = HOW[1]
+    RENORMALIZED: tl.constexpr = HOW[2]
+    BIASED: tl.constexpr = HOW[3]
+    expert, exists = _experts(HOW)
+    wide = values.to(tl.float32)
+    wide = tl.where((wide == wide) & exists[None, :], tl.clamp(wide, _LEAST, -_LEAST), _LEAST)
+    if SIGMOID:
+        scores = 1 / (1 + tl.exp(-wide))
+    else:
+        scores = tl.exp(wide - tl.max(wide, 1)[:, None])
+        scores /= tl.sum(tl.where(exists[None, :], scores, 0.0), 1)[:, None]
+    choice = scores
+    if BIASED:
+        choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)[None, :]
+    choice = tl.where(exists[None, :], choice, -float("inf"))
+    if HOW[6] > 1:
+        choice = _in_best_groups(choice, HOW[4], HOW[5], HOW[8], HOW[9])
+    # as whole numbers of the same order, whose largest the hardware finds at once
+    bits = choice.to(tl.int32, bitcast=True)
+    keys = tl.where(exists[None, :], bits ^ ((bits >> 31) & 0x7FFFFFFF), _TAKEN)
+    at, rank = tl.arange(0, HOW[4] * HOW[5])[None, :], tl.full(keys.shape, -1, tl.int32)
+    for i in tl.static_range(TOP):
+        best = at == tl.min(tl.where(keys == tl.max(keys, 1)[:, None], at, HOW[4] * HOW[5]), 1)[:, None]
+        rank = tl.where(best, i, rank)
+        keys = tl.where(best, _TAKEN, keys)
+    if RENORMALIZED:
+        scores /= tl.sum(tl.where(rank >= 0, scores, 0.0), 1)[:, None]
+    place, chosen = token[:, None] * TOP + rank, (rank >= 0) & (token < num)[:, None]
+    tl.store(ids + place, tl.zeros_like(rank) + expert[None, :], mask=chosen)
+    tl.store(weights + place, scores * scale, mask=chosen)
+
+
+@triton.jit
+def _in_best_groups(
+    choice: tl.tensor, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr
+) -> tl.tensor:
+    """Outside of the `TOP` groups whose `BEST` experts are worth most, less than any score."""
+    NUM: tl.constexpr = choice.shape[0]
+    group, place = tl.arange(0, GROUPS)[None, :], tl.arange(0, SIZE)[None, None, :]
+    choice = tl.reshape(choice, [NUM, GROUPS, SIZE])
+    left, worth = choice, tl.zeros([NUM, GROUPS], tl.float32)
+    for _ in tl.static_range(BEST):
+        worth += tl.max(left, 2)
+        left = tl.where(place == tl.argmax(left, 2)[:, :, None], -float("inf"), left)
+    kept = tl.zeros([NUM, GROUPS], tl.int1)
+    for _ in tl.static_range(TOP):
+        best = group == tl.argmax(worth, 1)[:, None]
+        kept |= best
+        worth = tl.where(best, -float("inf"), worth)
+    choice = tl.where(kept[:, :, None], choice, tl.minimum(choice, _LEAST))
+    return tl.reshape(choice, [NUM, GROUPS * SIZE])
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[T, experts] logits -> ids [T, per_token] int32 and weights [T, per_token] float32."""
+    num, size = logits.shape
+    ids, weights = _results(num, routing, logits.device)
+    if num:
+        ahead = overlap(num, size)
+        launch(_route, num)(
+            ids, weights, logits, logits if bias is None else bias, routing.scale, num, logits.stride(0),
+            HOW=_how(routing, size, bias), NUM=1, OVERLAP=ahead, launch_pdl=ahead, num_warps=1,
+        )  # fmt: skip
+    return ids, weights
+
+
+def choose(
+    x: Tensor,
+    router: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    router_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`route` of x R^T + b for x [T, hidden] and R [experts, hidden]."""
+    (num, size), experts = x.shape, len(router)
+    length = triton.next_power_of_2(size)
+    if x.dtype != router.dtype or x.dtype == torch.float32 or not 0 < num <= _MOST_TILED:
+        return route(F.linear(x.to(router.dtype), router, router_bias), routing, bias)
+    if num > 1 or length > LONGEST:
+        tiled = aligned(x) and aligned(router) and has_room()
+        logits = multiply(x, router, router_bias, _TILES) if tiled else F.linear(x, router, router_bias)
+        return route(logits, routing, bias)
+    ids, weights = _results(num, routing, x.device)
+    ahead, rows = overlap(num, size), max(_HELD // length, 1)
+    launch(_choose, triton.cdiv(experts, rows))(
+        ids, weights, torch.empty(experts, dtype=x.dtype, device=x.device), x, router,
+        x if router_bias is None else router_bias, x if bias is None else bias, arrivals_of(x.device),
+        routing.scale, size, EXPERTS=experts, BIASED=router_bias is not None,
+        HOW=_how(routing, experts, bias), ROWS=rows, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead,
+        num_warps=max(length // 4096, 1),
+    )  # fmt: skip
+    return ids, weights
+
+
+def _results(num: int, routing: Routing, device: torch.device) -> tuple[Tensor, Tensor]:
+    ids = room(num, routing.per_token, dtype=torch.int32, device=device)
+    return ids, torch.empty(num, routing.per_token, dtype=torch.float32, device=device)
+
+
+def _how(routing: Routing, experts: int, bias: Tensor | None) -> tuple[int, ...]:
+    """What a kernel is compiled for: experts per token, sigmoid, renormalized, biased; groups and the size of
+    one in powers of two, and as they are; groups that are taken, and experts that say what one is worth."""
+    top, scoring, renormalized, _, groups, top_groups, group_best = routing
+    size, columns = experts // groups, triton.next_power_of_2(groups)
+    wide = max(triton.next_power_of_2(size), 16 // columns)
+    kind = top, int(scoring == "sigmoid"), int(renormalized), int(bias is not None)
+    return *kind, columns, wide, groups, size, top_groups, group_best

@@ -1,0 +1,47 @@
+"""GEMM with 4-bit weights that index a table of values (`kernels/reference/nf4.py`): the weight is
+widened for the library's product. (Looking codes up inside of the product took longer, however many rows.)"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.reference.nf4 import BLOCK, Halves
+from quire.kernels.triton.launch import launch
+
+_WIDENED = 1024
+"""Bytes that a program of `_widen` reads."""
+_B: tl.constexpr = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def _widen(
+    out: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    table: tl.tensor,
+    half: tl.tensor,
+    LENGTH: tl.constexpr,
+) -> None:
+    """Grid (outputs, half / LENGTH)."""
+    n, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
+    held = k < half
+    w = tl.load(codes + n * half + k, mask=held, other=0).to(tl.int32)
+    at_scale = scales + (n * 2 * half + k) // _B
+    below = tl.load(table + (w & 15)) * tl.load(at_scale, mask=held, other=0.0)
+    above = tl.load(table + (w >> 4)) * tl.load(at_scale + half // _B, mask=held, other=0.0)
+    tl.store(out + n * 2 * half + k, below.to(out.dtype.element_ty), mask=held)
+    tl.store(out + n * 2 * half + half + k, above.to(out.dtype.element_ty), mask=held)
+
+
+def linear(x: Tensor, weight: Halves, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b."""
+    return F.linear(x, widen(weight, x.dtype), bias)
+
+
+def widen(weight: Halves, dtype: torch.dtype) -> Tensor:
+    size_out, half = weight.codes.shape
+    out = torch.empty(size_out, 2 * half, dtype=dtype, device=weight.codes.device)
+    launch(_widen, size_out, triton.cdiv(half, _WIDENED))(out, *weight, half, LENGTH=_WIDENED)
+    return out

@@ -1,0 +1,312 @@
+"""`StateOps` on a GPU: which kernels of `scan.py`, `select.py` and `delta.py` take which sequences; gates."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.reference.ssm import (
+    ANY_TIME,
+    CHUNK,
+    GATES,
+    L2_EPS,
+    DecayRates,
+    Limits,
+    MambaInputs,
+    SSMSequences,
+)
+from quire.kernels.triton import gated_delta as delta_kernels
+from quire.kernels.triton import mamba as select_kernels
+from quire.kernels.triton import mamba2 as scan_kernels
+from quire.kernels.triton.launch import follow, launch, only_compiles, overlap
+from quire.kernels.triton.mamba2 import silu
+
+
+class SSMShape(NamedTuple):
+    """How much of a head's dimension a program takes, and with what."""
+
+    dim: int
+    warps: int
+    stages: int
+
+
+_CHANNELS = 256
+"""Of a convolution, per program; no less than the threads of four warps."""
+_WIDE_CHANNELS = 512
+"""The same of chunks, eight to a thread."""
+_SMALL, _TILE = 2048, 4096
+"""Numbers of state per program for few and for many sequences with one token."""
+_FEW = 512
+"""Up to so many heads of all sequences together, programs are small, so that there are enough."""
+_SCAN_WARPS, _DELTA_WARPS, _SOLVE_WARPS = 8, 4, 4
+_SCAN, _DELTA = SSMShape(64, 4, 2), SSMShape(32, 4, 2)
+"""Of the kernels that go from chunk to chunk."""
+_SELECTED = 1024
+"""Numbers of state per program of Mamba's scan of single tokens, eight to a thread."""
+_BLOCKS, _MOST_CHANNELS = (8, 16, 32), (2**14, 2**15)
+"""Of its scan of more tokens: how many channels are a warp's, by four, two or one threads each, if all
+sequences together have less channels than that, or more."""
+_LEAST = 64
+"""Of keys and values that chunks multiply: with 16 the compiled kernel reads beyond its shared memory."""
+_GATED = 1024
+"""Numbers per program of the gates, unless a norm is larger."""
+
+
+@triton.jit
+def _gated_norm(
+    out: tl.tensor,
+    x: tl.tensor,
+    gate: tl.tensor,
+    weight: tl.tensor,
+    pieces: tl.tensor,
+    size: tl.tensor,
+    stride: tl.tensor,
+    gate_stride: tl.tensor,
+    eps: tl.tensor,
+    GATE_FIRST: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (tokens, pieces / PIECES)."""
+    token = tl.program_id(0).to(tl.int64)
+    piece, at = tl.program_id(1) * PIECES + tl.arange(0, PIECES), tl.arange(0, BLOCK)
+    exist = (piece < pieces)[:, None] & (at < size)[None, :]
+    dims = piece[:, None] * size + at[None, :]
+    scale = tl.load(weight + at, mask=at < size, other=0.0).to(tl.float32)[None, :]
+    follow(OVERLAP)
+    values = tl.load(x + token * stride + dims, mask=exist, other=0.0).to(tl.float32)
+    factor = silu(tl.load(gate + token * gate_stride + dims, mask=exist, other=0.0).to(tl.float32))
+    if GATE_FIRST:
+        values *= factor
+    kind = out.dtype.element_ty
+    mean = tl.sum(values * values, 1) / size
+    values = (values * tl.rsqrt(mean + eps)[:, None]).to(kind).to(tl.float32) * scale
+    if not GATE_FIRST:
+        values = values.to(kind).to(tl.float32) * factor
+    tl.store(out + token * pieces * size + dims, values.to(kind), mask=exist)
+
+
+@triton.jit
+def _gate(
+    out: tl.tensor,
+    x: tl.tensor,
+    gate: tl.tensor,
+    size: tl.tensor,
+    stride: tl.tensor,
+    gate_stride: tl.tensor,
+    BY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (tokens, size / BLOCK); the numbers are those of `GATES`."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    follow(OVERLAP)
+    values = tl.load(x + token * stride + at, mask=at < size, other=0.0)
+    factor = tl.load(gate + token * gate_stride + at, mask=at < size, other=0.0).to(tl.float32)
+    if BY == 0:
+        factor = tl.sigmoid(factor)
+    elif BY == 1:
+        factor = silu(factor)
+    tl.store(out + token * size + at, values * factor.to(values.dtype), mask=at < size)
+
+
+class TritonStateOps:
+    """`StateOps` in Triton, for a GPU."""
+
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        activated: bool = True,
+    ) -> Tensor:
+        (num_tokens, channels), kernel = x.shape, weight.shape[1]
+        assert kernel <= 4
+        out = torch.empty(num_tokens, channels, dtype=x.dtype, device=x.device)
+        tensors = out, x, weight, weight if bias is None else bias, state
+        batch = seqs.starts, seqs.rows, seqs.positions
+        form = {"KERNEL": kernel, "BIASED": bias is not None, "ACTIVATED": activated}
+        blocks = triton.cdiv(channels, _CHANNELS)
+        singles, count = _singles(seqs)
+        if count:
+            ahead = overlap(count, channels)
+            launch(scan_kernels.conv_single, count, blocks)(
+                *tensors, singles, *batch, channels, x.stride(0), **form, ALL=seqs.single, BLOCK=_CHANNELS,
+                OVERLAP=ahead, launch_pdl=ahead,
+            )  # fmt: skip
+        if not seqs.single:
+            split = seqs.split
+            launch(scan_kernels.conv_chunks, len(split.chunks), triton.cdiv(channels, _WIDE_CHANNELS))(
+                *tensors, split.chunks, *batch, channels, x.stride(0), **form, CHUNK=CHUNK,
+                BLOCK=_WIDE_CHANNELS, num_warps=_WIDE_CHANNELS // 256,
+            )  # fmt: skip
+            launch(scan_kernels.conv_keep, len(split.longer), blocks)(
+                x, state, split.longer, *batch, channels, x.stride(0), KERNEL=kernel, BLOCK=_CHANNELS
+            )
+        return out
+
+    def scan(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        rates: DecayRates,
+        skip: Tensor,
+        state: Tensor,
+        seqs: SSMSequences,
+        *,
+        limits: Limits = ANY_TIME,
+    ) -> Tensor:
+        heads, head_dim, size = state.shape[1:]
+        num_tokens = len(xbc)
+        out = torch.empty(num_tokens, heads * head_dim, dtype=xbc.dtype, device=xbc.device)
+        tensors = out, xbc, dt, *rates, skip, state
+        rest = seqs.starts, seqs.rows, seqs.positions, xbc.stride(0), dt.stride(0), *limits
+        block_size = triton.next_power_of_2(max(size, 16))
+        form = {
+            "HEADS": heads, "GROUPS": (xbc.shape[1] - heads * head_dim) // (2 * size), "DIM": head_dim,
+            "SIZE": size, "BLOCK_SIZE": block_size,
+        }  # fmt: skip
+        singles, count = _singles(seqs)
+        if count:
+            block, ahead = _tile(count * heads, head_dim, block_size), overlap(count, heads * head_dim)
+            launch(scan_kernels.scan_single, count, heads, triton.cdiv(head_dim, block))(
+                *tensors, singles, *rest, **form, ALL=seqs.single, BLOCK_DIM=block, OVERLAP=ahead,
+                launch_pdl=ahead, num_warps=_SCAN_WARPS,
+            )  # fmt: skip
+        if not seqs.single:
+            block = min(triton.next_power_of_2(max(head_dim, 16)), _SCAN.dim)
+            launch(scan_kernels.scan_chunks, len(seqs.split.longer), heads, triton.cdiv(head_dim, block))(
+                *tensors, seqs.split.longer, *rest, **form, CHUNK=CHUNK, BLOCK_DIM=block,
+                **_exactness(xbc.dtype, _SCAN),
+            )  # fmt: skip
+        return out
+
+    def select(
+        self, x: Tensor, gate: Tensor, given: MambaInputs, state: Tensor, seqs: SSMSequences
+    ) -> Tensor:
+        channels, size = state.shape[1:]
+        dt, b, c, rates, skip = given
+        assert b.stride(0) == c.stride(0)
+        out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
+        batch, strides = (seqs.starts, seqs.rows, seqs.positions), (x.stride(0), gate.stride(0), dt.stride(0))
+        singles, count = _singles(seqs)
+        if count:
+            block_size, ahead = triton.next_power_of_2(size), overlap(count, channels)
+            block = max(_SELECTED // block_size, 1)
+            launch(select_kernels.select_single, count, triton.cdiv(channels, block))(
+                out, x, gate, dt, b, c, *rates, skip, state, singles, *batch, channels, *strides, b.stride(0),
+                SIZE=size, ALL=seqs.single, BLOCK=block, BLOCK_SIZE=block_size, OVERLAP=ahead,
+                launch_pdl=ahead,
+            )  # fmt: skip
+        if not seqs.single:
+            longer, both = seqs.split.longer, _widened(b, c)
+            for block in _BLOCKS if only_compiles() else [_lanes(len(longer) * channels)]:
+                launch(select_kernels.select_tokens, len(longer), triton.cdiv(channels, block))(
+                    out, x, gate, dt, both, *rates, skip, state, longer, *batch, CHANNELS=channels,
+                    STRIDES=strides, SIZE=size, BLOCK=block, QUARTER=both.shape[2] // 4, num_warps=1,
+                )  # fmt: skip
+        return out
+
+    def delta(
+        self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
+    ) -> Tensor:
+        heads, key_dim, value_dim = state.shape[1:]
+        assert a.stride(0) == b.stride(0)
+        out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
+        batch = seqs.starts, seqs.rows, seqs.positions
+        strides, scale = (qkv.stride(0), a.stride(0)), key_dim**-0.5
+        block_key = triton.next_power_of_2(max(key_dim, 1 if seqs.single else _LEAST))
+        form = {
+            "HEADS": heads, "KEY_HEADS": (qkv.shape[1] - heads * value_dim) // (2 * key_dim),
+            "KEY_DIM": key_dim, "DIM": value_dim, "EPS": L2_EPS, "BLOCK_KEY": block_key,
+        }  # fmt: skip
+        singles, count = _singles(seqs)
+        if count:
+            block, ahead = _tile(count * heads, value_dim, block_key), overlap(count, heads * value_dim)
+            launch(delta_kernels.delta_single, count, heads, triton.cdiv(value_dim, block))(
+                out, qkv, a, b, *rates, state, singles, *batch, *strides, scale, **form, ALL=seqs.single,
+                BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead, num_warps=_DELTA_WARPS,
+            )  # fmt: skip
+        if not seqs.single:
+            split, form, exact = seqs.split, form | {"CHUNK": CHUNK}, _exactness(qkv.dtype, _DELTA)
+            by_key = torch.empty(len(qkv), heads, key_dim, dtype=qkv.dtype, device=qkv.device)
+            by_value = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)
+            launch(delta_kernels.delta_solve, len(split.chunks), heads)(
+                by_key, by_value, qkv, a, b, *rates, split.chunks, seqs.starts, *strides, **form,
+                LEVELS=CHUNK.bit_length() - 1, BLOCK_DIM=triton.next_power_of_2(max(value_dim, _LEAST)),
+                **exact | {"num_warps": _SOLVE_WARPS},
+            )  # fmt: skip
+            block = min(triton.next_power_of_2(max(value_dim, 16)), _DELTA.dim)
+            launch(delta_kernels.delta_chunks, len(split.longer), heads, triton.cdiv(value_dim, block))(
+                out, by_key, by_value, qkv, a, *rates, state, split.longer, *batch, *strides, scale, **form,
+                BLOCK_DIM=block, **exact,
+            )  # fmt: skip
+        return out
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
+        num_tokens, size = len(x), len(weight)
+        pieces, block = x.shape[1] // size, triton.next_power_of_2(size)
+        out = torch.empty(num_tokens, pieces * size, dtype=x.dtype, device=x.device)
+        together, ahead = max(_GATED // block, 1), overlap(num_tokens, x.shape[1])
+        launch(_gated_norm, num_tokens, triton.cdiv(pieces, together))(
+            out, x, gate, weight, pieces, size, x.stride(0), gate.stride(0), eps, GATE_FIRST=gate_first,
+            PIECES=together, BLOCK=block, OVERLAP=ahead, launch_pdl=ahead,
+            num_warps=min(max(block // 256, 4), 16),
+        )  # fmt: skip
+        return out
+
+    def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
+        num_tokens, size = x.shape
+        out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+        ahead = overlap(num_tokens, size)
+        launch(_gate, num_tokens, triton.cdiv(size, _GATED))(
+            out, x, gate, size, x.stride(0), gate.stride(0), BY=GATES.index(by), BLOCK=_GATED, OVERLAP=ahead,
+            launch_pdl=ahead,
+        )  # fmt: skip
+        return out
+
+
+def _singles(seqs: SSMSequences) -> tuple[Tensor, int]:
+    """The sequences with one token, and how many; if they are all, their numbers are not read."""
+    if seqs.single:
+        return seqs.rows, len(seqs.lens)
+    assert seqs.split.singles is not None
+    return seqs.split.singles, seqs.split.num_singles
+
+
+def _lanes(num_channels: int) -> int:
+    """How many channels are a warp's: few, if there would not be enough warps."""
+    return _BLOCKS[sum(num_channels >= most for most in _MOST_CHANNELS)]
+
+
+def _widened(b: Tensor, c: Tensor) -> Tensor:
+    """[T, 2, a power of two] float32: every program reads all of both, and would widen them again."""
+    (num_tokens, size), padded = b.shape, triton.next_power_of_2(max(b.shape[1], 4))
+    make = torch.empty if padded == size else torch.zeros
+    both = make(num_tokens, 2, padded, dtype=torch.float32, device=b.device)
+    both[:, 0, :size], both[:, 1, :size] = b, c
+    return both
+
+
+def _tile(num_heads: int, dim: int, other: int) -> int:
+    """How much of a dimension a program takes for one token, if it takes all of the other."""
+    room = (_SMALL if num_heads <= _FEW else _TILE) // other
+    return max(min(int(triton.next_power_of_2(dim)), room), 1)
+
+
+def _exactness(dtype: torch.dtype, shape: SSMShape) -> dict[str, str | int]:
+    """How products are computed: those of float32 in three parts, since exact ones take minutes to compile;
+    their tiles are too large to be loaded ahead."""
+    wide = dtype == torch.float32
+    return {
+        "PRECISION": "tf32x3" if wide else "tf32",
+        "num_warps": shape.warps,
+        "num_stages": 1 if wide else shape.stages,
+    }

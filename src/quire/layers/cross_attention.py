@@ -1,0 +1,151 @@
+"""Attention to items that no tokens stand for: all of a sequence see them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire.attention.backend import AttentionSpec
+from quire.attention.batch import Batch
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.layout import CROSSED_BLOCK, CacheSpec, crossed_spec
+from quire.layers.linear import ColumnLinear, Linear, RowLinear, without_bias
+from quire.layers.scope import Scope, Target
+from quire.quant.sharding import of_heads
+
+
+class KVLinear(Linear):
+    """Keys and values in one product; divided by heads. Values have a bias, keys have none."""
+
+    divided = "outputs"
+
+    def __init__(self, size_in: int, kv_heads: int, head_dim: int, scope: Scope) -> None:
+        kv = of_heads(scope.group, kv_heads, head_dim)
+        parts = {scope.beside(name): (kv,) for name in ("k_proj", "v_proj")}
+        super().__init__(size_in, parts, scope, bias=True)
+        self.kv_heads, self.head_dim = kv.size // head_dim, head_dim
+
+    def targets(self) -> Iterator[Target]:
+        return without_bias(self.part_names[0], super().targets())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, size_in] -> keys and values, [N, kv_heads, head_dim] each."""
+        k, v = self.multiply(x).view(len(x), 2, self.kv_heads, self.head_dim).unbind(1)
+        return k, v
+
+
+class CrossAttention(nn.Module):
+    """Queries of tokens, keys and values of an item, the mix of all of it, and the way back."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        inner = facts.heads * facts.head_dim
+        self.q = ColumnLinear(facts.hidden, inner, scope / "q_proj", bias=True)
+        self.kv = KVLinear(facts.hidden, facts.kv_heads, facts.head_dim, scope / "kv_proj")
+        self.out = RowLinear(inner, facts.hidden, scope / "out_proj", bias=True)
+        heads = sum(self.q.sizes_out) // facts.head_dim
+        self.spec = AttentionSpec(heads, self.kv.kv_heads, facts.head_dim, scope.dtype)
+        self.backend = scope.backend
+        self.is_watched = False
+        """Whether somebody wants to know what tokens look for."""
+        self.queries: Tensor | None = None
+        """Those of the last step that was watched, [N, heads, head_dim]."""
+        self.k_cache: Tensor | None = None
+        self.v_cache: Tensor | None = None
+
+    def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Keep keys and values there from now on, [blocks, block size, kv_heads, head_dim] each."""
+        self.k_cache, self.v_cache = k_cache, v_cache
+
+    def keep(self, vectors: Tensor, first: int) -> None:
+        """Keys and values of an item's vectors, in blocks from the `first` on."""
+        assert self.k_cache is not None and self.v_cache is not None, "bind() comes before keep()"
+        for cache, made in zip((self.k_cache, self.v_cache), self.kv(vectors), strict=True):
+            cache[first:].flatten(0, 1)[: len(made)].copy_(made)
+
+    def keys_of(self, blocks: Tensor, heads: list[int]) -> Tensor:
+        """What these heads see of the item in `blocks`, [vectors, heads, head_dim]."""
+        assert self.k_cache is not None, "bind() comes before keys_of()"
+        shared = self.spec.heads // self.spec.kv_heads
+        return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        assert batch.crossed is not None, "the model has not said what tokens see"
+        assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
+        q = self.q(x).view(len(x), self.spec.heads, self.spec.head_dim)
+        self.queries = q if self.is_watched else None
+        mixed = self.backend.forward(q, self.k_cache, self.v_cache, batch.crossed, self.spec)
+        out: Tensor = self.out(mixed.flatten(1))
+        return out
+
+
+class CrossAttentionCache(nn.Module):
+    """What all layers of a model keep of items, each in a slot, and the slot of each row's item.
+
+    To attention a token is a sequence of its own, whose other tokens are the vectors of the item.
+    """
+
+    def __init__(self, layers: Sequence[CrossAttention], num_vectors: int, scope: Scope) -> None:
+        super().__init__()
+        self.layers = tuple(layers)  # whose weights are not this module's
+        self.num_vectors, self.num_blocks = num_vectors, -(-num_vectors // CROSSED_BLOCK)
+        self.backend, self.device = scope.backend, scope.device
+        self.num_slots = 0
+        """As many as there may be rows."""
+        self.tables = torch.empty(0, dtype=torch.int32)
+        """[rows, blocks], the last row for padding."""
+        self.lens = torch.empty(0, dtype=torch.int32)
+        """As many as there are rows: all see all."""
+
+    @property
+    def keeps(self) -> CacheSpec:
+        spec = self.layers[0].spec
+        return crossed_spec(len(self.layers), self.num_vectors, spec.kv_heads * spec.head_dim)
+
+    def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
+        num_rows, spec = len(memory), self.layers[0].spec
+        shape = (len(self.layers), 2, -1, CROSSED_BLOCK, spec.kv_heads, spec.head_dim)
+        for layer, (k_cache, v_cache) in zip(
+            self.layers, memory.flatten().view(cache_dtype).view(shape), strict=True
+        ):
+            layer.bind(k_cache, v_cache)
+        self.num_slots = num_rows - 1
+        self.tables = torch.zeros(num_rows, self.num_blocks, dtype=torch.int32, device=self.device)
+        self.lens = torch.full((num_rows,), self.num_vectors, dtype=torch.int32, device=self.device)
+        self.assign(list(range(num_rows)), [self.num_slots] * num_rows)
+
+    def keep(self, vectors: Tensor, slot: int) -> None:
+        """[num_vectors, hidden], what an encoder made of an item."""
+        for layer in self.layers:
+            layer.keep(vectors, slot * self.num_blocks)
+
+    def assign(self, rows: list[int], slots: list[int]) -> None:
+        """These rows see what is in these slots."""
+        firsts = self.num_blocks * np.array(slots, np.int32)
+        blocks = firsts[:, None] + np.arange(self.num_blocks, dtype=np.int32)
+        self.tables[torch.tensor(rows, device=self.device)] = torch.from_numpy(blocks).to(self.device)
+
+    def seen_in(self, batch: Batch) -> Batch:
+        """A step's tokens among the vectors of their items. Of decodes nothing is computed: what was recorded
+        finds all where it was."""
+        count = len(batch.token_ids)
+        rows, starts, lens = batch.rows, batch.query_starts, self.lens[:count]
+        if count > len(rows):
+            counts = torch.from_numpy(batch.query_lens_host).to(self.device)
+            rows = rows.repeat_interleave(counts, output_size=count)
+            starts = torch.arange(count + 1, dtype=torch.int32, device=self.device)
+            lens = torch.full((count,), self.num_vectors, dtype=torch.int32, device=self.device)
+        crossed = replace(
+            batch,
+            query_starts=starts,
+            rows=rows,
+            seq_lens=lens,
+            block_tables=self.tables,
+            query_lens_host=np.ones(count, np.int32),
+            seq_lens_host=np.full(count, self.num_vectors, np.int32),
+            others=(),
+        )
+        self.backend.plan(crossed)
+        return crossed

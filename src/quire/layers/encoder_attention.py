@@ -1,0 +1,72 @@
+"""EncoderAttention: each token sees all of its text, or what is near; nothing is kept."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.kernels.reference.encoder import Angles, Spans, attend, spans_of, turn
+from quire.kernels.reference.ops import rotate
+from quire.layers.linear import QKVLinear, RowLinear
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+
+
+def spans(batch: Batch) -> Spans:
+    """The texts of a batch, which are whole: what comes later would have been seen by what came before."""
+    assert (batch.query_lens_host == batch.seq_lens_host).all(), "an encoder reads whole prompts"
+    return spans_of(batch.query_lens_host, batch.token_ids.device)
+
+
+def attend_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Spans, int | None], Tensor]:
+    if device.type != "cuda":
+        return attend
+    from quire.kernels.triton import encoder
+
+    return encoder.attend
+
+
+def turn_on(device: torch.device) -> Callable[[Tensor, Angles], None]:
+    if device.type != "cuda":
+        return turn
+    from quire.kernels.triton import encoder
+
+    return encoder.turn
+
+
+class EncoderAttention(nn.Module):
+    """Queries, keys and values, the mix of all in reach, and the way back. `names` are those of the
+    checkpoint: query, key and value, or all as one; and the output."""
+
+    def __init__(
+        self,
+        facts: ArchFacts,
+        layer: LayerFacts,
+        scope: Scope,
+        *,
+        names: tuple[str, ...],
+        out: str,
+        rope: Rope | None = None,
+    ) -> None:
+        super().__init__()
+        self.window = layer.window
+        self.attend = attend_on(scope.device)
+        self.rope = rope
+        sizes = facts.heads, facts.kv_heads, facts.head_dim
+        self.qkv = QKVLinear(facts.hidden, *sizes, scope / "qkv", bias=facts.qkv_bias, names=names)
+        self.out = RowLinear(facts.hidden, facts.hidden, scope / out, bias=facts.out_bias)
+
+    def forward(self, x: Tensor, positions: Tensor, texts: Spans, bias: Tensor | None = None) -> Tensor:
+        """[T, hidden] -> the same; a bias is added to scores by torch, on any device."""
+        q, k, v = self.qkv.multiply(x).view(len(x), 3, self.qkv.heads, self.qkv.head_dim).unbind(1)
+        if self.rope is not None:
+            cos, sin = self.rope.table[positions][:, None].chunk(2, -1)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if bias is None:
+            mixed = self.attend(q, k, v, texts, self.window)
+        else:
+            mixed = attend(q, k, v, texts, bias=bias)
+        out: Tensor = self.out(mixed.flatten(1))
+        return out

@@ -1,0 +1,338 @@
+"""Mixers that keep a state instead of keys and values: Mamba, Mamba-2, the gated delta rule, and a short
+convolution alone."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.attention.batch import Batch
+from quire.checkpoint.facts import ArchFacts, LayerFacts, StateFacts
+from quire.checkpoint.layout import CacheSpec
+from quire.kernels.reference.ssm import DecayRates, MambaInputs, SSMSequences, choose
+from quire.layers.linear import ColumnLinear, Linear, RowLinear
+from quire.layers.norm import RMSNorm
+from quire.layers.scope import Scope, Target
+from quire.parallel.group import Group
+from quire.quant.sharding import Runs, Shard, by_group, divided, of_heads
+from quire.quant.weight import kept
+
+
+class SSMMixer(nn.Module):
+    """What all mixers keep for each row, the last inputs of a convolution and a state, and the weights of the
+    first."""
+
+    conv_name = "conv1d"
+
+    def __init__(self, channels: Runs, facts: StateFacts, state: tuple[int, ...], scope: Scope) -> None:
+        super().__init__()
+        self.name = scope.name
+        self.own_channels = channels
+        num_channels = sum(run.size for run in channels)
+        self.ops = choose(scope.device, scope.dtype)
+        self.state_shapes = (((num_channels, facts.conv - 1), scope.dtype), (state, torch.float32))
+        """The shape and type of what a row takes: the inputs, the state."""
+        self.conv_weight = kept(scope.empty(num_channels, facts.conv))
+        self.conv_bias = kept(scope.empty(num_channels)) if facts.conv_bias else None
+        self.conv_state: Tensor | None = None
+        self.state: Tensor | None = None
+
+    @property
+    def keeps(self) -> CacheSpec:
+        numbers = sum(math.prod(shape) for shape, _ in self.state_shapes)
+        return CacheSpec("state", bytes_per_row=4 * numbers)
+
+    def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
+        (inputs, narrow), (state, wide) = self.state_shapes
+        num_rows, memory = len(memory), memory.flatten()
+        end = num_rows * math.prod(state) * wide.itemsize
+        rest = memory[end : end + num_rows * math.prod(inputs) * narrow.itemsize]
+        self.bind(rest.view(narrow).view(num_rows, *inputs), memory[:end].view(wide).view(num_rows, *state))
+
+    def bind(self, conv_state: Tensor, state: Tensor) -> None:
+        """Use these from now on: a row of `state_shapes` for each row of the worker, and one that pads."""
+        assert ((conv_state.shape[1:], conv_state.dtype), (state.shape[1:], state.dtype)) == self.state_shapes
+        self.conv_state, self.state = conv_state, state
+
+    @property
+    def bound(self) -> tuple[Tensor, Tensor]:
+        assert self.conv_state is not None and self.state is not None, "bind() comes before forward()"
+        return self.conv_state, self.state
+
+    def targets(self) -> Iterator[Target]:
+        name = f"{self.name}.{self.conv_name}"
+        yield Target(f"{name}.weight", self.conv_weight.unsqueeze(1), 0, self.own_channels)
+        if self.conv_bias is not None:
+            yield Target(f"{name}.bias", self.conv_bias, 0, self.own_channels)
+
+    def finish(self) -> None:
+        """The convolution is used as it was loaded."""
+
+
+class ShortConv(SSMMixer):
+    """A convolution between two gates, and no state behind it."""
+
+    conv_name = "conv"
+
+    def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope) -> None:
+        inner = divided(scope.group, facts.heads)
+        super().__init__((inner,), facts, (0,), scope)
+        into = scope / "in_proj"
+        self.into = Linear(hidden, {into.name: (inner,) * 3}, into, bias=facts.proj_bias)
+        self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        before, behind, x = self.into.multiply(x).chunk(3, 1)
+        x = self.ops.gate(x, before, "itself")
+        x = self.ops.conv(x, self.conv_weight, self.conv_bias, self.bound[0], seqs_of(batch), activated=False)
+        out: Tensor = self.out(self.ops.gate(x, behind, "itself"))
+        return out
+
+
+class DecayMixer(SSMMixer):
+    """One whose state fades: how fast that of each head does, or `each` number of it, and the bias of time
+    steps."""
+
+    bias_name = "dt_bias"
+
+    def __init__(
+        self, channels: Runs, facts: StateFacts, state: tuple[int, ...], scope: Scope, *, each: bool = False
+    ) -> None:
+        super().__init__(channels, facts, state, scope)
+        self.own_heads = divided(scope.group, state[0] * scope.group.size)
+        rates = state if each else state[:1]
+        self.rate = kept(torch.empty(rates, dtype=torch.float32, device=scope.device))
+        self.dt_bias = kept(torch.empty(state[0], dtype=torch.float32, device=scope.device))
+
+    @property
+    def rates(self) -> DecayRates:
+        return DecayRates(self.rate, self.dt_bias)
+
+    def targets(self) -> Iterator[Target]:
+        yield from super().targets()
+        yield Target(f"{self.name}.A_log", self.rate, 0, (self.own_heads,))
+        yield Target(f"{self.name}.{self.bias_name}", self.dt_bias, 0, (self.own_heads,))
+
+    def finish(self) -> None:
+        self.rate.copy_(-self.rate.exp())
+
+
+class _Giving(RowLinear):
+    """Of what it makes, each number decides over a whole state: it stays as it is stored."""
+
+    narrows = False
+
+
+class _Stepping(ColumnLinear):
+    """The same of time steps."""
+
+    narrows = False
+
+
+class MambaMixer(DecayMixer):
+    """Mamba: a convolution; out of it time steps, B and C, maybe each under a norm; a selective scan and a
+    gate."""
+
+    bias_name = "dt_proj.bias"
+
+    def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope) -> None:
+        inner = divided(scope.group, facts.heads)
+        super().__init__((inner,), facts, (inner.size, facts.state), scope, each=True)
+        self.skip = kept(torch.empty_like(self.dt_bias))
+        self.given = (facts.rank, facts.state, facts.state)
+        into = scope / "in_proj"
+        self.into = Linear(hidden, {into.name: (inner, inner)}, into, bias=facts.proj_bias)
+        self.give = _Giving(inner.all, sum(self.given), scope / "x_proj")
+        self.norm_parts, self.eps = scope.ops.norm_parts, facts.norm_eps or eps
+        named = zip(("dt", "b", "c"), self.given, strict=True)
+        norms = [RMSNorm(size, self.eps, scope / f"{name}_layernorm") for name, size in named]
+        self.norms = nn.ModuleList(norms if facts.norm == "weighed" else [])
+        self.weights = tuple[Tensor, ...](norm.weight for norm in norms if facts.norm == "weighed")
+        if facts.norm == "bare":
+            self.weights = tuple(scope.empty(size).fill_(1) for size in self.given)
+        self.steps = _Stepping(facts.rank, inner.all, scope / "dt_proj")
+        self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
+
+    def targets(self) -> Iterator[Target]:
+        yield from super().targets()
+        yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        (conv_state, state), seqs = self.bound, seqs_of(batch)
+        x, gate = self.into.multiply(x).chunk(2, 1)
+        x = self.ops.conv(x, self.conv_weight, self.conv_bias, conv_state, seqs)
+        given = self.give(x)
+        if self.weights:
+            given = self.norm_parts(given, self.weights, self.eps)
+        dt, b, c = given.split(self.given, 1)
+        y = self.ops.select(x, gate, MambaInputs(self.steps(dt), b, c, self.rates, self.skip), state, seqs)
+        out: Tensor = self.out(y)
+        return out
+
+
+class Mamba2Mixer(DecayMixer):
+    """Mamba-2: a convolution, a selective scan, a gated norm."""
+
+    def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope) -> None:
+        group, heads = scope.group, divided(scope.group, facts.heads)
+        inner = divided(group, facts.heads * facts.head_dim)
+        shared = of_heads(group, facts.groups, facts.state)
+        channels = (inner, shared, shared)
+        super().__init__(channels, facts, (heads.size, facts.head_dim, facts.state), scope)
+        self.skip, self.limits = kept(torch.empty_like(self.rate)), facts.time_limits
+        self.split = (inner.size, len(self.conv_weight), heads.size)
+        into = scope / "in_proj"
+        self.into = Linear(hidden, {into.name: (inner, *channels, heads)}, into, bias=facts.proj_bias)
+        self.scale_columns, self.scales = scope.ops.scale_columns, None
+        if facts.scales:
+            sizes = [run.size for run in (inner, *channels, heads)]
+            scales = zip(sizes, facts.scales, strict=True)
+            self.scales = torch.cat([scope.empty(size).fill_(scale) for size, scale in scales])
+        self.normed = GatedNorm(inner, facts, facts.norm_eps or eps, scope) if facts.norm != "none" else None
+        self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
+
+    def targets(self) -> Iterator[Target]:
+        yield from super().targets()
+        yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        (conv_state, state), seqs = self.bound, seqs_of(batch)
+        made = self.into.multiply(x)
+        if self.scales is not None:
+            made = self.scale_columns(made, self.scales)
+        gate, xbc, dt = made.split(self.split, 1)
+        xbc = self.ops.conv(xbc, self.conv_weight, self.conv_bias, conv_state, seqs)
+        y = self.ops.scan(xbc, dt, self.rates, self.skip, state, seqs, limits=self.limits)
+        y = self.ops.gate(y, gate, "silu") if self.normed is None else self.normed(y, gate)
+        out: Tensor = self.out(y)
+        return out
+
+
+class GatedNorm(nn.Module):
+    """The norm behind Mamba-2's scan: of all, or of parts, of which a device may have less than one."""
+
+    def __init__(self, inner: Shard, facts: StateFacts, eps: float, scope: Scope) -> None:
+        super().__init__()
+        self.norm = RMSNorm(inner, eps, scope / "norm")
+        self.gated_norm = choose(scope.device, scope.dtype).gated_norm
+        self.gate_first = facts.norm == "gate_first"
+        norms = facts.norm_groups // scope.group.size
+        self.unit = torch.ones_like(self.norm.weight[::norms]) if norms > 1 else None
+        """Where parts have a norm each, the weight comes after it."""
+        if not norms:
+            self.gated_norm = partial(_gated_norm_of_shares, group=scope.group, norms=facts.norm_groups)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        weight = self.norm.weight if self.unit is None else self.unit
+        y = self.gated_norm(x, gate, weight, self.norm.eps, gate_first=self.gate_first)
+        return y if self.unit is None else self.norm.ops.scale_columns(y, self.norm.weight)
+
+
+def _gated_norm_of_shares(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool, group: Group, norms: int
+) -> Tensor:
+    """`StateOps.gated_norm` of a part that several devices share: so many parts in all."""
+    wide, factor = x.float(), F.silu(gate.float())
+    wide = wide * factor if gate_first else wide
+    squares = group.gather(wide.square().sum(-1, keepdim=True)).unflatten(1, (norms, -1)).sum(-1)
+    own = group.rank * norms // group.size
+    mean = squares[:, own : own + 1] * norms / (group.size * x.shape[1])
+    y = weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)
+    return (y if gate_first else y * factor).to(x.dtype)
+
+
+class GatedDelta(DecayMixer):
+    """The gated delta rule: a convolution, a state that learns values by key, a gated norm of each head.
+
+    `grouped`: the checkpoint has one projection of queries, keys, values and gates, and one of b and a, both
+    with all that belongs to one head of keys together; else one each.
+    """
+
+    def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope, *, grouped: bool) -> None:
+        group, heads = scope.group, divided(scope.group, facts.heads)
+        inner = divided(group, facts.heads * facts.head_dim)
+        keys = of_heads(group, facts.groups, facts.state)
+        channels, shape = (keys, keys, inner), (heads.size, facts.state, facts.head_dim)
+        super().__init__(channels, facts, shape, scope)
+        self.split = (len(self.conv_weight), inner.size, heads.size, heads.size)
+        if grouped:
+            both = {"in_proj_qkvz": (*channels, inner), "in_proj_ba": (heads, heads)}
+            own_groups = keys.size // facts.state
+            orders = [apart(own_groups, *(run.size for run in runs)) for runs in both.values()]
+            parts = {name: by_group(group, facts.groups, runs) for name, runs in both.items()}
+        else:
+            names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+            own: tuple[Runs, ...] = (channels, (inner,), (heads,), (heads,))
+            parts, orders = dict(zip(names, own, strict=True)), []
+        self.into = OrderedLinear(hidden, parts, scope, orders=orders)
+        self.norm = RMSNorm(facts.head_dim, eps, scope / "norm")
+        self.out = RowLinear(inner.all, hidden, scope / "out_proj")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        (conv_state, state), seqs = self.bound, seqs_of(batch)
+        qkv, gate, b, a = self.into(x).split(self.split, 1)
+        qkv = self.ops.conv(qkv, self.conv_weight, None, conv_state, seqs)
+        y = self.ops.delta(qkv, a, b, self.rates, state, seqs)
+        y = self.ops.gated_norm(y, gate, self.norm.weight, self.norm.eps, gate_first=False)
+        out: Tensor = self.out(y)
+        return out
+
+
+class OrderedLinear(Linear):
+    """A linear layer whose outputs come in another order than in the checkpoint: for each part, where each of
+    its outputs lies there."""
+
+    def __init__(
+        self,
+        size_in: int,
+        parts: Mapping[str, int | Runs],
+        scope: Scope,
+        *,
+        orders: list[Tensor],
+        bias: bool = False,
+    ) -> None:
+        named = {f"{scope.name}.{name}": size for name, size in parts.items()}
+        super().__init__(size_in, named, scope, bias=bias)
+        self._orders = orders
+
+    def orders(self) -> list[Tensor]:
+        return self._orders
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x)
+
+
+def apart(groups: int, *sizes: int) -> Tensor:
+    """Where the outputs of several things lie, thing after thing, if each group of them lies together; sizes
+    are those of all groups."""
+    grouped = torch.arange(sum(sizes)).view(groups, -1)
+    return torch.cat([part.flatten() for part in grouped.split([size // groups for size in sizes], 1)])
+
+
+def seqs_of(batch: Batch) -> SSMSequences:
+    """The batch as mixers read it, made once per step."""
+    if batch.state is None:
+        batch.state = SSMSequences(batch.query_starts, batch.rows, batch.positions, batch.query_lens_host)
+    seqs: SSMSequences = batch.state
+    return seqs
+
+
+_MIXERS = {"selective": MambaMixer, "mamba": Mamba2Mixer, "conv": ShortConv}
+
+
+def mixer_of(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> SSMMixer:
+    """What looks back in a layer, by a state."""
+    assert facts.state is not None
+    return _MIXERS[layer.mixer](facts.hidden, facts.state, facts.norm_eps, scope)
+
+
+def state_layers(modules: Iterable[nn.Module]) -> list[SSMMixer]:
+    """Those of a model's modules that keep a state, in its order."""
+    return [module for module in modules if isinstance(module, SSMMixer)]

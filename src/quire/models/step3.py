@@ -1,0 +1,39 @@
+"""Step-3.5, the decoder of Step-3.7: attention with a gate for each head."""
+
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.layers.linear import ColumnLinear
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.models import llama
+from quire.models.decoder import Decoder, MakesLayer
+
+
+class GatedHeads(llama.Attention):
+    """What each head has seen is weighed by one number of its own."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        self.ops, self.head_dim = scope.ops, facts.head_dim
+        self.gate = ColumnLinear(facts.hidden, facts.heads, scope / "g_proj")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        gate: Tensor = self.gate(x)
+        seen = self.mix(x, self.qkv, batch)
+        self.ops.weigh(seen.view(-1, self.head_dim), gate.view(-1, 1))
+        out: Tensor = self.out(seen)
+        return out
+
+
+class Layer(llama.Layer):
+    """Attention with gates, then feed-forward."""
+
+    Mixer: MakesLayer = GatedHeads
+
+
+class Step35(Decoder):
+    """The model."""
+
+    Layer = Layer

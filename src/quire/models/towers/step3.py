@@ -1,0 +1,141 @@
+"""Step3-VL's tower: squares whose patches turn by column and row, halved twice by convolutions."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.multimodal.step3 import StepFacts
+from quire.kernels.reference.encoder import Spans, spans_of
+from quire.layers.linear import WholeLinear
+from quire.layers.norm import LayerNorm
+from quire.layers.scope import Scope
+from quire.layers.vision import Angles, Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+
+_THETA = 10000.0
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each behind a norm, and scaled number by number."""
+
+    def __init__(self, facts: StepFacts, scope: Scope) -> None:
+        super().__init__()
+        vit = facts.vit
+        self.attention_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "ln_1")
+        self.attention = VisionAttention(
+            vit.hidden, vit.heads, scope / "attn", names=("in_proj",), pairs=True
+        )
+        self.mlp_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "ln_2")
+        self.mlp = VisionMLP(
+            vit.hidden, vit.intermediate, scope / "mlp", names=("c_fc", "c_proj"), activation=vit.activation
+        )
+        self.scales = nn.ModuleList()
+        if facts.scales:
+            self.scales.extend(Learned(scope / name / "gamma", vit.hidden) for name in ("ls_1", "ls_2"))
+
+    def forward(self, x: Tensor, squares: Spans, angles: Angles) -> Tensor:
+        x = x + self.scaled(0, self.attention(self.attention_norm.alone(x), squares, angles))
+        return x + self.scaled(1, self.mlp(self.mlp_norm.alone(x)))
+
+    def scaled(self, i: int, x: Tensor) -> Tensor:
+        if not len(self.scales):
+            return x
+        scale = self.scales[i]
+        assert isinstance(scale, Learned)
+        return x * scale.vectors
+
+
+class DownsampleConv(nn.Module):
+    """A convolution over every second place and its neighbours."""
+
+    def __init__(self, size_in: int, scope: Scope) -> None:
+        super().__init__()
+        self.weight = Learned(scope / "weight", 2 * size_in, size_in, 3, 3)
+        self.bias = Learned(scope / "bias", 2 * size_in)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, size_in, rows, columns] -> [N, 2 * size_in, about half, about half]"""
+        return F.conv2d(x, self.weight.vectors, self.bias.vectors, stride=2, padding=1)
+
+
+class StepVL(nn.Module):
+    """`pixels` of an item are [3, side, side]; `windows`, if there are any, [windows, 3, less, less]."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        assert facts.media is not None
+        own: StepFacts = facts.media.tower
+        self.facts, self.device, vit = own, scope.device, own.vit
+        tower = scope / "vision_model"
+        self.patches = PatchEmbedding((3, vit.patch, vit.patch), vit.hidden, tower / "conv1", bias=False)
+        self.places = Learned(tower / "positional_embedding", vit.side**2, vit.hidden)
+        self.first_norm, self.last_norm = (
+            LayerNorm(vit.hidden, vit.norm_eps, tower / name) if is_there else None
+            for name, is_there in (("ln_pre", own.first_norm), ("ln_post", own.last_norm))
+        )
+        layers = tower / "transformer" / "resblocks"
+        self.layers = nn.ModuleList(Layer(own, layers / i) for i in range(vit.layers))
+        sizes = {"vit_downsampler1": vit.hidden, "vit_downsampler2": 2 * vit.hidden}
+        self.halvings = nn.Sequential(*(DownsampleConv(size, tower / name) for name, size in sizes.items()))
+        projector = scope / "vit_large_projector"
+        self.projector = WholeLinear(4 * vit.hidden, own.size_out, projector, bias=own.bias)
+
+    @staticmethod
+    def divides(media: MediaFacts, count: int) -> bool:
+        """Whether so many devices can share its layers."""
+        return bool(media.tower.vit.heads % count == 0)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[N, 3, side, side] -> [N, vectors, size_out]"""
+        side, count = pixels.shape[2] // self.facts.vit.patch, len(pixels)
+        x = self.patches(patches_of(pixels, self.facts.vit.patch)) + self.placed(side)
+        x = x.flatten(0, 1)
+        x = x if self.first_norm is None else self.first_norm.alone(x)
+        squares = spans_of(np.full(count, side**2, np.int32), x.device)
+        angles = self.angles(side, count)
+        for layer in self.layers:
+            x = layer(x, squares, angles)
+        x = x if self.last_norm is None else self.last_norm.alone(x)
+        x = self.halvings(x.view(count, side, side, -1).permute(0, 3, 1, 2)).flatten(2).transpose(1, 2)
+        vectors: Tensor = self.projector(x.flatten(0, 1))
+        return vectors.view(count, -1, vectors.shape[1])
+
+    def placed(self, side: int) -> Tensor:
+        """The learned places, stretched over a square: [patches, hidden]"""
+        table, own = self.places.vectors, self.facts.vit.side
+        if side == own:
+            return table
+        wide = table.float().view(1, own, own, -1).permute(0, 3, 1, 2)
+        return F.interpolate(wide, (side, side), mode="bilinear")[0].flatten(1).t().to(table.dtype)
+
+    def angles(self, side: int, count: int) -> Angles:
+        """One half of each head turns by the column, the other by the row."""
+        half = self.facts.vit.hidden // self.facts.vit.heads // 2
+        speeds = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
+        turns = torch.arange(side, device=self.device)[:, None] * speeds
+        by_column, by_row = turns[None].expand(side, -1, -1), turns[:, None].expand(-1, side, -1)
+        both = torch.cat((by_column, by_row), -1).flatten(0, 1).repeat(count, 1)
+        return both.cos(), both.sin()
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """The windows of an item come before the whole."""
+        wholes = self(torch.stack([item["pixels"] for item in items]))
+        counts = [len(item["windows"]) if "windows" in item else 0 for item in items]
+        windows = [item["windows"] for item in items if "windows" in item]
+        inner = self(torch.cat(windows)).split(counts) if windows else [wholes[:0, :0]] * len(items)
+        return [torch.cat((parts.flatten(0, 1), whole)) for parts, whole in zip(inner, wholes, strict=True)]
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        side, window = self.facts.vit.image, self.facts.vit.image * 9 // 13
+        count = (num_vectors - self.facts.tokens(side)) // self.facts.tokens(window)
+        whole = torch.zeros(3, side, side, device=self.device)
+        window -= window % self.facts.vit.patch
+        windows = torch.zeros(max(count, 0), 3, window, window, device=self.device)
+        return {"pixels": whole} | ({"windows": windows} if count > 0 else {})
+
+    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
+        count, side = (item["windows"][0], item["windows"][2]) if "windows" in item else (0, 0)
+        return item["pixels"][1] ** 2 + count * side**2

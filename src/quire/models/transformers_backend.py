@@ -1,0 +1,122 @@
+"""Any decoder of transformers: its own code, with the attention over our paged cache."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.checkpoint.facts import ArchFacts
+from quire.errors import ConfigError
+from quire.layers.scope import Scope, Target
+from quire.logs import get_logger, warn_once
+from quire.models.transformers_attention import (
+    TransformersStep,
+    TrialRun,
+    bind_blank,
+    build,
+    is_same,
+    named,
+    place_attention,
+    stored_parts,
+)
+
+logger = get_logger(__name__)
+
+
+class TransformersModel(nn.Module):
+    """A model of transformers in two halves: its body over the cache, and its own way to logits."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        assert facts.borrowed is not None
+        if scope.adapters is not None:
+            raise ConfigError(
+                f"{facts.architecture} runs through transformers, and takes no adapters: enable_lora "
+                "cannot be had"
+            )
+        self.facts = facts
+        self.scope = scope
+        self.tail = build(facts.borrowed, scope)
+        self.name = type(self.tail).__name__
+        self.body: nn.Module = self.tail.base_model
+        warn_once(
+            logger,
+            f"{self.name} runs through transformers, which is slower than a model of Quire's own: "
+            "without its fused kernels, graphs and quantized formats",
+        )
+
+    def targets(self) -> Iterator[Target]:
+        """Every tensor of the checkpoint, and the part of a parameter that it is."""
+        yield from (Target(name, part) for name, part in stored_parts(self.tail).items())
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        """Give each attention its share of the cache, and see whether all comes out as in transformers."""
+        tail: Any = self.tail
+        if self.body is tail:
+            raise ConfigError(f"{self.name} has no body apart from its head, so that it cannot run here")
+        trial = TrialRun.of(self.facts.vocab, self.scope.device)
+        expected = trial.expected(tail)
+        if expected.shape[1] != self.facts.vocab:
+            raise ConfigError(
+                f"{self.name} has {expected.shape[1]} logits, by config.json {self.facts.vocab}"
+            )
+        bind_blank(place_attention(self.body, self.facts, self.scope, self.name), self.scope.device)
+        setattr(tail, tail.base_model_prefix, _Given())
+        found = [self._computed(batch) for batch in trial.steps()]
+        if not is_same(torch.cat(found), expected):
+            raise ConfigError(
+                f"{self.name} gives other logits over the paged cache than by transformers alone, and cannot "
+                "run here: its attention or its positions depend on more than queries, keys and values"
+            )
+
+    def _computed(self, batch: Batch) -> Tensor:
+        with named(self.name):
+            self.scope.backend.plan(batch)
+            return self.logits(self(batch))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[T, hidden], after the final norm."""
+        out = self.body(
+            **self._inputs(batch),
+            position_ids=batch.positions[None],
+            use_cache=False,
+            quire_step=TransformersStep(batch, self.scope.ops.rotate_and_write),
+        )
+        hidden: Tensor = out[0][0]
+        return hidden
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        if batch.embeds is None:
+            return {"input_ids": batch.token_ids[None]}
+        body: Any = self.body
+        x: Tensor = body.get_input_embeddings()(batch.token_ids)
+        tokens, vectors = batch.embeds
+        return {"inputs_embeds": x.index_copy(0, tokens, vectors.to(x.dtype))[None]}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, vocab]."""
+        logits: Tensor = self.tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+
+class _Given(nn.Module):
+    """Stands in the body's place once that is called by itself: what comes in goes to the head."""
+
+    def forward(self, *others: Any, inputs_embeds: Tensor, **rest: Any) -> "_Output":
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """What a body returns, with nothing in it but the last hidden state."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None

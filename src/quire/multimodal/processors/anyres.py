@@ -1,0 +1,187 @@
+"""LLaVA-Next and LLaVA-OneVision: an image as a whole, and in tiles of the shape that wastes least of it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.anyres import AnyresFacts
+from quire.checkpoint.reader import ConfigReader
+from quire.data.multimodal import Array, Arrays
+from quire.errors import ConfigError, RequestError
+from quire.multimodal.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    IMAGE_ARGUMENTS,
+    MOST_FRAMES,
+    Pixels,
+    PixelScaling,
+    Size,
+    asked,
+    check_frames,
+    film_settings,
+    resample_of,
+    resized,
+    stored_settings,
+    tiled,
+    wrong_argument,
+)
+from quire.multimodal.processors import Content, ProcessedItem, Video
+from quire.multimodal.processors.image_base import ImageProcessor
+from quire.text.tokenizer import Tokenizer
+
+_SLACK = 1.1
+"""So much larger a side may be than that of the most tiles before vectors are averaged."""
+
+
+class AnyresProcessor(ImageProcessor):
+    """Which vectors stand where is worked out here: rows and columns that are nothing but padding are left
+    out, and each row ends with a vector of its own."""
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        self.facts: AnyresFacts = facts.tower
+        self.modalities = facts.modalities
+        super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
+        self.settings = stored_settings(path)
+        self.film = film_settings(path, stored_settings(path, "video_processor"))
+
+    def marks(self, modality: str) -> list[int]:
+        video = self.facts.video_id
+        return [video if modality == "video" and video is not None else self.mark]
+
+    def text(self, modality: str, number: int) -> str:
+        return self.tokenizer.backend.id_to_token(self.marks(modality)[0]) or ""
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
+        stored = self.film if modality == "video" else self.settings
+        try:
+            keys = asked(stored, arguments, IMAGE_ARGUMENTS)
+            finish = PixelScaling.read(keys, CLIP_MEAN, CLIP_STD)
+            if isinstance(content, Video):
+                return self._film(content, finish, keys)
+            assert isinstance(content, Image.Image)
+            tiles = self._tiles(content, keys)
+        except ConfigError as error:
+            raise wrong_argument(error) from error
+        arrays = finish(tiles) | self._order(content.size[::-1])
+        return ProcessedItem([self.image_id] * arrays["places"].shape[0], arrays=arrays)
+
+    def _tiles(self, image: Image.Image, keys: ConfigReader) -> NDArray[np.uint8]:
+        side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
+        shape = best_shape(image.size[::-1], self.facts.shapes)
+        parts = tiled(padded(image, shape, resample), (side, side))
+        return np.concatenate((resized(image, (side, side), resample)[None], parts))
+
+    def _order(self, image: Size) -> Arrays:
+        facts = self.facts
+        numbers, weights = order_of(
+            image, best_shape(image, facts.shapes), facts.vit.image, facts.vit.side, facts.most_tiles
+        )
+        rows, columns = numbers.shape[:2]
+        behind = facts.tokens * (1 + math.prod(best_shape(image, facts.shapes)) // facts.vit.image**2)
+        numbers = np.concatenate((facts.tokens + numbers, np.full((rows, 1, numbers.shape[2]), behind)), 1)
+        whole = np.repeat(np.arange(facts.tokens)[:, None], numbers.shape[2], 1)
+        places = np.concatenate((whole, numbers.reshape(-1, numbers.shape[2]))).astype(np.int32)
+        if weights is None:
+            return {"places": Array.of(places)}
+        shares = np.zeros((*places.shape[:1], 4), np.float32)
+        shares[:, 0] = 1
+        inner = shares[facts.tokens :].reshape(rows, columns + 1, 4)
+        inner[:, :columns] = weights
+        return {"places": Array.of(places), "weights": Array.of(shares)}
+
+    def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
+        check_frames(len(video.frames))
+        return len(video.frames) * math.ceil(self.facts.vit.side / 2) ** 2 + 1
+
+    def _film(self, video: Video, finish: PixelScaling, keys: ConfigReader) -> ProcessedItem:
+        side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
+        count = self.num_vectors(video, {})
+        frames = np.stack([resized(Image.fromarray(each), (side, side), resample) for each in video.frames])
+        return ProcessedItem(self.marks("video") * count, arrays=finish(frames))
+
+    def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
+        if modality != "image":
+            raise RequestError("vectors can be given of images alone", "multi_modal_data")
+        return super().process_embeds(modality, embeds)
+
+    def most_vectors(self, modality: str) -> int:
+        if modality == "video":
+            return self.num_vectors(Video.black(*self.largest(modality)), {})
+        width, height = self.largest(modality)
+        return self._order((height, width))["places"].shape[0]
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        side = self.facts.vit.image
+        if modality == "video":
+            return MOST_FRAMES, side, side
+        height, width = max(self.facts.shapes, key=lambda shape: self._order(shape)["places"].shape[0])
+        return width, height
+
+
+@lru_cache
+def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
+    """The one that keeps most of an image's pixels; of several the one that wastes least."""
+    height, width = image
+
+    def worth(shape: Size) -> tuple[int, int]:
+        scale = min(shape[1] / width, shape[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - shape[0] * shape[1]
+
+    return max(shapes, key=worth)
+
+
+def padded(image: Image.Image, shape: Size, resample: Image.Resampling) -> Pixels:
+    """As large as it fits, in the middle, on black."""
+    high, wide = shape
+    width, height = image.size
+    along, down = wide / width, high / height
+    if along < down:
+        size = min(math.ceil(height * along), high), wide
+    else:
+        size = high, min(math.ceil(width * down), wide)
+    out = np.zeros((high, wide, 3), np.uint8)
+    top, left = (high - size[0]) // 2, (wide - size[1]) // 2
+    out[top : top + size[0], left : left + size[1]] = resized(image, size, resample)
+    return out
+
+
+def order_of(
+    image: Size, shape: Size, tile: int, side: int, most_tiles: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
+    """Of each row and column that shows some of the image, the number of the patch, [rows, columns, 1], in
+    the order of tiles; or, if there are too many, those of the four around and their weights."""
+    rows, columns = shape[0] // tile, shape[1] // tile
+    tiles = np.arange(rows * columns * side * side).reshape(rows, columns, side, side)
+    numbers = tiles.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)
+    height, width = image
+    high, wide = numbers.shape
+    if width / height > wide / high:
+        cut = (high - int(round(height * (wide / width), 7))) // 2
+        numbers = numbers[cut : high - cut]
+    else:
+        cut = (wide - int(round(width * (high / height), 7))) // 2
+        numbers = numbers[:, cut : wide - cut]
+    high, wide = numbers.shape
+    ratio = math.sqrt(high * wide / (most_tiles * side**2)) if most_tiles else 0
+    if ratio <= _SLACK:
+        return numbers[..., None], None
+    (above, below, down), (left, right, along) = (_between(size, int(size // ratio)) for size in (high, wide))
+    around = [numbers[each][:, other] for each in (above, below) for other in (left, right)]
+    shares = [np.outer(each, other) for each in (1 - down, down) for other in (1 - along, along)]
+    return np.stack(around, -1), np.stack(shares, -1).astype(np.float32)
+
+
+def _between(size: int, fewer: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """For each of `fewer` places in a line of `size`: those before and behind it, and the weight of the
+    latter; as torch interpolates."""
+    at = np.maximum((np.arange(fewer) + 0.5) * (size / fewer) - 0.5, 0)
+    before = np.floor(at).astype(np.int64)
+    return before, np.minimum(before + 1, size - 1), at - before

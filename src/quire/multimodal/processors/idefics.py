@@ -1,0 +1,128 @@
+"""Idefics 3 and SmolVLM: an image of whole tiles, each named by row and column, and once more as a whole."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.idefics import IdeficsFacts
+from quire.checkpoint.reader import ConfigReader
+from quire.errors import ConfigError
+from quire.multimodal.images import (
+    HALF,
+    IMAGE_ARGUMENTS,
+    PixelScaling,
+    Size,
+    asked,
+    resample_of,
+    resized,
+    size_of,
+    stored_settings,
+    tiled,
+    wrong_argument,
+)
+from quire.multimodal.processors import Content, ProcessedItem
+from quire.multimodal.processors.image_base import ImageProcessor
+from quire.text.tokenizer import Tokenizer
+
+_AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
+_LONGEST = 4096
+"""Pixels of a side, whatever is asked for."""
+_KNOWN = (*IMAGE_ARGUMENTS, "do_image_splitting", "max_image_size")
+
+
+class Idefics3Processor(ImageProcessor):
+    """Resized twice: to the longest side, then to whole tiles."""
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        self.facts: IdeficsFacts = facts.tower
+        super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
+        self.settings = stored_settings(path, size={"longest_edge": 4 * self.facts.vit.image})
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
+        assert isinstance(content, Image.Image)
+        try:
+            keys = asked(self.settings, arguments, _KNOWN)
+            finish = PixelScaling.read(keys, HALF, HALF)
+            tiles, grid = self._tiles(content, keys)
+        except ConfigError as error:
+            raise wrong_argument(error) from error
+        return self.spread(self._span(grid), arrays=finish(tiles))
+
+    def _tiles(self, image: Image.Image, keys: ConfigReader) -> tuple[NDArray[np.uint8], Size]:
+        """And how many rows and columns of them there are, beside the whole; none of each: only that."""
+        side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.LANCZOS)
+        if keys.get("max_image_size") is not None and set(size_of(keys, "max_image_size").values()) != {side}:
+            raise keys.wrong("max_image_size", f"{side}, the side of what the tower sees")
+        if max(image.size) > _LONGEST and not keys.flag("do_resize", True):
+            raise keys.wrong("do_resize", f"true for images of more than {_LONGEST} pixels a side")
+        if keys.flag("do_resize", True):
+            image = Image.fromarray(resized(image, _long(keys, image.size[::-1]), resample))
+        if not keys.flag("do_image_splitting", True):
+            return resized(image, (side, side), resample)[None], (0, 0)
+        rows, columns = _grid(image.size[::-1], side)
+        image = Image.fromarray(resized(image, (rows * side, columns * side), resample))
+        if rows * columns == 1:
+            return np.asarray(image)[None], (0, 0)
+        whole = resized(image, (side, side), resample)
+        return np.concatenate((tiled(np.asarray(image), (side, side)), whole[None])), (rows, columns)
+
+    def _span(self, grid: Size) -> list[int]:
+        place = self.text("image", 1)
+        rows = [
+            "".join(f"{_AROUND}<row_{row + 1}_col_{column + 1}>{place}" for column in range(grid[1])) + "\n"
+            for row in range(grid[0])
+        ]
+        text = "".join(rows) + ("\n" if rows else "") + f"{_AROUND}{_WHOLE}{place}{_AROUND}"
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
+
+    def most_vectors(self, modality: str) -> int:
+        width, height = self.largest(modality)
+        count = width * height // self.facts.vit.image**2
+        return int(self.facts.tokens * (count + (count > 1)))
+
+    def largest(self, modality: str) -> tuple[int, int]:
+        side: int = self.facts.vit.image
+        if not self.settings.flag("do_image_splitting", True):
+            return side, side
+        rows, columns = _grid(_long(self.settings, (side, side)), side)
+        return columns * side, rows * side
+
+
+def _long(keys: ConfigReader, image: Size) -> Size:
+    """Its longest side as long as asked for; the other one an even number."""
+    size = size_of(keys)
+    if "longest_edge" not in size:
+        return size.get("height", 1), size.get("width", 1)
+    height, width = image
+    ratio, longest = width / height, size["longest_edge"]
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    height, width = max(height, 1), max(width, 1)
+    ratio = width / height
+    if width >= height and width > _LONGEST:
+        width, height = _LONGEST, int(_LONGEST / ratio)
+    elif height > width and height > _LONGEST:
+        height, width = _LONGEST, int(_LONGEST * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def _grid(image: Size, side: int) -> Size:
+    """Rows and columns of tiles: the longer side in full, the other one as near as it goes."""
+    height, width = image
+    ratio = width / height
+    if width >= height:
+        columns = math.ceil(width / side)
+        return math.ceil(int(columns * side / ratio) / side), columns
+    rows = math.ceil(height / side)
+    return rows, math.ceil(int(rows * side * ratio) / side)

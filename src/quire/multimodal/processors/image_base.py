@@ -1,0 +1,62 @@
+"""What the processors of families that see have in common."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.data.multimodal import Array, MediaItem
+from quire.errors import ConfigError, RequestError
+from quire.multimodal.processors import ProcessedItem
+from quire.text.tokenizer import Tokenizer
+
+
+def token_of(tokenizer: Tokenizer, token: str) -> int:
+    """The id of one that the family cannot do without."""
+    found = tokenizer.backend.token_to_id(token)
+    if found is None:
+        raise ConfigError(f"the tokenizer has no token {token}, which stands for images in this model")
+    return found
+
+
+class ImageProcessor:
+    """One token is the mark of an image, another one, or the same, stands in the places of its vectors."""
+
+    modalities: tuple[str, ...] = ("image",)
+
+    def __init__(self, mark: int, image_id: int, hidden: int, tokenizer: Tokenizer) -> None:
+        self.mark, self.image_id, self.hidden = mark, image_id, hidden
+        self.tokenizer = tokenizer
+
+    def marks(self, modality: str) -> list[int]:
+        return [self.mark]
+
+    def text(self, modality: str, number: int) -> str:
+        return self.tokenizer.backend.id_to_token(self.mark) or ""
+
+    def spread(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
+        """A span, with vectors in the places of its image tokens, or of these."""
+        places = np.asarray(token_ids) == (self.image_id if place is None else place)
+        edges = np.flatnonzero(np.diff(places, prepend=False, append=False)).reshape(-1, 2)
+        runs = [(int(first), int(end - first)) for first, end in edges]
+        return ProcessedItem(token_ids, [] if places.all() else runs, **more)
+
+    def brought(self, num_vectors: int) -> list[int]:
+        """The span of so many vectors that somebody brings along."""
+        return [self.image_id] * num_vectors
+
+    def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
+        vectors = embeds["embeds"]
+        vectors = vectors[0] if vectors.ndim == 3 and len(vectors) == 1 else vectors
+        if vectors.ndim != 2 or vectors.shape[1] != self.hidden or not len(vectors):
+            raise RequestError(
+                f"{modality}_embeds: the shape is {vectors.shape}, expected (vectors, {self.hidden})",
+                "multi_modal_data",
+            )
+        return self.spread(self.brought(len(vectors)), arrays={"embeds": Array.of(vectors)})
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]
+    ) -> Array | None:
+        return None

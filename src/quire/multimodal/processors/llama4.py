@@ -1,0 +1,118 @@
+"""Llama 4: an image on the canvas of tiles that fits it best, and once more as a whole."""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.llama4 import Llama4Facts
+from quire.checkpoint.reader import ConfigReader
+from quire.errors import ConfigError
+from quire.multimodal.images import (
+    HALF,
+    IMAGE_ARGUMENTS,
+    PixelScaling,
+    Size,
+    asked,
+    count_of,
+    resample_of,
+    resized,
+    stored_settings,
+    tiled,
+    wrong_argument,
+)
+from quire.multimodal.processors import Content, ProcessedItem
+from quire.multimodal.processors.image_base import ImageProcessor, token_of
+from quire.text.tokenizer import Tokenizer
+
+_MARK, _PLACE = "<|image|>", "<|patch|>"
+_KNOWN = (*IMAGE_ARGUMENTS, "max_patches", "resize_to_max_canvas")
+
+
+class Llama4Processor(ImageProcessor):
+    """The mark is a token that stands in the span, too, before the whole."""
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        self.facts: Llama4Facts = facts.tower
+        super().__init__(token_of(tokenizer, _MARK), self.facts.image_id, self.facts.size_out, tokenizer)
+        self.settings = stored_settings(path)
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
+        assert isinstance(content, Image.Image)
+        try:
+            keys = asked(self.settings, arguments, _KNOWN)
+            finish = PixelScaling.read(keys, HALF, HALF, is_narrow=True)
+            tiles, grid = self._tiles(content, keys)
+        except ConfigError as error:
+            raise wrong_argument(error) from error
+        return self.spread(self._span(*grid), arrays=finish(tiles))
+
+    def _tiles(self, image: Image.Image, keys: ConfigReader) -> tuple[NDArray[np.uint8], Size]:
+        """And the rows and columns of the canvas."""
+        side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BILINEAR)
+        is_largest = keys.flag("resize_to_max_canvas")
+        size = image.size[1], image.size[0]
+        canvas = best_canvas(size, side, count_of(keys, "max_patches", 16), is_largest=is_largest)
+        room = canvas
+        if not is_largest:
+            room = min(max(size[0], side), canvas[0]), min(max(size[1], side), canvas[1])
+        inner = fitting(size, room)
+        pixels = np.zeros((*canvas, 3), np.uint8)
+        pixels[: inner[0], : inner[1]] = resized(image, inner, resample)
+        tiles = tiled(pixels, (side, side))
+        if len(tiles) > 1:
+            tiles = np.concatenate((tiles, resized(image, (side, side), resample)[None]))
+        return tiles, (canvas[0] // side, canvas[1] // side)
+
+    def _span(self, rows: int, columns: int) -> list[int]:
+        row = "<|tile_x_separator|>".join([_PLACE] * columns) + "<|tile_y_separator|>"
+        tiles = row * rows if rows * columns > 1 else ""
+        text = f"<|image_start|>{tiles}{_MARK}{_PLACE}<|image_end|>"
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
+
+    def most_vectors(self, modality: str) -> int:
+        most = self.settings.size("max_patches", 16)
+        return self.facts.tokens * (most + (most > 1))
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        most = self.settings.size("max_patches", 16)
+        rows = max(each for each in range(1, int(most**0.5) + 1) if most % each == 0)
+        return most // rows * self.facts.vit.image, rows * self.facts.vit.image
+
+
+@lru_cache
+def canvases(side: int, most: int) -> NDArray[np.float32]:
+    """Height and width of all that at most so many tiles make up, those of one shape one after the other."""
+    shapes: dict[float, list[Size]] = {}
+    for count in range(most, 0, -1):
+        for rows in (each for each in range(1, count + 1) if count % each == 0):
+            shapes.setdefault(rows / (count // rows), []).append((rows, count // rows))
+    return np.array([size for group in shapes.values() for size in group], np.float32) * side
+
+
+def best_canvas(image: Size, side: int, most: int, *, is_largest: bool) -> Size:
+    """The one on which an image need be enlarged least, or most; else the one on which it is reduced least;
+    of several the smallest."""
+    all_of = canvases(side, most)
+    scales = (all_of / np.array(image, np.float32)).min(1)
+    enlarging = scales[scales >= 1]
+    is_least = len(enlarging) and not is_largest
+    fitting = all_of[scales == (enlarging.min() if is_least else scales.max())]
+    height, width = fitting[fitting.prod(1).argmin()]
+    return int(height), int(width)
+
+
+def fitting(image: Size, room: Size) -> Size:
+    """As large as it can be there in its own shape."""
+    (height, width), (high, wide) = image, room
+    along, down = wide / width, high / height
+    if along < down:
+        return max(1, min(math.floor(height * along), high)), wide
+    return high, max(1, min(math.floor(width * down), wide))

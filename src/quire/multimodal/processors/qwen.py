@@ -1,0 +1,165 @@
+"""Qwen's, GLM's and PaddleOCR-VL's: an image or a video becomes patches of a grid, of a number of pixels
+within bounds."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.qwen import GridFacts
+from quire.data.multimodal import Array, MediaItem
+from quire.errors import RequestError
+from quire.multimodal.images import check_frames, resized
+from quire.multimodal.processors import Content, ProcessedItem, Sound, Video
+from quire.multimodal.processors.grid import USUAL_FPS, PatchLayout, patches_of, positions_of, sampled
+from quire.multimodal.processors.grid_settings import GridSettings, read_settings
+from quire.text.tokenizer import Tokenizer
+
+_TIMES: dict[str, Callable[[float, float], str]] = {
+    "before": lambda first, last: f"<{(first + last) / 2:.1f} seconds>",
+    "behind": lambda first, last: str(int(first)),
+    "seconds": lambda first, last: f"{first:.1f} seconds",
+}
+"""How the time of a step is written, out of those of its first and last frame."""
+_MOST_SECONDS = 86400
+"""Of a step of a video."""
+
+
+class GridProcessor:
+    """Images and videos in patches; the times of a video's frames are tokens among them, or not."""
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        self.modalities = facts.modalities
+        self.tower: GridFacts = facts.tower
+        self.width = self.tower.size_out * (1 + facts.levels)
+        self.tokenizer = tokenizer
+        self.settings = read_settings(path, facts)
+
+    def marks(self, modality: str) -> list[int]:
+        tower = self.tower
+        if modality == "image":
+            return [tower.image_id]
+        return [tower.start_id, tower.video_id, tower.end_id] if tower.times == "before" else [tower.video_id]
+
+    def text(self, modality: str, number: int) -> str:
+        tower = self.tower
+        ids = [tower.start_id, tower.image_id, tower.end_id]
+        if modality == "video":
+            ids = [tower.video_start_id, tower.video_id, tower.video_end_id]
+        return "".join(token or "" for token in self.tokenizer.convert_ids_to_tokens(ids))
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
+        assert not isinstance(content, Sound), "these models do not hear"
+        settings = self.settings[modality].told(arguments)
+        if isinstance(content, Video):
+            return self._video(content, settings)
+        size = settings.size_of(content.height, content.width)
+        pixels = patches_of(resized(content, size, settings.resample)[None], settings)
+        grid = PatchLayout(*pixels.shape[:3])
+        span = [self.tower.image_id] * grid.num_vectors(settings.merge)
+        return _with(ProcessedItem(span, arrays=settings.finish.told(pixels=pixels)), grid)
+
+    def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
+        settings = self.settings["video"].told(arguments)
+        topk_indices, _, _ = sampled(video, settings, self.tower.times)
+        height, width = self._frame_size(video, len(topk_indices), settings)
+        patches = (height // settings.patch, width // settings.patch)
+        return PatchLayout(-(-len(topk_indices) // settings.frames), *patches).num_vectors(settings.merge)
+
+    def _frame_size(self, video: Video, count: int, settings: GridSettings) -> tuple[int, int]:
+        """That so many of its frames are resized to."""
+        check_frames(count)
+        height, width = video.frames.shape[1:3]
+        return settings.size_of(height, width, num_frames=max(count, settings.frames))
+
+    def _video(self, video: Video, settings: GridSettings) -> ProcessedItem:
+        topk_indices, indices, fps = sampled(video, settings, self.tower.times)
+        size = self._frame_size(video, len(topk_indices), settings)
+        sized = [resized(Image.fromarray(video.frames[i]), size, settings.resample) for i in topk_indices]
+        pixels = patches_of(np.stack(sized), settings)
+        grid = PatchLayout(*pixels.shape[:3])
+        total = video.total_frames or len(video.frames)
+        rate = fps * len(indices) / total if fps else USUAL_FPS
+        times = [index / (fps or USUAL_FPS) for index in indices]
+        processed = self._spread(grid, times, settings.frames / rate)
+        processed.arrays = settings.finish.told(pixels=pixels)
+        return _with(processed, grid)
+
+    def _spread(self, grid: PatchLayout, times: list[float], seconds: float) -> ProcessedItem:
+        """The span of a video: one run of tokens, or one for each of its steps, beside its time."""
+        tower, count = self.tower, grid.num_vectors(self.tower.merge)
+        if not tower.times:
+            processed = ProcessedItem([tower.video_id] * count)
+            processed.facts["step"] = (tower.pace * seconds) if tower.pace else 1.0
+            return processed
+        processed, is_before = ProcessedItem([]), tower.times == "before"
+        ids, frames, last = processed.token_ids, tower.frames, len(times) - 1
+        token = tower.video_id if is_before else tower.image_id
+        for step in range(grid.steps):
+            text = _TIMES[tower.times](
+                times[min(step * frames, last)], times[min((step + 1) * frames - 1, last)]
+            )
+            time = self.tokenizer.encode(text, add_special_tokens=False)
+            ids += [*time, tower.start_id] if is_before else [tower.start_id]
+            processed.runs.append((len(ids), count // grid.steps))
+            ids += [token] * (count // grid.steps)
+            ids += [tower.end_id] if is_before else [tower.end_id, *time]
+        return processed
+
+    def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
+        vectors, key = embeds["embeds"], f"{modality}_grid_thw"
+        if key not in embeds:
+            raise RequestError(f"{modality}_embeds need {key}: steps, height and width in patches", key)
+        numbers, merge = np.asarray(embeds[key]).reshape(-1)[:4].tolist(), self.tower.merge
+        units = zip(numbers, (1, merge, merge), strict=False)
+        if len(numbers) != 3 or not all(number >= 1 and number % unit == 0 for number, unit in units):
+            raise RequestError(f"{key} is {numbers}, expected steps, and height and width in {merge}s", key)
+        grid = PatchLayout(*map(int, numbers))
+        expected = (grid.num_vectors(merge), self.width)
+        if vectors.shape != expected:
+            raise RequestError(
+                f"{modality}_embeds have the shape {vectors.shape}, expected {expected} for {key} {numbers}",
+                f"{modality}_embeds",
+            )
+        if modality == "image":
+            return _with(ProcessedItem([self.tower.image_id] * len(vectors)), grid, embeds=vectors)
+        given = np.asarray(embeds.get("second_per_grid_ts", self.tower.frames / USUAL_FPS))
+        if given.size != 1 or not 0 < given.item() < _MOST_SECONDS:
+            raise RequestError("second_per_grid_ts must be a number of seconds", "second_per_grid_ts")
+        seconds = float(given.item())
+        times = [seconds * i / self.tower.frames for i in range(grid.steps * self.tower.frames)]
+        return _with(self._spread(grid, times, seconds), grid, embeds=vectors)
+
+    def most_vectors(self, modality: str) -> int:
+        return self.settings[modality].most_vectors()
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        settings = self.settings[modality]
+        frames = settings.max_frames if modality == "video" else 0
+        steps = -(-frames // settings.frames) or 1
+        if frames and settings.counts_frames:  # all of the pixels in as few of them as there may be
+            frames = max(settings.frames, settings.min_frames)
+            steps = -(-frames // settings.frames)
+        of_step = max(1, settings.most_vectors() // steps)
+        rows = math.isqrt(of_step)
+        size = (of_step // rows * settings.unit, rows * settings.unit)
+        return (frames, *size) if frames else size
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]
+    ) -> Array | None:
+        if not items:
+            return None
+        return Array.of(positions_of(len(token_ids), items, facts, self.tower.merge))
+
+
+def _with(processed: ProcessedItem, grid: PatchLayout, **arrays: NDArray[Any]) -> ProcessedItem:
+    processed.facts["grid"] = list(grid)
+    if arrays:
+        processed.arrays = {name: Array.of(numbers) for name, numbers in arrays.items()}
+    return processed

@@ -1,0 +1,148 @@
+"""Step3-VL's: an image as a square, and before it the windows of a large or a long one, row by row."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.step3 import StepFacts
+from quire.data.multimodal import Array
+from quire.errors import ConfigError, RequestError
+from quire.multimodal.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    PixelScaling,
+    Size,
+    asked,
+    resized,
+    stored_settings,
+    wrong_argument,
+)
+from quire.multimodal.processors import Content, ProcessedItem
+from quire.multimodal.processors.image_base import ImageProcessor, token_of
+from quire.text.tokenizer import Tokenizer
+
+_KNOWN = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_convert_rgb")
+_TOKENS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
+_NARROW, _LONG, _LONGER, _MORE = 32, 1.5, 4, 0.2
+"""Pixels of a side below which a long image is put into a square; how many times longer than the other one a
+side of a small image is that gets windows; of one whose windows are as high as it is; how much of a window a
+rest is that becomes a whole one."""
+
+
+class WindowPlan(NamedTuple):
+    """What becomes of an image."""
+
+    size: Size
+    """It is resized to that,"""
+    side: int
+    """has windows with this side; 0: none;"""
+    large: Size
+    """and is resized to that for them."""
+
+    @property
+    def grid(self) -> Size:
+        """Rows and columns of windows."""
+        if not self.side:
+            return 0, 0
+        return max(1, self.large[0] // self.side), max(1, self.large[1] // self.side)
+
+
+class StepVLProcessor(ImageProcessor):
+    """The mark is the token of a single place."""
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        self.facts: StepFacts = facts.tower
+        super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
+        self.settings = stored_settings(path)
+        self.image: int = self.facts.vit.image
+        self.window = self.settings.size("patch_size", self.image * 9 // 13)
+        self.longest = self.settings.size("max_image_size", 3024)
+        self.start, self.stop, self.newline, self.begin, self.end = (token_of(tokenizer, t) for t in _TOKENS)
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
+        assert isinstance(content, Image.Image)
+        try:
+            finish = PixelScaling.read(asked(self.settings, arguments, _KNOWN), CLIP_MEAN, CLIP_STD)
+            if self._is_narrow(*content.size):
+                content = _squared(content)
+            plan = self.plan(content.size[::-1])
+            small = resized(content, plan.size, Image.Resampling.BILINEAR)
+        except ConfigError as error:
+            raise wrong_argument(error) from error
+        rows, columns = plan.grid
+        arrays = {"pixels": Array.of(smoothed(finish.numbers(small), self.image))}
+        if rows:
+            large = Image.fromarray(resized(Image.fromarray(small), plan.large, Image.Resampling.BILINEAR))
+            boxes = [
+                (column * plan.side, row * plan.side) for row in range(rows) for column in range(columns)
+            ]
+            windows = [large.crop((x, y, x + plan.side, y + plan.side)) for x, y in boxes]
+            numbers = [smoothed(finish.numbers(np.asarray(each)), self.window) for each in windows]
+            arrays["windows"] = Array.of(np.stack(numbers))
+        return self.spread(self._span(rows, columns), arrays=arrays)
+
+    def _is_narrow(self, width: int, height: int) -> bool:
+        short, long = sorted((width, height))
+        return short < _NARROW and long / short > _LONGER
+
+    def plan(self, image: Size) -> WindowPlan:
+        height, width = image
+        if max(image) > self.longest:
+            scale = self.longest / max(image)
+            height, width = max(1, int(height * scale)), max(1, int(width * scale))
+        short, long = sorted((height, width))
+        if long <= self.image:
+            side = short if long / short > _LONG else 0
+        else:
+            side = min(short, self.window) if long / short > _LONGER else self.window
+        large = (_whole(height, side), _whole(width, side)) if side else (height, width)
+        plan = WindowPlan((height, width), side, large)
+        if plan.grid[0] * plan.grid[1] > self._most():
+            raise RequestError(
+                f"an image of {image[1]} x {image[0]} pixels is too narrow: it would be seen in "
+                f"{plan.grid[0] * plan.grid[1]} windows, and {self._most()} are the most"
+            )
+        return plan
+
+    def _most(self) -> int:
+        """Windows of an image."""
+        return max((self.longest // self.window + 1) ** 2, self.longest // _NARROW + 1)
+
+    def _span(self, rows: int, columns: int) -> list[int]:
+        each, whole = self.facts.tokens(self.window), self.facts.tokens(self.image)
+        row = [self.start, *[self.image_id] * each, self.stop] * columns + [self.newline]
+        return [*(row * rows)[:-1], self.begin, *[self.image_id] * whole, self.end]
+
+    def brought(self, num_vectors: int) -> list[int]:
+        return [self.begin, *[self.image_id] * num_vectors, self.end]
+
+    def most_vectors(self, modality: str) -> int:
+        return self._most() * self.facts.tokens(self.window) + self.facts.tokens(self.image)
+
+    def largest(self, modality: str) -> tuple[int, int]:
+        is_long = self.longest // _NARROW + 1 > (self.longest // self.window + 1) ** 2
+        return self.longest, _NARROW if is_long else self.longest
+
+
+def _whole(length: int, side: int) -> int:
+    """A number of windows, or less than one."""
+    count, rest = divmod(length, side)
+    return side * (count + (rest / side > _MORE)) if count else length
+
+
+def _squared(image: Image.Image) -> Image.Image:
+    """The image in the upper left corner of a black square."""
+    out = Image.new("RGB", (max(image.size),) * 2)
+    out.paste(image, (0, 0))
+    return out
+
+
+def smoothed(numbers: NDArray[np.float32], side: int) -> NDArray[np.float32]:
+    """[3, height, width] -> [3, side, side], without rounding to bytes."""
+    parts = [Image.fromarray(each).resize((side, side), Image.Resampling.BILINEAR) for each in numbers]
+    return np.stack([np.asarray(each) for each in parts])

@@ -1,0 +1,50 @@
+"""Sounds of Whisper: half a minute, with silence behind what is shorter."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.multimodal.whisper import WhisperFacts
+from quire.data.multimodal import Array, MediaItem
+from quire.errors import RequestError
+from quire.multimodal.processors import Content, ProcessedItem, Sound
+from quire.multimodal.processors.audio_base import AudioProcessor
+from quire.text.tokenizer import Tokenizer
+
+
+class WhisperProcessor:
+    """No token stands for a sound, which has as many vectors as any other. What is longer is cut off."""
+
+    modalities: tuple[str, ...] = ("audio",)
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        self.facts: WhisperFacts = facts.tower
+        self.ear = AudioProcessor(path, self.facts)
+
+    def marks(self, modality: str) -> list[int]:
+        return []
+
+    def text(self, modality: str, number: int) -> str:
+        return ""
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
+        assert isinstance(content, Sound)
+        mel = self.ear.heard(self.ear.samples(content, arguments, self.ear.at_once))
+        return ProcessedItem([], [(0, self.facts.positions)], arrays={"mel": Array.of(mel)})
+
+    def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
+        raise RequestError("this model takes sounds, not their vectors", f"{modality}_embeds")
+
+    def most_vectors(self, modality: str) -> int:
+        return self.facts.positions
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        return (self.ear.at_once,)
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]
+    ) -> Array | None:
+        return None

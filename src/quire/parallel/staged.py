@@ -1,0 +1,45 @@
+"""Groups whose tensors go through the host: ranks that share a GPU, which NCCL refuses. For tests."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from quire.parallel.group import Sending, TorchGroup
+
+
+def is_shared(device: torch.device) -> bool:
+    """Whether the user says that ranks share GPUs."""
+    return device.type == "cuda" and os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
+
+
+class StagedGroup(TorchGroup):
+    """The same over Gloo, with devices that it cannot reach; sums are of float32."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x.copy_(super().all_reduce(_copy(x.float())))
+
+    def gather(self, x: Tensor, axis: int = -1) -> Tensor:
+        return super().gather(_copy(x), axis).to(x.device)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return super().reduce_scatter(_copy(x.float())).to(x)
+
+    def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return super().all_to_all(_copy(x), sent, received).to(x.device)
+
+    def send(self, x: Tensor, to: int) -> None:
+        super().send(_copy(x), to)
+
+    def isend(self, x: Tensor, to: int) -> Sending:
+        return super().isend(_copy(x), to)
+
+    def receive(self, x: Tensor, source: int) -> None:
+        staged = torch.empty(x.shape, dtype=x.dtype)
+        super().receive(staged, source)
+        x.copy_(staged)
+
+
+def _copy(x: Tensor) -> Tensor:
+    """On the host, and of its own."""
+    return x.to("cpu", copy=True)

@@ -1,0 +1,271 @@
+"""Reckoning: bytes on each device, term by term, and whether a model fits there."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+from quire.checkpoint.layout import CacheSpec, cache_specs, layout
+from quire.checkpoint.model import Checkpoint
+from quire.checkpoint.weights import count
+from quire.config.engine import EngineConfig, resolve
+from quire.config.env import Env
+from quire.config.machine import Machine
+from quire.config.parallel import stage_layers
+from quire.errors import ConfigError
+from quire.memory import (
+    DTYPE_BYTES,
+    CacheRoom,
+    CacheSize,
+    activation_bytes,
+    graph_bytes,
+    human,
+    size_cache,
+    tape_bytes,
+)
+
+LIBRARY_BYTES = 0.8 * 2**30
+"""Of a CUDA context and the libraries in it: 0.74 to 0.90 GiB were there on an H200."""
+
+
+class Precision(NamedTuple):
+    """How weights are kept."""
+
+    bits: float
+    """Of a number of a linear layer, its share of scales included."""
+    end_bits: int
+    """Of one of the embedding and the head."""
+    flags: Mapping[str, Any]
+    """What to serve with."""
+    note: str = ""
+
+
+PRECISIONS = {
+    "fp32": Precision(32, 32, {"dtype": "float32"}),
+    "bf16": Precision(16, 16, {}),
+    "fp8": Precision(8.02, 16, {"quantization": "fp8"}),
+    "int8": Precision(8.02, 16, {"quantization": "int8"}),
+    "int4": Precision(4.16, 16, {}, "a checkpoint of 4 bits, as `quire quantize --to int4` writes"),
+}
+STORED = "stored"
+"""As a GGUF file has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device of a layout that has most."""
+
+    weights: int
+    activations: int
+    graphs: int
+    libraries: int
+    kv: int = 0
+    """What is left for the cache, and what the cache makes of it."""
+
+    @property
+    def beside(self) -> int:
+        """All but the cache."""
+        return self.weights + self.activations + self.graphs + self.libraries
+
+    def terms(self) -> dict[str, int]:
+        return {
+            "weights": self.weights,
+            "activations": self.activations,
+            "graphs": self.graphs,
+            "libraries": self.libraries,
+            "KV cache": self.kv,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFit:
+    """A precision and a layout: what it takes, and whether it can be had."""
+
+    precision: str
+    tp: int
+    pp: int
+    memory: Memory | None = None
+    cache: CacheSize | None = None
+    config: EngineConfig | None = None
+    why_not: str = ""
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the plan is for."""
+
+    context: int
+    """Tokens of the longest request."""
+    concurrency: int
+    """Requests of that length at once."""
+    flags: Mapping[str, Any]
+    """Of the engine, as the user gave them."""
+
+
+def weight_bytes(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 1) -> int:
+    """On the device that has most. A file is divided as its layers are."""
+    whole = count(checkpoint.facts)
+    bits, end_bits = _bits(checkpoint, precision)
+    stages = stage_layers(len(whole.layers), pp)
+    most = 0.0
+    for number, layers in enumerate(stages):
+        size = bits * sum(whole.layers[layer].total for layer in layers)
+        is_first, is_last = number == 0, number == len(stages) - 1
+        has_table = is_first or (is_last and not whole.head)
+        size += end_bits * (whole.embedding * has_table + whole.head * is_last + whole.tower * is_first)
+        most = max(most, size)
+    return int(most / tp / 8)
+
+
+def _bits(checkpoint: Checkpoint, precision: str) -> tuple[float, float]:
+    if precision != STORED:
+        kept = PRECISIONS[precision]
+        return kept.bits, kept.end_bits
+    bits = 8 * checkpoint.path.stat().st_size / count(checkpoint.facts).total
+    return bits, bits
+
+
+def kv_bytes_per_token(checkpoint: Checkpoint, kv_dtype: str) -> dict[str, tuple[int, int]]:
+    """By kind of layer: how many there are, and bytes of a token (of a row, for states and items) in each."""
+    found: dict[str, tuple[int, int]] = {}
+    specs = (spec.parts for spec in cache_specs(checkpoint.facts) if spec is not None)
+    for spec in chain.from_iterable(specs):
+        kind = spec.kind if spec.window is None else f"{spec.kind} of {spec.window:,}"
+        found[kind] = (found.get(kind, (0, 0))[0] + 1, _bytes_of(spec, kv_dtype))
+    return found
+
+
+def _bytes_of(spec: CacheSpec, kv_dtype: str) -> int:
+    return spec.bytes_per_row or spec.planes * spec.numbers * DTYPE_BYTES[kv_dtype]
+
+
+def fits(
+    checkpoint: Checkpoint, machine: Machine, precision: str, wanted: Wanted, *, tp: int, pp: int
+) -> MemoryFit:
+    """What `quire serve` would find there, without anything being loaded."""
+    try:
+        config = resolve(
+            _settings(precision, wanted, tp, pp),
+            checkpoint=checkpoint,
+            machine=machine,
+            usage="server",
+            env=_QUIET,
+        )
+        memory = memory_of(config, precision)
+        cache = cache_of(config, memory)
+    except ConfigError as error:
+        return MemoryFit(precision, tp, pp, why_not=str(error).split(". ")[0])
+    needed = wanted.concurrency * wanted.context
+    why = ""
+    if cache.num_tokens < needed:
+        why = f"{cache.num_tokens:,} tokens of cache fit, and {needed:,} are asked for"
+    return MemoryFit(precision, tp, pp, memory, cache, config, why)
+
+
+_QUIET = Env(cache_root=Env.read({}).cache_root)
+
+
+def _settings(precision: str, wanted: Wanted, tp: int, pp: int) -> dict[str, Any]:
+    flags = PRECISIONS[precision].flags if precision != STORED else {}
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    return {"max_model_len": wanted.context, **wanted.flags, **flags, **sizes}
+
+
+def memory_of(config: EngineConfig, precision: str) -> Memory:
+    """All but the cache."""
+    parallel, limits = config.parallel, config.scheduler
+    weights = weight_bytes(
+        config.checkpoint, precision, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    )
+    activations = activation_bytes(
+        config.own_facts,
+        config.model.dtype,
+        num_tokens=limits.max_num_batched_tokens,
+        num_seqs=limits.max_num_seqs,
+    )
+    if config.machine.device == "cpu":
+        return Memory(weights, activations, tape_bytes(config), 0)
+    return Memory(weights, activations, graph_bytes(config), int(LIBRARY_BYTES))
+
+
+def cache_of(config: EngineConfig, memory: Memory) -> CacheSize:
+    """The cache that fits beside all else; of the stage that has room for least."""
+    room = _room(config, memory)
+    if room.kv_bytes <= 0:
+        short = human(-room.kv_bytes)
+        raise ConfigError(f"{short} are missing for weights, activations and libraries alone")
+    own = config.own_facts
+    stages = stage_layers(len(own.layers), config.parallel.pipeline_parallel_size)
+    whole = layout(cache_specs(own), config.model.max_model_len)
+    return min(
+        (
+            size_cache(
+                whole.of({*layers, *range(len(own.layers), len(whole.specs))}),
+                kv_dtype=kv_dtype(config),
+                block_size=config.cache.block_size,
+                max_model_len=config.model.max_model_len,
+                max_chunk=config.scheduler.max_chunk,
+                num_rows=config.scheduler.max_num_seqs,
+                auto_fit=False,
+                room=room,
+            )
+            for layers in stages
+        ),
+        key=lambda size: size.num_blocks,
+    )
+
+
+def _room(config: EngineConfig, memory: Memory) -> CacheRoom:
+    """As a worker finds it on a device that nobody else uses."""
+    cache, total = config.cache, config.machine.total_bytes
+    kv_bytes = int(total * cache.gpu_memory_utilization) - memory.beside
+    if cache.kv_cache_memory_bytes is not None:
+        kv_bytes = cache.kv_cache_memory_bytes
+    elif cache.kv_cache_memory_limit is not None:
+        kv_bytes = min(kv_bytes, cache.kv_cache_memory_limit)
+    soft = cache.kv_cache_memory_limit is not None
+    return CacheRoom(kv_bytes, memory.beside, total, cache.num_gpu_blocks_override, soft)
+
+
+def kv_dtype(config: EngineConfig) -> str:
+    """The type of the cache."""
+    asked = config.cache.kv_cache_dtype
+    return asked if asked in DTYPE_BYTES else config.model.dtype
+
+
+def bytes_of_cache(config: EngineConfig) -> int:
+    """Of one number in it."""
+    return DTYPE_BYTES[kv_dtype(config)]
+
+
+def layouts(most: int, per_node: int) -> Iterator[tuple[int, int]]:
+    """Ways to spread a model over devices, few first. Within a machine each layer is divided; stages come in
+    where that does not go, or where there are several machines."""
+    powers = [1 << power for power in range(min(most, per_node).bit_length())]
+    yield from ((tp, 1) for tp in powers)
+    staged = ((tp, pp) for tp in powers for pp in range(2, most // tp + 1))
+    yield from sorted(staged, key=lambda layout: (layout[0] * layout[1], layout[1]))
+
+
+def smallest(
+    checkpoint: Checkpoint,
+    machine: Machine,
+    wanted: Wanted,
+    precisions: tuple[str, ...],
+    *,
+    most: int,
+    per_node: int,
+) -> list[MemoryFit]:
+    """For each precision, the least layout that works, with all that were tried before it."""
+    found = []
+    for precision in precisions:
+        for tp, pp in layouts(most, per_node):
+            fit = fits(checkpoint, machine, precision, wanted, tp=tp, pp=pp)
+            found.append(fit)
+            if not fit.why_not:
+                break
+    return found

@@ -1,0 +1,54 @@
+"""Weights that no kernel multiplies as they were stored: they become plain ones."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quire.logs import get_logger, warn_once
+from quire.quant.experts import StoredExperts
+from quire.quant.plain import PlainExperts, PlainWeight
+from quire.quant.weight import Weight
+
+logger = get_logger(__name__)
+
+_NOWHERE = torch.device("meta")
+
+
+def widened(plain: Callable[[], Weight], values: Tensor, why: str) -> nn.Parameter:
+    """The values [outputs, inputs] of a weight as `plain` would keep them."""
+    warn_once(logger, f"{why}: weights are unpacked, and take as much memory as in an unquantized model")
+    wide = plain()
+    for part, rows in zip(wide.parts(), values.split(list(wide.shape.sizes_out)), strict=True):
+        part["weight"].tensor.copy_(rows)
+    return wide.get_parameter("weight")
+
+
+def use_plain(weight: Weight, values: nn.Parameter, bias: nn.Parameter | None) -> None:
+    """Let a plain weight do all that `weight` is asked for."""
+    plain = PlainWeight(replace(weight.shape, bias=False, device=_NOWHERE), values.dtype)
+    plain.weight, plain.bias = values, bias
+    plain.find_kernels()
+    weight.product, weight.rows = plain.product, plain.rows
+    weight.gated, weight.entered, weight.chosen = plain.gated, plain.entered, plain.chosen
+
+
+def widened_experts(
+    plain: Callable[[], StoredExperts], gate_up: Tensor, down: Tensor, why: str
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """`widened`, for experts."""
+    warn_once(logger, f"{why}: experts are unpacked, and take as much memory as in an unquantized model")
+    wide = plain()
+    for name, values in (("gate_up", gate_up), ("down", down)):
+        wide.parts()[name]["weight"].tensor.copy_(values)
+    return wide.get_parameter("gate_up"), wide.get_parameter("down")
+
+
+def use_plain_experts(experts: StoredExperts, gate_up: nn.Parameter, down: nn.Parameter) -> None:
+    """`use_plain`, for experts."""
+    plain = PlainExperts(replace(experts.shape, bias=False, device=_NOWHERE), gate_up.dtype)
+    plain.gate_up, plain.down = gate_up, down
+    plain.gate_up_bias, plain.down_bias = experts.gate_up_bias, experts.down_bias
+    plain.find_kernels()
+    experts.mix = plain.mix

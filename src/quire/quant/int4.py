@@ -1,0 +1,354 @@
+"""Weights of 4 and 8 bits in groups: AWQ, GPTQ and packed ones of compressed-tensors."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from quire.checkpoint.quant.schemes import Grouped
+from quire.errors import ConfigError
+from quire.kernels.cpu import native
+from quire.kernels.cpu.gguf import interleaves, pack
+from quire.kernels.cpu.linear import LinearProduct, Matrix
+from quire.kernels.cpu.moe import CpuExperts
+from quire.kernels.reference.int4 import Gather, Int4Codes, as_blocks
+from quire.logs import get_logger, warn_once
+from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.format import Format
+from quire.quant.int4_layouts import LAYOUTS, Sizes, read
+from quire.quant.sharding import Runs, Shard, check_units
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, unfilled
+
+logger = get_logger(__name__)
+_GROUPS = (-1, 32, 64, 128)
+_BITS = {"awq": (4,), "gptq": (4, 8), "gptq_v2": (4, 8), "compressed": (4, 8)}
+_EXPERTS = ("gate", "up", "down")
+_WHY_PLAIN = {
+    "cpu": "have zeros or scales that the CPU's packed types do not",
+    "cuda": "are of a type or a device that the packed kernels do not know",
+}
+
+
+class Int4Format:
+    """Keeps a file's groups packed."""
+
+    def __init__(self, scheme: Grouped, plain: Format) -> None:
+        self.scheme = scheme
+        self.plain = plain
+
+    def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
+        runs = shape.outputs or [(Shard(size),) for size in shape.sizes_out]
+        for name, outputs in zip(parts, runs, strict=True):
+            _check(self.scheme, name, outputs, shape.inputs or Shard(shape.size_in))
+        return Int4Linear(self.scheme, shape, self.plain)
+
+    def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
+        if len(parts) != 3 and not (len(parts) == 2 and parts[0].endswith("up_proj")):
+            raise ConfigError(
+                f"{parts[0]}: experts of {self.scheme.layout} are stored one by one, with gate, up and down "
+                "apart; this model has them together"
+            )
+        for name, (outputs, inputs) in _sizes_of(shape).items():
+            _check(self.scheme, f"{parts[0]} ({name})", (outputs,), inputs)
+        return Int4Experts(self.scheme, shape, self.plain)
+
+
+def _check(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
+    known = _BITS[scheme.layout]
+    if scheme.bits not in known:
+        raise ConfigError(
+            f"{name}: {scheme.layout} of {scheme.bits} bits is not supported; "
+            f"{' and '.join(map(str, known))} bits are"
+        )
+    if scheme.group not in _GROUPS:
+        raise ConfigError(
+            f"{name}: groups of {scheme.group} inputs are not supported; "
+            f"{', '.join(map(str, _GROUPS))} (all inputs in one) are"
+        )
+    if scheme.group > 0 and inputs.all % scheme.group:
+        fitting = [group for group in _GROUPS if group < 0 or inputs.all % group == 0]
+        raise ConfigError(
+            f"{name}: {inputs.all} inputs are not whole groups of {scheme.group}; groups of "
+            f"{' or '.join(map(str, fitting))} would be (-1: all inputs in one)"
+        )
+    per, outputs = 32 // scheme.bits, sum(run.all for run in runs)
+    if scheme.layout != "compressed" and (outputs % per or inputs.all % per):
+        raise ConfigError(
+            f"{name}: {scheme.layout} packs {per} numbers into a word, which does not divide {outputs} "
+            f"outputs and {inputs.all} inputs; leave this layer out of the quantization"
+        )
+    _check_shares(scheme, name, runs, inputs)
+
+
+def _check_shares(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
+    """Outputs share words where zeros, or all codes, are stored; inputs share groups and words. Inputs in
+    another order are in groups one by one, once a share is read."""
+    per = 32 // scheme.bits
+    if scheme.layout != "compressed" or not scheme.symmetric:
+        check_units(name, runs, per, "words")
+    is_cut = scheme.group > 0 and not scheme.act_order
+    check_units(name, (inputs,), scheme.group if is_cut else per, "groups" if is_cut else "words")
+
+
+def _pieces(
+    scheme: Grouped, outputs: int, inputs: Shard, device: torch.device, *front: int
+) -> dict[str, Piece]:
+    """Unfilled, of one weight or of as many as `front` says. Where each share of inputs has some of all
+    groups it needs all that is stored of these."""
+    needs_all = scheme.act_order or scheme.group < 0
+    own, whole = (_sizes(scheme, outputs, size) for size in (inputs.size, inputs.all))
+    pieces = {}
+    for suffix in own:
+        size = (whole if needs_all and own[suffix].of_groups else own)[suffix]
+        axes = size.outputs, None if needs_all and size.of_groups else size.inputs
+        by_output, by_input = (None if axis is None else axis + len(front) for axis in axes)
+        tensor = unfilled(*front, *size.shape, dtype=size.dtype, device=device)
+        pieces[suffix] = Piece(tensor, by_output, by_input, size.per_output, size.per_input)
+    return pieces
+
+
+def _sizes(scheme: Grouped, outputs: int, inputs: int) -> Sizes:
+    groups = 1 if scheme.group < 0 else max(1, inputs // scheme.group)
+    return LAYOUTS[scheme.layout].sizes(scheme, outputs, inputs, groups)
+
+
+class Int4Linear(Weight):
+    """The tensors of the file while loading, one layout of the kernels afterwards."""
+
+    def __init__(self, scheme: Grouped, shape: LinearShape, plain: Format) -> None:
+        super().__init__(shape)
+        self.scheme = scheme
+        self.plain = plain
+        self.bias = bias_of(shape)
+        self.inputs = shape.inputs or Shard(shape.size_in)
+        self.stored = [_pieces(scheme, size, self.inputs, shape.device) for size in shape.sizes_out]
+        self.orders = [torch.arange(size) for size in shape.sizes_out]
+        self.packed = nn.ParameterList()
+        """What the kernels read."""
+
+    def parts(self) -> list[dict[str, Piece]]:
+        if self.bias is None:
+            return self.stored
+        biases = self.bias.split(list(self.shape.sizes_out))
+        return [{**part, "bias": Piece(piece)} for part, piece in zip(self.stored, biases, strict=True)]
+
+    def reorder(self, orders: list[Tensor]) -> None:
+        """Outputs that share a word cannot change places: `finish` will see to it."""
+        self.orders = [old[new] for old, new in zip(self.orders, orders, strict=True)]
+        for part, order in zip(self.parts(), orders, strict=True):
+            if "bias" in part:
+                bias = part["bias"].tensor
+                bias.copy_(bias[order.to(bias.device)])
+
+    def finish(self) -> None:
+        alike: list[tuple[list[Int4Codes], Tensor | None]] = []
+        for i, order in enumerate(self.orders):
+            codes, inputs = self._read(i, order)
+            if alike and _same(alike[-1][1], inputs):
+                alike[-1][0].append(codes)
+            else:
+                alike.append(([codes], inputs))
+        ends = (
+            torch.tensor([0] + [sum(len(codes.codes) for codes in of) for of, _ in alike]).cumsum(0).tolist()
+        )
+        products = [
+            self._product(of, inputs, None if self.bias is None else self.bias[start:end])
+            for (of, inputs), start, end in zip(alike, ends, ends[1:], strict=False)
+        ]
+        self.product = products[0] if len(products) == 1 else partial(_side_by_side, products=products)
+        if len(products) > 1:
+            self.gated = None
+
+    def _read(self, i: int, order: Tensor) -> tuple[Int4Codes, Tensor | None]:
+        """A part in the open; its tensors of the file are given back."""
+        stored = {suffix: piece.tensor for suffix, piece in self.stored[i].items()}
+        codes, inputs = read(self.scheme, stored, self.inputs)
+        self.stored[i] = {}
+        if not torch.equal(order, torch.arange(len(order))):
+            order = order.to(codes.codes.device)
+            codes = codes._replace(
+                **{name: getattr(codes, name)[order] for name in ("codes", "scales", "zeros")}
+            )
+        return codes, inputs
+
+    def _product(
+        self, parts: list[Int4Codes], order: Tensor | None, bias: Tensor | None
+    ) -> Callable[[Tensor], Tensor]:
+        """Of parts with the same order of inputs."""
+        shape, product = self.shape, None
+        gather: Callable[[Tensor], Tensor] | None = None
+        if any(codes.group == 1 for codes in parts):
+            return self._unpacked(parts, order, bias)
+        if shape.device.type == "cuda":
+            product = self._on_gpu(parts, bias, may_gate=order is None)
+            gather = None if order is None else partial(_gathered, order=order)
+        elif native.serves(shape.device, shape.dtype):
+            product = self._in_c(parts, bias)
+            gather = None if order is None else Gather(order)
+        if product is None:
+            return self._unpacked(parts, order, bias)
+        return product if gather is None else partial(_after, first=gather, then=product)
+
+    def _on_gpu(
+        self, parts: list[Int4Codes], bias: Tensor | None, *, may_gate: bool
+    ) -> Callable[[Tensor], Tensor] | None:
+        from quire.kernels.triton.int4 import gated, linear, pack
+
+        if self.shape.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        fields = [torch.cat(field) for field in list(zip(*parts, strict=True))[:3]]
+        weight = pack(*fields, bits=parts[0].bits, dtype=self.shape.dtype)
+        self.packed += [kept(weight.codes), kept(weight.heads)]
+        if may_gate and bias is None:
+            self.gated = partial(gated, weight=weight)
+        return partial(linear, weight=weight, bias=bias)
+
+    def _in_c(self, parts: list[Int4Codes], bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        blocks = [as_blocks(part) for part in parts]
+        matrices = [pack(*block, interleaved=interleaves()) for block in blocks if block is not None]
+        if len(matrices) < len(parts):
+            return None
+        self.packed += [kept(matrix.data) for matrix in matrices]
+        return LinearProduct(matrices, bias)
+
+    def _unpacked(
+        self, parts: list[Int4Codes], order: Tensor | None, bias: Tensor | None
+    ) -> Callable[[Tensor], Tensor]:
+        """As plain as if it had been stored so."""
+        _say_why(self.scheme, self.shape.device)
+        shape = replace(self.shape, sizes_out=tuple(len(part.codes) for part in parts))
+        weight = self.plain.linear(("",) * len(parts), shape)
+        for stored, codes in zip(weight.parts(), parts, strict=True):
+            stored["weight"].tensor.copy_(_in_order(codes, order, shape.size_in))
+        if bias is not None:
+            for piece, own in zip(weight.parts(), bias.split(list(shape.sizes_out)), strict=True):
+                piece["bias"].tensor.copy_(own)
+        weight.finish()
+        self.packed += list(weight.parameters())
+        return weight.product
+
+
+class Int4Experts(StoredExperts):
+    """`Int4Linear`, for the experts of a layer."""
+
+    def __init__(self, scheme: Grouped, shape: ExpertShape, plain: Format) -> None:
+        super().__init__(shape)
+        self.scheme = scheme
+        self.plain = plain
+        self.stored = {
+            name: _pieces(scheme, outputs.size, inputs, shape.device, shape.experts)
+            for name, (outputs, inputs) in _sizes_of(shape).items()
+        }
+        self.packed = nn.ParameterList()
+
+    def parts(self) -> dict[str, dict[str, Piece]]:
+        return self.stored
+
+    def finish(self) -> None:
+        shape = self.shape
+        if shape.device.type == "cuda":
+            done = shape.dtype in (torch.bfloat16, torch.float16) and self._on_gpu()
+        else:
+            done = native.serves(shape.device, shape.dtype) and self._in_c()
+        if not done:
+            self._unpacked()
+        self.stored = {}
+
+    def _read(self, name: str, expert: int) -> tuple[Int4Codes, Tensor | None]:
+        stored = {suffix: piece.tensor[expert] for suffix, piece in self.stored[name].items()}
+        return read(self.scheme, stored, _sizes_of(self.shape)[name][1])
+
+    def _on_gpu(self) -> bool:
+        from quire.kernels.triton.int4_moe import mix, pack, stack
+        from quire.kernels.triton.matmul import has_room
+
+        if not has_room() or self.shape.hidden % 8 or self.shape.intermediate % 8:
+            return False
+        made = {}
+        for what in (("gate", "up"), ("down",)):
+            each = []
+            for expert in range(self.shape.experts):
+                read = [self._read(name, expert) for name in what]
+                if any(order is not None or codes.group == 1 for codes, order in read):
+                    return False
+                fields = [
+                    torch.cat(field) for field in list(zip(*(codes for codes, _ in read), strict=True))[:3]
+                ]
+                each.append(pack(*fields, bits=self.scheme.bits, dtype=self.shape.dtype))
+            made[what] = stack(each)
+            self.packed += [kept(made[what].codes), kept(made[what].heads)]
+        self.mix = partial(
+            mix,
+            gate_up=made["gate", "up"],
+            down=made["down",],
+            biases=(self.gate_up_bias, self.down_bias),
+            activation=self.shape.activation,
+        )
+        return True
+
+    def _in_c(self) -> bool:
+        matrices: dict[str, list[Matrix]] = {name: [] for name in _EXPERTS}
+        for name, of in matrices.items():
+            for expert in range(self.shape.experts):
+                codes, order = self._read(name, expert)
+                blocks = as_blocks(codes) if order is None else None
+                if blocks is None:
+                    return False
+                of.append(pack(*blocks, interleaved=interleaves()))
+        self.packed += [kept(matrix.data) for of in matrices.values() for matrix in of]
+        gate_up = list(zip(matrices["gate"], matrices["up"], strict=True))
+        self.mix = CpuExperts(gate_up, matrices["down"], self.shape.activation, *self.biases)
+        return True
+
+    def _unpacked(self) -> None:
+        _say_why(self.scheme, self.shape.device)
+        experts = self.plain.experts(_EXPERTS, self.shape)
+        for name in _EXPERTS:
+            into = experts.parts()[name]["weight"].tensor
+            for expert in range(self.shape.experts):
+                into[expert].copy_(_in_order(*self._read(name, expert), into.shape[2]))
+        for name, piece in self.bias_parts().items():
+            experts.bias_parts()[name].tensor.copy_(piece.tensor)
+        experts.finish()
+        self.packed = nn.ParameterList(experts.parameters())
+        self.mix = experts.mix
+
+
+def _sizes_of(shape: ExpertShape) -> dict[str, tuple[Shard, Shard]]:
+    """Outputs and inputs of an expert's weights."""
+    up = shape.inner or Shard(shape.intermediate), Shard(shape.hidden)
+    return {"gate": up, "up": up, "down": up[::-1]}
+
+
+def _in_order(codes: Int4Codes, order: Tensor | None, inputs: int) -> Tensor:
+    """The numbers, with their inputs where x has them. Fillers name an input again, and are 0."""
+    values = codes.values()
+    if order is None:
+        return values
+    return values.new_zeros(len(values), inputs).index_add_(1, order.long(), values)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
+
+
+def _gathered(x: Tensor, order: Tensor) -> Tensor:
+    return x.index_select(1, order)
+
+
+def _after(x: Tensor, first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor]) -> Tensor:
+    return then(first(x))
+
+
+def _side_by_side(x: Tensor, products: list[Callable[[Tensor], Tensor]]) -> Tensor:
+    return torch.cat([product(x) for product in products], 1)
+
+
+def _say_why(scheme: Grouped, device: torch.device) -> None:
+    warn_once(
+        logger,
+        f"Some {scheme.layout} weights of {scheme.bits} bits {_WHY_PLAIN[device.type]}: they are unpacked, "
+        "and take the memory of plain ones",
+    )

@@ -1,0 +1,169 @@
+"""The tensors in which files keep weights in groups: those of AWQ, of GPTQ and of compressed-tensors."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.checkpoint.quant.schemes import Grouped
+from quire.errors import ConfigError
+from quire.kernels.cpu.linear import BLOCK
+from quire.kernels.reference.int4 import Int4Codes
+from quire.quant.sharding import Shard
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of 8 outputs is in the lowest bits of a word, and so on."""
+
+
+class Int4Size(NamedTuple):
+    """A tensor of the file, its axes along outputs and inputs, and how many one number there is for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    outputs: int | None
+    inputs: int | None
+    per_output: int = 1
+    per_input: int = 1
+    of_groups: bool = False
+    """Whether it tells of groups of inputs."""
+
+
+Sizes = dict[str, Int4Size]
+"""By suffix."""
+
+
+class Int4Layout(NamedTuple):
+    """What is stored for a weight, and how it is read."""
+
+    sizes: Callable[[Grouped, int, int, int], Sizes]
+    """Of (scheme, outputs, inputs, groups)."""
+    read: Callable[[Grouped, dict[str, Tensor]], tuple[Tensor, Tensor, Tensor]]
+    """Codes [outputs, inputs] uint8, scales and zeros [outputs, groups]."""
+    order: str
+    """The suffix of each input's group, where these are not neighbours."""
+
+
+def fields(words: Tensor, bits: int, axis: int) -> Tensor:
+    """The fields of int32 words, from the lowest on, one after the other along `axis`, as uint8."""
+    parts = [(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in range(0, 32, bits)]
+    return torch.stack(parts, axis + 1).flatten(axis, axis + 1)
+
+
+def _awq_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
+    per, group = 32 // scheme.bits, inputs // groups
+    words = outputs // per
+    return {
+        "qweight": Int4Size((inputs, words), torch.int32, 1, 0, per),
+        "qzeros": Int4Size((groups, words), torch.int32, 1, 0, per, group, of_groups=True),
+        "scales": Int4Size((groups, outputs), torch.float32, 1, 0, 1, group, of_groups=True),
+    }
+
+
+def _read_awq(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    codes, zeros = (_awq_fields(stored[name], scheme.bits) for name in ("qweight", "qzeros"))
+    return codes.t(), stored["scales"].t(), zeros.t()
+
+
+def _awq_fields(words: Tensor, bits: int) -> Tensor:
+    places = torch.tensor(_AWQ_ORDER, device=words.device).argsort()
+    return fields(words, bits, 1).view(len(words), -1, len(places))[..., places].flatten(1)
+
+
+def _gptq_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
+    per, group = 32 // scheme.bits, inputs // groups
+    sizes: Sizes = {
+        "qweight": Int4Size((inputs // per, outputs), torch.int32, 1, 0, 1, per),
+        "qzeros": Int4Size((groups, outputs // per), torch.int32, 1, 0, per, group, of_groups=True),
+        "scales": Int4Size((groups, outputs), torch.float32, 1, 0, 1, group, of_groups=True),
+    }
+    return sizes | (
+        {"g_idx": Int4Size((inputs,), torch.int32, None, 0, of_groups=True)} if scheme.act_order else {}
+    )
+
+
+def _read_gptq(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros of the first version are stored less one."""
+    codes = fields(stored["qweight"], scheme.bits, 0)
+    zeros = fields(stored["qzeros"], scheme.bits, 1).to(torch.int32) + (scheme.layout == "gptq")
+    return codes.t(), stored["scales"].t(), zeros.t()
+
+
+def _compressed_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
+    per, group = 32 // scheme.bits, inputs // groups
+    sizes: Sizes = {
+        "weight_packed": Int4Size((outputs, -(-inputs // per)), torch.int32, 0, 1, 1, per),
+        "weight_scale": Int4Size((outputs, groups), torch.float32, 0, 1, 1, group, of_groups=True),
+    }
+    if not scheme.symmetric:
+        words = -(-outputs // per), groups
+        sizes["weight_zero_point"] = Int4Size(words, torch.int32, 0, 1, per, group, of_groups=True)
+    return sizes | (
+        {"weight_g_idx": Int4Size((inputs,), torch.int32, None, 0, of_groups=True)}
+        if scheme.act_order
+        else {}
+    )
+
+
+def _read_compressed(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and zeros are stored as if they were signed, and half of their range added."""
+    scales = stored["weight_scale"]
+    codes = fields(stored["weight_packed"], scheme.bits, 1)
+    if scheme.symmetric:
+        return codes, scales, torch.full_like(scales, 1 << scheme.bits - 1, dtype=torch.int32)
+    return codes, scales, fields(stored["weight_zero_point"], scheme.bits, 0)[: len(scales)]
+
+
+LAYOUTS = {
+    "awq": Int4Layout(_awq_sizes, _read_awq, ""),
+    "gptq": Int4Layout(_gptq_sizes, _read_gptq, "g_idx"),
+    "gptq_v2": Int4Layout(_gptq_sizes, _read_gptq, "g_idx"),
+    "compressed": Int4Layout(_compressed_sizes, _read_compressed, "weight_g_idx"),
+}
+
+
+def read(scheme: Grouped, stored: dict[str, Tensor], inputs: Shard) -> tuple[Int4Codes, Tensor | None]:
+    """A weight in the open, and the order of its inputs if it is not theirs."""
+    layout, order = LAYOUTS[scheme.layout], None
+    codes, scales, zeros = layout.read(scheme, stored)
+    whole = Int4Codes(codes[:, : inputs.size], scales, zeros.to(torch.int32), scheme.bits)
+    if scheme.act_order:
+        group_of = stored[layout.order]
+        order = _order(group_of, scales.shape[1])
+        if not inputs.is_whole and whole.scales.shape[1] > 1:
+            if order is None:
+                group_of = torch.arange(inputs.all, device=group_of.device) // scheme.group
+            whole, order = _share(whole, group_of.long()[inputs.start : inputs.start + inputs.size])
+        elif order is not None:
+            whole = whole._replace(codes=whole.codes[:, order])
+    return whole.contiguous(), order
+
+
+def _share(whole: Int4Codes, group_of: Tensor) -> tuple[Int4Codes, Tensor | None]:
+    """Inputs of these groups, of which there may be any number of each: each goes into blocks of its own,
+    filled up with codes that stand for 0. The order names an input for those as well."""
+    counts = torch.bincount(group_of, minlength=whole.scales.shape[1])
+    rooms = -(-counts // BLOCK) * BLOCK
+    group_of_place = torch.arange(len(rooms), device=rooms.device).repeat_interleave(rooms)
+    if bool((whole.zeros >> whole.bits).any()):  # no code stands for 0
+        return Int4Codes(whole.codes, whole.scales[:, group_of], whole.zeros[:, group_of], whole.bits), None
+    sorted_inputs = group_of.argsort(stable=True)
+    fillers = (rooms - counts).cumsum(0) - (rooms - counts)
+    places = torch.arange(len(group_of), device=rooms.device) + fillers[group_of[sorted_inputs]]
+    codes = whole.zeros[:, group_of_place].to(torch.uint8)
+    codes[:, places] = whole.codes[:, sorted_inputs]
+    order = torch.zeros_like(group_of_place).index_copy_(0, places, sorted_inputs)
+    groups = group_of_place[::BLOCK]
+    is_same = torch.equal(order, torch.arange(len(group_of), device=order.device))
+    made = Int4Codes(codes, whole.scales[:, groups], whole.zeros[:, groups], whole.bits)
+    return made, None if is_same else order
+
+
+def _order(group_of: Tensor, groups: int) -> Tensor | None:
+    """Where the inputs are, group after group."""
+    if not bool(group_of.any()) or bool((group_of.diff() >= 0).all()):
+        return None
+    sizes = torch.bincount(group_of.long(), minlength=groups)
+    if len(sizes) != groups or bool((sizes != sizes[0]).any()):
+        raise ConfigError("a g_idx of the checkpoint has groups of several sizes: the file is broken")
+    return group_of.argsort(stable=True)

@@ -1,0 +1,128 @@
+"""Rows that follow a grammar: what it does not allow is out of the question."""
+
+from itertools import cycle
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.data.plan import Masks
+from quire.kernels.cpu import masks as kernel
+from quire.kernels.cpu import native
+from quire.sampling.rows import Ints
+from quire.sampling.transfer import to_device
+
+_NUM_BUFFERS = 3
+"""Enough that the masks of the oldest have been applied when its turn comes again, mostly."""
+
+
+def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
+    """Masks as the kernels read them: `into` [masks, 1 + words], of each its place in the batch, then its
+    bits. `places` [max_rows] of the rows in this batch."""
+    into[:, 0] = places[masks.rows]
+    if len(masks.draws):
+        into[:, 0] += masks.draws
+    into[:, 1:] = masks.bits.view(np.int32)
+
+
+def apply_masks(logits: Tensor, packed: Tensor) -> None:
+    """Take out of `logits` [N, V], in place, what is not in the masks, on a CPU without native kernels. Row
+    by row, so that only one mask at a time is more than bits."""
+    vocab, kind = logits.shape[1], torch.int32 if logits.dtype == torch.float32 else torch.int16
+    never = torch.tensor(-torch.inf, dtype=logits.dtype).view(kind).item()
+    rows = logits.view(kind).numpy()
+    for place, octets in zip(packed[:, 0].tolist(), packed[:, 1:].numpy().view(np.uint8), strict=True):
+        row, count = rows[place], min(vocab, len(octets) * 8)
+        allowed = np.unpackbits(octets, count=count, bitorder="little").view(np.bool_)
+        if np.count_nonzero(allowed) < vocab // 2:
+            few = np.flatnonzero(allowed)
+            kept = row[few]
+            row[:] = never
+            row[few] = kept
+        else:
+            row[np.flatnonzero(~allowed)] = never
+            row[count:] = never
+
+
+class HostMasks:
+    """Confines rows where their logits are on the host."""
+
+    def __call__(self, logits: Tensor, masks: Masks, places: Ints) -> Tensor:
+        """Takes out of `logits` [N, V], in place, what each row's mask does not have."""
+        packed = torch.empty((len(masks.rows), 1 + masks.bits.shape[1]), dtype=torch.int32)
+        pack(masks, places, packed.numpy())
+        if native.serves(logits.device, logits.dtype):
+            kernel.apply_masks(logits, packed)
+        else:
+            apply_masks(logits, packed)
+        return packed
+
+
+class CudaMasks:
+    """Confines rows on a GPU. Masks travel on a stream of their own, while the layers still compute."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = cycle([_Buffer(self._stream) for _ in range(_NUM_BUFFERS)])
+
+    def __call__(self, logits: Tensor, masks: Masks, places: Ints) -> Tensor:
+        from quire.kernels.triton.masks import apply_masks
+
+        buffer = next(self._buffers)
+        buffer.make_room(len(masks.rows), 1 + masks.bits.shape[1])
+        pack(masks, places, buffer.array)
+        with torch.cuda.stream(self._stream):
+            buffer.packed.copy_(buffer.memory, non_blocking=True)
+            buffer.sent.record()
+        buffer.sent.wait()
+        apply_masks(logits, buffer.packed)
+        buffer.applied.record()
+        return buffer.packed
+
+
+class _Buffer:
+    """Masks on both sides: host memory that the device reads by itself, and where it has them. They are kept:
+    memory for each step would take longer than what is done with it."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        """On which the device gets them: others wait for it."""
+        self._whole: list[Tensor] = []
+        self.memory = self.packed = torch.empty((0, 0), dtype=torch.int32)
+        self.array: NDArray[np.int32] = self.memory.numpy()
+        self.sent, self.applied = torch.cuda.Event(), torch.cuda.Event()
+
+    def make_room(self, rows: int, width: int) -> None:
+        """What was in it has been applied long ago, mostly."""
+        self.applied.synchronize()
+        if self.memory.shape == (rows, width):
+            return
+        size = rows * width
+        if not self._whole or len(self._whole[0]) < size:
+            self._whole = [torch.empty(size, dtype=torch.int32, pin_memory=True)]
+            with torch.cuda.stream(self._stream):
+                self._whole.append(torch.empty(size, dtype=torch.int32, device=self._stream.device))
+        self.memory, self.packed = (each[:size].view(rows, width) for each in self._whole)
+        self.array = self.memory.numpy()
+
+
+Confiner = HostMasks | CudaMasks
+
+
+def open_masks(device: torch.device) -> Confiner:
+    return CudaMasks(device) if device.type == "cuda" else HostMasks()
+
+
+class ConstrainedRows:
+    """Confined rows of a batch as their grammars left them, of those who ask for still less."""
+
+    def __init__(self, logits: Tensor, at: NDArray[np.intp]) -> None:
+        self._index = to_device(at, logits.device)
+        self._logits = logits.index_select(0, self._index)
+
+    def revive(self, logits: Tensor) -> None:
+        """Rows that were left without a token have those of their grammar."""
+        now = logits.index_select(0, self._index)
+        empty = now.amax(dim=-1, keepdim=True) == -torch.inf
+        logits.index_copy_(0, self._index, torch.where(empty, self._logits, now))

@@ -1,0 +1,67 @@
+"""A rehearsal: sampling for rows that ask for everything at once, to see what memory that takes."""
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from quire.data.params import SamplingParams
+from quire.data.plan import Masks
+from quire.data.timestamps import TimestampTokens
+from quire.memory import rows_at_once
+from quire.sampling.logprobs import POSITIONS_AT_ONCE, prompt_logprobs
+from quire.sampling.random import SamplingTensors
+from quire.sampling.rows import SamplingRows
+from quire.sampling.sampler import Sampler
+
+
+def everything(vocab: int, num_logprobs: int) -> SamplingParams:
+    """Every feature of sampling in one request."""
+    return SamplingParams(
+        temperature=0.9,
+        top_k=min(50, vocab - 1),
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        frequency_penalty=0.1,
+        presence_penalty=0.1,
+        min_tokens=2,
+        logprobs=num_logprobs,
+        logit_bias={0: 1.0, vocab - 1: -1.0},
+        allowed_token_ids=list(range(min(vocab, 1024))),
+        bad_words_token_ids=[[1], [0, 2]],
+        moments=TimestampTokens(zero=vocab - 1, end=0),
+    )
+
+
+def rehearse(
+    sampler: Sampler,
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    logits: Tensor,
+    asked: SamplingTensors | None,
+    num_logprobs: int,
+) -> None:
+    """Sample from `logits` [N, V], and give logprobs of a prompt with the states `hidden` [T, H], as a step
+    may have to. More rows or positions than go together would take no more memory, but for the masks of all
+    rows."""
+    vocab = logits.shape[1]
+    everybody = np.arange(len(logits), dtype=np.int32)
+    masks = Masks(everybody, np.full((len(logits), -(-vocab // 32)), 2**32 - 1, np.uint32))
+    packed = sampler.constrain(logits, masks, everybody)
+    most = min(len(logits), rows_at_once(vocab))
+    params = everything(vocab, min(num_logprobs, vocab))
+    for num_rows in (1, most):  # few have kernels of their own, which are compiled by now
+        state = SamplingRows(num_rows, vocab, logits.device)
+        for row in range(num_rows):
+            state.admit(row, params, prompt_len=1, seed=row, stop_ids=(0,))
+        ones, rows = np.ones(num_rows, np.int32), np.arange(num_rows, dtype=np.int32)
+        history = np.zeros((num_rows, 2), np.int32), 2 * ones, ones
+        columns = asked and SamplingTensors(*(column[:num_rows] for column in asked))
+        sampled = sampler(logits[:num_rows], rows, state, *history, asked=columns)
+    del packed
+    if sampler.counts is not None:
+        sampler.counts.forget()
+    hidden = hidden[:POSITIONS_AT_ONCE]
+    next_ids = sampled.token_ids[:1].expand(len(hidden))
+    prompt_logprobs(lambda states: head(states).float(), hidden, next_ids, num_logprobs, sampler.mode)

@@ -1,0 +1,315 @@
+"""Constraints: the requests whose text must fit a grammar, where each stands, and what it may say next."""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from functools import cached_property, partial
+from itertools import cycle
+from mmap import mmap
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.data.async_value import AsyncValue
+from quire.data.params import StructuredOutputsParams
+from quire.data.plan import Ints, Masks, StepPlan, Verdict
+from quire.data.request import Request
+from quire.logs import get_logger, printable
+from quire.sched.grammar_state import Follower, GrammarMatcher, follower_of
+from quire.sched.in_flight import StepInFlight
+from quire.sched.mask_thread import MaskThread
+from quire.sched.running import RowIds, Running
+from quire.sched.step_tokens import StepTokens
+
+log = get_logger(__name__)
+
+Bits = NDArray[np.uint32]
+_FEW = 4
+"""Masks that are filled sooner than another thread has begun."""
+_NUM_ROOMS = 3
+"""Masks may be read until their step is over, and two are under way."""
+
+
+class GrammarCompiler(Protocol):
+    """What compiles grammars and says what they allow."""
+
+    def begin(self, asked: StructuredOutputsParams) -> Future[Any]:
+        """A matcher, once it is there."""
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask, once there is a matcher."""
+
+    def fill(self, matchers: Sequence[tuple[Any, int]], bits: Bits) -> None:
+        """A bit for each token that may come next, in the row of `bits` that is said beside each matcher."""
+
+    def advance(self, moves: Sequence[tuple[Any, int]]) -> list[Verdict]:
+        """What the matchers say, each of its next token."""
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it has cores to itself while layers are computed."""
+
+
+class _Filling(NamedTuple):
+    """Masks of a step, and what they are made of."""
+
+    masks: Masks
+    matched: list[tuple[GrammarMatcher, int]]
+    """Who fills which of them."""
+    also: list[tuple[int, int]]
+    """Tokens that are allowed beside what the matchers say, or alone, and in which of them."""
+
+    def fill(self, grammars: GrammarCompiler) -> None:
+        grammars.fill(self.matched, self.masks.bits)
+        self.add()
+
+    def add(self) -> None:
+        """What the matchers do not say."""
+        for token_id, at in self.also:
+            self.masks.bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def _fill(grammars: GrammarCompiler, filling: _Filling, coming: AsyncValue) -> None:
+    """Whoever waits goes on, however it ends."""
+    try:
+        filling.fill(grammars)
+    finally:
+        coming.arrive()
+
+
+class Constraints:
+    """The constrained requests. One whose grammar is not ready waits, and others pass it by."""
+
+    def __init__(self, grammars: GrammarCompiler | None) -> None:
+        self._grammars = grammars
+        self.opened = False
+        self._coming: dict[str, Future[GrammarMatcher]] = {}
+        self._waiting: dict[str, Request] = {}
+        """The requests whose matchers are compiled."""
+        self._followers: dict[str, Follower] = {}
+        """By request id. They advance by tokens that are known, whether their request has a row or not."""
+        self._bound_key, self._matchers = b"", list[GrammarMatcher]()
+        """Rows and whom they were given to, and the matchers of these."""
+        self._rooms = cycle([_Room() for _ in range(_NUM_ROOMS)])
+        self._awaiting: deque[StepInFlight] = deque()
+        """Plans whose masks nobody has yet, oldest first."""
+        self._filling: _Filling | None = None
+        """Those of the oldest, once they are begun."""
+        self._is_beside = False
+        """Whether somebody else fills them, or has, and was not asked how that went."""
+
+    def add(self, request: Request) -> None:
+        params = request.params
+        if params.structured_outputs is not None:
+            assert self._grammars is not None, "nobody checked this request"
+            self._coming[request.id] = self._grammars.begin(params.structured_outputs)
+            self._waiting[request.id] = request
+        elif params.thinking_token_budget is not None:
+            self._followers[request.id] = follower_of(request, None)
+
+    def holds(self, request: Request, *, alone: bool = False) -> bool:
+        return request.id in self._coming
+
+    def enter(self, request: Request) -> None:
+        """Its follower is there."""
+
+    def leave(self, request: Request) -> None:
+        """Its follower stays where it is."""
+
+    def drop(self, request: Request) -> None:
+        if self._followers.pop(request.id, None) is not None:
+            self._bound_key, self._matchers = b"", []
+        coming = self._coming.pop(request.id, None)
+        if coming is not None:
+            coming.cancel()
+            del self._waiting[request.id]
+
+    @property
+    def coming(self) -> Collection[Future[Any]]:
+        return self._coming.values()
+
+    def settle(self) -> dict[str, str | None]:
+        """Take in the grammars that are ready. Returns the requests whose grammar has come to nothing."""
+        broken: dict[str, str | None] = {}
+        for id, coming in list(self._coming.items()):
+            if not coming.done():
+                continue
+            if (error := coming.exception()) is not None:
+                log.error("The grammar of request %s cannot be compiled: %r", printable(id), str(error))
+                broken[id] = None
+            else:
+                self.opened = True
+                self._followers[id] = follower_of(self._waiting.pop(id), coming.result())
+                del self._coming[id]
+        return broken
+
+    # ---- what may come next
+
+    def launch(self, running: Running, flight: StepInFlight) -> None:
+        """A plan was made: note whose masks follow."""
+        if not self._followers:
+            return
+        plan = flight.plan
+        plan.constrained = plan.sampling_rows[running.constrained[plan.sampling_rows]]
+        if len(plan.constrained):
+            self._awaiting.append(flight)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the masks of the oldest plan that has none are being made."""
+        return self._filling is not None
+
+    def begin(self, running: Running) -> None:
+        """Have them made if all tokens before are known; meanwhile, if there are cores for it."""
+        if self.has_begun or not self._awaiting or (filling := self._next(running)) is None:
+            return
+        self._filling = filling
+        if self._grammars is None or not filling.matched:
+            filling.add()
+        elif self._grammars.is_beside and len(filling.matched) > _FEW:
+            coming = filling.masks.coming = AsyncValue()
+            self._is_beside = True
+            self._beside.begin(partial(_fill, self._grammars, filling, coming))
+        else:
+            filling.fill(self._grammars)
+
+    def masks(self) -> Masks:
+        """Those that are begun; they may still be coming. They are good until two more plans were made."""
+        assert self._filling is not None
+        masks, self._filling = self._filling.masks, None
+        self._awaiting.popleft()
+        return masks
+
+    def forget(self) -> None:
+        """Nobody will ask for the masks of what was planned."""
+        self._join()
+        self._filling = None
+        self._awaiting.clear()
+
+    def _join(self) -> None:
+        """Nobody else is at the matchers; raises what has happened to who was."""
+        if self._is_beside:
+            self._is_beside = False
+            self._beside.wait()
+
+    def _next(self, running: Running) -> _Filling | None:
+        """Who has gone needs none."""
+        flight = self._awaiting[0]
+        rows, alive = flight.plan.constrained, flight.alive(running)
+        if not alive.all():
+            rows = rows[np.isin(rows, flight.rows[alive])]
+        if (running.num_tokens[rows] - running.num_known[rows] > 1).any():  # one is what the plan samples
+            return None
+        self._join()
+        matchers = self._bound(running, rows.astype(np.intp))
+        if matchers is None or len(flight.plan.num_drafts):
+            return self._various(running, rows, flight.plan)
+        matched = list(zip(matchers, range(len(rows)), strict=True))
+        return _Filling(Masks(rows, self._bits(len(rows), matched)), matched, [])
+
+    def _bound(self, running: Running, rows: RowIds) -> list[GrammarMatcher] | None:
+        """The matchers of rows that nothing else decides of; None if some are others. Mostly they are the
+        same as the last time."""
+        key = rows.tobytes() + running.admission[rows].tobytes()
+        if key != self._bound_key:
+            found = [self._followers[id].bound for id in running.ids[rows].tolist()]
+            matchers = [matcher for matcher in found if matcher is not None]
+            if len(matchers) < len(found):
+                return None
+            self._bound_key, self._matchers = key, matchers
+        return self._matchers
+
+    def _various(self, running: Running, rows: Ints, plan: StepPlan) -> _Filling:
+        """With drafts, or with reasoning before the grammar: the draws that may not be what they like."""
+        followers = [self._followers[id] for id in running.ids[rows].tolist()]
+        drafts = plan.drafts_by_row() if len(plan.num_drafts) else {}
+        wanted = [
+            (row, draw, here)
+            for row, follower in zip(rows.tolist(), followers, strict=True)
+            for draw, here in enumerate(follower.along(drafts.get(row, ())))
+            if here.matcher is not None or here.also is not None
+        ]
+        if not wanted:
+            return _Filling(Masks(), [], [])
+        matched = [(here.matcher, at) for at, (_, _, here) in enumerate(wanted) if here.matcher is not None]
+        also = [(here.also, at) for at, (_, _, here) in enumerate(wanted) if here.also is not None]
+        places, draws = np.array([(row, draw) for row, draw, _ in wanted], np.int32).T
+        width = max((token_id // 32 + 1 for token_id, _ in also), default=0)
+        bits = self._bits(len(wanted), matched, width)
+        for at, (_, _, here) in enumerate(wanted):
+            if here.matcher is None:
+                bits[at] = 0
+        return _Filling(Masks(places, bits, draws if draws.any() else draws[:0]), matched, also)
+
+    def _bits(self, count: int, matched: Sequence[object], width: int = 0) -> Bits:
+        """As wide as grammars want them, if some are there."""
+        if self._grammars is not None and matched:
+            width = max(width, self._grammars.num_words)
+        return next(self._rooms).take(count, width)
+
+    @cached_property
+    def _beside(self) -> MaskThread:
+        return MaskThread("quire-masks")
+
+    def advance(self, landed: StepTokens) -> dict[int, Verdict]:
+        """Rows got tokens. Returns, by place among them, those that a grammar ends with."""
+        ended: dict[int, Verdict] = {}
+        if not self._followers:
+            return ended
+        self._join()
+        running = landed.running
+        over: set[int] = set()
+        for wave in landed.waves(running.constrained[landed.rows]):
+            rows = landed.rows[wave]
+            if over:
+                wave = wave[~np.isin(rows, list(over))]
+                rows = landed.rows[wave]
+            token_ids = landed.result.token_ids[wave].tolist()
+            matchers = self._bound(running, rows)
+            followers = [self._followers[id] for id in running.ids[rows].tolist()]
+            if self._grammars is None or matchers is None:
+                verdicts = self._move(followers, token_ids)
+            else:
+                verdicts = self._grammars.advance(list(zip(matchers, token_ids, strict=True)))
+                if not any(verdicts):
+                    continue
+            for at, (follower, verdict) in enumerate(zip(followers, verdicts, strict=True)):
+                if verdict:
+                    ended[int(wave[at])] = verdict
+                if verdict or follower.is_free:
+                    over.add(int(rows[at]))
+                if follower.is_free:
+                    running.constrained[rows[at]] = False
+        if not ended:
+            self.begin(running)  # as soon as can be: who ends for another reason has a mask for nothing
+        return ended
+
+    def _move(self, followers: list[Follower], token_ids: list[int]) -> list[Verdict]:
+        """Each by a token."""
+        bound = [one.bound for one in followers]
+        moves = [each for each in zip(bound, token_ids, strict=True) if each[0] is not None]
+        verdicts = iter(self._grammars.advance(moves) if self._grammars is not None else [])
+        return [
+            one.advance(token_id) if matcher is None else next(verdicts)
+            for one, matcher, token_id in zip(followers, bound, token_ids, strict=True)
+        ]
+
+
+class _Room:
+    """The same memory again and again: new pages would take longer than what is written to them. A worker in
+    this process knows it again, and may have it read by its device."""
+
+    def __init__(self) -> None:
+        self._words: Bits = np.empty(0, np.uint32)
+        self._last: Bits = self._words.reshape(0, 0)
+
+    def take(self, count: int, width: int) -> Bits:
+        if self._last.shape == (count, width):
+            return self._last
+        if len(self._words) < count * width:
+            size = max(2 * count * width, 1)
+            self._words = np.frombuffer(mmap(-1, size * 4), np.uint32)
+        self._last = self._words[: count * width].reshape(count, width)
+        return self._last

@@ -1,0 +1,119 @@
+"""What came of a step for the requests that are still here, and which of them end with it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.data.plan import Ints, RowLogprobs, StepResult, Verdict, spread
+from quire.sched.running import RowIds, Running
+from quire.sched.stops import why_stopped
+
+
+class SequenceEnd(NamedTuple):
+    """Where a sequence ends, and why."""
+
+    place: int
+    """Of its last token, among all that came."""
+    reason: str
+    stop_reason: int | str | None
+    keeps_last: bool
+
+
+@dataclass
+class StepTokens:
+    """The new tokens of some rows, one row after the other."""
+
+    running: Running
+    sampled: RowIds
+    """The rows that got tokens, in the order of `result.token_ids`."""
+    num_drafts: Ints
+    """How many drafts each of them had; empty: none."""
+    result: StepResult
+    starts: dict[int, int]
+    """By row with prompt logprobs: the first position they are of."""
+
+    @cached_property
+    def rows(self) -> RowIds:
+        """Of each token."""
+        return np.repeat(self.sampled, self.result.counts) if len(self.result.counts) else self.sampled
+
+    @cached_property
+    def lengths(self) -> NDArray[np.integer]:
+        """Of the sequence with each token; after they were filled in."""
+        counts, num_known = self.result.counts, self.running.num_known[self.sampled]
+        return spread(num_known - counts + 1, counts) if len(counts) else num_known
+
+    def waves(self, wanted: NDArray[np.bool_]) -> Iterator[NDArray[np.intp]]:
+        """The places of the wanted tokens: the first of each row, then the second, ..."""
+        counts, places = self.result.counts, np.flatnonzero(wanted)
+        if not len(counts):
+            yield places
+            return
+        turns = spread(np.zeros(len(counts), np.int32), counts)[places]
+        for turn in range(int(turns.max(initial=-1)) + 1):
+            yield places[turns == turn]
+
+    def fill(self) -> None:
+        """Let the running requests have them."""
+        self.running.fill(self.sampled, self.result.token_ids, self.result.counts, self.num_drafts)
+
+    def ends(self, verdicts: dict[int, Verdict]) -> dict[int, SequenceEnd]:
+        """By row. Looks closely only at tokens that may be the last, and at those to which a grammar had
+        something to say (`verdicts`, by place)."""
+        running, rows, lengths, token_ids = self.running, self.rows, self.lengths, self.result.token_ids
+        suspect = (
+            (lengths >= running.limit[rows]) | (token_ids == running.eos_id[rows]) | running.watched[rows]
+        )
+        places = np.flatnonzero(suspect & (lengths >= running.min_len[rows])).tolist()
+        found: dict[int, SequenceEnd] = {}
+        for place in sorted({*places, *verdicts}):
+            row, verdict = int(rows[place]), verdicts.get(place, "")
+            if row in found:
+                continue
+            tokens = running.tokens[row, : lengths[place]]
+            if (why := why_stopped(running.request(row), tokens, verdict)) is not None:
+                reason, stop_reason = why
+                found[row] = SequenceEnd(
+                    place, *why, keeps_last=verdict == "complete" and stop_reason is None
+                )
+        return found
+
+    def cut(self, ends: dict[int, SequenceEnd]) -> None:
+        """Forget what came behind the ends."""
+        counts = self.result.counts
+        if not len(counts) or not ends:
+            return
+        last = np.cumsum(counts) - 1
+        kept = counts.copy()
+        for at in np.flatnonzero(np.isin(self.sampled, list(ends))).tolist():
+            row = int(self.sampled[at])
+            behind = int(last[at]) - ends[row].place
+            kept[at] -= behind
+            self.running.num_known[row] -= behind
+            if row in self.result.logprobs:
+                self.result.logprobs[row] = self.result.logprobs[row][: kept[at]]
+        keeps = spread(last + 1 - counts, kept)
+        self.result = msgspec.structs.replace(
+            self.result, token_ids=self.result.token_ids[keeps], counts=kept
+        )
+
+    def of_prompts(self) -> dict[str, Any]:
+        """What is told of tokens that nobody sampled, by request id."""
+        aligned = {self.running.ids[row]: found for row, found in self.result.aligned.items()}
+        return {"prompt_logprobs": self._fresh_prompt_logprobs(), "aligned": aligned}
+
+    def _fresh_prompt_logprobs(self) -> dict[str, list[RowLogprobs]]:
+        """By request id, without the positions that a preempted request computes for the second time."""
+        fresh = {}
+        for row, positions in self.result.prompt_logprobs.items():
+            request = self.running.request(row)
+            new = positions[max(request.num_prompt_logprobs - self.starts[row], 0) :]
+            request.num_prompt_logprobs += len(new)
+            if new:
+                fresh[request.id] = new
+        return fresh

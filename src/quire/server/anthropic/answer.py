@@ -1,0 +1,35 @@
+"""/v1/messages and /v1/messages/count_tokens."""
+
+import sys
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.anthropic.bodies import CountBody, MessagesBody
+from quire.server.anthropic.encoder import MessageEncoder
+from quire.server.anthropic.translate import as_chat
+from quire.server.http.errors import json_response
+from quire.server.openai.chat_request import begin_talk
+from quire.server.openai.prompts import off_loop
+from quire.server.openai.requests import ChatBody
+from quire.server.openai.sampling_params import check_template
+from quire.server.openai.service import GenerationService
+
+
+async def answer_messages(api: GenerationService, body: MessagesBody, request: Request) -> Response:
+    asked = await _as_chat(body, request, budgets=api.parsers.reasoning is not None)
+    talk = await begin_talk(api, asked, request, kind="msg")
+    return await api.answer(talk.job, MessageEncoder(api, talk), request, stream=bool(body.stream))
+
+
+async def count_tokens(api: GenerationService, body: CountBody, request: Request) -> Response:
+    await api.check_model(body.model, pools=False)
+    check_template(body.chat_template, api.settings.api.trust_request_chat_template)
+    prompt = await api.reader.count(await _as_chat(body, request, budgets=False))
+    return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+async def _as_chat(body: CountBody, request: Request, *, budgets: bool) -> ChatBody:
+    """In a thread if the body is long, or comes without its length."""
+    num_bytes = int(request.headers.get("content-length", sys.maxsize))
+    return await off_loop(num_bytes, lambda: as_chat(body, budgets=budgets))

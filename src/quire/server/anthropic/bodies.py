@@ -1,0 +1,258 @@
+"""The bodies of /v1/messages: what clients send and, for the document, what they get."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
+
+from quire.data.params import INT64_MAX, INT64_MIN
+from quire.server.openai.requests import Body, EngineBody, Many, Some, TokenId
+
+# ---- what clients send
+
+
+class TextBlock(Body):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Body):
+    """What the model thought before it answered."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = Field(None, description="Has no effect.")
+
+
+class RedactedBlock(Body):
+    """Thoughts that cannot be read: left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str | None = None
+
+
+class ToolUseBlock(Body):
+    """A tool that the model called."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, JsonValue]
+
+
+class ImageSource(Body):
+    """Where an image is."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = Field(None, description="The file, with type `base64`.")
+    url: str | None = Field(None, description="With type `url`.")
+
+
+class ImageBlock(Body):
+    """An image, for models that take them."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+
+_KINDS = frozenset({"text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"})
+
+
+class OtherBlock(Body):
+    """A block of a kind that cannot be read here."""
+
+    type: str = Field(json_schema_extra={"not": {"enum": [*sorted(_KINDS)]}})
+
+
+def _kind(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return kind if isinstance(kind, str) and kind in _KINDS else "other"
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(lambda block: kind if (kind := _kind(block)) in ("text", "image") else "other"),
+]
+
+
+class ToolResultBlock(Body):
+    """What a tool answered."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Many[ResultBlock] | None = None
+    is_error: bool | None = Field(None, description="Handed to the chat template with the message.")
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(_kind),
+]
+
+
+class MessageBody(Body):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Many[Block]
+
+
+class MessageTool(Body):
+    """A tool that the model may call."""
+
+    type: str | None = Field(None, description="`custom`; tools that the server would run are refused.")
+    name: str
+    description: str | None = None
+    input_schema: dict[str, JsonValue] | None = Field(None, description="JSON schema of the input.")
+    strict: bool | None = None
+
+
+class MessageToolChoice(Body):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, description="Of the tool, with type `tool`.")
+    disable_parallel_tool_use: bool | None = False
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers, and how long."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = Field(None, ge=0, le=INT64_MAX, description="Needs --reasoning-parser.")
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Body):
+    """What the answer must look like."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How the model answers."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="Passed to the chat template as `reasoning_effort`."
+    )
+    format: OutputFormat | None = None
+
+
+class CountBody(EngineBody):
+    """The body of /v1/messages/count_tokens."""
+
+    messages: Some[MessageBody] = Field(examples=[[{"role": "user", "content": "Hello!"}]])
+    system: str | Many[TextBlock] | None = None
+    tools: Many[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="An older place of output_config.format.")
+    chat_template: str | None = Field(None, description="Needs --trust-request-chat-template.")
+    chat_template_kwargs: dict[str, JsonValue] | None = Field(
+        None, description="Variables of the chat template."
+    )
+
+
+class MessagesBody(CountBody):
+    """The body of /v1/messages."""
+
+    max_tokens: int = Field(gt=0, le=INT64_MAX)
+    stop_sequences: Many[str] | None = Field(None, description="At most 64 strings.")
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, JsonValue] | None = Field(None, description="Has no effect.")
+    service_tier: str | None = Field(None, description="Has no effect.")
+
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    min_tokens: int | None = None
+    ignore_eos: bool | None = False
+    stop_token_ids: Many[TokenId] | None = None
+    structured_outputs: dict[str, JsonValue] | None = None
+
+
+# ---- what they get
+
+
+class MessageErrorInfo(BaseModel):
+    """What went wrong."""
+
+    type: str = Field(examples=["invalid_request_error"])
+    message: str
+
+
+class MessageErrorReply(BaseModel):
+    """The body of every error."""
+
+    type: Literal["error"]
+    error: MessageErrorInfo
+
+
+class MessageUsage(BaseModel):
+    """Tokens in and out. The prompt is `input_tokens` and those that the prefix cache held."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+
+
+class SaidText(BaseModel):
+    """Text of an answer."""
+
+    type: Literal["text"]
+    text: str
+    citations: None = None
+
+
+class SaidThinking(BaseModel):
+    """What the model thought."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class SaidToolUse(BaseModel):
+    """A tool that the model calls."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageReply(BaseModel):
+    """A whole answer of /v1/messages."""
+
+    id: str = Field(examples=["msg_1f3b"])
+    type: Literal["message"]
+    role: str
+    model: str
+    content: list[SaidText | SaidThinking | SaidToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountReply(BaseModel):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int

@@ -1,0 +1,136 @@
+"""An answer in the words of /v1/messages, whole or as events."""
+
+from typing import Any
+
+from quire.data.outputs import CompletionOutput, RequestOutput
+from quire.data.pieces import Piece
+from quire.errors import EngineError
+from quire.server.anthropic.blocks import BlockEvents, Event, content_of
+from quire.server.anthropic.errors import as_message_error
+from quire.server.http.errors import describe
+from quire.server.http.sse import event, quote
+from quire.server.openai.chat_request import Talk
+from quire.server.openai.service import GenerationService
+
+_TEXT_HEAD = (
+    b"event: content_block_delta\n"
+    b'data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":'
+)
+"""Where nothing but text is heard there is one block."""
+_CUT = ("length", "repetition")
+"""Reasons of the engine to end an answer that was not at its end."""
+_BROKEN = {"abort": "the request was aborted", "error": "the engine could not go on"}
+"""Those of which this API tells as of an error."""
+
+
+class MessageEncoder:
+    """A message. An event with nothing but text is three pieces put together."""
+
+    def __init__(self, api: GenerationService, talk: Talk) -> None:
+        self._api, self._talk = api, talk
+        self._id = "msg_" + talk.job.id.removeprefix("msg-")
+        self._listener = talk.listener()
+        self._blocks = BlockEvents(hold_space=talk.parses)
+        self._num_prompt = len(talk.job.prompts[0].token_ids)
+        self._num_output = 0
+        self._num_cached: int | None = None
+        self._ending: dict[str, Any] = {}
+        self._broken = ""
+        """Why there is no answer, though it ended."""
+        self._started = False
+
+    # ---- a stream
+
+    def encode(self, output: RequestOutput) -> bytes:
+        events = [] if self._started else [self._opening(output)]
+        for each in output.outputs:
+            self._num_output += len(each.token_ids)
+            events += self._heard(each)
+        return b"".join(map(_named, events))
+
+    @property
+    def text_only(self) -> bool:
+        return True
+
+    def encode_text(self, text: str, num_tokens: int) -> bytes:
+        self._num_output += num_tokens
+        if self._blocks.open and not self._talk.parses:
+            return _TEXT_HEAD + quote(text) + b"}}\n\n" if text else b""
+        return b"".join(map(_named, self._told(self._listener.hear_text(text))))
+
+    def finish(self) -> bytes:
+        self._check()
+        usage = self._usage(self._num_output, self._num_cached)
+        delta = {"type": "message_delta", "delta": self._ending, "usage": usage}
+        return b"".join(map(_named, [*self._blocks.end(), delta, {"type": "message_stop"}]))
+
+    def fail(self, error: Exception) -> bytes:
+        return _named(as_message_error(describe(error)))
+
+    def _opening(self, output: RequestOutput) -> Event:
+        self._started = True
+        self._num_cached = output.num_cached_tokens
+        usage = self._usage(0, self._num_cached)
+        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
+        return {"type": "message_start", "message": message}
+
+    def _heard(self, each: CompletionOutput) -> list[Event]:
+        events = self._told(self._listener.hear(each))
+        if each.finish_reason is not None:
+            self._broken = _BROKEN.get(each.finish_reason, "")
+            self._ending = _ending(each, calls=self._blocks.calls)
+        return events
+
+    def _check(self) -> None:
+        if self._broken:
+            raise EngineError(self._broken)
+
+    def _told(self, pieces: list[Piece]) -> list[Event]:
+        return [event for piece in pieces for event in self._blocks.add(piece)]
+
+    # ---- a whole answer
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
+        (each,) = output.outputs
+        heard = self._heard(each)
+        self._check()
+        content = content_of([*heard, *self._blocks.end()])
+        usage = self._usage(len(each.token_ids), output.num_cached_tokens)
+        return self._message(content, self._ending, usage)
+
+    def _message(
+        self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, int]
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._talk.job.model,
+            "content": content,
+            **ending,
+            "usage": usage,
+        }
+
+    def _usage(self, num_output: int, num_cached: int | None) -> dict[str, int]:
+        """Cached tokens are told apart where the server tells of them at all."""
+        num_read = (num_cached or 0) if self._api.settings.api.enable_prompt_tokens_details else 0
+        return {
+            "input_tokens": self._num_prompt - num_read,
+            "output_tokens": num_output,
+            "cache_read_input_tokens": num_read,
+            "cache_creation_input_tokens": 0,
+        }
+
+
+def _named(body: Event) -> bytes:
+    kind: str = body["type"]
+    return b"event: " + kind.encode() + b"\n" + event(body)
+
+
+def _ending(output: CompletionOutput, *, calls: bool) -> dict[str, Any]:
+    if output.finish_reason in _CUT:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(output.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}
+    return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}

@@ -1,0 +1,239 @@
+"""What every HTTP request passes before the routes: the key, the size and type of its body. Decided once per
+request; what is sent back goes through untouched."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.data.cache_scope import CACHE_SCOPE
+from quire.frontend.tracing import PARENT
+from quire.metrics.keys import KeyAccount
+from quire.server.api_keys import Key, Ledger, Refusal
+from quire.server.http.errors import error_info, error_response, json_response
+
+DIRECT_SEND = "quire.send"
+"""Where a scope holds the way to the connection, for responses that watch over their own errors."""
+_ACCOUNT = "quire.account"
+_PLACE = "quire.place"
+OPERATOR_PATHS = frozenset(
+    {
+        *("/sleep", "/wake_up", "/pause", "/resume", "/collective_rpc", "/abort_requests"),
+        *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+        *("/start_profile", "/stop_profile"),
+    }
+)
+"""Routes that change the engine for everybody. They exist where the operator asks for them: in developer
+mode, with a profiler, or, to end requests, with --tokens-only. No limit of a key applies to them."""
+FREE_PATHS: dict[str, str] = {
+    "/ping": "a read of one number, for health checks that can only post",
+    **dict.fromkeys(OPERATOR_PATHS, "for operators, and there only if the operator has asked for it"),
+}
+"""Paths whose POSTs no limit of a key counts, and why that harms no other key. What takes time that others
+need must not be listed here."""
+CANCEL_END = "/cancel"
+"""The end of paths that give work up, which is always allowed."""
+TOKENLESS_PATHS = frozenset(
+    {
+        *("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
+        *("/v1/chat/completions/render", "/v1/completions/render"),
+        *("/v1/chat/completions/derender", "/v1/completions/derender"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    }
+)
+"""Paths whose POSTs are work of the server and none of the model: `max_concurrency` counts them, and
+`tokens_per_minute` does not."""
+
+
+class HttpGate:
+    """Lets in whoever has a key and brings a body that can be read."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        ledger: Ledger,
+        open_paths: frozenset[str],
+        max_body_bytes: int,
+        echo_request_id: bool,
+        form_paths: frozenset[str] = frozenset(),
+        max_form_bytes: int = 0,
+    ) -> None:
+        """What is posted to `form_paths` are forms, of at most `max_form_bytes`."""
+        self._app = app
+        self._ledger = ledger
+        self._open_paths = open_paths
+        self._json = _Kind(
+            b"application/json",
+            max_body_bytes,
+            f"the body is larger than {max_body_bytes} bytes; send less or raise --max-request-body-bytes",
+        )
+        self._form = _Kind(
+            b"multipart/form-data",
+            max_form_bytes,
+            f"Maximum file size exceeded: the body is larger than {max_form_bytes} bytes; send less or raise "
+            "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB",
+        )
+        self._form_paths = form_paths
+        self._echo_request_id = echo_request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        if b"traceparent" in headers:
+            PARENT.set(headers[b"traceparent"].decode("latin-1"))
+        key = None
+        if self._ledger.keys and self._is_guarded(scope) and (key := self._key(headers)) is None:
+            # A socket that is never accepted is closed by the server with 403.
+            refused = json_response({"error": "Unauthorized"}, 401)
+            return await refused(scope, receive, send) if scope["type"] == "http" else None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            length, chunked = headers.get(b"content-length", b"0"), b"transfer-encoding" in headers
+            kind = self._form if _path(scope) in self._form_paths else self._json
+            if not kind.fits(length):
+                if self._json.fits(length):
+                    await _passed_over(receive)
+                response = error_response(error_info(kind.too_large, 413, "Content Too Large"))
+                response.headers["connection"] = "close"
+                return await response(scope, receive, send)
+            if (chunked or length != b"0") and not kind.is_that(headers.get(b"content-type", b"")):
+                response = error_response(error_info(kind.other, 400, "Bad Request"))
+                return await response(scope, receive, send)
+            if chunked:
+                receive = kind.counted(receive)
+        if self._echo_request_id and b"x-request-id" in headers:
+            send = _with_header(send, (b"x-request-id", headers[b"x-request-id"]))
+        # Always set: the next request of a connection may begin in a copy of the context of the one before.
+        CACHE_SCOPE.set("" if key is None else key.cache_scope)
+        scope[DIRECT_SEND] = send
+        try:
+            if key is None or not key.name:
+                await self._app(scope, receive, send)
+            else:
+                await self._limited(key, scope, receive, send)
+        finally:
+            del scope[DIRECT_SEND]  # which knows the scope: both would stay until the collector comes
+
+    async def _limited(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
+        """As far as the key's limits allow. Who is turned away was not read."""
+        scope[_ACCOUNT] = self._ledger.account(key)
+        path = _path(scope)
+        if scope.get("method") != "POST" or path in FREE_PATHS or path.endswith(CANCEL_END):
+            return await self._app(scope, receive, send)
+        if (refusal := self._ledger.enter(key, tokenless=path in TOKENLESS_PATHS)) is not None:
+            return await _too_many(refusal)(scope, receive, send)
+        place = scope[_PLACE] = _Place(functools.partial(self._ledger.leave, key))
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            place.release()
+
+    def _is_guarded(self, scope: Scope) -> bool:
+        return _path(scope) not in self._open_paths and scope.get("method") != "OPTIONS"
+
+    def _key(self, headers: dict[bytes, bytes]) -> Key | None:
+        """Anthropic's clients have a header of their own."""
+        kind, _, sent = headers.get(b"authorization", b"").partition(b" ")
+        if not kind and b"x-api-key" in headers:
+            kind, sent = b"bearer", headers[b"x-api-key"]
+        found = self._ledger.find(sent)
+        return found if kind.lower() == b"bearer" else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What bodies a route takes."""
+
+    media_type: bytes
+    max_bytes: int
+    too_large: str
+
+    @property
+    def other(self) -> str:
+        return f"Unsupported Media Type: Only '{self.media_type.decode()}' is allowed"
+
+    def is_that(self, content_type: bytes) -> bool:
+        return content_type.partition(b";")[0].strip().lower() == self.media_type
+
+    def fits(self, length: bytes) -> bool:
+        return length.isdigit() and len(length) < 20 and int(length) <= self.max_bytes
+
+    def counted(self, receive: Receive) -> Receive:
+        """A body of unknown length is cut off as soon as it is too long."""
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self.max_bytes:
+                raise HTTPException(413, self.too_large)
+            return message
+
+        return counted
+
+
+class _Place:
+    """One of the requests that a key may have open, while anybody works on it."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self._num_users = 1
+
+    def stay(self) -> None:
+        self._num_users += 1
+
+    def release(self) -> None:
+        self._num_users -= 1
+        if not self._num_users:
+            self._leave()
+
+
+def stay(scope: Scope) -> Callable[[], None]:
+    """The request counts as open until the call of what is returned, though it is answered before."""
+    place: _Place | None = scope.get(_PLACE)
+    if place is None:
+        return lambda: None
+    place.stay()
+    return place.release
+
+
+def account_of(scope: Scope) -> KeyAccount | None:
+    """Whose request it is; None where keys have no names."""
+    account: KeyAccount | None = scope.get(_ACCOUNT)
+    return account
+
+
+def without_account(scope: Scope) -> Scope:
+    """The same, of a request that costs nobody anything."""
+    return {**scope, _ACCOUNT: None}
+
+
+async def _passed_over(receive: Receive) -> None:
+    """A client that is still sending when the connection is closed does not hear why."""
+    while (await receive()).get("more_body"):
+        pass
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path
+
+
+def _too_many(refusal: Refusal) -> Response:
+    response = error_response(error_info(refusal.message, 429, "RateLimitError"))
+    response.headers["retry-after"] = str(refusal.retry_after_s)
+    return response
+
+
+def _with_header(send: Send, header: tuple[bytes, bytes]) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), header]
+        await send(message)
+
+    return sending

@@ -1,0 +1,386 @@
+"""HTTP/1.1 on one connection: uvicorn's protocol with limits on what a client may send before the application
+sees it, and on how long it may take.
+
+uvicorn leaves to httptools what a request is, and httptools bounds neither headers nor time. Here bytes are
+counted before they are parsed, requests that two parsers could read differently are refused, and a connection
+is read for as long as a request of it runs, as a hang-up is noticed by reading only.
+"""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from quire.server.http.errors import error_info
+from quire.server.http.refusals import OpenConnections, RefusalLog, network_of
+from quire.server.settings import HttpSection
+
+MAX_PIPELINED = 16
+"""Requests that may wait behind the one that is being answered."""
+MAX_HELD_BYTES = 256 << 10
+"""Bytes of them that are kept unparsed."""
+LINGER_S = 2.0
+"""Time for a client to read why it is refused: closing while it still sends would discard the answer."""
+_SINGLE = frozenset(
+    (b"authorization", b"x-api-key", b"host", b"content-type", b"content-length", b"transfer-encoding")
+)
+"""Headers of which a request may have one: with two, a proxy may act on one and this server on the other."""
+_INVALID = (400, "the request is not valid HTTP/1.1; the connection is closed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """What one connection may send, and how long it may take."""
+
+    max_header_bytes: int
+    max_headers: int
+    header_timeout_s: float
+    body_timeout_s: float
+
+    @classmethod
+    def of(cls, http: HttpSection) -> "HttpLimits":
+        return cls(
+            max_header_bytes=http.h11_max_incomplete_event_size,
+            max_headers=http.h11_max_header_count,
+            header_timeout_s=http.request_header_timeout,
+            body_timeout_s=http.request_body_timeout,
+        )
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. Further arguments are uvicorn's."""
+
+    __slots__ = (  # beside uvicorn's, which Python finds faster if they are at most 30
+        *("_ahead", "_answered_early", "_held", "_is_ended", "_limits", "_max_bytes", "_max_headers"),
+        *("_network", "_num_unparsed", "_on_closed", "_open_connections", "_refusals", "_refused", "_since"),
+        *("_timer", "_was_paused"),
+    )
+
+    def __init__(
+        self,
+        *,
+        limits: HttpLimits,
+        open_connections: OpenConnections,
+        refusals: RefusalLog,
+        on_closed: Callable[[], object] = lambda: None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self._limits = limits
+        self._max_bytes = limits.max_header_bytes
+        self._max_headers = limits.max_headers
+        self._open_connections = open_connections
+        self._refusals = refusals
+        self._on_closed = on_closed
+        self._network: str | None = None
+        """What this connection is counted by; None if it is refused."""
+        self._ahead: deque[RequestResponseCycle] = deque()
+        """Requests without a complete response in front of `cycle`, the running one first: there are some
+        only if requests are pipelined."""
+        self._held = bytearray()
+        """Bytes behind a complete request that is being answered."""
+        self._is_ended = False
+        """Whether whatever else the client sends is discarded."""
+        self._num_unparsed = 0
+        """Bytes since the end of the last headers or message, or the last piece of a body."""
+        self._since = 0.0
+        """When the headers began, or the last bytes of a body came."""
+        self._was_paused = False
+        """Whether the server did not read for some time since `_since`."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._refused: tuple[int, str] | None = None
+        """The status and the cause with which a callback of the parser has stopped it."""
+        self._answered_early: RequestResponseCycle | None = None
+        """The request that had its response before its body ended, when the time was looked at."""
+
+    # ---- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        network = network_of(self.client[0] if self.client else "")
+        if problem := self._open_connections.problem(network):
+            self._count_refusal(problem)
+            self._end_input()
+            transport.write(self._error(503, problem))
+            transport.close()
+            return
+        self._network = network
+        self._open_connections.add(network)
+        self._since = self.loop.time()
+        self._timer = self.loop.call_later(self._limits.header_timeout_s, self._check_progress)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._disconnect()
+        self._end_input()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._network is not None:
+            self._open_connections.remove(self._network)
+        self._on_closed()
+
+    def data_received(self, data: bytes | memoryview) -> None:
+        cycle = self.cycle
+        if self._is_ended or (cycle is not None and not cycle.response_complete and self._is_answering()):
+            self._hold(data)
+            return
+        self._unset_keepalive_if_required()
+        num_unparsed = self._num_unparsed
+        if not num_unparsed or cycle is not None and cycle.more_body:
+            self._since = self.loop.time()
+        num_unparsed += len(data)
+        if num_unparsed > self._max_bytes:
+            self._parse_in_pieces(memoryview(data))
+            return
+        self._num_unparsed = num_unparsed
+        try:
+            self.parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as stop:
+            self._on_stop(stop, data)
+
+    def _is_answering(self) -> bool:
+        """Whether received bytes belong behind a complete request that has no complete response yet."""
+        cycle = self.cycle
+        return (
+            cycle is not None and not cycle.response_complete and (not cycle.more_body or bool(self._ahead))
+        )
+
+    def _in_body(self) -> bool:
+        """Whether headers are complete, and the body behind them is not."""
+        return self.cycle is not None and self.cycle.more_body
+
+    def _parse_in_pieces(self, data: memoryview) -> None:
+        """Let the parser have no more bytes than headers may have, until it reports a part of a message."""
+        while data:
+            if self._is_ended or self._is_answering():
+                self._hold(data)
+                return
+            room = self._max_bytes - self._num_unparsed
+            if room <= 0:
+                self._refuse(
+                    431,
+                    f"the headers or trailers are larger than {self._max_bytes} bytes; send less or raise "
+                    "--h11-max-incomplete-event-size",
+                )
+                return
+            piece, data = data[:room], data[room:]
+            self._num_unparsed += len(piece)
+            try:
+                self.parser.feed_data(piece)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade) as stop:
+                self._on_stop(stop, piece)
+
+    def _on_stop(self, stop: Exception, data: bytes | memoryview) -> None:
+        """Handle what the parser did not take."""
+        if not isinstance(stop, httptools.HttpParserUpgrade):
+            self._refuse(*(self._refused or _INVALID))
+        elif rest := data[stop.args[0] :]:
+            # It stops behind the headers. There is no body, so the next request begins here.
+            self.data_received(rest)
+
+    def _hold(self, data: bytes | memoryview) -> None:
+        """Keep pipelined requests until those in front of them are answered. The connection is read all the
+        while: a hang-up would not be noticed otherwise."""
+        if self._is_ended:
+            return
+        self._held += data
+        self.cycle.on_response = self._on_pipelined_response
+        if len(self._held) > MAX_HELD_BYTES:
+            self._close_after_responses()
+
+    def _on_pipelined_response(self) -> None:
+        """Go on with the request behind the one that is answered."""
+        if self._ahead:
+            self._ahead.popleft()
+        self.on_response_complete()
+        if self._held and not self._is_answering() and not self.transport.is_closing():
+            held, self._held = bytes(self._held), bytearray()
+            self.data_received(held)
+
+    # ---- callbacks of the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        previous, headers = self.cycle, dict(self.headers)
+        if len(headers) != len(self.headers):
+            self._check_repeated()
+        if len(headers) > self._max_headers:
+            self._stop_at_count()
+        if b"transfer-encoding" in headers:
+            self._check_coding(headers[b"transfer-encoding"])
+            self.headers = []  # of trailers: the request keeps the list that it has
+        if b"expect" in headers:
+            self.expect_100_continue = headers[b"expect"].lower() == b"100-continue"
+        if self.parser.should_upgrade():
+            self._check_upgrade(headers)
+        is_pipelined = previous is not None and not previous.response_complete
+        if is_pipelined and len(self._ahead) >= MAX_PIPELINED:
+            self._stop_parser(400, f"more than {MAX_PIPELINED} pipelined requests wait; send fewer")
+        super().on_headers_complete()
+        self._num_unparsed = 0
+        if is_pipelined:
+            self._ahead.append(previous)
+            previous.on_response = self._on_pipelined_response
+            self.flow.resume_reading()  # which uvicorn has paused
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unparsed = 0
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT and not self._ahead:
+            self._was_paused = True
+            self.flow.pause_reading()
+        cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        self._num_unparsed = 0
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
+
+    # ---- requests that are refused
+
+    def _check_repeated(self) -> None:
+        if len(self.headers) > self._max_headers:
+            self._stop_at_count()
+        names = [name for name, _ in self.headers]
+        for name in sorted(_SINGLE.intersection(names)):
+            if names.count(name) > 1:
+                self._stop_parser(400, f"the request has more than one {name.decode()} header; send one")
+
+    def _stop_at_count(self) -> NoReturn:
+        self._stop_parser(
+            431,
+            f"the request has more than {self._max_headers} headers; send fewer or raise "
+            "--h11-max-header-count",
+        )
+
+    def _check_coding(self, coding: bytes) -> None:
+        if coding.strip().lower() != b"chunked":
+            self._stop_parser(400, "the Transfer-Encoding of a body may be chunked only; send it so")
+        if self.parser.get_http_version() != "1.1":
+            self._stop_parser(400, "HTTP/1.0 has no chunked bodies; send a Content-Length or use HTTP/1.1")
+
+    def _check_upgrade(self, headers: dict[bytes, bytes]) -> None:
+        """An upgrade is never made, so a request that offers one is answered as if it did not. But the parser
+        would read a body behind such headers as another request."""
+        if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
+            self._stop_parser(
+                400,
+                "a request with a body cannot ask for an upgrade of the protocol; send it without Upgrade",
+            )
+
+    def _stop_parser(self, status: int, message: str) -> NoReturn:
+        """End the parsing of what was received; only for callbacks of the parser."""
+        self._refused = status, message
+        raise ValueError(message)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer the request that is being received with an error, and close the connection. Where responses
+        of earlier requests come first, or a part of its own was sent, it is closed behind those."""
+        self._count_refusal(message)
+        if self._is_answering() or (self._in_body() and self.cycle.response_started):
+            self._close_after_responses()
+            return
+        self._disconnect()
+        self._end_input()
+        self.transport.write(self._error(status, message))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._set_timer(self.loop.call_later(LINGER_S, self.transport.close))
+        else:
+            self.transport.close()
+
+    def _close_after_responses(self) -> None:
+        """Answer the requests that are complete, discard what is behind them, and close."""
+        self._end_input()
+        last = self.cycle
+        if self._ahead and last.more_body:  # it will never be complete
+            self.pipeline.popleft()
+            last = self._ahead[-1]
+        last.keep_alive = False
+        self.flow.resume_reading()
+        if last.response_complete:
+            self.transport.close()
+
+    def _end_input(self) -> None:
+        self._is_ended = True
+        self._held.clear()
+
+    def _disconnect(self) -> None:
+        """End all requests of this connection; uvicorn ends the last of them only."""
+        for cycle in (*self._ahead, *([self.cycle] if self.cycle is not None else [])):
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        self.pipeline.clear()
+
+    def _count_refusal(self, cause: str) -> None:
+        self._refusals.count(cause, self.client[0] if self.client else "Unix socket")
+
+    def _error(self, status: int, message: str) -> bytes:
+        kind = "ServiceUnavailableError" if status == 503 else HTTPStatus(status).phrase
+        body = json.dumps(error_info(message, status, kind)).encode()
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        return b"".join([STATUS_LINE[status], *lines, b"\r\n", body])
+
+    # ---- time
+
+    def _set_timer(self, timer: asyncio.TimerHandle) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
+
+    def _check_progress(self) -> None:
+        """Look whether the client is late, now and again when it could be. Requests only note the time, so
+        that they need no timer of their own."""
+        in_body = self._in_body()
+        limit_s = self._limits.body_timeout_s if in_body else self._limits.header_timeout_s
+        if not self._awaits_client():
+            self._since = self.loop.time()
+        elif in_body and self.cycle.response_complete:
+            # A body that is not read any more may end, but not go on for ever.
+            if self._answered_early is self.cycle:
+                self.transport.close()
+                return
+            self._answered_early, self._since = self.cycle, self.loop.time()
+        elif self.loop.time() - self._since >= limit_s:
+            self._time_out(in_body)
+            return
+        self._set_timer(self.loop.call_at(self._since + limit_s, self._check_progress))
+
+    def _awaits_client(self) -> bool:
+        """Whether the client had to send something all the while: not if a complete request is answered, an
+        idle connection is kept, or the server did not read."""
+        was_paused, self._was_paused = self._was_paused, self.flow.read_paused
+        if self._is_ended or self.timeout_keep_alive_task is not None or was_paused or self._is_answering():
+            return False
+        return not (self._in_body() and self.cycle.waiting_for_100_continue)
+
+    def _time_out(self, in_body: bool) -> None:
+        if in_body:
+            limit_s = self._limits.body_timeout_s
+            cause = f"no byte of the body came for {limit_s:g} s, the limit of --request-body-timeout"
+        elif self._num_unparsed:
+            limit_s = self._limits.header_timeout_s
+            cause = f"the headers did not end within {limit_s:g} s, the limit of --request-header-timeout"
+        else:  # nothing was sent at all
+            self.transport.close()
+            return
+        self._refuse(408, f"{cause}; send the request without a pause, or raise the limit")

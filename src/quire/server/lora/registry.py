@@ -1,0 +1,118 @@
+"""`LoRARegistry`: the adapters of a server, the same in all of its API processes."""
+
+import asyncio
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from quire.server.lora.modules import Module
+
+_NUM_LOCKS = 1024
+"""Names that share a lock by chance wait for each other."""
+_LOOK_S = 0.05
+_TICK_NS = 1_000_000
+
+
+class LoRARegistry:
+    """Adapters by name, in a file that API processes share, or in memory.
+
+    Whoever changes it writes a new file in place of the old one; the others see that it is another.
+    """
+
+    def __init__(self, file: Path | None = None, modules: Iterable[Module] = ()) -> None:
+        """`modules` are those of a roster in memory; one in a file has what is there."""
+        self._file = file
+        self._known: dict[str, Module] = {module.name: module for module in modules}
+        self._seen = -1
+        self._locks: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    @staticmethod
+    def create(file: Path, modules: Iterable[Module]) -> None:
+        _write(file, {module.name: module for module in modules}, _TICK_NS)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what it began with was read once."""
+        return self._file is not None and self._mark(self._file).exists()
+
+    def mark_read(self) -> None:
+        if self._file is not None:
+            self._mark(self._file).touch()
+
+    @staticmethod
+    def _mark(file: Path) -> Path:
+        return file.with_name(f"{file.name}.read")
+
+    def all(self) -> Mapping[str, Module]:
+        if self._file is not None and (seen := os.stat(self._file).st_mtime_ns) != self._seen:
+            found = msgspec.json.decode(self._file.read_bytes(), type=list[Module])
+            self._known, self._seen = {module.name: module for module in found}, seen
+        return self._known
+
+    def put(self, module: Module) -> None:
+        with self._changing() as known:
+            known[module.name] = module
+
+    def drop(self, name: str) -> Module | None:
+        with self._changing() as known:
+            return known.pop(name, None)
+
+    @contextmanager
+    def _changing(self) -> Iterator[dict[str, Module]]:
+        if self._file is None:
+            yield self._known
+            return
+        with FileLock(f"{self._file}.lock"):
+            known = dict(self.all())
+            yield known
+            _write(self._file, known, os.stat(self._file).st_mtime_ns + _TICK_NS)
+
+    def is_free(self, name: str) -> bool:
+        """Whether nobody is changing what this name means."""
+        number = _number(name)
+        if self._file is None or self._locks[number].locked():
+            return not self._locks[number].locked()
+        try:
+            with FileLock(f"{self._file}.{number}.lock", blocking=False):
+                return True
+        except Timeout:
+            return False
+
+    @asynccontextmanager
+    async def only(self, name: str) -> AsyncIterator[None]:
+        """Nobody else changes what this name means, in whatever process."""
+        number = _number(name)
+        async with self._locks[number]:
+            if self._file is None:
+                yield
+                return
+            lock = FileLock(f"{self._file}.{number}.lock")
+            while True:
+                try:
+                    lock.acquire(blocking=False)
+                    break
+                except Timeout:
+                    await asyncio.sleep(_LOOK_S)
+            try:
+                yield
+            finally:
+                lock.release()
+
+
+def _number(name: str) -> int:
+    """Of its lock."""
+    return zlib.crc32(name.encode()) % _NUM_LOCKS
+
+
+def _write(file: Path, known: Mapping[str, Module], version_ns: int) -> None:
+    """The time of the file is its version: clocks are too coarse to tell two changes apart."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_bytes(msgspec.json.encode(list(known.values())))
+    os.utime(new, ns=(version_ns, version_ns))
+    os.replace(new, file)

@@ -1,0 +1,64 @@
+"""`Resolver`: adapters found by nothing but their names."""
+
+import time
+from collections import OrderedDict
+
+from quire.errors import EngineDead, RequestError
+from quire.logs import get_logger
+from quire.server.http.errors import Forbidden, NotFound
+from quire.server.lora.locations import LoRALocations, is_url
+from quire.server.lora.modules import Module, name_problem
+
+logger = get_logger(__name__)
+
+AGAIN_S = 10.0
+"""After which a name that was not found is looked for again: clients must not make the server ask a store, or
+read an adapter that is broken, as often as they like."""
+_MAX_REMEMBERED = 4096
+
+
+class Resolver:
+    """A folder of adapters, on this disk or behind a url, and ids of the hub."""
+
+    def __init__(self, folder: str | None, places: LoRALocations) -> None:
+        self._folder = folder.rstrip("/") if folder else None
+        self._places = places
+        self._failed: OrderedDict[str, tuple[float, RequestError | None]] = OrderedDict()
+
+    def may_have(self, name: str) -> bool:
+        """Whether it is worth a look. Raises again what it was refused with a moment ago."""
+        at, error = self._failed.get(name, (float("-inf"), None))
+        if time.monotonic() - at < AGAIN_S:
+            if error is not None:
+                raise RequestError(str(error), error.param)
+            return False
+        return self._place(name) is not None
+
+    def find(self, name: str) -> Module | None:
+        """May take long."""
+        place = self._place(name)
+        assert place is not None
+        try:
+            path = self._places.for_client(place)
+        except (NotFound, Forbidden):
+            self.note(name, None)
+            return None
+        except RequestError as error:
+            logger.warning("adapter %r cannot be looked for: %s", name, error)
+            raise EngineDead("adapters cannot be looked for now; try again later") from None
+        return Module(name, place, str(path), within=self._places.bounds(path))
+
+    def note(self, name: str, error: RequestError | None) -> None:
+        """It is not there, or cannot be used."""
+        if self._folder is None or is_url(self._folder) or error is not None or "/" in name:
+            self._failed[name] = time.monotonic(), error
+            self._failed.move_to_end(name)
+            if len(self._failed) > _MAX_REMEMBERED:
+                self._failed.popitem(last=False)
+
+    def _place(self, name: str) -> str | None:
+        if name_problem(name):
+            return None
+        if self._folder is not None and "/" not in name and "\\" not in name and not name.startswith("."):
+            return f"{self._folder}/{name}"
+        return name if self._places.has_hub(name) else None

@@ -1,0 +1,66 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, where VLLM_ALLOW_RUNTIME_LORA_UPDATING is set."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import PlainTextResponse, Response
+
+from quire.logs import get_logger
+from quire.server.http.document import BODY, replies_of
+from quire.server.http.errors import InvalidUserInput
+from quire.server.openai.requests import Body
+from quire.server.openai.service import GenerationService
+
+logger = get_logger(__name__)
+
+_TEXT = {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+
+
+class LoadAdapterBody(Body):
+    """An adapter to answer with from now on."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    load_inplace: bool | None = False
+    base_model_name: str | None = None
+    is_3d_lora_weight: bool | None = False
+
+
+class UnloadAdapterBody(Body):
+    """An adapter that is not to answer any more."""
+
+    lora_name: str | None = None
+    lora_int_id: int | None = None
+
+
+def add_adapter_routes(app: FastAPI, api: GenerationService) -> None:
+    """If the settings allow them."""
+    if not api.settings.changes_adapters:
+        return
+    who = "whoever has a key" if api.settings.keys else "whoever reaches this server"
+    logger.warning("Adapters can be loaded and unloaded over HTTP by %s", who)
+    described: dict[str, Any] = replies_of(None, 400, 403, 404, 413, 500, 503)
+    described["responses"][200] = _TEXT
+
+    @app.post("/v1/load_lora_adapter", **described, **BODY)
+    async def load_lora_adapter(body: LoadAdapterBody) -> Response:
+        """Read an adapter, and answer to its name."""
+        name, place = body.lora_name, body.lora_path
+        if not name or not place:
+            raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
+        await api.adapters.load(
+            name,
+            place,
+            base=body.base_model_name,
+            inplace=bool(body.load_inplace),
+            is_3d=bool(body.is_3d_lora_weight),
+        )
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter", **described, **BODY)
+    async def unload_lora_adapter(body: UnloadAdapterBody) -> Response:
+        """Answer to a name no more; over when the requests that use it are."""
+        if not body.lora_name:
+            raise InvalidUserInput("'lora_name' needs to be provided to unload a LoRA adapter.")
+        await api.adapters.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

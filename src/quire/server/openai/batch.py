@@ -1,0 +1,91 @@
+"""/v1/chat/completions/batch: conversations that are answered together, and /invocations: the one route that
+some hosts know, for every body."""
+
+import dataclasses
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import RequestError
+from quire.server.http.errors import json_response
+from quire.server.openai.chat import ChatEncoder, answer_chat
+from quire.server.openai.chat_request import Talk, begin_talk
+from quire.server.openai.completions import answer_completion
+from quire.server.openai.requests import ChatBody, CompletionBody
+from quire.server.openai.service import GenerationService
+from quire.server.openai.streams import Pauses
+from quire.server.pooling.bodies import (
+    EmbeddingChatBody,
+    EmbeddingInput,
+    InputBody,
+    PoolingChatBody,
+    PoolingChatRequest,
+    PoolingInputBody,
+    RerankBody,
+    ScoreBody,
+)
+from quire.server.pooling.embeddings import answer_classify, answer_embeddings, answer_pooling
+from quire.server.pooling.scores import answer_rerank, answer_score
+from quire.server.tokens.bodies import ChatBatchBody
+
+_NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "tools": (None,),
+    "use_beam_search": (None, False),
+    "n": (None, 1),
+}
+"""Fields that a batch cannot have, each with the values that do without."""
+
+
+async def answer_chats(api: GenerationService, body: ChatBatchBody, request: Request) -> Response:
+    for name, off in _NOT_IN_BATCHES.items():
+        if getattr(body, name) not in off:
+            raise RequestError(f"`{name}` is not supported in a batch of chats; leave it out", param=name)
+    if len(body.messages) > api.settings.max_sequences:
+        raise RequestError(
+            f"{len(body.messages)} conversations are more than one call may bring, which is "
+            f"{api.settings.max_sequences} (VLLM_MAX_N_SEQUENCES); send fewer at once",
+            param="messages",
+        )
+    talks, answers, pause = list[Talk](), list[dict[str, Any]](), Pauses()
+    for messages in body.messages:
+        talks.append(await begin_talk(api, body.model_copy(update={"messages": messages}), request))
+        await pause.if_due()
+    prompts = [prompt for talk in talks for prompt in talk.job.prompts]
+    params = [each for talk in talks for each in talk.job.params]
+    job = dataclasses.replace(talks[0].job, prompts=prompts, params=params)
+    outputs = await api.answering.until_gone(request.receive, api.finished(job))
+    for talk, output in zip(talks, outputs, strict=True):
+        answers.append(ChatEncoder(api, talk).whole([output]))
+        await pause.if_due()
+    choices = [answer["choices"][0] | {"index": place} for place, answer in enumerate(answers)]
+    usage = api.usage(
+        sum(len(prompt.token_ids) for prompt in prompts),
+        sum(answer["usage"]["completion_tokens"] for answer in answers),
+        sum(output.num_cached_tokens or 0 for output in outputs),
+    )
+    metrics = answers[0]["metrics"] if len(answers) == 1 else None
+    return json_response(answers[0] | {"choices": choices, "usage": usage, "metrics": metrics})
+
+
+Shapes = dict[Any, Any]
+
+
+def shapes(api: GenerationService) -> Shapes:
+    """The classes of the bodies that this model can answer, and who does."""
+    pooling = api.engine.inputs.pooling
+    if pooling is None:
+        return {ChatBody: answer_chat, CompletionBody: answer_completion}
+    first: Shapes = {EmbeddingInput: answer_embeddings, EmbeddingChatBody: answer_embeddings}
+    if pooling.task == "classify":
+        first = {InputBody: answer_classify, PoolingChatBody: answer_classify}
+    rest: Shapes = {ScoreBody: answer_score, RerankBody: answer_rerank}
+    if pooling.head:  # only tokens have answers
+        first = rest = {}
+    return first | rest | {PoolingInputBody: answer_pooling, PoolingChatRequest: answer_pooling}
+
+
+async def answer_any(api: GenerationService, body: Any, request: Request) -> Response:
+    found: Response = await shapes(api)[type(body)](api, body, request)
+    return found

@@ -1,0 +1,245 @@
+"""/v1/chat/completions."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.data.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
+from quire.server.http.sse import DONE, event, failure, opening, quote
+from quire.server.openai.answer_pieces import WholeAnswer, gathered
+from quire.server.openai.chat_request import Talk, begin_talk
+from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.openai.parsing import NAMED
+from quire.server.openai.requests import ChatBody
+from quire.server.openai.service import GenerationService
+
+_TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+
+async def answer_chat(api: GenerationService, body: ChatBody, request: Request) -> Response:
+    talk = await begin_talk(api, body, request)
+    return await api.answer(talk.job, ChatEncoder(api, talk), request, stream=bool(body.stream))
+
+
+class ChatEncoder:
+    """A chat completion. A chunk with nothing but text is three pieces put together."""
+
+    def __init__(self, api: GenerationService, talk: Talk) -> None:
+        self._api, self._talk, self._body, self._job = api, talk, talk.body, talk.job
+        body, job = talk.body, talk.job
+        forced = api.settings.api.enable_force_include_usage
+        options = body.stream_options
+        asked = bool(options and options.include_usage)
+        self._usage = forced or asked or job.timeline is not None
+        self._every = forced or (asked and bool(options and options.continuous_usage_stats))
+        self._tells = bool(body.logprobs or body.return_token_ids or self._every)
+        """Whether there is something to tell of every token."""
+        self._counts = talk.reading.reasoning is not None
+        """Whether tokens of reasoning are counted."""
+        self._plain = not (talk.parses or self._tells)
+        self._frame = {
+            "id": job.id,
+            "object": "chat.completion.chunk",
+            "created": job.created,
+            "model": job.model,
+        }
+        lead = opening(self._frame)
+        num_choices = body.n or 1
+        self._leads = [lead + b'{"index":%d,"delta":{' % index for index in range(num_choices)]
+        self._heads = [lead + b'"content":' for lead in self._leads]
+        self._listeners = [talk.listener() for _ in range(num_choices)]
+        self._calls = [False] * num_choices
+        """Whether a choice calls a tool."""
+        self._num_output = [0] * num_choices
+        self._num_prompt = len(job.prompts[0].token_ids)
+        self._num_cached: int | None = None
+        self._stats: RequestStateStats | None = None
+        self._started = False
+
+    # ---- a stream
+
+    def encode(self, output: RequestOutput) -> bytes:
+        chunks = [] if self._started else [self._opening(output)]
+        self._stats = output.metrics
+        for each in output.outputs:
+            self._num_output[each.index] += len(each.token_ids)
+            if not self._plain or each.finish_reason is not None:
+                if each.token_ids or each.finish_reason is not None:
+                    chunks.append(self._full(each))
+            elif each.text:
+                chunks.append(self._heads[each.index] + quote(each.text) + _TAIL)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    @property
+    def text_only(self) -> bool:
+        return len(self._heads) == 1 and not (self._tells or (self._usage and self._counts))
+
+    def encode_text(self, text: str, num_tokens: int) -> bytes:
+        self._num_output[0] += num_tokens
+        if self._plain:
+            return self._heads[0] + quote(text) + _TAIL if text else b""
+        return self._pieces(0, self._listeners[0].hear_text(text))
+
+    def _pieces(self, index: int, pieces: list[Piece]) -> bytes:
+        """A chunk for each, where there is nothing else to tell."""
+        chunks = []
+        for piece in pieces:
+            match piece:
+                case TextPiece(text):
+                    chunks.append(self._heads[index] + quote(text) + _TAIL)
+                case ReasoningPiece(text):
+                    chunks.append(self._leads[index] + b'"reasoning":' + quote(text) + _TAIL)
+                case ToolArguments(call, text):
+                    head = b'"tool_calls":[{"index":%d,"function":{"arguments":' % call
+                    chunks.append(self._leads[index] + head + quote(text) + b"}}]" + _TAIL)
+                case ToolStart():
+                    self._calls[index] = True
+                    chunks.append(self._event([_choice(index, _delta(piece))], index))
+        return b"".join(chunks)
+
+    def _opening(self, output: RequestOutput) -> bytes:
+        """The role of every choice, before anything else."""
+        self._started = True
+        self._num_cached = output.num_cached_tokens
+        body, chunks = self._body, []
+        first: dict[str, Any] = {}
+        if body.return_token_ids:
+            first["prompt_token_ids"] = self._job.prompts[0].token_ids
+        if body.return_prompt_text:
+            first["prompt_text"] = self._job.prompts[0].text
+        for index in range(len(self._heads)):
+            delta = {"role": self._talk.role, "content": ""}
+            chunks.append(self._event([_choice(index, delta)], index, **first))
+            if self._talk.echoed:
+                chunks.append(self._event([_choice(index, {"content": self._talk.echoed})], index))
+        return b"".join(chunks)
+
+    def _full(self, each: CompletionOutput) -> bytes:
+        """A chunk for each piece; the last has what is told of the tokens."""
+        index = each.index
+        pieces = self._listeners[index].hear(each)
+        if not self._tells and each.finish_reason is None:
+            return self._pieces(index, pieces)
+        self._calls[index] |= any(isinstance(piece, ToolStart) for piece in pieces)
+        deltas = [_delta(piece) for piece in pieces]
+        *before, last = deltas or [{} if self._talk.parses else {"content": ""}]
+        choice = _choice(index, last, self._logprobs(each))
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(each.token_ids)
+        extra = {}
+        if each.finish_reason is not None:
+            choice["finish_reason"] = self._reason(each, calls=self._calls[index])
+            choice["stop_reason"] = each.stop_reason
+            extra["system_fingerprint"] = self._api.fingerprint
+        chunks = [self._event([_choice(index, delta)], index) for delta in before]
+        return b"".join(chunks) + self._event([choice], index, **extra)
+
+    def _event(self, choices: list[dict[str, Any]], index: int, **extra: Any) -> bytes:
+        if self._every:
+            extra["usage"] = self._api.usage(self._num_prompt, self._num_output[index])
+        return event(self._frame | {"choices": choices} | extra)
+
+    def finish(self) -> bytes:
+        if not self._usage:
+            return DONE
+        usage = self._counted(self._num_prompt, sum(self._num_output), self._num_cached)
+        ending: dict[str, Any] = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
+        if (metrics := self._api.metrics(self._stats, len(self._heads))) is not None:
+            ending["metrics"] = metrics
+        return event(self._frame | ending) + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        return failure(error)
+
+    # ---- a whole answer
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
+        body, job, ids = self._body, self._job, output.prompt_token_ids or []
+        num_output = sum(len(each.token_ids) for each in output.outputs)
+        choices = [self._whole_choice(each) for each in output.outputs]
+        return {
+            "id": job.id,
+            "object": "chat.completion",
+            "created": job.created,
+            "model": job.model,
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": self._api.fingerprint,
+            "usage": self._counted(len(ids), num_output, output.num_cached_tokens),
+            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+            "prompt_token_ids": list(ids) if body.return_token_ids else None,
+            "prompt_text": output.prompt if body.return_prompt_text else None,
+            "kv_transfer_params": None,
+            "metrics": self._api.metrics(output.metrics, len(output.outputs)),
+        }
+
+    def _whole_choice(self, each: CompletionOutput) -> dict[str, Any]:
+        said = gathered(self._listeners[each.index].hear(each))
+        return {
+            "index": each.index,
+            "message": _message(self._talk, said),
+            "logprobs": self._logprobs(each),
+            "finish_reason": self._reason(each, calls=bool(said.calls)),
+            "stop_reason": each.stop_reason,
+            "token_ids": list(each.token_ids) if self._body.return_token_ids else None,
+        }
+
+    def _reason(self, output: CompletionOutput, *, calls: bool) -> str:
+        """Clients that named the tool know that it is called: they are told of an ordinary end."""
+        reason = output.finish_reason or "stop"
+        return "tool_calls" if calls and reason == "stop" and self._talk.use.calls != NAMED else reason
+
+    def _counted(self, num_prompt: int, num_output: int, num_cached: int | None) -> dict[str, Any]:
+        usage = self._api.usage(num_prompt, num_output, num_cached, self._job.timeline)
+        media = self._job.prompts[0].media
+        if media is not None and "prompt_tokens_details" in usage:
+            usage["prompt_tokens_details"]["multimodal_tokens"] = media.num_tokens()
+        if self._counts:
+            num_reasoning = sum(listener.num_reasoning for listener in self._listeners)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
+
+    def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
+        body = self._body
+        if not body.logprobs or output.logprobs is None:
+            return None
+        num_top = -1 if body.logprob_token_ids is not None else body.top_logprobs or 0
+        return chat_logprobs(output.token_ids, output.logprobs, num_top, self._api.speller(body))
+
+
+def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case TextPiece(text):
+            return {"content": text}
+        case ReasoningPiece(text):
+            return {"reasoning": text}
+        case ToolStart(index, id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        case ToolArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _message(talk: Talk, said: WholeAnswer) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": talk.role,
+        "content": (talk.echoed + said.text) or (None if said.calls or said.reasoning else ""),
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "reasoning": said.reasoning or None,
+    }
+    if said.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in said.calls
+        ]
+    return message

@@ -1,0 +1,166 @@
+"""A conversation on its way to the engine: checked and rendered, with parameters and ears for its answer."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.data.params import BeamSearchParams, SamplingParams
+from quire.errors import RequestError
+from quire.frontend.inputs import Prompt
+from quire.server.openai.answer_pieces import Listener
+from quire.server.openai.parsing import Reading
+from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody, Message
+from quire.server.openai.sampling_params import (
+    beam_params,
+    chat_num_logprobs,
+    check_chat,
+    check_generate,
+    sampling_params,
+)
+from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.structured import constraint_of
+from quire.server.openai.tools import ToolUse, tool_use
+
+_TAIL_TOKENS = 64
+"""Of a prompt whose text is not known: enough to see whether it opens the reasoning."""
+_MAX_STOPS = {"msg": 64}
+"""Stop strings that an API may ask for, where that is more than usual, by what its ids begin with."""
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of chat templates that turn reasoning on and off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A conversation that the engine is about to answer."""
+
+    body: ChatBody
+    job: ApiCall
+    role: str
+    """Whose the answer is."""
+    echoed: str
+    """What the answer begins with: the last message, if it is to go on and to be repeated."""
+    use: ToolUse = field(default_factory=ToolUse)
+    reading: Reading = field(default_factory=Reading)
+
+    @property
+    def parses(self) -> bool:
+        return self.reading.make is not None
+
+    def listener(self) -> Listener:
+        """For one choice."""
+        return Listener(
+            self.reading.make and self.reading.make(),
+            reasoning=self.reading.reasoning,
+            breaks=self.reading.breaks,
+            leaves_out_reasoning=self.body.include_reasoning is False,
+            one_call=not self.use.several,
+        )
+
+
+async def begin_talk(
+    api: GenerationService, body: ChatBody, request: Request, kind: str = "chatcmpl"
+) -> Talk:
+    """`kind` begins the id."""
+    settings = api.settings.api
+    await api.check_model(body.model, pools=False)
+    check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(kind, MAX_STOP_STRINGS))
+    check_chat(body, trust_template=settings.trust_request_chat_template)
+    use = tool_use(body, auto=api.parsers.auto)
+    constraint = _constraint(api, body, use)
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    prompt = await api.reader.of_chat(body, asked, partial(api.answering.until_gone, request.receive))
+    free = constraint is None or (use.calls == "auto" and constraint_of(body) is None)
+    reading = _reading(api, body, use, prompt, free=free)
+    limit = api.output_limit(asked, len(prompt.token_ids))
+    params = _params(api, body, limit, constraint, reading)
+    last = body.messages[-1]
+    role = settings.response_role if body.add_generation_prompt else last.role
+    echoed = _text(last) if body.echo and last.role == role else ""
+    return Talk(body, api.job(kind, body, request, [prompt], [params]), role, echoed, use, reading)
+
+
+def _text(message: Message) -> str:
+    return message.content if isinstance(message.content, str) else ""
+
+
+def _constraint(api: GenerationService, body: ChatBody, use: ToolUse) -> dict[str, Any] | None:
+    """What the answer must look like: as the body says or, if it must call a tool, as calls do; as either if
+    it may."""
+    asked = constraint_of(body)
+    if use.forced and asked is not None and body.response_format is None:
+        raise RequestError(
+            "You can only either use constraints for structured outputs or tools, not both.",
+            param="structured_outputs",
+        )
+    schema = _schema(asked)
+    tokenizer = api.inputs_of(body.model).tokenizer
+    if tokenizer is not None and (asked is None or schema is not None):
+        return use.constraint() or use.chosen_constraint(api.parsers.tools, tokenizer, schema) or asked
+    return use.constraint() or asked
+
+
+def _schema(asked: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The JSON schema, if it is all that is asked for."""
+    match asked:
+        case {"json": dict(schema), **more} if not more:
+            return schema
+        case {"json_object": True, **more} if not more:
+            return {"type": "object"}
+    return None
+
+
+def _reading(api: GenerationService, body: ChatBody, use: ToolUse, prompt: Prompt, *, free: bool) -> Reading:
+    """`free`: whether the answer may be any text."""
+    tokenizer = api.inputs_of(body.model).tokenizer
+    if tokenizer is None or (api.parsers.reasoning is None and use.calls == "none"):
+        return Reading()
+    text = prompt.text
+    if text is None:
+        text = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    return api.parsers.reading(
+        text,
+        tokenizer,
+        calls=use.calls,
+        name=use.name,
+        schemas=use.schemas,
+        num_calls=sum(len(message.tool_calls or ()) for message in body.messages),
+        thinks=_thinks(api, body),
+        free=free,
+        begun=_text(body.messages[-1]) if body.continue_final_message else "",
+    )
+
+
+def _thinks(api: GenerationService, body: ChatBody) -> bool | None:
+    """Whether reasoning is turned on, or off."""
+    variables = api.reader.variables(body, body.reasoning_effort)
+    told = [variables[name] for name in _SWITCHES if isinstance(variables.get(name), bool)]
+    return told[0] if told else None
+
+
+def _params(
+    api: GenerationService,
+    body: ChatBody,
+    max_tokens: int,
+    constraint: dict[str, Any] | None,
+    reading: Reading,
+) -> SamplingParams | BeamSearchParams:
+    facts = api.engine.facts
+    if body.use_beam_search:
+        return beam_params(body, facts, max_tokens=max_tokens, constraint=constraint)
+    if body.logprob_token_ids is not None and not body.logprobs:
+        raise RequestError(
+            "when using `logprob_token_ids`, `logprobs` must be set to true.", param="logprob_token_ids"
+        )
+    return sampling_params(
+        body,
+        facts,
+        max_tokens=max_tokens,
+        logprobs=chat_num_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
+        constraint=constraint,
+        reasoning=reading.reasoning,
+        may_think=reading.may_think,
+        keeps_special_tokens=reading.keeps_special_tokens,
+    )

@@ -1,0 +1,246 @@
+"""/v1/completions: one prompt or many; choices stand prompt by prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput, RequestStateStats
+from quire.errors import RequestError
+from quire.frontend.inputs import Prompt
+from quire.server.http.sse import DONE, event, failure, opening, quote
+from quire.server.openai.logprobs import LogprobColumns, prompt_logprobs
+from quire.server.openai.requests import CompletionBody
+from quire.server.openai.sampling_params import (
+    beam_params,
+    check_generate,
+    completion_prompt_logprobs,
+    sampling_params,
+)
+from quire.server.openai.service import ApiCall, GenerationService, Params
+
+_TAIL = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+_DEFAULT_MAX_TOKENS = 16
+
+
+async def answer_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
+    job = await begin_completion(api, body, request)
+    return await api.answer(job, CompletionEncoder(api, body, job), request, stream=bool(body.stream))
+
+
+async def begin_completion(api: GenerationService, body: CompletionBody, request: Request) -> ApiCall:
+    """All prompts of a body, checked and with parameters."""
+    await api.check_model(body.model, pools=False)
+    check_generate(body, max_n=api.settings.api.max_n)
+    if body.suffix:
+        raise RequestError("suffix is not currently supported", param="suffix")
+    prompts = await api.reader.of_completion(body, max_sequences=api.settings.max_sequences)
+    return api.job("cmpl", body, request, prompts, _all_params(api, body, prompts))
+
+
+def _all_params(api: GenerationService, body: CompletionBody, prompts: list[Prompt]) -> list[Params]:
+    """The parameters of each prompt. They differ at most in `max_tokens`, so that prompts share them."""
+    asked = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    asked = 1 if _only_prompt(body) else asked
+    limits = [api.output_limit(asked, len(prompt.token_ids)) for prompt in prompts]
+    shared = {limit: _params(api, body, limit) for limit in dict.fromkeys(limits)}
+    return [shared[limit] for limit in limits]
+
+
+def _only_prompt(body: CompletionBody) -> bool:
+    """Nothing is to be generated: the engine makes one token, and nobody sees it."""
+    return bool(body.echo) and body.max_tokens == 0
+
+
+def _params(api: GenerationService, body: CompletionBody, max_tokens: int) -> Params:
+    facts = api.engine.facts
+    if body.use_beam_search:
+        return beam_params(body, facts, max_tokens=max_tokens)
+    return sampling_params(
+        body,
+        facts,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=completion_prompt_logprobs(body),
+    )
+
+
+def _num_top(body: CompletionBody) -> int | None:
+    """How many logprobs a position shows; None for none at all."""
+    return -1 if body.logprob_token_ids is not None else body.logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """The prompt at the beginning of a choice: its text and, for logprobs, its tokens."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+
+
+_NO_ECHO = _Echo()
+
+
+def _echo(api: GenerationService, body: CompletionBody, prompt: Prompt) -> _Echo:
+    if not body.echo:
+        return _NO_ECHO
+    text, tokenizer = prompt.text, api.inputs_of(body.model).tokenizer
+    if text is None:
+        text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False) if tokenizer is not None else ""
+    return _Echo(text, prompt.token_ids)
+
+
+def _tokens_of(body: CompletionBody, output: CompletionOutput) -> Sequence[int]:
+    return () if _only_prompt(body) else output.token_ids
+
+
+def _add_logprobs(
+    columns: LogprobColumns,
+    body: CompletionBody,
+    of_prompt: PromptLogprobs | None,
+    each: CompletionOutput,
+    echo: _Echo,
+) -> dict[str, Any]:
+    if echo.token_ids:
+        columns.add(echo.token_ids, of_prompt or [None] * len(echo.token_ids))
+    if not _only_prompt(body):
+        columns.add(each.token_ids, each.logprobs or [])
+    return columns.take()
+
+
+class CompletionEncoder:
+    """Completions. A chunk with nothing but text is three pieces put together."""
+
+    def __init__(self, api: GenerationService, body: CompletionBody, job: ApiCall) -> None:
+        self._api, self._body, self._job = api, body, job
+        self._places = {id: place for place, id in enumerate(job.engine_ids())}
+        forced = api.settings.api.enable_force_include_usage
+        options = body.stream_options
+        asked = bool(options and options.include_usage)
+        self._usage = forced or asked or job.timeline is not None
+        self._every = forced or (asked and bool(options and options.continuous_usage_stats))
+        self._num_top = _num_top(body)
+        self._plain = self._num_top is None and not (body.return_token_ids or self._every)
+        self._frame = {"id": job.id, "object": "text_completion", "created": job.created, "model": job.model}
+        self._n = body.n or 1
+        num_choices = self._n * len(job.prompts)
+        lead = opening(self._frame)
+        self._heads = [lead + b'{"index":%d,"text":' % index for index in range(num_choices)]
+        self._num_output = [0] * num_choices
+        self._num_cached = [0] * len(job.prompts)
+        self._stats: RequestStateStats | None = None
+        self._of_prompts: list[PromptLogprobs | None] = [None] * len(job.prompts)
+        """Come with the first output of each, for all of its choices."""
+        self._fresh = [True] * num_choices
+        self._columns = [LogprobColumns(self._num_top or 0, api.speller(body)) for _ in self._heads]
+
+    # ---- a stream
+
+    def encode(self, output: RequestOutput) -> bytes:
+        place = self._places[output.request_id] if len(self._places) > 1 else 0
+        self._num_cached[place], self._stats = output.num_cached_tokens or 0, output.metrics
+        if output.prompt_logprobs is not None:
+            self._of_prompts[place] = output.prompt_logprobs
+        chunks = []
+        for each in output.outputs:
+            index = place * self._n + each.index
+            self._num_output[index] += len(_tokens_of(self._body, each))
+            fresh, self._fresh[index] = self._fresh[index], False
+            if not self._plain or each.finish_reason is not None or (fresh and self._body.echo):
+                if each.token_ids or each.finish_reason is not None:
+                    chunks.append(self._full(each, place, fresh))
+            elif each.text:
+                chunks.append(self._heads[index] + quote(each.text) + _TAIL)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    @property
+    def text_only(self) -> bool:
+        return self._plain and len(self._heads) == 1 and not _only_prompt(self._body)
+
+    def encode_text(self, text: str, num_tokens: int) -> bytes:
+        self._num_output[0] += num_tokens
+        return self._heads[0] + quote(text) + _TAIL if text else b""
+
+    def _full(self, each: CompletionOutput, place: int, fresh: bool) -> bytes:
+        api, body, index = self._api, self._body, place * self._n + each.index
+        prompt = self._job.prompts[place]
+        echo = _echo(api, body, prompt) if fresh else _NO_ECHO
+        logprobs = None
+        if self._num_top is not None:
+            logprobs = _add_logprobs(self._columns[index], body, self._of_prompts[place], each, echo)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": echo.text if _only_prompt(body) else echo.text + each.text,
+            "logprobs": logprobs,
+            "finish_reason": each.finish_reason,
+            "stop_reason": each.stop_reason,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = list(_tokens_of(body, each))
+            if fresh:
+                choice["prompt_token_ids"] = prompt.token_ids
+        chunk: dict[str, Any] = self._frame | {"choices": [choice]}
+        if each.finish_reason is not None:
+            chunk["system_fingerprint"] = api.fingerprint
+        if self._every:
+            chunk["usage"] = api.usage(len(prompt.token_ids), self._num_output[index])
+        return event(chunk)
+
+    def finish(self) -> bytes:
+        if not self._usage:
+            return DONE
+        num_prompt = sum(len(prompt.token_ids) for prompt in self._job.prompts)
+        counts = num_prompt, sum(self._num_output), sum(self._num_cached)
+        usage = self._api.usage(*counts, self._job.timeline)
+        ending: dict[str, Any] = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
+        if (metrics := self._api.metrics(self._stats, len(self._heads))) is not None:
+            ending["metrics"] = metrics
+        return event(self._frame | ending) + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        return failure(error)
+
+    # ---- a whole answer
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        api, body, job = self._api, self._body, self._job
+        choices, num_prompt, num_output, num_cached = [], 0, 0, 0
+        for place, output in enumerate(outputs):
+            prompt = job.prompts[place]
+            echo = _echo(api, body, prompt)
+            for each in output.outputs:
+                index = place * self._n + each.index
+                choices.append(self._whole_choice(output, each, echo) | {"index": index})
+                num_output += len(_tokens_of(body, each))
+            num_prompt += len(prompt.token_ids)
+            num_cached += output.num_cached_tokens or 0
+        return {
+            "id": job.id,
+            "object": "text_completion",
+            "created": job.created,
+            "model": job.model,
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": api.fingerprint,
+            "usage": api.usage(num_prompt, num_output, num_cached),
+            "kv_transfer_params": None,
+            "metrics": api.metrics(outputs[0].metrics, len(choices)),
+        }
+
+    def _whole_choice(self, output: RequestOutput, each: CompletionOutput, echo: _Echo) -> dict[str, Any]:
+        api, body, logprobs = self._api, self._body, None
+        if self._num_top is not None:
+            columns = LogprobColumns(self._num_top, api.speller(body))
+            logprobs = _add_logprobs(columns, body, output.prompt_logprobs, each, echo)
+        token_ids = list(_tokens_of(body, each)) if body.return_token_ids else None
+        return {
+            "text": echo.text if _only_prompt(body) else echo.text + each.text,
+            "logprobs": logprobs,
+            "finish_reason": each.finish_reason or "stop",
+            "stop_reason": each.stop_reason,
+            "token_ids": token_ids,
+            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+            "prompt_token_ids": list(output.prompt_token_ids or ()) if body.return_token_ids else None,
+        }

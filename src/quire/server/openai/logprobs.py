@@ -1,0 +1,121 @@
+"""Logprobs in the formats of the API: of chats, of completions, and of prompts."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.data.outputs import Logprob
+from quire.text.tokenizer import Tokenizer
+
+_LEAST = -9999.0
+"""Stands for minus infinity, which JSON has no word for."""
+
+Position = Mapping[int, Logprob]
+
+
+@dataclass(frozen=True, slots=True)
+class Speller:
+    """How tokens are written: as their text, or as `token_id:ID`."""
+
+    tokenizer: Tokenizer | None
+    as_ids: bool = False
+
+    def token(self, token_id: int, entry: Logprob) -> str:
+        return f"token_id:{token_id}" if self.as_ids else entry.decoded_token or ""
+
+    def bytes(self, token_id: int, entry: Logprob) -> list[int]:
+        """The token's own bytes: its text may show a part of a character as a replacement mark."""
+        spelled = self.tokenizer and self.tokenizer.token_bytes
+        if spelled:
+            return list(spelled[token_id])
+        return list((entry.decoded_token or "").encode("utf-8", "replace"))
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], positions: Iterable[Position | None], num_top: int, speller: Speller
+) -> dict[str, Any]:
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        assert position is not None
+        ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
+        top = ranked if num_top == -1 else ranked[:num_top]
+        chosen = _entry(token_id, position[token_id], speller)
+        content.append(chosen | {"top_logprobs": [_entry(i, each, speller) for i, each in top]})
+    return {"content": content}
+
+
+def _entry(token_id: int, entry: Logprob, speller: Speller) -> dict[str, Any]:
+    return {
+        "token": speller.token(token_id, entry),
+        "logprob": finite(entry.logprob),
+        "bytes": speller.bytes(token_id, entry),
+    }
+
+
+@dataclass(slots=True)
+class LogprobColumns:
+    """The four columns of a completion's logprobs; offsets go on from chunk to chunk."""
+
+    num_top: int
+    speller: Speller
+    offset: int = 0
+    columns: dict[str, list[Any]] = field(default_factory=lambda: _no_columns())
+
+    def add(self, token_ids: Sequence[int], positions: Iterable[Position | None]) -> None:
+        columns = self.columns
+        for token_id, position in zip(token_ids, positions, strict=True):
+            text = self._add(columns, token_id, position or {})
+            columns["text_offset"].append(self.offset)
+            self.offset += len(text)
+
+    def _add(self, columns: dict[str, list[Any]], token_id: int, position: Position) -> str:
+        chosen = position.get(token_id)
+        if chosen is None:  # the first token of a prompt has nothing before it
+            chosen = Logprob(0.0, None, self._text(token_id))
+            columns["token_logprobs"].append(None)
+            columns["top_logprobs"].append(None)
+        else:
+            columns["token_logprobs"].append(finite(chosen.logprob))
+            num_shown = len(position) if self.num_top == -1 else self.num_top + 1
+            shown = itertools.islice(position.items(), num_shown)
+            columns["top_logprobs"].append(
+                {self.speller.token(i, each): finite(each.logprob) for i, each in shown}
+            )
+        token = self.speller.token(token_id, chosen)
+        columns["tokens"].append(token)
+        return token
+
+    def _text(self, token_id: int) -> str:
+        tokenizer = self.speller.tokenizer
+        return tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer else ""
+
+    def take(self) -> dict[str, list[Any]]:
+        """What was added since the last time."""
+        taken, self.columns = self.columns, _no_columns()
+        return taken
+
+
+def _no_columns() -> dict[str, list[Any]]:
+    return {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+
+
+def prompt_logprobs(positions: Iterable[Position | None] | None) -> list[dict[str, Any] | None] | None:
+    if positions is None:
+        return None
+    return [None if position is None else _prompt_position(position) for position in positions]
+
+
+def _prompt_position(position: Position) -> dict[str, Any]:
+    return {
+        str(token_id): {
+            "logprob": finite(each.logprob),
+            "rank": each.rank,
+            "decoded_token": each.decoded_token,
+        }
+        for token_id, each in position.items()
+    }
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _LEAST)

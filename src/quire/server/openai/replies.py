@@ -1,0 +1,249 @@
+"""The bodies that are sent, for the OpenAPI document. The routes build them as plain dicts."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repetition"]
+
+
+class ErrorInfo(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorReply(BaseModel):
+    """The body of every error."""
+
+    error: ErrorInfo
+
+
+class CachedTokens(BaseModel):
+    """Prompt tokens that the prefix cache held."""
+
+    cached_tokens: int | None = None
+    multimodal_tokens: dict[str, int] | None = Field(None, description="Of media, by modality.")
+
+
+class ReasoningTokens(BaseModel):
+    """Tokens of the answer that are reasoning."""
+
+    reasoning_tokens: int
+
+
+class TimelineReply(BaseModel):
+    """Where the time went, where the header `x-request-timeline: 1` asked for it."""
+
+    total_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    preempted_ms: float
+    num_preemptions: int
+    cached_tokens: int
+    step_share_ms: float
+    draft_tokens: int
+    accepted_tokens: int
+
+
+class UsageReply(BaseModel):
+    """Tokens in and out."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: ReasoningTokens | None = None
+    timeline: TimelineReply | None = None
+
+
+class PromptLogprob(BaseModel):
+    """A token at one position of the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class TopLogprob(BaseModel):
+    """One of the likeliest tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """The token that was chosen, and the likeliest beside it."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Logprobs of a chat's choice."""
+
+    content: list[TokenLogprob]
+
+
+class CalledFunction(BaseModel):
+    """A function and its arguments in JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A tool that the model calls."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(BaseModel):
+    """What the model said."""
+
+    role: str
+    content: str | None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer of a chat."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+
+
+class RequestMetrics(BaseModel):
+    """The times of a request, with --enable-per-request-metrics."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+
+
+class ChatReply(BaseModel):
+    """A whole answer of /v1/chat/completions."""
+
+    id: str = Field(examples=["chatcmpl-1f3b"])
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    service_tier: None = None
+    system_fingerprint: str | None
+    usage: UsageReply
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+    prompt_text: str | None
+    kv_transfer_params: None = None
+    metrics: RequestMetrics | None
+
+
+class CompletionLogprobs(BaseModel):
+    """Logprobs of a completion, in columns."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(BaseModel):
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+
+
+class CompletionReply(BaseModel):
+    """A whole answer of /v1/completions."""
+
+    id: str = Field(examples=["cmpl-1f3b"])
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    service_tier: None = None
+    system_fingerprint: str | None
+    usage: UsageReply
+    kv_transfer_params: None = None
+    metrics: RequestMetrics | None
+
+
+class ModelCardReply(BaseModel):
+    """A served name."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str | None
+    parent: str | None
+    max_model_len: int
+    permission: list[dict[str, Any]]
+
+
+class ModelList(BaseModel):
+    """All served names."""
+
+    object: Literal["list"]
+    data: list[ModelCardReply]
+
+
+class TokenizeReply(BaseModel):
+    """A text as tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(BaseModel):
+    """Tokens as a text."""
+
+    prompt: str
+
+
+class LoadReply(BaseModel):
+    """Requests being answered."""
+
+    server_load: int
+
+
+class VersionReply(BaseModel):
+    """The version."""
+
+    version: str
+
+
+class ResetReply(BaseModel):
+    """Whether the prefix cache is empty now."""
+
+    success: bool

@@ -1,0 +1,204 @@
+"""What a body asks for, in the engine's terms: sampling parameters, limits, and what cannot be had yet."""
+
+import reprlib
+from typing import Any
+
+from quire.config.unsupported import UNBUILT, refuse
+from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
+from quire.errors import RequestError
+from quire.logs import get_logger, warn_once
+from quire.server.engine import EngineFactsLike
+from quire.server.http.errors import InvalidBody
+from quire.server.openai.requests import (
+    MAX_STOP_STRINGS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    ConversationBody,
+    GenerateBody,
+)
+from quire.server.openai.structured import constraint_of
+
+logger = get_logger(__name__)
+
+_SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids",
+    "bad_words", "logprob_token_ids", "stream_interval",
+)  # fmt: skip
+"""Fields that a body and SamplingParams have in common."""
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Those that the model's generation config has a say in."""
+
+
+_FUNCTION_FIELDS = ("functions", "function_call")
+"""Names that `tools` and `tool_choice` had in older versions of the API."""
+
+
+def check_fields(body: Body) -> None:
+    """Refuse what cannot be had; note what is not known."""
+    for name in UNBUILT["body field"].keys() & body.model_fields_set:
+        refuse("body field", name, getattr(body, name))
+    extra = {name for name in body.model_extra or () if name not in UNBUILT["body field"]}
+    if extra:
+        logger.debug("fields without effect: %s", reprlib.repr(sorted(extra)))
+
+
+def check_generate(body: GenerateBody, *, max_n: int, max_stops: int = MAX_STOP_STRINGS) -> None:
+    """The rules of the API about fields that do not go together, or are more than HTTP allows."""
+    check_fields(body)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidBody("Stream options can only be defined when `stream=True`.", param="stream_options")
+    if body.stream and body.prompt_logprobs:
+        raise InvalidBody("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
+    if body.stream and body.use_beam_search:
+        raise RequestError("Streaming is not currently supported with beam search", param="stream")
+    if (body.n or 1) > max_n:
+        raise RequestError(f"n must be at most {max_n} (--max-n), got {body.n}.", param="n")
+    best_of = (body.model_extra or {}).get("best_of")
+    if best_of not in (None, 1, body.n or 1):
+        warn_once(
+            logger, "`best_of` is gone and has no effect: each of the n answers is the only one made for it"
+        )
+    check_stops(body.stop, max_stops)
+
+
+def check_stops(stop: object, most: int = MAX_STOP_STRINGS) -> None:
+    """Every token of an answer is held against each of them."""
+    if isinstance(stop, list) and len(stop) > most:
+        raise RequestError(f"stop may be at most {most} strings, got {len(stop)}.", param="stop")
+
+
+def check_chat(body: ChatBody, *, trust_template: bool) -> None:
+    if (body.model_extra or {}).get("prompt_embeds") is not None:
+        raise RequestError("prompt_embeds is a field of /v1/completions alone", param="prompt_embeds")
+    _warn_of_functions(body)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidBody("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+    if body.top_logprobs is not None and body.top_logprobs < -1:
+        raise InvalidBody("`top_logprobs` must be a positive value or -1.", param="top_logprobs")
+    check_contents(body)
+    check_template(body.chat_template, trust_template)
+
+
+def _warn_of_functions(body: ChatBody) -> None:
+    """Tell the operator about calls that use the names that `tools` had before."""
+    if any((body.model_extra or {}).get(name) not in (None, "none") for name in _FUNCTION_FIELDS):
+        warn_once(logger, "`functions` and `function_call` have no effect: send `tools` and `tool_choice`")
+
+
+def check_contents(body: ConversationBody) -> None:
+    for place, message in enumerate(body.messages):
+        if message.role != "assistant" and message.content is None and "content" in message.model_fields_set:
+            raise RequestError(
+                f"messages[{place}].content is null, which only an assistant's may be: send text or parts",
+                param="messages",
+            )
+
+
+def check_template(chat_template: str | None, trusted: bool) -> None:
+    if chat_template is not None and not trusted:
+        raise RequestError(
+            "Chat template is passed with request, but --trust-request-chat-template is not set. Refused "
+            "chat template with untrusted source.",
+            param="chat_template",
+        )
+
+
+def output_limit(asked: int | None, prompt_len: int, limit: int, default: int | None) -> int:
+    """Most tokens that may be generated: what was asked, what fits, and `default`, the model's own."""
+    if asked is not None and asked > limit:
+        raise RequestError(
+            f"max_tokens={asked} cannot be greater than max_model_len={limit}. Please request fewer output "
+            "tokens.",
+            param="max_tokens",
+        )
+    if asked is not None and asked + prompt_len > limit:
+        raise RequestError(
+            f"This model's maximum context length is {limit} tokens. However, you requested {asked} output "
+            f"tokens and your prompt contains {prompt_len} input tokens, for a total of {asked + prompt_len} "
+            "tokens. Please reduce the length of the input prompt or the number of requested output tokens.",
+            param="input_tokens",
+        )
+    bounds = (limit - prompt_len, asked, default)
+    return min(bound for bound in bounds if bound is not None)
+
+
+def sampling_params(
+    body: GenerateBody,
+    facts: EngineFactsLike,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    constraint: dict[str, Any] | None = None,
+    reasoning: ReasoningIds | None = None,
+    may_think: bool = True,
+    keeps_special_tokens: bool = False,
+) -> SamplingParams:
+    """`constraint` is in place of the body's own. `reasoning`: how it is marked, where it is told apart.
+    `may_think`: whether it may come before an answer that is constrained."""
+    constraint = constraint or constraint_of(body)
+    given = {name: getattr(body, name) for name in _SAMPLING}
+    if keeps_special_tokens:
+        given["skip_special_tokens"] = False
+    budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
+    if budget is not None and reasoning is None:
+        raise RequestError(
+            "`thinking_token_budget` needs a chat, and a server with a --reasoning-parser of known marks",
+            param="thinking_token_budget",
+        )
+    for name in _DEFAULTED:
+        if given[name] is None:
+            given[name] = facts.default_sampling.get(name)
+    detection = body.repetition_detection
+    if constraint is not None and not may_think:
+        reasoning = budget = None
+    return SamplingParams.from_optional(
+        **given,
+        extra_args=body.vllm_xargs,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        repetition_detection=detection and detection.model_dump(),
+        structured_outputs=constraint,
+        thinking_token_budget=budget,
+        reasoning=reasoning if budget is not None or constraint is not None else None,
+        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def beam_params(
+    body: GenerateBody, facts: EngineFactsLike, *, max_tokens: int, constraint: dict[str, Any] | None = None
+) -> BeamSearchParams:
+    width = body.n or 1
+    refuse("call argument", "structured_outputs", constraint or constraint_of(body))
+    if 2 * width > facts.max_logprobs:
+        raise RequestError(
+            f"a beam search of n={width} looks at {2 * width} logprobs per token, above max_logprobs="
+            f"{facts.max_logprobs}; lower n or raise --max-logprobs",
+            param="n",
+        )
+    temperature = facts.default_sampling.get("temperature") if body.temperature is None else body.temperature
+    return BeamSearchParams(
+        beam_width=width,
+        max_tokens=max_tokens,
+        ignore_eos=bool(body.ignore_eos),
+        temperature=1.0 if temperature is None else temperature,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+    )
+
+
+def chat_num_logprobs(body: ChatBody) -> int | None:
+    if not body.logprobs:
+        return None
+    return body.top_logprobs or len(body.logprob_token_ids or ())
+
+
+def completion_prompt_logprobs(body: CompletionBody) -> int | None:
+    """An echoed prompt carries logprobs as its continuation does."""
+    if body.prompt_logprobs is None and body.echo:
+        return body.logprobs
+    return body.prompt_logprobs

@@ -1,0 +1,132 @@
+"""/generative_scoring: how likely a model goes on with a label, behind a query and each of some items."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.data.outputs import RequestOutput
+from quire.data.params import SamplingParams
+from quire.errors import RequestError
+from quire.frontend.inputs import InputProcessor, Prompt
+from quire.server.http.document import BODY, CODES, replies_of
+from quire.server.http.errors import json_response
+from quire.server.openai.prompts import off_loop
+from quire.server.openai.replies import UsageReply
+from quire.server.openai.requests import MAX_PROMPTS, CallBody, Many, Some, TokenId
+from quire.server.openai.sampling_params import check_fields
+from quire.server.openai.service import ApiCall, GenerationService
+
+
+class ScoringBody(CallBody):
+    """The body of /generative_scoring."""
+
+    query: str | Many[TokenId] = Field(description="A text or its tokens.", examples=["Is this a fruit? "])
+    items: Some[str] | Some[Many[TokenId]] = Field(
+        description="Texts or their tokens, each of which is asked about by itself.",
+        examples=[["An apple.", "A chair."]],
+    )
+    label_token_ids: Some[TokenId] = Field(
+        description="The tokens that are looked at; the score is about the first.", examples=[[9, 10]]
+    )
+    apply_softmax: bool = Field(
+        True, description="Score the first label among all of them; false: among all tokens."
+    )
+    item_first: bool = Field(False, description="An item stands before the query, not behind it.")
+    add_special_tokens: bool = Field(True, description="To the query, where it is a text.")
+
+
+class ScoredItem(BaseModel):
+    """How likely the first label is behind an item."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoringReply(BaseModel):
+    """An answer of /generative_scoring."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoredItem]
+    usage: UsageReply
+
+
+def add_scoring_route(app: FastAPI, api: GenerationService) -> None:
+    @app.post("/generative_scoring", **replies_of(ScoringReply, *CODES), **BODY)
+    async def create_generative_scoring(body: ScoringBody, request: Request) -> Response:
+        """How likely each item is to be followed by the first label."""
+        return await answer_scoring(api, body, request)
+
+
+async def answer_scoring(api: GenerationService, body: ScoringBody, request: Request) -> Response:
+    await api.check_model(body.model, pools=False)
+    check_fields(body)
+    most = min(MAX_PROMPTS, api.settings.max_sequences)
+    if len(body.items) > most:
+        raise RequestError(
+            f"{len(body.items)} items are more than one call may bring, which is {most}; send fewer at once",
+            param="items",
+        )
+    vocab = api.engine.facts.vocab
+    if wrong := [id for id in body.label_token_ids if id >= vocab]:
+        raise RequestError(
+            f"label_token_id {wrong[0]} is out of vocabulary range [0, {vocab}). Please provide valid token "
+            "IDs.",
+            param="label_token_ids",
+        )
+    size = sum(map(len, body.items)) + len(body.items) * len(body.query)
+    prompts = await off_loop(size, lambda: _prompts(api.inputs_of(body.model), body))
+    params = SamplingParams(max_tokens=1, logprob_token_ids=list(dict.fromkeys(body.label_token_ids)))
+    job = api.job("generative-scoring", body, request, prompts, [params] * len(prompts))
+    found = await api.answering.until_gone(request.receive, api.finished(job))
+    return json_response(_reply(api, body, job, found))
+
+
+def _prompts(inputs: InputProcessor, body: ScoringBody) -> list[Prompt]:
+    """Query and item side by side, cut at the end so that a token fits behind them."""
+    query = _ids(inputs, body.query, "query", add_special_tokens=body.add_special_tokens)
+    prompts = []
+    for item in body.items:
+        ids = _ids(inputs, item, "items", add_special_tokens=False)
+        both = [*ids, *query] if body.item_first else [*query, *ids]
+        prompts.append(inputs.parse(both[: inputs.max_model_len - 1]))
+    return prompts
+
+
+def _ids(
+    inputs: InputProcessor, given: str | Sequence[int], param: str, *, add_special_tokens: bool
+) -> Sequence[int]:
+    if not isinstance(given, str):
+        return given
+    if inputs.tokenizer is None:
+        raise RequestError(f"there is no tokenizer (skip_tokenizer_init): send {param} as token ids", param)
+    return inputs.tokenizer.encode(given, add_special_tokens=add_special_tokens)
+
+
+def _reply(
+    api: GenerationService, body: ScoringBody, job: ApiCall, outputs: list[RequestOutput]
+) -> dict[str, object]:
+    data = [
+        {"index": index, "object": "score", "score": _score(body, output)}
+        for index, output in enumerate(outputs)
+    ]
+    num_prompt = sum(len(prompt.token_ids) for prompt in job.prompts)
+    usage = api.usage(num_prompt, sum(len(output.outputs[0].token_ids) for output in outputs))
+    frame = {"id": job.id, "object": "list", "created": job.created, "model": job.model}
+    return frame | {"data": data, "usage": usage}
+
+
+def _score(body: ScoringBody, output: RequestOutput) -> float:
+    assert output.outputs[0].logprobs and output.outputs[0].logprobs[0] is not None, "they were asked for"
+    told = output.outputs[0].logprobs[0]
+    chances = {id: math.exp(told[id].logprob) for id in body.label_token_ids}
+    own = chances[body.label_token_ids[0]]
+    return own / (sum(chances.values()) or 1.0) if body.apply_softmax else own

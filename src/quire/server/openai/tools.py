@@ -1,0 +1,153 @@
+"""The tools of a conversation: which may be called, which must be, and what their arguments look like."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.errors import RequestError
+from quire.server.http.errors import InvalidBody
+from quire.server.openai.parsing import NAMED, REQUIRED
+from quire.server.openai.requests import ChatBody
+from quire.server.openai.strict_tools import FORMATS, calls_grammar
+from quire.text.parsers.calls import is_name
+from quire.text.tokenizer import Tokenizer
+
+_EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The parameters of a function that names none."""
+_ANY: dict[str, Any] = {"type": "object"}
+_WHITE = " "
+"""Between the parts of JSON at most one, so that a call ends."""
+_LITERAL = ("const", "enum", "default", "examples")
+"""Keys of a schema that hold values, not schemas."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What an answer may do with tools."""
+
+    calls: str = "none"
+    """auto, required, named or none."""
+    name: str = ""
+    """The tool that is to be called."""
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The parameters of each tool."""
+    several: bool = True
+    """Whether an answer may have more than one call."""
+    strict: frozenset[str] = frozenset()
+    """Tools that are only to be called with arguments of their schema."""
+
+    @property
+    def forced(self) -> bool:
+        return self.calls in (REQUIRED, NAMED)
+
+    def constraint(self) -> dict[str, Any] | None:
+        """What a forced answer looks like, as SamplingParams take it."""
+        if self.calls == NAMED:
+            return {"json": self.schemas[self.name], "whitespace_pattern": _WHITE}
+        if self.calls == REQUIRED:
+            return {"json": calls_schema(self.schemas, several=self.several), "whitespace_pattern": _WHITE}
+        return None
+
+    def chosen_constraint(
+        self, parser: str | None, tokenizer: Tokenizer, instead: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """What an answer looks like that may have calls in it, if that can be said of what this parser reads:
+        JSON of the schema `instead`, or text, in which the calls of strict tools are right."""
+        format = FORMATS.get(parser or "")
+        if self.calls != "auto" or format is None or not (self.strict or instead):
+            return None
+        held = {name: self.schemas[name] if name in self.strict else _ANY for name in self.schemas}
+        return {"grammar": calls_grammar(format, held, tokenizer, instead=instead)}
+
+
+def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
+    """What the body says, checked. `auto`: whether the server can read calls that a model writes unasked."""
+    if body.tools is not None and not body.tools:
+        raise InvalidBody("`tools` must not be an empty array. Leave it out instead.", param="tools")
+    choice = body.tool_choice
+    if not body.tools:
+        if choice not in (None, "none"):
+            raise InvalidBody("When using `tool_choice`, `tools` must be set.", param="tool_choice")
+        return ToolUse()
+    functions = [_function(place, tool) for place, tool in enumerate(body.tools)]
+    schemas = {name: schema for name, schema, _ in functions}
+    several = body.parallel_tool_calls is not False
+    if isinstance(choice, dict):
+        return ToolUse(NAMED, _named(choice, schemas), schemas, several)
+    if choice in (None, "auto") and not auto:
+        raise RequestError(
+            '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
+            param="tool_choice",
+        )
+    strict = frozenset(name for name, _, held in functions if held)
+    return ToolUse(choice or "auto", "", schemas, several, strict)
+
+
+def _function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any], bool]:
+    """The name of a tool, the schema of its parameters, and whether it is strict."""
+    where = f"tools[{place}]"
+    if tool.get("type", "function") != "function":
+        raise RequestError(f"{where}.type must be 'function', not {tool['type']!r:.80}", param="tools")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise RequestError(f"{where}.function must be an object with a name", param="tools")
+    name = function.get("name")
+    if not isinstance(name, str) or not is_name(name):
+        raise RequestError(
+            f"{where}.function.name must be a word without quotes, brackets or commas, not {name!r:.80}",
+            param="tools",
+        )
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise RequestError(f"{where}.function.parameters must be a JSON schema, an object", param="tools")
+    return name, parameters or _EMPTY, function.get("strict") is True
+
+
+def _named(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type", "function") != "function" or not isinstance(name, str):
+        raise RequestError(
+            '`tool_choice` must be none, auto, required or {"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    if name not in schemas:
+        raise InvalidBody(
+            f"The tool specified in `tool_choice` does not match any of the specified `tools`: {name!r:.80}; "
+            f"there are {', '.join(schemas)}",
+            param="tool_choice",
+        )
+    return name
+
+
+def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
+    """A list of calls. Each tool's schema is a definition, with its references turned to where it stands."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for place, name in enumerate(schemas)
+    ]
+    return {
+        "type": "array",
+        "minItems": 1,
+        **({} if several else {"maxItems": 1}),
+        "items": {"anyOf": calls},
+        "$defs": {str(place): _moved(schema, place) for place, schema in enumerate(schemas.values())},
+    }
+
+
+def _moved(schema: Any, place: int) -> Any:
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: f"#/$defs/{place}{value[1:]}"
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else (value if key in _LITERAL and not isinstance(value, dict) else _moved(value, place))
+        for key, value in schema.items()
+    }

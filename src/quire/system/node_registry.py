@@ -1,0 +1,299 @@
+"""Cores on other machines: where they are, told to the head by the supervisor that runs them."""
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from quire.errors import ConfigError
+from quire.logs import FirstWarning, get_logger
+from quire.system.cluster_token import (
+    FAILURES,
+    MISMATCHES,
+    VARIABLE,
+    Handshakes,
+    events_of,
+    is_same,
+    secure,
+)
+
+log = get_logger(__name__)
+
+ENLIST_S = 0.5
+"""Between two messages of a machine, so that each side knows that the other is there."""
+GONE_S = 3.0
+"""A machine that was not heard of for so long has left its ranks to others."""
+REMIND_S = 30.0
+"""Between two lines about who is missing."""
+MAX_AT_ONCE = 256
+"""Messages that are read before the supervisor looks after its processes again."""
+MAX_BYTES = 1 << 20
+"""Size of a message; ZMQ ends connections that send a larger one."""
+_LINGER_MS = 1000
+_ADDRESS = re.compile(r"tcp://(\[[\w:.%]+\]|[\w.-]+):\d{1,5}")
+
+
+_OTHER_TOKEN = f"its {VARIABLE} is another: set the same secret on every machine"
+
+
+class JoinNode(msgspec.Struct, tag="enlist"):
+    """A machine and its cores: where they listen, whether they are up, or why they cannot be."""
+
+    node: str
+    size: int
+    token: str
+    """The secret of the deployment."""
+    addresses: dict[int, str]
+    is_up: bool = False
+    problem: str = ""
+
+
+class NodeJoined(msgspec.Struct, tag="noted"):
+    """What the head says to that: nothing, or why not, or that it ends."""
+
+    problem: str = ""
+    ends: bool = False
+    may_change: bool = False
+    """Whether it is worth to ask again: who has the rank may be dead."""
+
+
+@dataclass(slots=True)
+class _Node:
+    name: str
+    ranks: frozenset[int]
+    heard_at: float
+    is_up: bool
+
+
+class NodeRegistry:
+    """The head's list of the cores on other machines. Their addresses are kept in files, for whoever asks."""
+
+    def __init__(
+        self, host: str, port: int, *, size: int, awaited: Iterable[int], folder: Path, token: str
+    ) -> None:
+        self.size = size
+        self._token = token
+        self._ignore = FirstWarning(log, f"Ignored at {host}:{port}")
+        self.folder = folder
+        self.awaited = frozenset(awaited)
+        self.was_complete = False
+        """Whether all of them have been up."""
+        self._place = f"{host}:{port}"
+        self._nodes: dict[bytes, _Node] = {}
+        self._remind_at = time.monotonic() + REMIND_S
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        secure(self._socket, token, listens=True)
+        try:
+            self._socket.bind(f"tcp://{self._place}")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"cannot listen on {self._place} for data-parallel ranks: {error.strerror}; choose another"
+                " --data-parallel-address or --data-parallel-rpc-port"
+            ) from None
+
+    @staticmethod
+    def file_of(folder: Path, rank: int) -> Path:
+        return folder / f"address{rank}"
+
+    @property
+    def missing(self) -> list[int]:
+        up = frozenset().union(*(node.ranks for node in self._nodes.values() if node.is_up))
+        return sorted(self.awaited - up)
+
+    def listen(self) -> None:
+        """Hear who has come. Whoever cannot come ends the start."""
+        for _ in range(MAX_AT_ONCE):
+            try:
+                who, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                message = msgspec.msgpack.decode(b"".join(parts), type=JoinNode)
+            except msgspec.MsgspecError:
+                self._ignore("a message that is none of this version")
+                continue
+            if not is_same(message.token, self._token):
+                self._ignore("a machine with another token")
+                self._tell(who, NodeJoined(_OTHER_TOKEN))
+                continue
+            said = self._note(who, message)
+            self._tell(who, said)
+            if said.problem:
+                log.error("Refused %.100r: %s", message.node, said.problem)
+        self._take_stock()
+
+    def _tell(self, who: bytes, message: NodeJoined) -> None:
+        self._socket.send_multipart([who, msgspec.msgpack.encode(message)])
+
+    def _note(self, who: bytes, message: JoinNode) -> NodeJoined:
+        """Write down where its cores are, or say why not."""
+        if message.problem:
+            if who in self._nodes and not self.was_complete:
+                raise ConfigError(f"{message.node}: {message.problem}")
+            log.error("%s ends: %s", message.node, message.problem)
+            return NodeJoined()
+        if message.size != self.size:
+            return NodeJoined(
+                f"data_parallel_size is {self.size} at the head, and {message.size} at {message.node}"
+            )
+        if strange := sorted(message.addresses.keys() - self.awaited):
+            return NodeJoined(f"data-parallel rank {strange[0]} runs at the head itself, or is out of range")
+        if wrong := [each for each in message.addresses.values() if not _ADDRESS.fullmatch(each)]:
+            return NodeJoined(f"{wrong[0]!r:.80} is no address of a core: expected tcp://HOST:PORT")
+        now = time.monotonic()
+        for other, node in list(self._nodes.items()):
+            shared = node.ranks & message.addresses.keys()
+            if other == who or not shared:
+                continue
+            if now - node.heard_at < GONE_S:
+                return NodeJoined(
+                    f"data-parallel rank {min(shared)} is taken by {node.name}", may_change=True
+                )
+            del self._nodes[other]
+        known = self._nodes.get(who)
+        self._nodes[who] = _Node(message.node, frozenset(message.addresses), now, message.is_up)
+        if known is None:
+            log.info("Data-parallel ranks %s are at %s", _listed(message.addresses), message.node)
+            for rank, address in message.addresses.items():
+                file = self.file_of(self.folder, rank)
+                file.with_suffix(".new").write_text(address)
+                file.with_suffix(".new").rename(file)
+        return NodeJoined()
+
+    def _take_stock(self) -> None:
+        if self.was_complete:
+            return
+        missing, now = self.missing, time.monotonic()
+        if not missing:
+            self.was_complete = True
+            log.info("All %d data-parallel ranks are up", self.size)
+        elif now >= self._remind_at:
+            self._remind_at = now + REMIND_S
+            log.info("Waiting at %s for data-parallel ranks %s", self._place, _listed(missing))
+
+    def overdue(self, timeout_s: float) -> str:
+        return (
+            f"data-parallel ranks {_listed(self.missing)} were not up within {timeout_s:g} s: start them with"
+            f" --headless, with this server's --data-parallel-address and --data-parallel-rpc-port"
+            f" ({self._place})"
+        )
+
+    def close(self, problem: str = "") -> None:
+        """Everybody is told that the head ends, and why."""
+        for who in self._nodes:
+            self._tell(who, NodeJoined(problem, ends=True))
+        self._socket.close()
+        self._context.term()  # waits until they are told
+
+
+class Announcer:
+    """Tells the head where the cores of this machine are, again and again."""
+
+    def __init__(self, host: str, port: int, *, size: int, addresses: Mapping[int, str], token: str) -> None:
+        self.head = f"{host}:{port}"
+        self.was_heard = False
+        self.ends = False
+        """The head has ended, or does not want this machine, which then ends, too."""
+        self._message = JoinNode(f"{socket.gethostname()} (pid {os.getpid()})", size, token, dict(addresses))
+        self._began = self._heard_at = time.monotonic()
+        self._next = 0.0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.SNDHWM, 1)  # news of yesterday are of no use to a head that comes late
+        self._handshakes = Handshakes()
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURES | MISMATCHES)
+        secure(self._socket, token, listens=False)
+        self._socket.connect(f"tcp://{self.head}")
+
+    def tick(self, *, is_up: bool, timeout_s: float) -> None:
+        """Say that this machine is there, and hear what the head says to that."""
+        now = time.monotonic()
+        self._check_handshakes()
+        self._hear(now)
+        if now - self._heard_at > timeout_s:
+            what = "has been silent for" if self.was_heard else "did not answer within"
+            raise ConfigError(f"the head of the data-parallel ranks at {self.head} {what} {timeout_s:g} s")
+        if now >= self._next:
+            self._next = now + ENLIST_S
+            self._message.is_up = is_up
+            self._send()
+
+    def _check_handshakes(self) -> None:
+        for event, _ in events_of(self._monitor):
+            self._handshakes.note(event)
+        if self._handshakes.is_refused and not self.was_heard:
+            self.ends = True
+            raise ConfigError(f"the head at {self.head} refused this machine: {_OTHER_TOKEN}")
+
+    def _hear(self, now: float) -> None:
+        while self._socket.poll(0):
+            try:
+                said = msgspec.msgpack.decode(self._socket.recv(), type=NodeJoined)
+            except msgspec.MsgspecError as error:
+                log.warning("Ignored what the head at %s sent: %.200r", self.head, str(error))
+                continue
+            self._heard_at = now
+            if said.may_change and now - self._began < 2 * GONE_S:
+                continue
+            if said.problem:
+                self.ends = True
+                how = "ended" if said.ends else "refused"
+                raise ConfigError(f"the head at {self.head} {how}: {said.problem}")
+            self.ends = self.ends or said.ends
+            if not self.was_heard:
+                log.info("The head at %s knows of data-parallel ranks %s", self.head, self._ranks)
+            self.was_heard = True
+
+    @property
+    def _ranks(self) -> str:
+        return _listed(self._message.addresses)
+
+    def _send(self) -> None:
+        try:
+            self._socket.send(msgspec.msgpack.encode(self._message), zmq.NOBLOCK)
+        except zmq.Again:
+            log.debug("The head at %s is not there yet", self.head)
+
+    def close(self, problem: str = "") -> None:
+        """The head is told if this machine cannot do its part."""
+        if problem and not self.ends:
+            self._message.problem = problem
+            self._send()
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
+
+
+def own_address(head: str, given: str | None) -> str:
+    """Where the head can reach this machine: as `given`, or out of the interface that leads to it."""
+    if given:
+        return given
+    with socket.socket(socket.AF_INET6 if ":" in head else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((head, 9))
+        except OSError as error:
+            raise ConfigError(f"data_parallel_address={head!r} cannot be reached: {error}") from None
+        return str(probe.getsockname()[0])
+
+
+def free_address(host: str) -> str:
+    """A port of `host` that nobody listens on."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,271 @@
+"""Host: the CPU as a device."""
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.config.engine import EngineConfig
+from quire.data.plan import Ints, Masks, Pending, StepPlan, StepResult, spread
+from quire.kernels.cpu.sampling import FREE, ConstrainedHost, sample
+from quire.kernels.cpu.tape import Tapes
+from quire.memory import MAX_TAPED, activation_bytes, tape_bytes
+from quire.sampling.random import SamplingTensors
+from quire.sampling.sampler import Sampled, Sampler
+from quire.worker.device import (
+    ONE_TOKEN,
+    DeviceStep,
+    ForwardResult,
+    Model,
+    NewTokens,
+    Passed,
+    batch_of,
+    blank_batch,
+    hold,
+)
+from quire.worker.input_buffers import (
+    BufferSizes,
+    StepBuffers,
+    asked_by,
+    asked_of,
+    bytes_of,
+    sizes_of,
+    tensors,
+)
+from quire.worker.memory import Needs
+from quire.worker.rows import Rows
+from quire.worker.spec.drafter import Drafter, Draw, Ends, Told
+from quire.worker.spec.progress import DraftProgress, batch_of_spans, is_decode
+
+_MAX_SHEETS = 32
+"""Of other steps: the sheets that were used last are kept."""
+Sample = Callable[..., Tensor]
+"""Logits, what is `SamplingTensors`, and what is `ConstrainedHost` if anything is."""
+
+
+def draw(logits: Tensor, asked: SamplingTensors, constrained: ConstrainedHost | None = None) -> Tensor:
+    return sample(logits, *asked, constrained)
+
+
+class CpuDevice:
+    """The CPU. Steps are over when they return, so that every value is known before the next one."""
+
+    def __init__(self, model: Model, all_rows: Rows, sample: Sample | None = None) -> None:
+        self.model = model
+        self.sample = sample
+        self.block_tables = torch.from_numpy(all_rows.block_tables)
+        self._decodes = cache(_new_sheet)
+        """Sheets of taped steps: their tapes read them where they are."""
+        self._rooms = cache(model.room)
+        """The same for what the stage before sends."""
+        self._others = lru_cache(_MAX_SHEETS)(_new_sheet)
+        self._tapes = Tapes()
+        self._max_taped = MAX_TAPED
+        self.drafter: Drafter | None = None
+        self.drafts_by_chance = False
+        """Whether it draws as the target does, by the same numbers."""
+        self.seen: DraftProgress | None = None
+        """Of a drafter that does not follow."""
+        self._max_tokens = 0
+        """Of what it missed, in one step."""
+        self._batch: Batch | None = None
+        """Of the last step."""
+
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
+        """Reckoned: to use memory is to take it here."""
+        facts, dtype, limits = config.own_facts, config.model.dtype, config.scheduler
+        most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
+        num_draws = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
+        activations = activation_bytes(
+            facts, dtype, num_tokens=limits.max_num_batched_tokens, num_seqs=num_draws
+        )
+        tapes = tape_bytes(config, self._max_taped)
+        link = self.model.link
+        passed = 0 if link is None else link.num_bytes(limits.max_num_batched_tokens)
+        ep, row_bytes = self.model.ep, facts.hidden * getattr(torch, dtype).itemsize
+        gathered = 0 if ep is None else ep.num_bytes(limits.max_num_batched_tokens, row_bytes)
+        return Needs(weights, activations + passed + gathered, tapes)
+
+    def warm_up(self, config: EngineConfig) -> None:
+        if config.model.enforce_eager:
+            self._max_taped = 0
+
+    def draft_by(
+        self, drafter: Drafter, seen: DraftProgress | None, max_tokens: int, *, by_chance: bool
+    ) -> None:
+        self.drafter, self.seen, self.drafts_by_chance = drafter, seen, by_chance
+        self._max_tokens = max_tokens
+
+    def forget(self) -> None:
+        self._tapes = Tapes()
+        if self.drafter is not None:
+            self.drafter.forget()
+        if self.seen is not None:
+            self.seen.forget()
+
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
+        if not len(plan.rows):
+            return self._idle(plan)
+        if self.drafter is not None:
+            self._propose(self.drafter, plan, all_rows)
+        num_rows, adapts = len(plan.rows), self.model.adapts(plan, all_rows)
+        axes = all_rows.num_axes(plan)
+        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts, axes=axes)
+        reach = self.model.reach(plan, all_rows, self.block_tables.device)
+        embeds = self.model.embeds(plan, all_rows, self.block_tables.device)
+        is_text = embeds is None and reach is None and axes < 3
+        is_wide = adapts and self.model.is_wide(plan, all_rows)
+        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped and is_text and not is_wide
+        page, sheet = self._decodes(sizes) if taped else self._others(sizes)
+        page.write(plan, all_rows)
+        batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
+        batch.before = (self._rooms if taped else self.model.room)(plan.total_tokens)
+        batch.embeds, batch.reach, batch.is_wide = embeds, reach, is_wide
+        self._make_room(batch, plan)
+        self._batch = batch
+
+        sampled_in_graph = not len(plan.constrained)  # what those may sample is known later
+
+        def run() -> ForwardResult | Passed:
+            return self._compute(batch, sheet, sampled_in_graph)
+
+        if taped:
+            key = num_rows, plan.query_len, sampled_in_graph, adapts
+            return self.model.step(lambda: self._tapes.run(key, run), batch.before)
+        return self.model.step(run, batch.before)
+
+    def _idle(self, plan: StepPlan) -> DeviceStep:
+        """One token that nobody asked for."""
+        batch, sheet = blank_batch(ONE_TOKEN, self.block_tables, self.block_tables.device, num_samples=0)
+        batch.before = self.model.room(1)
+        self._make_room(batch, plan)
+        return self.model.step(lambda: self._compute(batch, sheet), batch.before)
+
+    def _make_room(self, batch: Batch, plan: StepPlan) -> None:
+        if plan.counts:
+            batch.num_real, batch.room = plan.total_tokens, max(plan.counts)
+
+    def _compute(
+        self, batch: Batch, sheet: dict[str, Tensor], sampled_in_graph: bool = False
+    ) -> ForwardResult | Passed:
+        model = self.model
+        hidden = model.hidden(batch)
+        if not model.draws:
+            passed: Passed = hidden
+            return passed
+        wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
+        logits, asked = model.head(wanted), asked_of(sheet)
+        sampled_in_graph = sampled_in_graph and self.sample is not None and len(logits) > 0
+        token_ids = self.sample(logits, asked) if sampled_in_graph and self.sample is not None else None
+        return ForwardResult(hidden, logits, token_ids, asked, aux_hidden_states=batch.aux_hidden_states)
+
+    def redraw(self, done: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
+        if self.sample is None or done.asked is None:
+            return None
+        return self.sample(done.logits, done.asked, _constrained(masks, places, len(done.logits)))
+
+    def land(self, plan: StepPlan, done: ForwardResult, sampled: Sampled, all_rows: Rows) -> Pending:
+        token_ids, counts = sampled.token_ids.to(torch.int32).numpy(), plan.num_drafts
+        first = all_rows.num_computed[plan.rows]
+        if len(plan.num_drafts):
+            num_drafts = plan.num_drafts[plan.samples]
+            counts = hold(token_ids, all_rows.drafts_of(plan), num_drafts)
+            token_ids = token_ids[spread(np.cumsum(1 + num_drafts) - 1 - num_drafts, counts)]
+        all_rows.learn(*NewTokens.of(plan), token_ids, counts)
+        if self.drafter is not None and self.drafter.follows:
+            self._show(self.drafter, plan, all_rows, first, counts, done)
+        return Done(sampled.result(plan.sampling_rows, token_ids, counts))
+
+    def _show(
+        self, drafter: Drafter, plan: StepPlan, all_rows: Rows, first: Ints, counts: Ints, done: ForwardResult
+    ) -> None:
+        """Let the drafter see a step, of whose rows the tokens from `first` on were computed."""
+        rows, num_kept = plan.rows.astype(np.intp), plan.num_tokens
+        if len(counts):
+            num_kept = num_kept - plan.num_drafts
+            num_kept[plan.samples] += counts - 1
+        next_ids = np.maximum(all_rows.tokens[rows, first + num_kept], 0)
+        assert self._batch is not None
+        self.model.without_adapters()
+        told = Told(
+            next_ids=torch.from_numpy(next_ids.astype(np.int64)),
+            num_kept=torch.from_numpy(num_kept.astype(np.int64)),
+            states=torch.cat(done.aux_hidden_states, 1) if done.aux_hidden_states else done.hidden,
+        )
+        drafter.see(self._batch, told)
+
+    def _propose(self, drafter: Drafter, plan: StepPlan, all_rows: Rows) -> None:
+        """Drafts for the rows that are to have some, where they are looked for."""
+        seen, wanted, late = self.seen, is_decode(plan), np.zeros(len(plan.rows), np.bool_)
+        if seen is not None:
+            seen.begin(plan)
+        if seen is None or seen.lags:
+            wanted &= (plan.num_drafts > 0) if len(plan.num_drafts) else False
+        self.model.without_adapters()
+        if seen is not None:
+            missed, late = seen.missed(plan, self._max_tokens)
+            if missed:
+                history = torch.from_numpy(all_rows.tokens)
+                drafter.catch_up(batch_of_spans(missed, all_rows, seen.groups, history, self.block_tables))
+            wanted &= ~late
+        if wanted.any():
+            rows, most = plan.rows[wanted].astype(np.intp), int(plan.num_drafts.max(initial=1))
+            all_rows.drafts[rows, :most] = drafter.propose(self._ends(rows, all_rows), most).numpy()
+        if seen is not None and (wanted.any() or not seen.lags):
+            seen.note(plan, wanted, late)
+        elif seen is not None:
+            seen.skip(plan)
+        if len(plan.num_drafts):
+            all_rows.draft(plan)
+
+    def _ends(self, rows: NDArray[np.intp], all_rows: Rows) -> Ends:
+        last = all_rows.num_tokens[rows].astype(np.int64) - 1
+        both = np.maximum(last[:, None] + (-1, 0), 0)
+        return Ends(
+            rows=torch.from_numpy(rows.astype(np.int32)),
+            ids=torch.from_numpy(all_rows.tokens[rows[:, None], both].astype(np.int64)),
+            last=torch.from_numpy(last),
+            num_slots=torch.from_numpy(all_rows.num_slots(rows).astype(np.int64)),
+            tables=self.block_tables,
+            draw=self._drawing(rows, all_rows) if self.drafts_by_chance else None,
+        )
+
+    def _drawing(self, rows: NDArray[np.intp], all_rows: Rows) -> Draw | None:
+        """How these rows sample, wherever; None if nothing can sample in passing."""
+        if (sample := self.sample) is None:
+            return None
+        columns = asked_by(all_rows.sampling, rows)
+        return lambda logits, positions: sample(logits, columns._replace(positions=positions))
+
+
+class Done:
+    """A step whose tokens are here."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def ready(self, timeout_s: float) -> bool:
+        return True
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+def _constrained(masks: Masks, places: Ints, count: int) -> ConstrainedHost | None:
+    """What so many draws of a step may be; `places` [max_rows] are those of rows in the batch."""
+    if not len(masks.rows):
+        return None
+    mask_of = np.full(count, FREE, np.int32)
+    at = places[masks.rows] + masks.draws if len(masks.draws) else places[masks.rows]
+    mask_of[at] = np.arange(len(at))
+    bits = masks.bits if masks.bits.flags.writeable else masks.bits.copy()  # torch has no other arrays
+    return ConstrainedHost(torch.from_numpy(mask_of), torch.from_numpy(bits.view(np.int32)))
+
+
+def _new_sheet(sizes: BufferSizes) -> tuple[StepBuffers, dict[str, Tensor]]:
+    memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
+    return StepBuffers(memory, sizes), tensors(memory, sizes)

@@ -1,0 +1,388 @@
+"""A CUDA device: rows that live there, steps that nobody waits for, decodes as captured graphs."""
+
+from collections.abc import Callable
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.checkpoint.layout import cache_specs
+from quire.config.engine import EngineConfig
+from quire.config.speculation import SpecFacts
+from quire.data.plan import Ints, Masks, Pending, StepPlan
+from quire.kernels.host_to_device import sent
+from quire.memory import (
+    GRAPH_BYTES,
+    MAX_DRAWS,
+    ladder,
+    longest_short,
+    short_bytes,
+    short_shapes,
+)
+from quire.sampling.memory_probe import rehearse
+from quire.sampling.sampler import Sampled, Sampler
+from quire.worker.cuda.draft_graphs import DraftGraphs
+from quire.worker.cuda.draft_verify import Followed, Speculation, read, take_back
+from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs, pinned, wide_shapes
+from quire.worker.cuda.mask_sampling import MaskedSampling
+from quire.worker.cuda.readback import PendingTokens, Read
+from quire.worker.cuda.warmup import DummyBatches
+from quire.worker.device import (
+    ONE_TOKEN,
+    DeviceStep,
+    ForwardResult,
+    Model,
+    NewTokens,
+    Passed,
+    batch_of,
+)
+from quire.worker.input_buffers import StepBuffers, asked_of, bytes_of, sizes_of, tensors
+from quire.worker.memory import Needs
+from quire.worker.rows import EACH_ONE, Rows, Wide
+from quire.worker.spec.drafter import Drafter
+from quire.worker.spec.progress import DraftProgress
+
+_CAPTURE_S = 30.0
+
+
+class CudaDevice:
+    """Block tables (by group of layers) and last tokens are by row, on the device; the row behind all others
+    is padding."""
+
+    def __init__(
+        self,
+        model: Model,
+        all_rows: Rows,
+        sample: Callable[..., Tensor],
+        device: torch.device,
+        drafts: SpecFacts | None = None,
+    ) -> None:
+        max_rows = len(all_rows.num_tokens)
+        self.num_stages = 1 if model.link is None else model.link.num_stages
+        in_flight = max(IN_FLIGHT, self.num_stages + 1)
+        self.model = model
+        self.sample = sample
+        """Of logits, what is asked of them, and who is confined"""
+        self.device = device
+        self.block_tables = torch.zeros(all_rows.block_tables.shape, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self.speculation = None if drafts is None else Speculation(drafts, all_rows, device)
+        query_lens = [] if self.speculation is None else self.speculation.query_lens
+        self.axes = int(all_rows.turns is not None)
+        """Positions of a token by which heads turn that its place does not tell."""
+        vectors = None if model.encoder is None else model.encoder.room
+        self.graphs = Graphs(self.block_tables, model.room, in_flight, query_lens, self.axes, vectors)
+        self._pinned = cycle([_Pinned() for _ in range(in_flight)])
+        room, kind = max_rows, torch.int64
+        if self.speculation is not None:
+            room, kind = 2 * max_rows * self._most_draws + 1, torch.int32
+        is_cuda = device.type == "cuda"
+        self._landings = cycle(
+            [(pinned(room, dtype=kind), torch.cuda.Event() if is_cuda else None) for _ in range(in_flight)]
+        )
+        self._draws = MaskedSampling(max_rows, room, all_rows.sampling.vocab, device)
+        own = sample, self._draws, self.speculation
+        self.blanks = DummyBatches(model, self.block_tables, all_rows.tokens.shape[1], self.axes, *own)
+        self._sampled_in_graph: Tensor | None = None
+        self._all_rows = all_rows
+        self._fronts: DraftGraphs | None = None
+        """Where a model drafts."""
+
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
+        """Measured: the largest step is run, with all that rows may ask for, and the largest that will be
+        captured."""
+        limits, link = config.scheduler, self.model.link
+
+        def ask_for_everything(done: ForwardResult) -> None:
+            if sampler is None:
+                return
+            given = done.hidden, done.logits, done.asked
+            rehearse(sampler, self.model.head_of_one, *given, num_logprobs=config.model.max_logprobs)
+
+        self.blanks.compile(config, self.graphs.query_lens, self._short(config), self._fronts)
+        most_tokens, most_rows = limits.max_num_batched_tokens, limits.max_num_seqs
+        activations = self.blanks.peak(self.compute, most_tokens, most_rows, ask_for_everything)
+        activations += 0 if link is None else link.num_bytes(most_tokens)
+        more_draws = min(most_rows * self._most_draws, MAX_DRAWS) - most_rows
+        item = getattr(torch, config.model.dtype).itemsize
+        activations += max(more_draws, 0) * config.checkpoint.facts.vocab * item
+        graphs = self._graph_bytes(config, item)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        counts = 0 if sampler is None or sampler.counts is None else sampler.counts.num_bytes
+        return Needs(weights, activations, graphs, counts, other=total - free - weights - counts - bound)
+
+    def _graph_bytes(self, config: EngineConfig, item: int) -> int:
+        """Of all that will be captured, with numbers of so many bytes: each graph keeps its results, and
+        shares what it needs on the way with the larger ones."""
+        facts, largest, short = config.checkpoint.facts, self._most_decodes(config), self._short(config)
+        wide = [size * each for size, each in wide_shapes(largest, self.graphs.query_lens)]
+        sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
+        most_of_all = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]]
+        found = max((self.blanks.peak(self.compute, *each) for each in most_of_all), default=0)
+        kinds, kept = len(self.model.kinds), 2 * facts.hidden
+        if self.model.draws:
+            kept = facts.vocab + facts.hidden
+        found += kinds * len(sizes) * GRAPH_BYTES
+        found += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
+        found += kinds * sum(short_bytes(config, *each) for each in short)
+        if self._fronts is not None and sizes:
+            found += len(wide) * GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
+        return found
+
+    def _most_decodes(self, config: EngineConfig) -> int:
+        """In one step: those of a pipeline are spread over as many as it has stages."""
+        return -(-config.scheduler.max_num_seqs // self.num_stages)
+
+    def _captures(self, config: EngineConfig) -> bool:
+        return self.model.attention.capturable and not config.model.enforce_eager
+
+    @property
+    def _most_draws(self) -> int:
+        """Of a row in one step."""
+        return 1 if self.speculation is None else 1 + self.speculation.most
+
+    def _short(self, config: EngineConfig) -> list[tuple[int, int]]:
+        """Shapes of steps with prompts: none where layers must know on the host how long these are."""
+        can = self.model.attention.captures_prompts and self.model.link is None
+        facts = config.checkpoint.facts
+        kinds = {part.kind for spec in cache_specs(facts) if spec is not None for part in spec.parts}
+        can &= self._captures(config) and self.model.ep is None and kinds <= {"full", "window"}
+        if not can or (facts.media is not None and facts.media.crossed):
+            return []
+        return short_shapes(self._most_decodes(config) * self._most_draws, longest_short(config))
+
+    @torch.inference_mode()
+    def warm_up(self, config: EngineConfig) -> None:
+        if self._captures(config):
+            # Devices that step together have the same graphs.
+            seconds = _CAPTURE_S if self.model.ep is None else float("inf")
+            largest = self._most_decodes(config)
+            self._draws.open()
+            self.graphs.capture(
+                self.compute,
+                largest,
+                self.model.kinds,
+                seconds=seconds,
+                short=self._short(config),
+                follow=self._follow,
+                redraw=self._draw_by_masks,
+            )
+            asked = config.speculation
+            if self._fronts is not None and not (asked is not None and asked.enforce_eager):
+                self._capture_fronts(self._fronts, largest)
+
+    @property
+    def _follow(self) -> Callable[[ForwardResult], Tensor] | None:
+        """What is captured behind each step, since it is not part of it."""
+        return None if self.speculation is None or self.speculation.behind is None else self._verify
+
+    def _capture_fronts(self, fronts: DraftGraphs, most_rows: int) -> None:
+        self.model.without_adapters()
+        shapes = [(size, each - 1) for size, each in wide_shapes(most_rows, self.graphs.query_lens)]
+        fronts.capture(shapes, self.graphs.pool, seconds=_CAPTURE_S, in_flight=self.graphs.in_flight)
+
+    def draft_by(
+        self, drafter: Drafter, seen: DraftProgress | None, max_tokens: int, *, by_chance: bool
+    ) -> None:
+        assert self.speculation is not None
+        given = self.speculation.known, self.block_tables, self._all_rows, self.sample
+        self._fronts = DraftGraphs(drafter, *given, seen, max_tokens, by_chance=by_chance)
+        if drafter.follows:
+            self.speculation.behind = Followed(drafter)
+
+    def forget(self) -> None:
+        self.graphs.forget()
+        if self._fronts is not None:
+            self._fronts.forget()
+        self._sampled_in_graph = None
+
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
+        places, ids = all_rows.joined_changes()
+        reach = self.model.reach(plan, all_rows, self.device)
+        self._draws.hold(len(plan.constrained) > 0 or self._verifies_later(plan, all_rows))
+        embeds = self.model.embeds(plan, all_rows, self.device)
+        if self.speculation is not None:
+            self.speculation.begin(plan, all_rows)
+        if self._fronts is not None and self._in_front(self._fronts, plan, places, ids):
+            places, ids = places[:0], ids[:0]
+        adapts = self.model.adapts(plan, all_rows)
+        is_wide = adapts and self.model.is_wide(plan, all_rows)
+        graph = self.graphs.find(plan, adapters=adapts) if reach is None and not is_wide else None
+        if graph is not None and not graph.sees and (embeds is not None or all_rows.num_axes(plan) == 3):
+            graph = None
+        if graph is not None:
+            return self._replay(graph, plan, all_rows, places, ids, embeds)
+        given = plan, all_rows, places, ids, embeds, reach, adapts
+        return self._eager(*given) if len(plan.rows) else self._idle(plan)
+
+    def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
+        """Whether what is sampled in passing would be held against drafts, and is not what rows ask for."""
+        return self.speculation is not None and all_rows.sampling.special(plan.logit_rows) != 0
+
+    def _in_front(self, fronts: DraftGraphs, plan: StepPlan, places: Wide, ids: Ints) -> bool:
+        """Have drafts made, if any are wanted. Whether the changes of the block tables are made, too."""
+        fronts.begin(plan)
+        if not fronts.wants(plan):
+            fronts.skip(plan)
+            return False
+        if len(ids):
+            self._set_blocks(sent(places, self.device), sent(ids, self.device))
+        self.model.without_adapters()
+        fronts(plan)
+        return True
+
+    def _replay(
+        self,
+        graph: Graph,
+        plan: StepPlan,
+        all_rows: Rows,
+        places: Wide,
+        ids: Ints,
+        embeds: tuple[Tensor, Tensor] | None,
+    ) -> DeviceStep:
+        if len(ids) > graph.sizes.blocks:
+            self._set_blocks(*(torch.from_numpy(part).to(self.device) for part in (places, ids)))
+            places, ids = places[:0], ids[:0]
+        graph.load(plan, all_rows, places, ids, embeds)
+        count = len(plan.logit_rows)
+
+        def run() -> ForwardResult | Passed:
+            done = graph.replay(count)
+            if isinstance(done, ForwardResult):
+                self._sampled_in_graph = done.token_ids
+            return done
+
+        return self.model.step(run, None if graph.before is None else graph.before[:, :count])
+
+    def _eager(
+        self,
+        plan: StepPlan,
+        all_rows: Rows,
+        places: Wide,
+        ids: Ints,
+        embeds: tuple[Tensor, Tensor] | None,
+        reach: Tensor | None,
+        adapts: bool,
+    ) -> DeviceStep:
+        kind = {"drafts": self.speculation is not None, "adapters": adapts}
+        axes = all_rows.num_axes(plan)
+        sizes = sizes_of(plan, len(ids), len(self.block_tables), **kind, axes=axes)
+        memory = next(self._pinned).take(bytes_of(sizes))
+        StepBuffers(memory, sizes).write(plan, all_rows, places, ids)
+        sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
+        seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
+        batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
+        batch.before, batch.embeds, batch.reach = self.model.room(plan.total_tokens), embeds, reach
+        batch.is_wide = adapts and self.model.is_wide(plan, all_rows)
+        self._make_room(batch, plan)
+        return self.model.step(lambda: self.compute(batch, sheet), batch.before)
+
+    def _idle(self, plan: StepPlan) -> DeviceStep:
+        """One token that nobody asked for."""
+        batch, sheet = self.blanks.make(ONE_TOKEN)
+        self._make_room(batch, plan)
+        return self.model.step(lambda: self.compute(batch, sheet), batch.before)
+
+    def _make_room(self, batch: Batch, plan: StepPlan) -> None:
+        """As much as those have who replay a graph."""
+        if plan.counts:
+            batch.num_real, batch.room = plan.total_tokens, self.graphs.size_for(max(plan.counts))
+
+    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | Passed:
+        """All that a step does on the device, inside a captured graph and outside."""
+        self._set_blocks(sheet["block_places"], sheet["block_ids"])
+        given = None
+        if self.speculation is not None:
+            given = self.speculation.derive(batch, sheet, self.block_tables)
+            batch.token_ids = sheet["token_ids"]
+        else:
+            sources = sheet["sources"]
+            batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], sheet["token_ids"])
+        hidden = self.model.hidden(batch)
+        if not self.model.draws:
+            passed: Passed = hidden
+            return passed
+        # Places of a captured step that are padding lie between others, and their draws behind all others.
+        each = len(batch.logit_tokens) == len(hidden) and not (given and batch.max_query_len > 1)
+        wanted = hidden if each else hidden[batch.logit_tokens]
+        logits, asked = self.model.head(wanted), asked_of(sheet)
+        token_ids = self._sampled_in_graph = self.sample(
+            logits, asked, self._draws.sampled_in_graph(len(logits))
+        )
+        found = None
+        if given is None:
+            self.last_tokens.index_copy_(0, sheet["logit_rows"], token_ids)
+        elif self.speculation is not None and self.speculation.behind is None:
+            found = self.speculation.verify(given, hidden, token_ids, asked.seeds, self._draws.later)
+        more = given, batch.aux_hidden_states, None, found
+        return ForwardResult(hidden, logits, token_ids, asked, sheet["logit_rows"], *more)
+
+    def _draw_by_masks(self, done: ForwardResult) -> Tensor:
+        count = len(done.logits)
+        token_ids = self.sample(done.logits, done.asked, self._draws.constrained(count))
+        if done.given is None and done.rows is not None:
+            self.last_tokens.index_copy_(0, done.rows, token_ids)
+        return token_ids
+
+    def redraw(self, done: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
+        if done.redraw is None or not self._draws.send(masks, places):
+            return None
+        token_ids = self._sampled_in_graph = done.redraw()[: len(done.logits)]
+        self._draws.applied()
+        return token_ids
+
+    def _set_blocks(self, places: Tensor, ids: Tensor) -> None:
+        self.block_tables.view(-1).index_copy_(0, places, ids)
+
+    def land(self, plan: StepPlan, done: ForwardResult, sampled: Sampled, all_rows: Rows) -> Pending:
+        new = NewTokens.of(plan)
+        if self.speculation is not None and len(new.rows):
+            num_seqs = len(done.given.step.rows)
+            is_in_passing = sampled.token_ids is done.token_ids
+            if done.found is not None and is_in_passing:
+                found = done.found
+            elif done.follow is not None and is_in_passing:
+                found = done.follow()
+            else:
+                found = self._verify(done._replace(token_ids=sampled.token_ids))
+            if sampled.counts is not None and len(plan.num_drafts):
+                take_back(sampled.counts, plan, all_rows.sampling, sampled.token_ids, found)
+            return self._landing(found, sampled, new, all_rows, lambda found: read(found, num_seqs, plan))
+        if len(new.rows) and sampled.token_ids is not self._sampled_in_graph:
+            # Some row asked for more than a plain sample.
+            assert done.rows is not None
+            self.last_tokens.index_copy_(0, done.rows, sampled.token_ids)
+        return self._landing(sampled.token_ids, sampled, new, all_rows, _one_each)
+
+    def _verify(self, done: ForwardResult) -> Tensor:
+        assert self.speculation is not None and done.token_ids is not None and done.asked is not None
+        self.model.without_adapters()
+        return self.speculation.verify(done.given, done.hidden, done.token_ids, done.asked.seeds)
+
+    def _landing(
+        self, found: Tensor, sampled: Sampled, new: NewTokens, all_rows: Rows, read: Read
+    ) -> "PendingTokens":
+        room, landed = next(self._landings)
+        landing = room[: len(found)]
+        landing.copy_(found, non_blocking=True)
+        if landed is not None:
+            landed.record()
+        return PendingTokens(landed, landing, sampled, new, all_rows, read)
+
+
+class _Pinned:
+    """Host memory that the device reads by itself; grows as needed."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        if len(self._memory) < size:
+            self._memory = pinned(2 * size)
+        return self._memory[:size]
+
+
+def _one_each(found: Ints) -> tuple[Ints, Ints, Ints]:
+    return found, EACH_ONE, EACH_ONE

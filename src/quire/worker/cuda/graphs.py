@@ -1,0 +1,301 @@
+"""CUDA graphs of steps: everything from the tokens in to the tokens sampled, replayed by one call."""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle, product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.data.plan import Ints, StepPlan
+from quire.logs import get_logger
+from quire.memory import MAX_DRAWS, ladder
+from quire.worker.device import ForwardResult, Passed, batch_of
+from quire.worker.input_buffers import BufferSizes, StepBuffers, blank, bytes_of, pad, tensors
+from quire.worker.multimodal.embeds import VectorRoom
+from quire.worker.rows import Rows, Wide
+
+log = get_logger(__name__)
+
+IN_FLIGHT = 3
+"""Host buffers of each kind: one more than there are steps under way; of a pipeline these are as many as its
+stages."""
+Compute = Callable[[Batch, dict[str, Tensor]], ForwardResult | Passed]
+Follow = Callable[[ForwardResult], Tensor]
+Room = Callable[[int], Tensor | None]
+"""For what the stage before makes of so many tokens."""
+Vectors = Callable[[int], VectorRoom]
+"""For those that stand for media among so many tokens."""
+
+
+def pinned(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Host memory that a CUDA device reads and writes by itself."""
+    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+def capturing(graph: Any, pool: Any) -> Any:
+    """What this thread launches goes into `graph`. Others may pin memory meanwhile, as those do that read
+    adapters."""
+    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+
+
+def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]]:
+    """The steps with drafts that are captured: so many sequences, each with so many places; more in all come
+    later."""
+    sizes = [size for size in ladder(largest) if size & (size - 1) == 0 or size == largest]
+    shapes = [(size, each) for each in query_lens if each > 1 for size in sizes if size * each <= MAX_DRAWS]
+    return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
+
+
+class Graphs:
+    """One graph for each size of the ladder, some for steps with prompts, and where rows may have adapters
+    one more of each with them; all in one pool of memory."""
+
+    def __init__(
+        self,
+        block_tables: Tensor,
+        room: Room = lambda size: None,
+        in_flight: int = IN_FLIGHT,
+        query_lens: Sequence[int] = (),
+        axes: int = 0,
+        vectors: Vectors | None = None,
+    ) -> None:
+        """With `query_lens` the device derives inputs, and there are graphs for that many places of each
+        sequence. `axes` are those of `BufferSizes` where no token stands for media."""
+        self.block_tables = block_tables
+        self.room = room
+        self.in_flight = in_flight
+        self.query_lens = query_lens
+        self.axes = axes
+        self.vectors = vectors
+        self.pool: Any = None
+        """The memory of all graphs, once there are some."""
+        self._by_size: dict[tuple[int, bool], Graph] = {}
+        self._sizes: list[int] = []
+        self._wide: dict[tuple[int, int, bool], Graph] = {}
+        self._short: dict[bool, list[Graph]] = {False: [], True: []}
+        """By whether rows have adapters, the smallest first."""
+
+    def capture(
+        self,
+        compute: Compute,
+        largest: int,
+        kinds: Sequence[bool] = (False,),
+        *,
+        seconds: float,
+        short: Sequence[tuple[int, int]] = (),
+        follow: Follow | None = None,
+        redraw: Follow | None = None,
+    ) -> None:
+        """Capture the ladder up to `largest`, the largest first: the others fit into its memory. What is
+        not done within `seconds` is done without. `kinds`: without adapters, with them. `short`: steps with
+        prompts, up to so many sequences and draws, and of fewer tokens than that. `follow` and `redraw` are
+        captured behind each, and played by themselves."""
+        started, self.pool = time.monotonic(), torch.cuda.graph_pool_handle()
+        own = self.block_tables, self.pool, self.in_flight
+        captured = partial(Graph, compute, *own, follow=follow, redraw=redraw)
+        for (size, each), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
+            if time.monotonic() - started < seconds / 2:
+                self._wide[size, each, adapters] = captured(GraphShape(size, each, adapters, self.axes))
+        for size in reversed(ladder(largest)):
+            before, query_len = self.room(size), min(self.query_lens, default=0)
+            for adapters in kinds:
+                shape = GraphShape(size, query_len, adapters, self.axes)
+                self._by_size[size, adapters] = captured(shape, before=before)
+            if time.monotonic() - started > seconds:
+                log.warning("Capturing graphs takes long: batches below %d run without", size)
+                break
+        self._sizes = sorted({size for size, _ in self._by_size})
+        for (size, tokens), adapters in product(reversed(short), kinds):
+            if time.monotonic() - started < seconds:
+                axes = 3 if self.axes and self.vectors is not None else self.axes
+                shape = GraphShape(size, 0, adapters, axes, tokens, drafts=bool(self.query_lens))
+                room = None if self.vectors is None else self.vectors(tokens)
+                self._short[adapters].insert(0, captured(shape, vectors=room))
+
+    def forget(self) -> None:
+        """Give up all graphs: they read weights and cache where these lay when they were captured."""
+        self._by_size, self._sizes, self._wide, self._short = {}, [], {}, {False: [], True: []}
+
+    def find(self, plan: StepPlan, *, adapters: bool = False) -> "Graph | None":
+        """The smallest graph for a plan, some of whose rows have adapters or none."""
+        if len(plan.rows) and not plan.is_decode:
+            if plan.counts:
+                return None
+            only_draws = plan.total_tokens == len(plan.logit_rows)
+            return self._find_wide(plan, adapters) if only_draws else self._find_short(plan, adapters)
+        count = max(plan.counts, default=len(plan.rows))
+        if not self._sizes or count > self._sizes[-1]:
+            return None
+        return self._by_size[self.size_for(count), adapters]
+
+    def _find_wide(self, plan: StepPlan, adapters: bool) -> "Graph | None":
+        count, most = len(plan.rows), int(plan.num_drafts.max()) + 1
+        kind = (shape for shape in self._wide if shape[2] == adapters)
+        fitting = (shape for shape in kind if shape[0] >= count and shape[1] >= most)
+        shape = min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
+        return None if shape is None else self._wide[shape]
+
+    def _find_short(self, plan: StepPlan, adapters: bool) -> "Graph | None":
+        for graph in self._short[adapters]:
+            fits = plan.total_tokens < graph.sizes.tokens and len(plan.rows) < graph.sizes.seqs
+            if fits and len(plan.logit_rows) <= graph.sizes.samples:
+                return graph
+        return None
+
+    def size_for(self, count: int) -> int:
+        """The size of the smallest graph for so many tokens, or as many where there is none."""
+        if not self._sizes or count > self._sizes[-1]:
+            return count
+        return self._sizes[bisect_left(self._sizes, count)]
+
+
+class GraphShape(NamedTuple):
+    """Of the steps that a graph is for."""
+
+    size: int
+    """Sequences"""
+    query_len: int = 0
+    """Places of each, where the device derives inputs."""
+    adapters: bool = False
+    axes: int = 0
+    """As in `BufferSizes`."""
+    tokens: int = 0
+    """Of all sequences and what pads them, where these are not all decodes."""
+    drafts: bool = False
+    """Whether, then, the device derives the inputs of those that are."""
+
+
+class Graph:
+    """Steps of up to `size` sequences, which decode unless there are `tokens`. Its inputs have a fixed place
+    on the device, which derives some of them where each sequence has `query_len` places."""
+
+    before: Tensor | None = None
+    """Where what the stage before sends is to lie."""
+    is_short = False
+    """Whether it is for steps with prompts."""
+    _vectors: VectorRoom | None = None
+
+    def __init__(
+        self,
+        compute: Compute,
+        block_tables: Tensor,
+        pool: Any,
+        in_flight: int,
+        shape: GraphShape,
+        *,
+        before: Tensor | None = None,
+        follow: Follow | None = None,
+        redraw: Follow | None = None,
+        vectors: VectorRoom | None = None,
+    ) -> None:
+        size, query_len, adapters, axes, tokens, drafts = shape
+        num_groups, num_rows, width = block_tables.shape
+        num_draws, num_changes = size * max(query_len, 1), 2 * size * num_groups
+        self.is_short = tokens > 0
+        self.sizes = BufferSizes(
+            *(tokens or num_draws, size + self.is_short, num_draws, num_changes, num_groups),
+            adapters=adapters,
+            drafts=drafts or query_len > 0,
+            query_len=query_len,
+            axes=axes,
+        )
+        self.pad_row = num_rows - 1
+        self._pad_place = self.pad_row * width
+        self._pages = cycle(
+            [StepBuffers(part, self.sizes) for part in pinned(in_flight, bytes_of(self.sizes))]
+        )
+        self._memory = torch.empty(bytes_of(self.sizes), dtype=torch.uint8, device=block_tables.device)
+        self._sheet = tensors(self._memory, self.sizes)
+        page = next(self._pages)
+        self._blank(page, 0)
+        self._memory.copy_(page.memory)
+        lens = np.full(self.sizes.seqs, max(query_len, tokens, 1), np.int32)
+        kind = {"are_decodes": not self.is_short, "are_any": self.is_short}
+        batch = batch_of(self._sheet, block_tables, lens, lens, **kind)
+        batch.before = self.before = before
+        self._vectors = vectors
+        if vectors is not None:
+            batch.embeds = vectors.tokens, vectors.vectors
+        compute(batch, self._sheet)  # kernels are compiled and loaded before they are captured
+        torch.cuda.synchronize()
+        batch.angles.clear()  # what was made then is not made again in each replay
+        self._graph = torch.cuda.CUDAGraph()
+        with capturing(self._graph, pool):
+            self._done = compute(batch, self._sheet)
+        if isinstance(self._done, ForwardResult):
+            done = self._done
+            behind = [each and _captured(each, done, pool) for each in (follow, redraw)]
+            self._done = done._replace(follow=behind[0], redraw=behind[1])
+        self._done_for: dict[int, ForwardResult | Passed] = {}
+
+    def _blank(self, page: StepBuffers, first: int) -> None:
+        query_len = self.sizes.query_len
+        first = 0 if query_len or self.is_short else first
+        blank(page.arrays, first, self.pad_row, self._pad_place, max(query_len, 1))
+        if self.is_short:
+            page.arrays["query_starts"][:] = 0
+            pad(page.arrays, 0)
+
+    @property
+    def sees(self) -> bool:
+        """Whether tokens may stand for media."""
+        return self._vectors is not None
+
+    def load(
+        self,
+        plan: StepPlan,
+        all_rows: Rows,
+        places: Wide,
+        ids: Ints,
+        embeds: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        page = next(self._pages)
+        if not page.holds(plan, all_rows):
+            self._blank(page, len(plan.rows))
+        page.write(plan, all_rows, places, ids)
+        if self.is_short:
+            pad(page.arrays, len(plan.rows))
+        page.arrays["block_places"][len(ids) :] = self._pad_place
+        self._memory.copy_(page.memory, non_blocking=True)
+        if self._vectors is not None:
+            self._vectors.load(embeds)
+
+    def replay(self, count: int) -> ForwardResult | Passed:
+        """What the first `count` draws gave; valid until the next replay of any graph."""
+        self._graph.replay()
+        done = self._done_for.get(count)
+        if done is None:
+            done = self._done_for[count] = _first(self._done, count, all_states=self.is_short)
+        return done
+
+
+def _captured(follow: Follow, done: ForwardResult, pool: Any) -> Callable[[], Tensor]:
+    follow(done)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph, pool):
+        found = follow(done)
+
+    def play() -> Tensor:
+        graph.replay()
+        return found
+
+    return play
+
+
+def _first(done: ForwardResult | Passed, count: int, *, all_states: bool) -> ForwardResult | Passed:
+    if not isinstance(done, ForwardResult):
+        return done[0][:count], done[1][:count]
+    hidden, logits, token_ids, asked, rows, given, aux_hidden_states, follow, found, redraw = done
+    assert token_ids is not None and asked is not None and rows is not None
+    columns = type(asked)(*(column[:count] for column in asked))
+    if given is None and not all_states:
+        hidden, aux_hidden_states = hidden[:count], tuple(tap[:count] for tap in aux_hidden_states)
+    some = logits[:count], token_ids[:count], columns, rows[:count]
+    return ForwardResult(hidden, *some, given, aux_hidden_states, follow, found, redraw)

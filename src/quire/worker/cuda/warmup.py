@@ -1,0 +1,166 @@
+"""Blank steps of a GPU, before the first request: kernels are compiled by them, and memory is measured."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.config.engine import EngineConfig
+from quire.data.plan import Ints
+from quire.kernels.triton.launch import MOST_ROWS, compiling
+from quire.kernels.triton.masks import apply_masks
+from quire.memory import ladder, rows_at_once
+from quire.worker.cuda.draft_graphs import DraftGraphs
+from quire.worker.cuda.draft_verify import Speculation
+from quire.worker.cuda.graphs import wide_shapes
+from quire.worker.cuda.mask_sampling import MaskedSampling
+from quire.worker.device import Model, blank_batch
+from quire.worker.input_buffers import asked_of
+
+_LONG_STEP = 4096
+"""Tokens of the longest prompt that is run to have kernels compiled."""
+_HALVINGS = 6
+"""What adapters add to prompts is computed in other ways for shorter ones."""
+_MIXED = [(1, 24), (8, 6), (32, 12), (1, 79), (1, 159), (1, 191), (64, 256), (2 * MOST_ROWS + 1, 24)]
+"""Decodes beside a prompt of so many tokens, likewise: few, many, more than are launched early for."""
+
+
+class DummyBatches:
+    """Steps of sequences that read the first block and write nothing."""
+
+    def __init__(
+        self,
+        model: Model,
+        block_tables: Tensor,
+        max_len: int,
+        axes: int,
+        sample: Callable[..., Tensor],
+        draws: MaskedSampling,
+        speculation: Speculation | None,
+    ) -> None:
+        """`axes` are those of `Sizes`, the rest is the device's."""
+        self.model = model
+        self.block_tables = block_tables
+        self.device = block_tables.device
+        self.max_len = max_len
+        self.axes = axes
+        self.sample = sample
+        self.draws = draws
+        self.speculation = speculation
+
+    def make(self, lens: Ints, adapters: bool = False) -> tuple[Batch, dict[str, Tensor]]:
+        """One of sequences that are so long."""
+        kind = {"drafts": self.speculation is not None, "adapters": adapters}
+        batch, sheet = blank_batch(lens, self.block_tables, self.device, **kind, axes=self.axes)
+        batch.before = self.model.room(len(batch.token_ids))
+        return batch, sheet
+
+    def split(self, num_tokens: int, num_seqs: int) -> Ints:
+        """So many tokens over so many sequences, or more if they were too long."""
+        num_seqs = min(max(num_seqs, -(-num_tokens // self.max_len)), num_tokens)
+        lens = np.full(num_seqs, num_tokens // num_seqs, np.int32)
+        lens[: num_tokens % num_seqs] += 1
+        return lens
+
+    @torch.inference_mode()
+    def peak(
+        self,
+        compute: Callable[[Batch, dict[str, Tensor]], Any],
+        num_tokens: int,
+        num_seqs: int,
+        then: Callable[[Any], None] = lambda done: None,
+    ) -> int:
+        """Bytes that a step, and what is done with it, takes beyond what was there before."""
+        blank_step = self.make(self.split(num_tokens, num_seqs), self.model.kinds[-1])
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        then(compute(*blank_step))
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def compile(
+        self,
+        config: EngineConfig,
+        query_lens: Sequence[int],
+        short: Sequence[tuple[int, int]],
+        fronts: DraftGraphs | None,
+    ) -> None:
+        """Have the kernels of all steps compiled: those of sizes between powers of two are among them.
+        `query_lens` and `short` are those of `Graphs`."""
+        limits = config.scheduler
+        *others, last = ladder(limits.max_num_seqs)
+        sizes = [last, *(size for size in others if size & (size - 1) == 0)]
+        longest = min(limits.max_num_batched_tokens, _LONG_STEP)
+        mixed = [_decodes(min(count, last), min(prompt, self.max_len)) for count, prompt in _MIXED]
+        with compiling():
+            vocab, dtype = config.checkpoint.facts.vocab, getattr(torch, config.model.dtype)
+            if self.model.draws:
+                self._mask(vocab, dtype)
+                for size in {1, last}:
+                    self._sample(size, vocab, dtype)
+                for size in {1, min(limits.max_num_seqs, rows_at_once(vocab))}:
+                    self._sample(size, vocab, torch.float32)
+            halved = range(1 if self.model.adapters is None else _HALVINGS)
+            prompts = [self.split(max(longest >> times, 1), 1) for times in halved]
+            for lens in (*mixed, *map(_decodes, sizes), *prompts):
+                self._forward(lens)
+            for size, each in wide_shapes(last, query_lens):
+                self._forward(np.full(size, each, np.int32), are_decodes=True)
+            for size, tokens in short:
+                self._forward(self.split(tokens, size), are_any=True)
+            if fronts is not None:
+                self._compile_fronts(fronts, query_lens, last, longest)
+        torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def _forward(self, lens: Ints, *, are_decodes: bool = False, are_any: bool = False) -> None:
+        """With adapters and without; the two others are those of `Batch`."""
+        for adapters in self.model.kinds:
+            batch, sheet = self.make(lens, adapters)
+            for group in batch.groups:
+                group.are_decodes = are_decodes
+                if are_any:
+                    group.are_any, group.query_lens_host = True, np.full_like(lens, lens.sum())
+            self._compute(batch, sheet)
+
+    def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> None:
+        given = None
+        if self.speculation is not None:
+            given = self.speculation.derive(batch, sheet, self.block_tables)
+        hidden = self.model.hidden(batch)
+        if self.model.draws:
+            self.model.head(hidden[batch.logit_tokens])
+        if self.speculation is not None and given is not None:
+            self.model.without_adapters()
+            for later in (None, self.draws.later):
+                self.speculation.verify(given, hidden, sheet["positions"], sheet["seeds"], later)
+
+    @torch.inference_mode()
+    def _compile_fronts(
+        self, fronts: DraftGraphs, query_lens: Sequence[int], most_rows: int, longest: int
+    ) -> None:
+        self.model.without_adapters()
+        for size, each in wide_shapes(most_rows, query_lens):
+            fronts.compile(size, each - 1)
+        if not fronts.drafter.follows:
+            for lens in (self.split(longest, 1), *(_decodes(0, 2 * size) for size in (8, 128))):
+                fronts.drafter.catch_up(self.make(lens)[0])
+
+    @torch.inference_mode()
+    def _sample(self, size: int, vocab: int, dtype: torch.dtype) -> None:
+        asked = asked_of(self.make(_decodes(size))[1])
+        logits = torch.zeros((size, vocab), dtype=dtype, device=self.device)
+        for constrained in (None, self.draws.sampled_in_graph(size)):
+            self.sample(logits, asked, constrained)
+
+    @torch.inference_mode()
+    def _mask(self, vocab: int, dtype: torch.dtype) -> None:
+        logits = torch.zeros((1, vocab), dtype=dtype, device=self.device)
+        apply_masks(logits, torch.zeros((1, 1 + -(-vocab // 32)), dtype=torch.int32, device=self.device))
+
+
+def _decodes(count: int, *prompts: int) -> Ints:
+    return np.array([*prompts, *[1] * count], np.int32)

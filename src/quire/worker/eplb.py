@@ -1,0 +1,95 @@
+"""Balancer: experts move between devices as their load changes, a layer at a time between steps."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.config.expert_parallel import Eplb
+from quire.config.expert_placement import Placement, balanced, imbalance, moves
+from quire.layers.moe import Experts
+from quire.logs import get_logger
+from quire.parallel.group import Group
+
+log = get_logger(__name__)
+
+
+class Balancer:
+    """Counts the tokens of experts over a window of steps, and now and then places them anew.
+
+    Every device does the same at the same step: they take all steps together, know the same loads, and come
+    to the same placement.
+    """
+
+    def __init__(self, layers: Sequence[Experts], group: Group, eplb: Eplb) -> None:
+        self.layers, self.group, self.eplb = layers, group, eplb
+        for layer in layers:
+            layer.weights.by_expert()  # says so if they cannot move
+        self._stretch = math.gcd(eplb.window_size, eplb.step_interval)
+        """Steps that are counted in one: window and interval are both so many of them."""
+        self._past: deque[Tensor] = deque(maxlen=eplb.window_size // self._stretch)
+        self._num_steps = 0
+        self._left: deque[tuple[Experts, list[int]]] = deque()
+        """Layers to be placed anew, with their loads."""
+
+    def begin(self) -> None:
+        """What was counted so far were no requests."""
+        for layer in self.layers:
+            assert layer.loads is not None
+            layer.loads.zero_()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """After each step."""
+        self._num_steps += 1
+        if self._num_steps % self._stretch == 0:
+            counted = [layer.loads for layer in self.layers if layer.loads is not None]
+            self._past.append(torch.stack(counted))
+            self.begin()
+        if self._num_steps % self.eplb.step_interval == 0:
+            self._weigh()
+        if self._left:
+            self._place(*self._left.popleft())
+        while self._left and not self.eplb.use_async:
+            self._place(*self._left.popleft())
+
+    def _weigh(self) -> None:
+        """What every expert had to do on all devices."""
+        loads = self.group.all_reduce(torch.stack(list(self._past)).sum(0).to(torch.int32)).tolist()
+        self._left = deque(zip(self.layers, loads, strict=True))
+        if self.eplb.log_balancedness:
+            uneven = [imbalance(_placement(layer), load) for layer, load in self._left]
+            log.info(
+                "Experts: the busiest device had %.2f times the mean load, %.2f times in the worst layer",
+                sum(uneven) / len(uneven),
+                max(uneven),
+            )
+
+    def _place(self, layer: Experts, loads: list[int]) -> None:
+        places, before = layer.places, _placement(layer)
+        assert places is not None
+        after = balanced(loads, self.group.size, before.num_slots, before)
+        if after != before:
+            move(layer, self.group, before, after)
+            places.set(after)
+
+
+def _placement(layer: Experts) -> Placement:
+    assert layer.places is not None
+    return layer.places.placement
+
+
+def move(layer: Experts, group: Group, before: Placement, after: Placement) -> None:
+    """Copy the weights of all experts whose place changes, between devices and within one."""
+    todo = moves(before, after)
+    out = sorted((each for each in todo if each.source == group.rank), key=lambda each: each.target)
+    into = sorted((each for each in todo if each.target == group.rank), key=lambda each: each.source)
+    sent = [sum(each.target == rank for each in out) for rank in range(group.size)]
+    received = [sum(each.source == rank for each in into) for rank in range(group.size)]
+    for rows in layer.weights.by_expert():
+        going = [rows[each.source_slot] for each in out]
+        packed = torch.stack(going) if going else rows[0].new_empty(0, len(rows[0]))
+        for each, row in zip(into, group.all_to_all(packed, sent, received), strict=True):
+            rows[each.target_slot].copy_(row)

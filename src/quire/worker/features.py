@@ -1,0 +1,77 @@
+"""Parts of a step: what a feature does before and after the forward pass. The runner knows only this
+protocol."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.data.plan import StepPlan
+from quire.layers.lora import AdapterSlots
+from quire.sampling.logprobs import prompt_logprobs
+from quire.sampling.sampler import Sampled
+from quire.worker.rows import Rows
+
+
+class StepFeature(Protocol):
+    """What a feature does around a forward pass."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """The rows are up to date; nothing is computed yet."""
+
+    def end(self, plan: StepPlan, hidden: Tensor, sampled: Sampled) -> None:
+        """`hidden` has a row per token of the plan; the rows still stand where the plan began."""
+
+
+class PromptLogprobs:
+    """How likely each prompt token was, for the requests that ask."""
+
+    def __init__(
+        self,
+        head: Callable[[Tensor], Tensor],
+        all_rows: Rows,
+        logprobs_mode: str,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
+        self.head = head
+        self.adapters = adapters
+        self.all_rows = all_rows
+        self.mode = logprobs_mode
+        self._wanted: dict[int, int] = {}
+        """How many of the best at each position, by row."""
+        self._slot = -1
+        """Of the row at hand."""
+
+    def begin(self, plan: StepPlan) -> None:
+        for row in plan.released:
+            self._wanted.pop(row, None)
+        for new in plan.admitted:
+            self._wanted.pop(new.row, None)
+            if new.params.prompt_logprobs is not None:
+                self._wanted[new.row] = new.params.prompt_logprobs
+
+    def end(self, plan: StepPlan, hidden: Tensor, sampled: Sampled) -> None:
+        if not self._wanted:
+            return
+        all_rows, starts = self.all_rows, np.cumsum(plan.num_tokens) - plan.num_tokens
+        for place, row in enumerate(plan.rows.tolist()):
+            computed = int(all_rows.num_computed[row])
+            count = min(int(plan.num_tokens[place]), int(all_rows.prompt_len[row]) - 1 - computed)
+            if row in self._wanted and count > 0:
+                self._slot = int(all_rows.adapter[row])
+                states = hidden[starts[place] : starts[place] + count]
+                next_ids = torch.from_numpy(
+                    all_rows.tokens[row, computed + 1 : computed + 1 + count].astype(np.int64)
+                )
+                sampled.prompt_logprobs[row] = prompt_logprobs(
+                    self._wide_head, states, next_ids.to(hidden.device), self._wanted[row], self.mode
+                )
+
+    def _wide_head(self, states: Tensor) -> Tensor:
+        if self.adapters is not None:
+            slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
+            is_wide = bool(self.adapters.has_own[self._slot])
+            self.adapters.use(logit_tokens=slots if self._slot >= 0 else None, is_wide=is_wide)
+        return self.head(states).float()

@@ -1,0 +1,268 @@
+"""Sheet: the arrays of one step in one piece of memory, so that a single copy takes them to the device."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.data.plan import Ints, StepPlan, spread
+from quire.sampling.random import SamplingTensors
+from quire.sampling.rows import SamplingRows
+from quire.worker.rows import Rows, Wide
+
+_ALIGN = 64
+"""Bytes: kernels are compiled for aligned pointers, and every step must look the same to them."""
+
+Arrays = dict[str, NDArray[Any]]
+_NO_PLACES: Wide = np.empty(0, np.int64)
+_NO_IDS: Ints = np.empty(0, np.int32)
+
+
+class BufferSizes(NamedTuple):
+    """How long the arrays of a sheet are."""
+
+    tokens: int
+    seqs: int
+    samples: int
+    blocks: int
+    """How many entries of the block tables change."""
+    groups: int = 1
+    """Of layers, each with slots of its own."""
+    adapters: bool = False
+    """Whether some token has an adapter."""
+    drafts: bool = False
+    """Whether the device derives the inputs of decodes."""
+    query_len: int = 0
+    """Places of each sequence, where all are decodes that the device derives; 0: as many as it has tokens."""
+    axes: int = 0
+    """Positions of each token by which heads turn; 0: its place says all."""
+
+
+def slots_of(group: int) -> str:
+    """The name of a group's slots."""
+    return f"slots{group}" if group else "slots"
+
+
+def _layout(sizes: BufferSizes) -> list[tuple[str, type, int]]:
+    tokens, seqs, samples, blocks, groups, adapters, drafts, _, axes = sizes
+    return [
+        *((name, np.int64, tokens) for name in ("token_ids", "sources", "positions")),
+        *((slots_of(group), np.int64, tokens) for group in range(groups)),
+        *((("turns", np.int64, axes * tokens),) if axes else ()),
+        *((name, np.int64, samples) for name in ("logit_tokens", "logit_rows", "seeds", "sample_at")),
+        ("block_places", np.int64, blocks),
+        ("top_k", np.int32, samples),
+        *((name, np.float32, samples) for name in ("temperature", "top_p", "min_p")),
+        ("block_ids", np.int32, blocks),
+        ("query_starts", np.int32, seqs + 1),
+        *((name, np.int32, seqs) for name in ("seq_lens", "rows")),
+        *((("adapters", np.int32, tokens), ("logit_adapters", np.int32, samples)) if adapters else ()),
+        *((name, np.int32, seqs) for name in ("planned", "draw_starts") if drafts),
+    ]
+
+
+def _places(sizes: BufferSizes) -> tuple[dict[str, tuple[int, type, int]], int]:
+    """Offset, type and length of each array, and the size of all."""
+    at, places = 0, {}
+    for name, kind, length in _layout(sizes):
+        places[name] = (at, kind, length)
+        at += -(-length * np.dtype(kind).itemsize // _ALIGN) * _ALIGN
+    return places, max(at, _ALIGN)
+
+
+def bytes_of(sizes: BufferSizes) -> int:
+    return _places(sizes)[1]
+
+
+def host_arrays(memory: Tensor, sizes: BufferSizes) -> Arrays:
+    """The arrays as views of `memory`, bytes on the host."""
+    raw = memory.numpy()
+    return {
+        name: raw[at : at + length * np.dtype(kind).itemsize].view(kind)
+        for name, (at, kind, length) in _places(sizes)[0].items()
+    }
+
+
+def tensors(memory: Tensor, sizes: BufferSizes) -> dict[str, Tensor]:
+    """The same as tensors on the device of `memory`."""
+    types: dict[type, torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
+    return {
+        name: memory[at : at + length * np.dtype(kind).itemsize].view(types[kind])
+        for name, (at, kind, length) in _places(sizes)[0].items()
+    }
+
+
+def sizes_of(
+    plan: StepPlan,
+    num_block_changes: int,
+    num_groups: int,
+    *,
+    adapters: bool = False,
+    drafts: bool = False,
+    axes: int = 0,
+) -> BufferSizes:
+    sizes = plan.total_tokens, len(plan.rows), len(plan.logit_rows)
+    return BufferSizes(*sizes, num_block_changes, num_groups, adapters, drafts, axes=axes)
+
+
+class StepBuffers:
+    """The arrays of a step in `memory`, bytes on the host; step after step may be written to it.
+
+    The same sequences decode in many steps: then only what each of them changes is written again.
+    """
+
+    def __init__(self, memory: Tensor, sizes: BufferSizes) -> None:
+        self.memory = memory
+        self.sizes = sizes
+        self.arrays = host_arrays(memory, sizes)
+        self._rows = b""
+        self._query_len = self._version = 0
+
+    def holds(self, plan: StepPlan, all_rows: Rows) -> bool:
+        """Whether it was last written for a decode of the same rows, with the same requests."""
+        alike = plan.query_len == self._query_len > 0 or (self.sizes.query_len > 0 and len(plan.rows) > 0)
+        return alike and self._version == all_rows.version and _bytes_of(plan) == self._rows
+
+    def write(self, plan: StepPlan, all_rows: Rows, places: Wide = _NO_PLACES, ids: Ints = _NO_IDS) -> None:
+        """One step. What the arrays have beyond its size stays as it is (see `blank`).
+
+        `places` and `ids` are the changes of the block tables, flat.
+        """
+        if not self.holds(plan, all_rows):
+            _fill_rows(self.arrays, plan, all_rows, self.sizes.query_len)
+            self._rows, self._query_len, self._version = _bytes_of(plan), plan.query_len, all_rows.version
+        if not self.sizes.query_len:
+            _fill(self.arrays, plan, all_rows)
+        self.arrays["block_places"][: len(places)] = places
+        self.arrays["block_ids"][: len(ids)] = ids
+
+
+def _bytes_of(plan: StepPlan) -> bytes:
+    return plan.rows.tobytes() + plan.num_drafts.tobytes()
+
+
+def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows, query_len: int) -> None:
+    """What stays as long as the same rows compute as many tokens, for the same requests."""
+    rows, sampling, state = plan.rows, plan.logit_rows, all_rows.sampling
+    num_seqs, count = len(rows), len(sampling)
+    starts = into["query_starts"]
+    if not query_len:
+        starts[0] = 0
+        np.cumsum(plan.num_tokens, out=starts[1 : num_seqs + 1])
+    into["rows"][:num_seqs] = rows
+    ends = (starts[:num_seqs] + plan.num_tokens)[plan.samples]
+    if len(plan.num_drafts):
+        num_draws = 1 + plan.num_drafts[plan.samples]
+        into["logit_tokens"][:count] = spread(ends - num_draws, num_draws)
+    else:
+        into["logit_tokens"][:count] = ends - 1
+    into["logit_rows"][:count] = sampling
+    into["seeds"][:count] = state.seed[sampling].view(np.int64)
+    into["temperature"][:count] = state.sample_temperature[sampling]
+    for name in ("top_k", "top_p", "min_p"):
+        into[name][:count] = getattr(state, name)[sampling]
+    if "adapters" in into:
+        each = np.repeat(all_rows.adapter[rows], query_len or plan.num_tokens)
+        into["adapters"][: len(each)] = each
+        into["logit_adapters"][:count] = all_rows.adapter[sampling]
+    if "planned" in into:
+        _fill_drafts(into, plan)
+
+
+def _fill_drafts(into: Arrays, plan: StepPlan) -> None:
+    num_seqs = len(plan.rows)
+    num_drafts = plan.num_drafts if len(plan.num_drafts) else np.zeros(num_seqs, np.int32)
+    num_draws = np.where(plan.samples, 1 + num_drafts, 0)
+    into["planned"][:num_seqs] = np.where(num_draws == plan.num_tokens, num_drafts, -1)
+    into["draw_starts"][:num_seqs] = np.where(plan.samples, np.cumsum(num_draws) - num_draws, -1)
+
+
+def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
+    """What every step changes."""
+    rows, lens = plan.rows.astype(np.intp), plan.num_tokens
+    num_seqs, num_tokens, computed = len(rows), plan.total_tokens, all_rows.num_computed[rows]
+    row_of_token, positions = rows, computed.astype(np.intp)
+    if num_tokens > num_seqs:
+        row_of_token = np.repeat(rows, lens)
+        positions = np.arange(num_tokens) + np.repeat(computed - into["query_starts"][:num_seqs], lens)
+    blocks, offsets = np.divmod(positions, all_rows.block_size)
+    into["positions"][:num_tokens] = positions
+    if all_rows.turns is not None and "turns" in into:
+        turns = into["turns"].reshape(-1, len(into["positions"]))
+        all_rows.turns.fill(turns, plan, row_of_token, positions)
+    for group, tables in enumerate(all_rows.tables):
+        slots = into[slots_of(group)][:num_tokens]
+        np.multiply(tables[row_of_token, blocks], all_rows.block_size, out=slots, dtype=np.int64)
+        slots += offsets
+    into["token_ids"][:num_tokens] = all_rows.tokens[row_of_token, positions]
+    unknown = positions >= all_rows.num_known[row_of_token]
+    into["sources"][:num_tokens] = np.where(unknown, row_of_token, -1)
+    np.add(computed, lens, out=into["seq_lens"][:num_seqs])
+    places = all_rows.num_tokens[plan.sampling_rows.astype(np.intp)]
+    into["sample_at"][: len(plan.logit_rows)] = (
+        spread(places, 1 + plan.num_drafts[plan.samples]) if len(plan.num_drafts) else places
+    )
+
+
+def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int = 1) -> None:
+    """Padding from sequence `first` of a decode step on: it reads nothing and writes where nobody looks.
+    Sequences of several places read the first block: each place has something to see."""
+    for name, array in into.items():
+        if (nothing := _NOTHING.get(name.rstrip("0123456789"))) is not None:
+            array[first:] = nothing
+    into["rows"][first:] = into["logit_rows"][first:] = pad_row
+    into["block_places"][:] = pad_place
+    into["block_ids"][:] = 0
+    into["query_starts"][:] = np.arange(len(into["query_starts"]), dtype=np.int32) * query_len
+    if query_len > 1:
+        into["seq_lens"][first:] = query_len
+    into["logit_tokens"][:] = np.arange(len(into["logit_tokens"]))
+
+
+def pad(into: Arrays, num_seqs: int) -> None:
+    """Of a step of so many sequences, written over what was blank: the last sequence has all further tokens,
+    those between have none."""
+    starts = into["query_starts"]
+    starts[num_seqs + 1 :] = starts[num_seqs]
+    starts[-1] = len(into["token_ids"])
+
+
+_NOTHING: dict[str, float] = {
+    "token_ids": 0,
+    "sources": -1,
+    "positions": 0,
+    "turns": 0,
+    "slots": -1,
+    "seq_lens": 0,
+    "adapters": -1,
+    "logit_adapters": -1,
+    "seeds": 0,
+    "sample_at": 0,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "planned": -1,
+    "draw_starts": -1,
+}
+
+
+def asked_of(sheet: dict[str, Tensor]) -> SamplingTensors:
+    return SamplingTensors(
+        **{name: sheet[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")},
+        positions=sheet["sample_at"],
+    )
+
+
+def asked_by(state: SamplingRows, rows: NDArray[np.intp]) -> SamplingTensors:
+    """What rows ask for, one sample each, at no position yet."""
+    return SamplingTensors(
+        temperature=torch.from_numpy(state.sample_temperature[rows]),
+        top_k=torch.from_numpy(state.top_k[rows].astype(np.int32)),
+        top_p=torch.from_numpy(state.top_p[rows].astype(np.float32)),
+        min_p=torch.from_numpy(state.min_p[rows].astype(np.float32)),
+        seeds=torch.from_numpy(state.seed[rows].view(np.int64)),
+        positions=torch.zeros(len(rows), dtype=torch.int64),
+    )

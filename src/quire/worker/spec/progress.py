@@ -1,0 +1,201 @@
+"""Seen: which tokens a draft has computed that is a model of its own; it does so when drafts are wanted."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.checkpoint.layout import CacheLayout
+from quire.data.plan import Ints, StepPlan, spread
+from quire.kernels.host_to_device import sent
+from quire.worker.rows import Rows
+
+_STEPS_AHEAD = 4
+"""Steps whose drafts the host may not know the fate of, at most."""
+_ALIGN = 16
+
+
+class Span(NamedTuple):
+    """Tokens of a row."""
+
+    row: int
+    start: int
+    end: int
+
+
+class DraftProgress:
+    """By row how many tokens the draft has computed, at least, and by block whether all of it: who finds a
+    block in the prefix cache finds there what the draft has made of it, or nothing."""
+
+    def __init__(self, all_rows: Rows, groups: Sequence[int], *, lags: bool, ahead: int) -> None:
+        """`groups` of layers are those that the draft has some in. If it may not lag behind, since their
+        blocks may be gone by then, it sees each step. On a device that is ahead of the host rows have up to
+        so many tokens more than are known; 0: none."""
+        self.lags = lags
+        self._ahead = ahead
+        self._all_rows = all_rows
+        self.groups = list(groups)
+        self._num: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
+        self._least: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
+        self._most: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
+        """Tokens of each row, by what was planned."""
+        self._is_close = np.zeros(len(all_rows.num_tokens), np.bool_)
+        """Whether it has computed all tokens but the last two."""
+        self._blocks = np.zeros(1, np.bool_)
+
+    def forget(self) -> None:
+        """The cache is another."""
+        self._num[:], self._is_close[:], self._blocks[:] = 0, False, False
+
+    def begin(self, plan: StepPlan) -> None:
+        """Rows have new requests, and new blocks."""
+        for new in plan.admitted:
+            ids = np.array(new.block_ids, np.int32)[self.groups]
+            cached = new.num_computed // self._all_rows.block_size
+            self._renew(ids[:, cached:])
+            whole = (self._flags(ids[:, :cached]) | (ids[:, :cached] == 0)).all(axis=0)
+            num_whole = cached if whole.all() else int(whole.argmin())
+            self._num[new.row] = num_whole * self._all_rows.block_size
+            self._is_close[new.row] = False
+            self._least[new.row] = self._most[new.row] = len(new.token_ids)
+        if len(plan.block_rows):
+            self._renew(plan.block_ids[self.groups])
+
+    def _flags(self, ids: Ints) -> NDArray[np.bool_]:
+        most = int(ids.max(initial=0))
+        if most >= len(self._blocks):
+            self._blocks = np.append(self._blocks, np.zeros(most + 1, np.bool_))
+        found: NDArray[np.bool_] = self._blocks[ids]
+        return found
+
+    def _renew(self, ids: Ints) -> None:
+        self._flags(ids)
+        self._blocks[ids] = False
+
+    def _lengths(self, rows: NDArray[np.intp]) -> tuple[Ints, Ints]:
+        """How many tokens these rows have at least, and at most. Where they are not known, results come to
+        devices that work together at different times: so they are bounded by plans alone, which give blocks
+        to a row as soon as it may need them."""
+        all_rows = self._all_rows
+        if not self._ahead:
+            return all_rows.num_tokens[rows], all_rows.num_tokens[rows]
+        room = all_rows.num_slots(rows).astype(np.int32)
+        least = np.maximum(self._least[rows], room - all_rows.block_size - self._ahead)
+        return least, np.minimum(self._most[rows], room)
+
+    def missed(self, plan: StepPlan, limit: int) -> tuple[list[Span], NDArray[np.bool_]]:
+        """What the draft has to compute before it proposes something: of rows with drafts, or where it may
+        not lag of all, all but the last two tokens, of prompts what they compute now. Beyond `limit` tokens
+        it waits for the next step: which of the plan's rows are late then."""
+        rows, all_rows = plan.rows.astype(np.intp), self._all_rows
+        decodes = is_decode(plan)
+        least, most = self._lengths(rows)
+        ends = most - 2
+        if not self.lags:
+            ends = np.where(decodes, ends, all_rows.num_computed[rows] + plan.num_tokens)
+        behind = ends > self._num[rows]
+        behind &= ~(decodes & self._is_close[rows])
+        if self.lags:
+            behind &= (plan.num_drafts > 0) if len(plan.num_drafts) else False
+        counts = np.where(behind, ends - self._num[rows], 0)
+        taken = np.clip(limit - (np.cumsum(counts) - counts), 0, counts)
+        late: NDArray[np.bool_] = taken < counts
+        starts = self._num[rows].copy()
+        self._reach(rows[late], np.minimum(starts + taken, np.maximum(least, starts))[late])
+        spans = [
+            Span(int(rows[at]), int(starts[at]), int(starts[at] + taken[at])) for at in np.flatnonzero(taken)
+        ]
+        return spans, late
+
+    def skip(self, plan: StepPlan) -> None:
+        """It has nothing to do with a step."""
+        self._is_close[plan.rows] = False
+        self._advance(plan)
+
+    def note(self, plan: StepPlan, decodes: NDArray[np.bool_], late: NDArray[np.bool_]) -> None:
+        """It has computed what it missed but of those that are late, and the last two tokens of these
+        decodes."""
+        rows, all_rows = plan.rows.astype(np.intp), self._all_rows
+        if self.lags:
+            done = decodes & (self._is_close[rows] | (plan.num_drafts > 0))
+        else:
+            done = decodes | ~is_decode(plan)
+        done &= ~late
+        self._is_close[rows] = done
+        chunks = all_rows.num_computed[rows] + plan.num_tokens
+        self._reach(rows[done], np.where(decodes, self._lengths(rows)[0], chunks)[done])
+        self._advance(plan)
+
+    def _advance(self, plan: StepPlan) -> None:
+        rows = plan.sampling_rows.astype(np.intp)
+        self._least[rows] += 1
+        self._most[rows] += 1 + (plan.num_drafts[plan.samples] if len(plan.num_drafts) else 0)
+
+    def _reach(self, rows: NDArray[np.intp], num_tokens: NDArray[Any]) -> None:
+        size = self._all_rows.block_size
+        first, last = self._num[rows] // size, num_tokens // size
+        self._num[rows] = num_tokens
+        for at in np.flatnonzero(last > first).tolist():
+            ids = self._all_rows.block_tables[self.groups, rows[at], first[at] : last[at]]
+            self._flags(ids)
+            self._blocks[ids] = True
+
+
+def open_seen(all_rows: Rows, cache: CacheLayout, first: int, *, ahead: bool) -> DraftProgress:
+    """Of a draft whose layers are numbered from `first` on."""
+    groups = [at for at, group in enumerate(cache.groups) if max(group.layers, default=-1) >= first]
+    most = _STEPS_AHEAD * all_rows.drafts.shape[1] if ahead else 0
+    return DraftProgress(
+        all_rows, groups, lags=all(cache.groups[at].window is None for at in groups), ahead=most
+    )
+
+
+def is_decode(plan: StepPlan) -> NDArray[np.bool_]:
+    """Of each row."""
+    num_drafts = plan.num_drafts if len(plan.num_drafts) else 0
+    found: NDArray[np.bool_] = plan.samples & (plan.num_tokens == 1 + num_drafts)
+    return found
+
+
+def batch_of_spans(
+    spans: list[Span], all_rows: Rows, groups: Sequence[int], history: Tensor, tables: Tensor
+) -> Batch:
+    """These tokens. `history` [rows, length] and `tables` [groups, rows, blocks] are where they are computed;
+    other groups than these are not written to."""
+    rows, starts, ends = np.array(spans, np.int32).T
+    lens, size = ends - starts, all_rows.block_size
+    positions, row_of = spread(starts, lens), np.repeat(rows, lens)
+    count, num_tokens = len(rows), len(positions)
+    wide = np.full((2 + len(tables), aligned(num_tokens)), -1, np.int64)
+    wide[0, :num_tokens], wide[1, :num_tokens] = positions, row_of
+    for group in groups:
+        blocks = all_rows.block_tables[group, row_of, positions // size].astype(np.int64)
+        wide[2 + group, :num_tokens] = np.where(blocks > 0, blocks * size + positions % size, -1)
+    narrow = np.zeros((3, aligned(count + 1)), np.int32)
+    narrow[0, :count], narrow[1, :count], narrow[2, 1 : count + 1] = ends, rows, np.cumsum(lens)
+    places, row_ids, *slots = sent(wide, tables.device)[:, :num_tokens]
+    seq_lens, seqs, query_starts = sent(narrow, tables.device)
+    made = Batch(
+        token_ids=history[row_ids, places].long(),
+        positions=places,
+        slots=slots[0],
+        query_starts=query_starts[: count + 1],
+        seq_lens=seq_lens[:count],
+        rows=seqs[:count],
+        block_tables=tables[0],
+        logit_tokens=places,
+        query_lens_host=lens,
+        seq_lens_host=ends,
+    )
+    others = zip(slots[1:], tables[1:], strict=True)
+    made.others = tuple(replace(made, slots=each, block_tables=table) for each, table in others)
+    return made
+
+
+def aligned(length: int) -> int:
+    """So many numbers, or as many more as kernels want: they are compiled for aligned pointers."""
+    return -(-length // _ALIGN) * _ALIGN

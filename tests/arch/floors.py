@@ -1,0 +1,42 @@
+"""The floors of src/quire: a file imports only from folders on lower floors."""
+
+FLOORS = [
+    ["errors", "version"],
+    ["logs", "registry"],
+    ["checkpoint", "remote"],
+    ["config"],
+    ["data", "memory", "parallel"],
+    ["system", "text", "metrics", "sched", "kernels"],
+    ["configure", "multimodal", "attention", "quant", "sampling"],
+    ["frontend", "layers"],
+    ["server", "models"],
+    ["loader"],
+    ["worker"],
+    ["executor"],
+    ["core"],
+    ["entrypoints"],
+    ["bench", "batch", "terminal", "quantize", "vllm"],
+    ["plan"],
+    ["cli"],
+    ["__main__", "__init__"],
+]
+TORCH_FREE = [
+    "checkpoint",
+    "config",
+    "configure",
+    "core",
+    "data",
+    "entrypoints",
+    "executor",
+    "frontend",
+    "memory",
+    "metrics",
+    "multimodal",
+    "plan",
+    "cli",
+    "remote",
+    "sched",
+    "system",
+    "text",
+]
+"""Folders and files that can be imported without torch."""

@@ -1,0 +1,92 @@
+"""One language: retired words do not come back, class names are unique, and fragments become fewer."""
+
+import ast
+from collections import Counter, defaultdict
+from functools import cache
+from pathlib import Path
+
+from floors import FLOORS
+from words import findings
+
+ROOT = Path(__file__).parents[2] / "src" / "quire"
+FILES = sorted(ROOT.rglob("*.py"))
+
+_RETIRED = """
+    Beside Blanks Courier Crew Desk Draws EntryGate Fronts Given Kitchen Landed Landing Larder
+    Pantry Picked Point Roster SpreadEngine Stowed Talker Trial Turns Undrawn confine confined
+    courier crew desk in_passing kept_as kitchen larder leans pantry picked roster
+"""
+RETIRED = frozenset(_RETIRED.split())
+"""Identifiers of the old vocabulary (docs/structure.md has the words that replaced them)."""
+SHARED = frozenset({"Attention", "Layer", "MLP"})
+"""Class names that every model file may use for its own parts."""
+
+MAX_FRAGMENTS = 2557
+MAX_PERSONS = 582
+MAX_VAGUE = 1447
+"""These may only fall: lower them when a change removes some."""
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def counts() -> Counter[str]:
+    return Counter(kind for path in FILES for kind, _, _ in findings(path))
+
+
+def test_retired_words_stay_away() -> None:
+    returned = []
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            names = [getattr(node, field, None) for field in ("id", "name", "arg", "attr", "asname")]
+            returned += [f"{path}:{node.lineno}: {name}" for name in names if name in RETIRED]
+        returned += [str(path)] if path.stem in RETIRED else []
+    assert not returned, "\n".join(returned)
+
+
+def test_a_class_name_exists_once() -> None:
+    places = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    twice = {name: where for name, where in places.items() if len(where) > 1 and name not in SHARED}
+    assert not twice, twice
+
+
+def test_every_floor_exists() -> None:
+    missing = [name for names in FLOORS for name in names if not any(ROOT.glob(f"{name}*"))]
+    assert not missing
+
+
+def test_fragments_become_fewer() -> None:
+    assert counts()["fragment"] <= MAX_FRAGMENTS, "a docstring is a complete sentence"
+
+
+def test_data_are_not_persons() -> None:
+    assert counts()["person"] <= MAX_PERSONS, "who, nobody, somebody: data are things"
+
+
+def test_names_say_what_they_hold() -> None:
+    assert counts()["vague"] <= MAX_VAGUE, "given, found, own, each: a name says what it holds"
+
+
+def test_the_counter_sees_what_it_counts(tmp_path: Path) -> None:
+    source = '''"""Module."""
+
+
+def made(given: int) -> int:
+    """Of a mask."""
+    found = given  # nobody reads it
+    return found
+
+
+def whole() -> int:
+    """Return the size."""
+'''
+    (tmp_path / "file.py").write_text(source)
+    kinds = Counter(kind for kind, _, _ in findings(tmp_path / "file.py"))
+    assert kinds == {"fragment": 1, "person": 1, "vague": 2}

@@ -1,0 +1,86 @@
+"""Which numbers of devices can divide a model, and what each has of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.checkpoint.facts import ArchFacts, LayerFacts, MlaFacts, MoeFacts, Routing, StateFacts
+from quire.checkpoint.layout import cache_specs
+from quire.checkpoint.tensor_parallel import check_shares, of_one
+from quire.errors import ConfigError
+from quire.memory import activation_bytes
+
+PLAIN = LayerFacts(rope=None)
+FACTS = ArchFacts(
+    architecture="LlamaForCausalLM",
+    vocab=1001,
+    hidden=64,
+    intermediate=96,
+    heads=32,
+    kv_heads=8,
+    head_dim=4,
+    norm_eps=1e-5,
+    layers=(PLAIN, PLAIN),
+)
+MOE = replace(
+    FACTS,
+    intermediate=50,  # nobody's: all layers are mixtures
+    layers=(replace(PLAIN, moe=True),),
+    moe=MoeFacts(experts=4, intermediate=24, routing=Routing(2), shared_intermediate=32),
+)
+STATE = replace(
+    FACTS,
+    layers=(replace(PLAIN, mixer="mamba"), PLAIN),
+    state=StateFacts(heads=24, head_dim=4, state=8, groups=2, conv=4, norm_groups=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "size", "message"),
+    [
+        (FACTS, 3, "tensor_parallel_size=3 does not divide 32 attention heads; use 1, 2, 4, 8, 16 or 32"),
+        (replace(FACTS, kv_heads=6, heads=12), 4, "6 key and value heads; use 1, 2, 3, 6 or 12"),
+        (
+            replace(FACTS, layers=(PLAIN, replace(PLAIN, heads=24))),
+            16,
+            "24 attention heads; use 1, 2, 4 or 8",
+        ),
+        (replace(FACTS, intermediate=90), 4, "90 numbers of the intermediate size; use 1 or 2"),
+        (MOE, 16, "24 numbers of the experts' intermediate size; use 1, 2, 4 or 8"),
+        (replace(MOE, moe=replace(MOE.moe, shared_intermediate=3)), 2, "3 numbers of the shared experts'"),  # type: ignore[type-var]
+        (STATE, 16, "24 state heads; use 1, 2, 4 or 8"),
+    ],
+)
+def test_a_number_that_does_not_divide_names_those_that_do(facts: ArchFacts, size: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_shares(facts, size)
+    assert message in str(error.value)
+
+
+def test_what_divides_is_taken() -> None:
+    for facts in (FACTS, MOE, STATE):
+        for size in (1, 2, 4, 8):
+            check_shares(facts, size)
+    check_shares(FACTS, 16)  # key and value heads are had twice
+    check_shares(MOE, 16, with_experts=False)
+    latent = replace(FACTS, kv_heads=3, layers=(replace(PLAIN, mixer="latent"),), mla=MlaFacts(16, 4, 4, 4))
+    check_shares(latent, 4)
+
+
+def test_one_device_has_its_share() -> None:
+    assert of_one(FACTS, 1) is FACTS
+    own = of_one(FACTS, 4)
+    assert (own.heads, own.kv_heads, own.intermediate, own.vocab) == (8, 2, 24, 1001)
+    assert [spec.numbers for spec in cache_specs(own) if spec] == [8, 8]
+    assert [spec.numbers for spec in cache_specs(of_one(FACTS, 32)) if spec] == [4, 4]
+    state = of_one(STATE, 4).state
+    assert state is not None and (state.heads, state.groups) == (6, 1)
+    moe = of_one(MOE, 4).moe
+    assert moe is not None and (moe.intermediate, moe.shared_intermediate) == (6, 8)
+    spread = of_one(MOE, 4, with_experts=False).moe
+    assert spread is not None and (spread.intermediate, spread.shared_intermediate) == (24, 8)
+    wider = replace(FACTS, layers=(PLAIN, replace(PLAIN, heads=48)))
+    assert [layer.heads for layer in of_one(wider, 4).layers] == [0, 12]
+    sizes = {"num_tokens": 512, "num_seqs": 1}
+    assert activation_bytes(wider, "float32", **sizes) > activation_bytes(FACTS, "float32", **sizes)
+    assert activation_bytes(own, "float32", **sizes) < activation_bytes(FACTS, "float32", **sizes)

@@ -1,0 +1,101 @@
+"""What the facts of a model say of its size, against the models themselves."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle import make_tiny
+from zoo import STORED, ZOO
+
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.families import FAMILIES
+from quire.checkpoint.model import read_checkpoint
+from quire.checkpoint.reader import ConfigReader
+from quire.checkpoint.weights import count
+from quire.errors import ConfigError
+
+
+@pytest.mark.parametrize("architecture", ZOO)
+def test_the_facts_of_a_model_tell_how_many_numbers_it_has(architecture: str, tmp_path: Path) -> None:
+    """A gate, a tied head, a shared expert or a kind of mixer that is not counted."""
+    path, model = make_tiny(architecture, tmp_path, **STORED.get(architecture, {}))
+    facts = read_checkpoint(path).facts
+    unused = re.compile(facts.unused or "$^")
+    numbers = sum(numbers.numel() for name, numbers in model.named_parameters() if not unused.search(name))
+    assert count(facts).total == pytest.approx(numbers, rel=0.03)
+
+
+FLASH: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 11264,
+    "num_hidden_layers": 45,
+    "num_nextn_predict_layers": 3,
+    "num_attention_heads": 64,
+    "num_attention_groups": 8,
+    "head_dim": 128,
+    "vocab_size": 128896,
+    "max_position_embeddings": 262144,
+    "sliding_window": 512,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 12,
+    "attention_other_setting": {
+        "attention_type": "sliding_attention",
+        "num_attention_heads": 96,
+        "num_attention_groups": 8,
+        "head_dim": 128,
+    },
+    "rope_theta": [5000000.0, *[10000.0] * 3] * 12,
+    "partial_rotary_factors": [0.5, *[1.0] * 3] * 12,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "original_max_position_embeddings": 131072,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+    },
+    "yarn_only_types": ["full_attention"],
+    "moe_layers_enum": ",".join(map(str, range(3, 45))),
+    "moe_num_experts": 288,
+    "moe_top_k": 8,
+    "moe_intermediate_size": 1280,
+    "share_expert_dim": 1280,
+    "moe_router_scaling_factor": 3.0,
+    "swiglu_limits": [*[0.0] * 43, 7.0, 7.0, *[0.0] * 3],
+    "swiglu_limits_shared": [*[0.0] * 44, 16.0, *[0.0] * 3],
+}
+"""Step-3.5-Flash, of which lists have three entries more than there are layers."""
+
+
+def step(**changes: Any) -> ArchFacts:
+    return FAMILIES["Step3p5ForCausalLM"].read(ConfigReader("config.json", FLASH | changes))
+
+
+def test_step_has_the_numbers_that_its_makers_state() -> None:
+    """196 billion, of which a token meets 11; what each kind of layer has of its own."""
+    facts = step()
+    assert count(facts).total == pytest.approx(196e9, rel=0.01)
+    assert count(facts).active == pytest.approx(11e9, rel=0.05)
+    full, sliding, last = facts.layers[0], facts.layers[1], facts.layers[44]
+    assert full.rope is not None and sliding.rope is not None
+    assert (full.heads, full.window, full.rope.dim, full.rope.kind) == (0, None, 64, "llama3")
+    assert (sliding.heads, sliding.window, sliding.rope.dim, sliding.rope.kind) == (96, 512, 128, "default")
+    assert (full.rope.theta, sliding.rope.theta, facts.max_len) == (5e6, 1e4, 262144)
+    assert (last.activation, last.expert_activation) == ("silu<16.0", "silu<7.0")
+    assert [layer.moe for layer in facts.layers] == [False] * 3 + [True] * 42
+    assert facts.moe is not None and facts.moe.routing.scale == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_other_setting": {"num_attention_groups": 4}}, "num_attention_groups is 4, expected 8"),
+        ({"attention_other_setting": {"num_attention_heads": 90}}, "90 attention heads cannot share 8"),
+        ({"layer_types": ["full_attention"]}, "expected 45 entries"),
+        ({"moe_layers_enum": "3,x"}, "expected numbers of layers"),
+        ({"swiglu_limits": [-1.0] * 45}, "expected a bound for each layer"),
+        ({"use_head_wise_attn_gate": False}, "expected True"),
+    ],
+)
+def test_what_step_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        step(**changes)

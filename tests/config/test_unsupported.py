@@ -1,0 +1,67 @@
+"""The one refusal of what is not built."""
+
+from typing import Any
+
+import pytest
+
+from quire.config.unsupported import UNBUILT, Place, is_switch, refuse
+from quire.errors import ConfigError, RequestError
+
+
+@pytest.mark.parametrize("place", UNBUILT)
+def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
+    for name, off in UNBUILT[place].items():
+        for value in (None, *off):
+            refuse(place, name, value)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "kind", "words"),
+    [
+        (
+            "engine argument",
+            "kv_offloading_size",
+            2,
+            ConfigError,
+            "kv_offloading_size=2 is not supported yet; leave it",
+        ),
+        (
+            "engine argument",
+            "cpu_offload_gb",
+            4,
+            ConfigError,
+            "; for weights in less memory use quantization=",
+        ),
+        ("server flag", "tool_server", "a", ConfigError, "tool_server='a' is not supported yet; leave it"),
+        (
+            "body field",
+            "ec_transfer_params",
+            {"a": 1},
+            RequestError,
+            "`ec_transfer_params` is not supported yet; leave it out",
+        ),
+        (
+            "sampling field",
+            "trace_decode_token_ids",
+            [3],
+            RequestError,
+            "`trace_decode_token_ids` is not supported",
+        ),
+        ("call argument", "structured_outputs", 1, RequestError, "`structured_outputs` is not supported yet"),
+    ],
+)
+def test_each_place_refuses_in_the_same_words(
+    place: Place, name: str, value: Any, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind) as refused:
+        refuse(place, name, value)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    if isinstance(refused.value, RequestError):
+        assert refused.value.param == name
+
+
+def test_a_number_is_no_switch() -> None:
+    """Catches `(0,) == (False,)`."""
+    assert is_switch("engine argument", "return_sampling_mask") and is_switch("server flag", "grpc")
+    for name in ("cpu_offload_gb", "kv_offloading_size", "offload_group_size"):
+        assert not is_switch("engine argument", name)

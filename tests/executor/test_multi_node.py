@@ -1,0 +1,194 @@
+"""Ranks on several machines: who may join, what each is told, and an engine over two loopback addresses."""
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle import make_tiny
+
+from quire import LLM, SamplingParams
+from quire.config.engine import EngineConfig
+from quire.configure import configure
+from quire.errors import ConfigError, EngineDead
+from quire.executor.multi_node import NodeAgent, NodesCrew
+
+PATIENCE_S = 150.0
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "block_size": 4,
+    "num_gpu_blocks_override": 80,
+    "use_tqdm_on_load": False,
+    "nnodes": 2,
+    "tensor_parallel_size": 2,
+    "master_addr": "127.0.0.2",
+}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.2", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("nodes"))[0]
+
+
+@pytest.fixture
+def config(tiny: Path) -> EngineConfig:
+    return configure({"model": str(tiny), "master_port": free_port()} | SETTINGS)
+
+
+def changed(config: EngineConfig, **parallel: Any) -> EngineConfig:
+    return replace(config, parallel=replace(config.parallel, **parallel))
+
+
+def ends_of(config: EngineConfig, *others: EngineConfig, timeout_s: float = PATIENCE_S) -> list[str]:
+    """What the first machine, and then each of the others, says in the end; none of them starts a rank."""
+    said: dict[int, str] = {}
+
+    def join(number: int) -> None:
+        agent = NodeAgent(others[number])
+        try:
+            end = agent._serve(agent._connect())
+            said[number] = "gone" if end is None else end.problem
+        except ConfigError as error:
+            said[number] = str(error)
+
+    threads = [threading.Thread(target=join, args=(number,), daemon=True) for number in range(len(others))]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(ConfigError) as problem:
+        NodesCrew(config, timeout_s)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return [str(problem.value), *(said[number] for number in range(len(others)))]
+
+
+def test_another_version_or_size_is_named_to_the_machine_that_has_it(config: EngineConfig) -> None:
+    """The first machine goes on to wait for the right one, and says at last what came in its place."""
+    other = replace(config, model=replace(config.model, max_model_len=64))
+    head, node = ends_of(config, changed(other, node_rank=1), timeout_s=1.0)
+    assert re.search(r"^node 1 \(.*\) was started with max_model_len=64, and the first with .*=256", node)
+    assert head.startswith("no word from node 1 of 2") and head.endswith(node)
+    _, node = ends_of(config, changed(config, nnodes=3, node_rank=2), timeout_s=1.0)
+    assert "was started with nnodes=3, and the first with nnodes=2" in node
+
+
+def test_a_node_rank_given_twice_is_told_to_the_second(config: EngineConfig) -> None:
+    three = changed(config, nnodes=3, tensor_parallel_size=3)
+    second = changed(three, node_rank=1)
+    head, *nodes = ends_of(three, second, second, timeout_s=1.0)
+    assert head.startswith("no word from node 2 of 3")
+    assert sorted(problem.startswith("two machines have --node-rank 1") for problem in nodes) == [False, True]
+    assert head in nodes, "the first of them was told how it ended"
+
+
+def test_who_never_comes_is_named(config: EngineConfig) -> None:
+    (head,) = ends_of(config, timeout_s=0.2)
+    assert head.startswith("no word from node 1 of 2 within 0.2 s")
+    agent = NodeAgent(changed(config, node_rank=1))
+    agent.timeout_s = 0.2
+    with pytest.raises(ConfigError, match=f"no engine at 127.0.0.2:{config.parallel.master_port} within"):
+        agent._connect()
+
+
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), OSError("got end of file during message")])
+def test_a_first_machine_that_falls_silent_may_come_again(config: EngineConfig, error: OSError) -> None:
+    """Without power it says no goodbye: the system gives the connection up, or it ends within a message."""
+
+    class Head:
+        is_closed = False
+
+        def send_bytes(self, data: bytes) -> None: ...
+
+        def recv_bytes(self, longest: int) -> bytes:
+            raise error
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    head = Head()
+    assert NodeAgent(changed(config, node_rank=1))._serve(head) is None  # type: ignore[arg-type]
+    assert head.is_closed
+
+
+def test_a_port_in_use_and_strangers(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = "127.0.0.2", config.parallel.master_port
+    with socket.create_server(where):
+        (head,) = ends_of(config)
+        assert f"cannot listen for other machines on 127.0.0.2:{where[1]} (Address already in use)" in head
+
+    await_all = NodesCrew.await_all
+
+    def pestered(worker_group: NodesCrew, deadline: float) -> bool:
+        for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\5hello"):
+            with socket.create_connection(where) as stranger:
+                stranger.sendall(noise)
+        return await_all(worker_group, deadline)
+
+    monkeypatch.setattr(NodesCrew, "await_all", pestered)
+    (head,) = ends_of(config, timeout_s=0.5)
+    assert head.startswith("no word from node 1")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"nnodes": 3}, "2 workers cannot be divided evenly over nnodes=3"),
+        ({"node_rank": 2}, r"node_rank=2 must be below nnodes \(2\)"),
+        ({"data_parallel_size": 2}, "data_parallel_address"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(tiny: Path, given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configure({"model": str(tiny)} | SETTINGS | given)
+
+
+def test_two_machines_answer_as_one_and_come_again(tiny: Path, tmp_path: Path) -> None:
+    """The agent joins late, its rank is killed, and it serves the next engine, too."""
+    port, alone = free_port(), {"nnodes": 1, "tensor_parallel_size": 1}
+    prompts = [{"prompt_token_ids": [5, 6, 7, number]} for number in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
+
+    expected = answers(LLM(str(tiny), **(SETTINGS | alone)))
+    settings = SETTINGS | {"node_rank": 1, "master_port": port, "max_num_batched_tokens": 1024}
+    settings.pop("use_tqdm_on_load")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not True]
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        str(tiny),
+        *flags,
+        "--headless",
+        "--skip-tokenizer-init",
+    ]
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as agent:
+        try:
+            llm = LLM(str(tiny), master_port=port, **SETTINGS)
+            assert answers(llm) == expected
+            log_text = (tmp_path / "log").read_text()
+            (pid,) = {int(found) for found in re.findall(r"\(Worker_TP1 pid=(\d+)\)", log_text)}
+            subprocess.run(["kill", "-9", str(pid)], check=True)
+            with pytest.raises(EngineDead, match="Worker_TP1 is gone"):
+                answers(llm)
+            llm.llm_engine.close()
+            again = LLM(str(tiny), master_port=port, **SETTINGS)
+            assert answers(again) == expected
+            again.llm_engine.close()
+            assert agent.wait(PATIENCE_S) == 0, "the end of the engine is that of its machines"
+        finally:
+            agent.kill()

@@ -1,0 +1,204 @@
+"""Compiling and loading the C kernels: cached, safe beside others, fatal only where they were asked for."""
+
+import logging
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.errors import ConfigError
+from quire.kernels.cpu import native
+from quire.kernels.cpu.native import NativeError, build, find_compiler, openmp_in_process
+
+needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler here")
+SMALL = (
+    "#include <omp.h>\nint quire_answer(void) { int n = 0;\n#pragma omp parallel\n{ n = 42; }\nreturn n; }\n"
+)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """One small source in place of the real ones."""
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "small.c").write_text(SMALL)
+    monkeypatch.setattr(native, "SOURCES", sources)
+    return sources
+
+
+@needs_compiler
+def test_a_second_load_does_not_compile(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build(tmp_path / "k", ["cc"]).quire_answer() == 42
+    monkeypatch.setattr(native, "_compile", None)
+    assert build(tmp_path / "k", ["cc"]).quire_answer() == 42
+    assert [path.suffix for path in (tmp_path / "k").iterdir() if path.suffix != ".lock"] == [".so"]
+
+
+@needs_compiler
+def test_a_changed_source_is_compiled_anew(small: Path, tmp_path: Path) -> None:
+    """A stale library after an upgrade."""
+    build(tmp_path / "k", ["cc"])
+    (small / "small.c").write_text(SMALL.replace("42", "43"))
+    assert build(tmp_path / "k", ["cc"]).quire_answer() == 43
+
+
+@needs_compiler
+def test_a_header_counts_as_source(small: Path, tmp_path: Path) -> None:
+    build(tmp_path / "k", ["cc"])
+    (small / "new.h").write_text("#define NEW\n")
+    build(tmp_path / "k", ["cc"])
+    assert len(list((tmp_path / "k").glob("*.so"))) == 2
+
+
+@needs_compiler
+def test_other_flags_are_another_library(small: Path, tmp_path: Path) -> None:
+    """A library of one CPU path loaded for another."""
+    (small / "small.c").write_text("int quire_answer(void) { return ANSWER; }\n")
+    for answer in (1, 2):
+        assert build(tmp_path / "k", ["cc"], (f"-DANSWER={answer}",)).quire_answer() == answer
+
+
+@needs_compiler
+def test_a_broken_file_in_the_cache_does_not_stay(small: Path, tmp_path: Path) -> None:
+    build(tmp_path / "k", ["cc"])
+    (path,) = (tmp_path / "k").glob("*.so")
+    broken = tmp_path / "other" / path.name
+    broken.parent.mkdir()
+    broken.write_bytes(b"half a file")
+    assert build(broken.parent, ["cc"]).quire_answer() == 42
+    assert broken.stat().st_size > 100
+
+
+@needs_compiler
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    """A half-written library loaded by the process beside."""
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "small.c").write_text(SMALL)
+    code = (
+        "import pathlib, sys; from quire.kernels import native;"
+        f"native.SOURCES = pathlib.Path({str(sources)!r});"
+        f"sys.exit(native.build(pathlib.Path({str(tmp_path / 'k')!r}), ['cc']).quire_answer() != 42)"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    said = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], said
+    assert sum("Compiled" in text for text in said) == 1
+
+
+def test_the_compiler_that_was_asked_for_is_taken() -> None:
+    assert find_compiler(f"{sys.executable} -x") == [sys.executable, "-x"]
+    with pytest.raises(NativeError, match="CC='no-such-cc' is not a program; install"):
+        find_compiler("no-such-cc")
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_is_named(small: Path, tmp_path: Path) -> None:
+    (small / "small.c").write_text("int x = ;\n")
+    with pytest.raises(NativeError, match=r"cc failed: .*small\.c:1.*error"):
+        build(tmp_path / "k", ["cc"])
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
+    """What is logged where the library is loaded anew, without a compiler."""
+    records: list[logging.LogRecord] = []
+    monkeypatch.setattr(native.log, "handle", records.append)
+    monkeypatch.setenv("CC", f"missing-{time.monotonic_ns()}")
+    native.library.cache_clear()
+    yield records
+    native.library.cache_clear()
+
+
+def test_without_a_compiler_one_warning_says_what_is_lost(
+    records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("QUIRE_CPU_KERNELS", raising=False)
+    assert native.library() is None
+    assert native.library() is None
+    (record,) = records
+    assert record.levelname == "WARNING"
+    message = record.getMessage()
+    assert "No native CPU kernels (CC=" in message and "slower" in message
+
+
+def test_kernels_that_are_not_wanted_are_no_warning(
+    records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "torch")
+    assert native.library() is None
+    assert native.library() is None
+    (record,) = records
+    assert record.levelname == "INFO" and "QUIRE_CPU_KERNELS=torch" in record.getMessage()
+
+
+def test_a_path_that_was_asked_for_is_not_left_for_another(
+    records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test of one path that passes on another."""
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "c")
+    with pytest.raises(
+        ConfigError, match=r"QUIRE_CPU_KERNELS=c: the C kernels cannot be compiled \(CC=.*or set"
+    ):
+        native.library()
+    assert not records
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
+def test_memory_of_a_step_is_there_for_the_next() -> None:
+    """Every page of every activation fetched from the system, and cleared, in each step."""
+    code = (
+        "import resource, torch; from quire.kernels import native; native.keep_freed_memory()\n"
+        "def step(): pieces = [torch.empty(1 << 18).zero_() for _ in range(40)]\n"
+        "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "step(); step(); before = faults(); step(); print(faults() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2000  # of 10240 pages
+
+
+def test_the_runtime_of_torch_is_found(tmp_path: Path) -> None:
+    """Two pools of threads on the same cores."""
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f-80 r-xp 00 00:00 1    /x/torch/lib/libgomp-a34b3233.so.1\n7f-80 r--p 0 0 2  /x/libc.so.6\n"
+    )
+    assert openmp_in_process(maps) == "/x/torch/lib/libgomp-a34b3233.so.1"
+    maps.write_text("7f-80 r--p 0 0 2  /x/libc.so.6\n")
+    assert openmp_in_process(maps) is None
+    assert openmp_in_process(tmp_path / "none") is None
+
+
+@needs_compiler
+def test_a_kernel_is_called_by_every_thread(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work done twice, or by one thread only; a job that is read after it is gone."""
+    (small / "run.c").write_text((Path(native.__file__).with_name("csrc") / "run.c").read_text())
+    (small / "small.c").write_text(
+        "#include <omp.h>\ntypedef struct { long *counts; long size; double step; } Job;\n"
+        "void quire_count(const Job *job) {\n#pragma omp atomic\njob->counts[0]++;\n"
+        "#pragma omp for\nfor (long i = 1; i < job->size; i++) job->counts[i] += (long)job->step; }\n"
+    )
+    built = build(tmp_path / "k", ["cc"])
+    monkeypatch.setattr(native, "library", lambda: built)
+    native._runner.cache_clear()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            counts = torch.zeros(100, dtype=torch.int64)
+            job = native.structure("counts", "size", "step")(counts.data_ptr(), 100, 7.0)
+            native.Kernel("quire_count")(job, counts)
+            assert counts.tolist() == [threads] + [7] * 99
+    finally:
+        torch.set_num_threads(before)
+        native._runner.cache_clear()

@@ -1,0 +1,83 @@
+"""Every path of QUIRE_CPU_KERNELS that this CPU has: all C sources, and an engine against transformers.
+
+The rest of the suite runs on one path, `native` unless the variable says otherwise. Here a short part of it
+runs once more on each of the others, in a process of its own, since a process loads one library.
+"""
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from quire.config.cpu_kernels import Cpu, paths_of
+from quire.kernels.cpu.native import NativeError, find_compiler
+
+ROOT = Path(__file__).parents[2]
+KERNELS = [
+    "tests/kernels/cpu/test_ops.py::test_norms",
+    "tests/kernels/cpu/test_ops.py::test_activations",
+    "tests/kernels/cpu/test_ops.py::test_activations_at_the_ends",
+    "tests/kernels/cpu/test_ops.py::test_rotate_and_write",
+    "tests/kernels/cpu/test_ops.py::test_lora",
+    "tests/kernels/cpu/test_linear.py::test_matches_torch_on_random_shapes",
+    "tests/kernels/cpu/test_linear.py::test_the_same_bits_alone_in_a_batch_and_with_other_threads",
+    "tests/kernels/reference/test_fp8.py::test_every_code_is_what_torch_makes_of_it",
+    "tests/kernels/cpu/test_gguf.py::test_every_row_comes_back_exactly",
+    "tests/kernels/cpu/test_gguf.py::test_the_largest_codes_do_not_overflow",
+    "tests/kernels/cpu/test_gguf.py::test_matches_float64_on_random_shapes",
+    "tests/kernels/cpu/test_moe.py::test_the_same_experts_and_weights",
+    "tests/kernels/cpu/test_moe.py::test_plain_weights",
+    "tests/kernels/cpu/test_masks.py",
+    "tests/kernels/cpu/test_sampling.py::test_argmax_of_what_is_not_finite",
+    "tests/kernels/cpu/test_sampling.py::test_draws",
+    "tests/kernels/reference/test_ssm.py::test_states_in_c",
+    "tests/kernels/reference/test_ssm.py::test_conv_in_c",
+    "tests/kernels/reference/test_ssm.py::test_gates_in_c",
+    "tests/attention/test_cpu_attn.py::test_sinks",
+    "tests/attention/test_cpu_attn.py::test_prompts_longer_than_a_block_of_rows",
+    "tests/attention/test_cpu_attn.py::test_sequences_of_many_tiles_and_ranges",
+    "tests/attention/test_cpu_attn.py::test_bfloat16_is_summed_in_float32",
+]
+"""What has no meaning without the C library."""
+ANSWERS = [
+    "tests/worker/multimodal/test_timestamps.py::test_the_cheapest_way_is_the_one_that_transformers_takes",
+    "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[LlamaForCausalLM]",
+    "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[Qwen3NextForCausalLM]",
+    "tests/engine/test_parity.py::test_logits_after_chunks_prefix_hits_and_preemption[DeepseekV3ForCausalLM]",
+]
+"""What is answered without C kernels, too: dense models; states and experts; latent attention."""
+PATHS = [path for path in paths_of(Cpu.read()) if path != "native"]
+
+
+def outcomes(report: Path) -> dict[str, str]:
+    """The outcome of each test of a JUnit report, by its name: `passed`, or the reason why it was skipped."""
+    by_name = {}
+    for case in ET.parse(report).iter("testcase"):
+        skipped = case.find("skipped")
+        by_name[case.attrib["name"]] = "passed" if skipped is None else skipped.attrib["message"]
+    return by_name
+
+
+@pytest.mark.timeout(900)  # the first run on a machine compiles
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_gives_the_same_answers(path: str, tmp_path: Path) -> None:
+    """An instruction set whose branch of a C source computes something else, or does not compile."""
+    if path != "torch":
+        try:
+            find_compiler(os.environ.get("CC"))
+        except NativeError as error:
+            pytest.skip(str(error))
+    report = tmp_path / "report.xml"
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, f"--junitxml={report}"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environ |= {"QUIRE_CPU_KERNELS": path, "OMP_NUM_THREADS": "1"}
+    tests = ANSWERS if path == "torch" else KERNELS
+    done = subprocess.run([*command, *tests], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    results = outcomes(report)
+    skipped = {outcome for outcome in results.values() if outcome != "passed"}
+    assert len(results) >= len(tests) and not skipped

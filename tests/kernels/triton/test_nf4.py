@@ -1,0 +1,44 @@
+"""Products with weights of 4 bits and a table against torch, in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.reference.nf4 import Halves, in_halves, product_reference, split
+from quire.kernels.triton.nf4 import linear, widen
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float16
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(DTYPE)
+
+
+def weight_of(size_out: int, size_in: int) -> Halves:
+    codes = torch.randint(0, 16, (size_out, size_in), dtype=torch.uint8, device=DEVICE)
+    packed = in_halves(codes)
+    assert torch.equal(split(packed), codes)
+    scales = torch.rand(size_out, size_in // 64, device=DEVICE) / size_in**0.5
+    weight = Halves(packed, scales, torch.randn(16, device=DEVICE))
+    if CUDA:
+        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("size_out", "size_in"), [(37, 384), (5, 2176), pytest.param(6144, 4096, marks=pytest.mark.gpu)]
+)
+def test_products(size_out: int, size_in: int) -> None:
+    """The second half of a row with the scales of the first; the end of a row left out."""
+    x, weight, bias = random(3, size_in), weight_of(size_out, size_in), random(size_out)
+    assert torch.equal(widen(weight, DTYPE), weight.widened(DTYPE))
+    expected = product_reference(x, weight, bias)
+    error = (linear(x, weight, bias).double() - expected.double()).norm() / expected.double().norm()
+    assert error < 6e-3, error

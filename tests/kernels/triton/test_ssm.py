@@ -1,0 +1,139 @@
+"""The Triton kernels of states against the torch ones; in the interpreter where there is no GPU."""
+
+import itertools
+
+import pytest
+import torch
+from interpreter import more
+from state_cases import LENS, ROWS, make_case, run_select, select_case
+from torch import Tensor
+
+from quire.kernels.reference.ssm import GATES, StateReference
+from quire.kernels.triton import ssm as state_kernels
+from quire.kernels.triton.ssm import TritonStateOps
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = [torch.float32, *([torch.bfloat16] if CUDA else [])]
+NEAR = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+LIMITS = (0.2, 0.9)
+LENS_AND_SIZES = [
+    *(("one decode", "even"), ("decodes", "odd"), ("mixed", "odd"), ("short", "even")),
+    *more(("one decode", "odd"), ("decodes", "even"), ("mixed", "even"), ("short", "odd")),
+    *more(("long", "even"), ("long", "odd")),
+]
+ours, theirs = TritonStateOps(), StateReference()
+
+
+def same(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
+    assert a.dtype == b.dtype and a.shape == b.shape
+    torch.testing.assert_close(a.float(), b.float(), rtol=NEAR[dtype], atol=NEAR[dtype], equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lens", ["decodes", "mixed", "short", *more("one decode", "long")])
+def test_conv(lens: str, dtype: torch.dtype) -> None:
+    """A window that reaches into another sequence, a state that a starting sequence should not see."""
+    channels, kernel = 70, 4
+    case = make_case(LENS[lens], channels, (2, 1, 1), dtype=dtype, device=DEVICE)
+    weight, bias = (
+        torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((channels, kernel), (channels,))
+    )
+    state = torch.randn(ROWS, channels, kernel - 1, device=DEVICE).to(dtype)
+    state[case.seqs.rows[::2].long()] = torch.nan
+    twin = state.clone()
+    for given, activated in ((bias, True), (None, False)):
+        out = ours.conv(case.x, weight, given, state, case.seqs, activated=activated)
+        same(out, theirs.conv(case.x, weight, given, twin, case.seqs, activated=activated), dtype)
+        same(state, twin, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("lens", "sizes"), LENS_AND_SIZES)
+def test_scan(lens: str, sizes: str, dtype: torch.dtype) -> None:
+    heads, head_dim, size, groups = (4, 16, 16, 2) if sizes == "even" else (3, 20, 24, 1)
+    width = heads * head_dim + 2 * groups * size
+    case = make_case(LENS[lens], width, (heads, head_dim, size), dtype=dtype, device=DEVICE)
+    twin, dt = case.state.clone(), case.small[:, 1 : 1 + heads]
+    expected = theirs.scan(case.x, dt, case.rates, case.skip, twin, case.seqs, limits=LIMITS)
+    same(ours.scan(case.x, dt, case.rates, case.skip, case.state, case.seqs, limits=LIMITS), expected, dtype)
+    same(case.state, twin, dtype)
+
+
+EVEN, ODD = (16, 16), (11, 5)
+SELECTED = [
+    ("decodes", EVEN, torch.bfloat16),
+    ("decodes", ODD, torch.float32),
+    ("mixed", ODD, torch.float32),
+    ("short", EVEN, torch.bfloat16),
+]
+OTHERS = [
+    case
+    for case in itertools.product(("decodes", "mixed", "short"), (EVEN, ODD), (torch.float32, torch.bfloat16))
+    if case not in SELECTED
+]
+
+
+@pytest.mark.parametrize(("lens", "shape", "dtype"), [*SELECTED, *more(*OTHERS)])
+def test_select(lens: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    compare_select(LENS[lens], shape, dtype)
+
+
+def compare_select(lens: list[int], shape: tuple[int, int], dtype: torch.dtype) -> None:
+    case = select_case(lens, dtype, DEVICE, shape)
+    twin = case.state.clone()
+    expected = run_select(theirs, case, twin)
+    same(run_select(ours, case, case.state), expected, dtype)
+    same(case.state, twin, dtype)
+
+
+@pytest.mark.parametrize("block", [8, 16, 32])
+def test_select_by_four_two_and_one_threads_a_channel(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that are no multiple of what is loaded ahead, or less than that; channels that are no multiple
+    of a warp's."""
+    monkeypatch.setattr(state_kernels, "_lanes", lambda num_channels: block)
+    compare_select([2, 65, 4, 1, 3], (19, 16), torch.float32)
+
+
+def test_select_of_a_long_prompt() -> None:
+    """An error that grows with each token."""
+    compare_select([150], (8, 16), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("lens", "sizes"), LENS_AND_SIZES)
+def test_delta(lens: str, sizes: str, dtype: torch.dtype) -> None:
+    heads, key_dim, value_dim, key_heads = (4, 16, 16, 2) if sizes == "even" else (3, 20, 40, 1)
+    width = 2 * key_heads * key_dim + heads * value_dim
+    case = make_case(LENS[lens], width, (heads, key_dim, value_dim), dtype=dtype, device=DEVICE)
+    twin, (a, b) = case.state.clone(), case.small.chunk(2, 1)
+    expected = theirs.delta(case.x, a, b, case.rates, twin, case.seqs)
+    same(ours.delta(case.x, a, b, case.rates, case.state, case.seqs), expected, dtype)
+    same(case.state, twin, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_keys_that_nothing_is_forgotten_of(dtype: torch.dtype) -> None:
+    """An inverse by powers of the system, whose terms grow beyond float32 before they cancel."""
+    heads, key_dim, value_dim = 2, 16, 16
+    width = 2 * heads * key_dim + heads * value_dim
+    case = make_case([130], width, (heads, key_dim, value_dim), dtype=dtype, device=DEVICE)
+    qkv, a, b = torch.ones_like(case.x), torch.full_like(case.small, -30.0), torch.full_like(case.small, 9.0)
+    qkv[:, 2 * heads * key_dim :] = case.x[:, 2 * heads * key_dim :]
+    twin = case.state.clone()
+    expected = theirs.delta(qkv, a[:, :heads], b[:, :heads], case.rates, twin, case.seqs)
+    out = ours.delta(qkv, a[:, :heads], b[:, :heads], case.rates, case.state, case.seqs)
+    same(out, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("pieces", "size"), [(1, 100), (5, 16)])
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_gates(pieces: int, size: int, gate_first: bool, dtype: torch.dtype) -> None:
+    case = make_case([3, 1], pieces * size, (pieces * size // 2, 1, 1), dtype=dtype, device=DEVICE)
+    weight = torch.randn(size, device=DEVICE).to(dtype)
+    x, gate = case.x, case.small
+    expected = theirs.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first)
+    same(ours.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first), expected, dtype)
+    for by in GATES:
+        same(ours.gate(x, gate, by), theirs.gate(x, gate, by), dtype)

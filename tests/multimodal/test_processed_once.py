@@ -1,0 +1,181 @@
+"""An item that comes again as the same text is known by it: not decoded again, and never mistaken."""
+
+import asyncio
+import base64
+import contextlib
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_inputs import data_url, file_of, media, picture, wav
+
+from quire.errors import RequestError
+from quire.frontend.multimodal import MediaInputReader
+from quire.multimodal.fetch import Fetcher
+from quire.multimodal.inputs import Base64Media, MediaInput, MediaLink
+from quire.multimodal.processor_cache import ProcessorCache
+
+URL = data_url(file_of(picture(32, 32)))
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of what was decoded from base64."""
+    found: list[int] = []
+    decode = Fetcher.decode_base64
+
+    def counting(self: Fetcher, text: str) -> bytes:
+        found.append(len(text))
+        return decode(self, text)
+
+    monkeypatch.setattr(Fetcher, "decode_base64", counting)
+    return found
+
+
+def keeping(max_bytes: int = 1 << 20, **options: Any) -> MediaInputReader:
+    return media(processor_cache=ProcessorCache(max_bytes), **options)
+
+
+def image(url: str = URL, **more: Any) -> MediaInput:
+    return MediaInput("image", MediaLink(url), "here", "image_url", **more)
+
+
+def keys(reader: MediaInputReader, *items: MediaInput, **how: Any) -> list[bytes]:
+    return [each.key for each in reader.prepare_now(items, **how)]
+
+
+def test_the_same_text_is_decoded_once(decoded: list[int]) -> None:
+    reader = keeping()
+    assert keys(reader, image()) == keys(reader, image()) == keys(reader, image(), image())[1:]
+    assert len(decoded) == 1
+    sound = base64.b64encode(wav(np.zeros((50, 1), np.int16))).decode()
+    for _ in range(2):
+        reader.prepare_now([MediaInput("audio", Base64Media(sound), "here")])
+    assert len(decoded) == 2
+
+
+def test_what_is_read_in_another_way_is_another_item(decoded: list[int]) -> None:
+    """The text is the same, the rest is not: all of them are decoded, and only some are the same item."""
+    reader = keeping()
+    (plain,) = keys(reader, image())
+    (other,) = keys(reader, image(data_url(file_of(picture(32, 32, seed=1)))))
+    (smaller,) = keys(reader, image(), arguments={"side": 8})
+    (opaque,) = keys(reader, image(), reading={"image": {"rgba_background_color": [1, 2, 3]}})
+    (named,) = keys(reader, image(uuid="cat"))
+    assert len({plain, other, smaller, opaque, named}) == len(decoded) == 5
+    same = [
+        keys(reader, image()),
+        keys(reader, image(), arguments={"side": 8}),
+        keys(reader, image(), reading={"image": {"rgba_background_color": [1, 2, 3]}}),
+    ]
+    assert same == [[plain], [smaller], [opaque]] and len(decoded) == 5
+    with pytest.raises(RequestError):
+        keys(reader, MediaInput("audio", MediaLink(URL), "here"))
+    assert keys(reader, image(URL.replace("image/png", "image/jpeg"))) == [plain] and len(decoded) == 7
+    assert keys(keeping(), image()) == [plain] and len(decoded) == 8
+
+
+def test_the_same_base64_is_another_thing_as_a_url_and_as_a_file(decoded: list[int]) -> None:
+    reader = keeping()
+    reader.prepare_now([image()])
+    with pytest.raises(RequestError, match="base64"):
+        reader.prepare_now([MediaInput("image", Base64Media(URL), "here")])
+
+
+def test_what_is_not_kept_any_more_is_made_again(decoded: list[int]) -> None:
+    reader = keeping()
+    first = keys(reader, image())
+    reader.processor_cache.clear()
+    assert keys(reader, image()) == first and len(decoded) == 2
+    nowhere = keeping(0)
+    assert keys(nowhere, image()) == keys(nowhere, image()) == first and len(decoded) == 4
+
+
+def test_known_items_count_as_much_as_new_ones() -> None:
+    """Three of them are more than one request may bring, decoded or not; so they are when one is gone."""
+    size = len(file_of(picture(32, 32)))
+    reader = keeping(env={"media_max_mb": 2.5 * size / 2**20})
+    with pytest.raises(RequestError, match=f"at least {3 * size} bytes") as new:
+        keys(reader, image(), image(), image())
+    assert len(keys(reader, image(), image())) == 2
+    with pytest.raises(RequestError) as known:
+        keys(reader, image(), image(), image())
+    assert str(known.value) == str(new.value)
+    reader.processor_cache.clear()
+    assert len(keys(reader, image(), image())) == 2
+    with pytest.raises(RequestError, match="about"):
+        keys(reader, image(data_url(bytes(3 * size))))
+
+
+def test_a_text_that_cannot_be_read_is_refused_each_time(decoded: list[int]) -> None:
+    reader = keeping()
+    for wrong in ("data:image/png;base64,AAA", "data:image/png,AAAA", "data:image/png;base64,é", "data:"):
+        for _ in range(2):
+            with pytest.raises(RequestError):
+                reader.prepare_now([image(wrong)])
+
+
+def test_nothing_is_left_of_an_item_that_is_refused() -> None:
+    """Its file and what was decoded of it are not kept until the collector comes."""
+    reader, torn = keeping(), data_url(file_of(picture(64, 64))[:500])
+
+    async def one(url: str) -> None:
+        with contextlib.suppress(RequestError):
+            await reader.prepare([image(url)])
+
+    async def go() -> list[str]:
+        for url in (URL, torn, "data:,"):
+            await one(url)
+        gc.collect()
+        gc.disable()
+        for url in (URL, torn, "data:,"):
+            await one(url)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return [type(each).__name__ for each in gc.garbage]
+
+    try:
+        assert not {"Given", "Blob", "PngImageFile", "Task"} & {*asyncio.run(go())}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def test_what_a_core_has_lost_is_decoded_again(decoded: list[int]) -> None:
+    """A known item has no bytes at hand."""
+    reader = media(processor_cache=ProcessorCache(1 << 20, far=True))
+
+    async def go() -> None:
+        (new,) = await reader.prepare([image()])
+        _, sent = reader.place(_marks(reader), [new])
+        reader.processor_cache.outgoing(sent)
+        (known,) = await reader.prepare([image()])
+        assert known.processed.arrays is None and len(decoded) == 1
+        _, again = reader.place(_marks(reader), [known])
+        reader.processor_cache.forget_far()
+        assert reader.processor_cache.lacks(again)
+        await reader.bring(again, [known])
+        made, first = again.items[0].arrays, new.processed.arrays
+        assert made is not None and first is not None and len(decoded) == 2
+        assert bytes(made["numbers"].data) == bytes(first["numbers"].data)
+
+    asyncio.run(go())
+
+
+def _marks(reader: MediaInputReader) -> list[int]:
+    assert reader._media_processor is not None
+    return list(reader._media_processor.processor.marks("image"))
+
+
+def test_as_many_texts_are_known_as_there_is_room_for(
+    decoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.multimodal.processing._TEXTS_BYTES", 1024)
+    monkeypatch.setattr("quire.multimodal.processing._TEXT_BYTES", 512)
+    reader = keeping()
+    urls = [data_url(file_of(picture(8, 8, seed=seed))) for seed in range(3)]
+    for url in (*urls, *urls[::-1]):
+        keys(reader, image(url))
+    assert len(decoded) == 4

@@ -1,0 +1,151 @@
+"""Sums through each other's memory: which go that way, and when nobody has it. What they add up to is for a
+GPU (tests/gpu/test_symmetric.py)."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.config.parallel import Rank
+from quire.config.sections import ParallelSection
+from quire.parallel import symmetric, world
+from quire.parallel.group import ALONE, TorchGroup
+from quire.parallel.symmetric import LARGEST_BYTES, ONE_SHOT_BYTES, PeerAddress, SymmetricGroup, why_not
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[TorchGroup]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield TorchGroup(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Each sum that is made, by its way; memory that others see is plain memory."""
+    taken: list[str] = []
+
+    def way(name: str) -> object:
+        def go(*args: object) -> Tensor:
+            taken.append(name)
+            x = next(each for each in args[::-1] if isinstance(each, Tensor))
+            return x
+
+        return go
+
+    def empty(size: int, *, dtype: torch.dtype, device: object) -> Tensor:
+        return torch.empty(size, dtype=dtype)
+
+    monkeypatch.setattr(symmetric, "one_shot", way("one-shot"))
+    monkeypatch.setattr(symmetric, "two_shot", way("two-shot"))
+    monkeypatch.setattr(TorchGroup, "all_reduce", way("nccl"))
+    fake = SimpleNamespace(empty=empty, rendezvous=lambda tensor, group: taken.append("met"))
+    monkeypatch.setattr(symmetric, "symm_mem", fake)
+    return taken
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("size", "x", "way"),
+    [
+        (2, torch.zeros(1, 4096, dtype=BF16), "one-shot"),
+        (2, torch.zeros(ONE_SHOT_BYTES // 4), "one-shot"),
+        (2, torch.zeros(ONE_SHOT_BYTES // 4 + 4), "two-shot"),
+        (8, torch.zeros(LARGEST_BYTES // 2, dtype=BF16), "two-shot"),
+        (8, torch.zeros(LARGEST_BYTES // 2 + 8, dtype=BF16), "nccl"),
+        (3, torch.zeros(8, 4096, dtype=BF16), "one-shot"),
+        (3, torch.zeros(ONE_SHOT_BYTES // 4 + 4), "nccl"),
+        (2, torch.zeros(1, 4096, dtype=torch.float16), "nccl"),
+        (2, torch.zeros(4096, 2, dtype=BF16).T, "nccl"),
+        (2, torch.zeros(3, dtype=BF16), "nccl"),
+        (2, torch.zeros(4100, dtype=BF16)[4:], "nccl"),
+        (2, torch.zeros(4104, dtype=BF16)[8:], "one-shot"),
+        (2, torch.zeros(0, 4096, dtype=BF16), "nccl"),
+    ],
+)
+def test_the_way_of_a_sum(group: TorchGroup, ways: list[str], size: int, x: Tensor, way: str) -> None:
+    """A kernel that a tensor does not suit raises, or is slower than NCCL."""
+    made = SymmetricGroup(group.group, CUDA)
+    made.size = size
+    assert made.all_reduce(x).shape == x.shape and ways == ["met", way]
+
+
+def test_the_shared_memory_is_seen_as_the_tensor(
+    group: TorchGroup, ways: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(symmetric, "one_shot", lambda shared, x, name: seen.append(shared))
+    SymmetricGroup(group.group, CUDA).all_reduce(torch.zeros(3, 136, dtype=BF16))
+    assert seen[0].shape == (3, 136) and seen[0].dtype == BF16 and seen[0].storage_offset() == 0
+
+
+def test_who_reads_whose_memory() -> None:
+    links = [[0, 18, 0], [18, 0, 18], [0, 18, 0]]
+    assert why_not([PeerAddress("a", 0), PeerAddress("a", 1)], links) is None
+    assert (
+        why_not([PeerAddress("a", 0), PeerAddress("a", 1), PeerAddress("a", 2)], links)
+        == "no NVLink between GPUs 0 and 2"
+    )
+    assert why_not([PeerAddress("a", 0), PeerAddress("b", 1)], links) == "the GPUs are on several machines"
+    assert why_not([PeerAddress("a", 0), PeerAddress("a", 3)], links) == "GPU 3 is not visible here"
+    assert why_not([PeerAddress("a", 0)], []) == "GPU 0 is not visible here"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process had a GPU."""
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(symmetric, "nvlinks", lambda: [[0]])
+
+
+def test_all_have_it(group: TorchGroup, ways: list[str], gpu: None) -> None:
+    assert isinstance(symmetric.with_quick_sums(group, CUDA), SymmetricGroup) and ways == ["met"]
+
+
+def test_nobody_has_it_if_one_has_not(
+    group: TorchGroup, ways: list[str], gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails to map the others' memory must not leave them waiting for its signals."""
+    ask = symmetric._ask_all
+    monkeypatch.setattr(
+        symmetric,
+        "_ask_all",
+        lambda group, mine: [*ask(group, mine), mine if isinstance(mine, PeerAddress) else "broken"],
+    )
+    assert symmetric.with_quick_sums(group, CUDA) is group
+
+
+def test_no_symmetric_memory(
+    group: TorchGroup, ways: list[str], gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(tensor: Tensor, group: object) -> None:
+        raise RuntimeError("not supported\nby this driver")
+
+    monkeypatch.setattr(symmetric.symm_mem, "rendezvous", refuse)
+    assert symmetric.with_quick_sums(group, CUDA) is group
+
+
+def test_not_on_a_cpu(group: TorchGroup, ways: list[str]) -> None:
+    assert symmetric.with_quick_sums(group, torch.device("cpu")) is group
+    assert symmetric.with_quick_sums(ALONE, CUDA) is ALONE and not ways
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_the_flag(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = object()
+    monkeypatch.setattr(world.dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(world, "_own_group", lambda *args: ALONE)
+    monkeypatch.setattr(world, "with_quick_sums", lambda group, device: quick)
+    parallel = ParallelSection(device="cuda", cpu_threads=1, disable_custom_all_reduce=disabled)
+    joined = world.join(parallel, Rank(), "file:///nowhere", CUDA, 1.0)
+    assert joined.tp is (ALONE if disabled else quick)

@@ -1,0 +1,94 @@
+"""Step-3.5 in fewer bits: experts in one tensor or each by itself, whose activations have bounds."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from formats import STORED
+from oracle import load_tiny, make_tiny, random_prompts, run_paged
+from requantized import loaded
+from safetensors.torch import load_file, save_file
+from tiny import generate, open_tiny, prompts_of
+from torch import Tensor
+
+from quire.checkpoint.quant import ONLINE
+from quire.kernels.cpu import native
+from quire.layers.moe import ExpertRouter
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "share_expert_dim": 128,
+    "attention_other_setting": {"num_attention_heads": 6},
+}
+
+
+def logits(model: Any) -> Tensor:
+    return torch.cat(run_paged(model, random_prompts(17, 10), [[9, 5], [1, 4], [7, 1]]))
+
+
+def apart(ours: Tensor, expected: Tensor) -> float:
+    return float((ours - expected).norm() / expected.norm())
+
+
+def pack(path: Path, format: str, *, each: bool) -> Tensor:
+    """Store the weights at `path` in a format, and say what a model with the same weights in float32 says,
+    which are in a folder `wide` beside it."""
+    config, packer = STORED[format]
+    packed, wide = dict[str, Tensor](), dict[str, Tensor]()
+    for name, weight in load_file(path / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if not name.endswith("_proj.weight") or "g_proj" in name:
+            packed[name] = wide[name] = weight
+        elif weight.ndim == 2:
+            tensors, wide[name] = packer(layer, weight)
+            packed |= {f"{layer}.{suffix}": tensor.clone() for suffix, tensor in tensors.items()}
+        else:
+            found = [packer(layer, expert) for expert in weight]
+            wide[name] = torch.stack([numbers for _, numbers in found])
+            where, _, last = layer.rpartition(".")
+            for suffix in found[0][0]:
+                parts = [tensors[suffix].clone() for tensors, _ in found]
+                if each:
+                    packed |= {f"{where}.experts.{i}.{last}.{suffix}": own for i, own in enumerate(parts)}
+                else:
+                    packed[f"{layer}.{suffix}"] = torch.stack(parts)
+    save_file(wide, path / "model.safetensors")
+    shutil.copytree(path, path.parent / "wide")
+    expected = logits(load_tiny(path))
+    save_file(packed, path / "model.safetensors")
+    said = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
+    (path / "config.json").write_text(json.dumps(said))
+    return expected
+
+
+@pytest.mark.parametrize(("format", "each"), [("fp8 block", False), ("packed", True)])
+def test_stored_experts(format: str, each: bool, tmp_path: Path) -> None:
+    """Scales of another expert; a bound that only plain weights have."""
+    path, _ = make_tiny("Step3p5ForCausalLM", tmp_path, **SIZES)
+    expected = pack(path, format, each=each)
+    assert apart(logits(loaded(path)), expected) < 5e-3
+
+
+@pytest.mark.parametrize("quant", ["fp8", "int8"])
+def test_narrowed_while_it_is_loaded(quant: str, tmp_path: Path) -> None:
+    path, _ = make_tiny("Step3p5ForCausalLM", tmp_path, **SIZES)
+    expected = pack(path, f"{quant} channel", each=False)
+    assert apart(logits(load_tiny(tmp_path / "wide", quant=ONLINE[quant])), expected) < 5e-3
+
+
+def test_routers_are_float32_in_a_model_of_bfloat16(tmp_path: Path) -> None:
+    """And its decodes are taped all the same."""
+    path, _ = make_tiny("Step3p5ForCausalLM", tmp_path)
+    llm = open_tiny(path, dtype="bfloat16")
+    generate(llm, prompts_of(5, 9), count=8)
+    worker = llm.llm_engine.core.executor._worker  # type: ignore[attr-defined]
+    routers = [module for module in worker.model.modules() if isinstance(module, ExpertRouter)]
+    x = torch.randn(3, 64).bfloat16()
+    assert [router.multiply(x).dtype for router in routers] == [torch.float32] * 2
+    assert native.library() is None or any(worker._runner.device._tapes._tapes.values())

@@ -1,0 +1,162 @@
+"""Suffix decoding: proposals are what counting through all texts gives, and the pool stays bounded."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.config.speculation import SpecFacts
+from quire.sched.proposers import proposer_of, suffix, text
+from quire.sched.proposers.ngram import NGram
+from quire.sched.proposers.suffix import MIN_MATCH, NUM_SALTS, Suffix
+
+END = -1
+
+
+def ints(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(tokens, np.int32)
+
+
+def counted(
+    own: list[int], answers: list[list[int]], most: int, depth: int, factor: float, min_prob: float
+) -> list[int]:
+    """What is proposed, found the slow way: every ending is looked for in every place."""
+    pool = [END] * MIN_MATCH + [token for answer in answers for token in [*answer, END]]
+    best, found = 0.0, []
+    for tokens in (own, pool):
+        score, guess = _guess(tokens, own, most, depth, factor, min_prob)
+        if score > best:
+            best, found = score, guess
+    return found
+
+
+def _guess(
+    tokens: list[int], own: list[int], most: int, depth: int, factor: float, min_prob: float
+) -> tuple[float, list[int]]:
+    for length in range(min(depth, len(own)), MIN_MATCH - 1, -1):
+        places = [at for at in range(length, len(tokens)) if tokens[at - length : at] == own[-length:]]
+        if not places:
+            continue
+        guess: list[int] = []
+        score, total = 0.0, len(places)
+        while len(guess) < min(most, int(factor * length)):
+            known = tokens + guess
+            following = Counter(known[at + len(guess)] for at in reversed(places))
+            token, count = following.most_common(1)[0]
+            if token == END or count < min_prob * total:
+                break
+            places = [at for at in places if known[at + len(guess)] == token]
+            guess.append(token)
+            score += count / total
+        return score, guess
+    return 0.0, []
+
+
+answer = st.lists(st.integers(0, 2), min_size=MIN_MATCH + 1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    answers=st.lists(answer, max_size=2),
+    prompt=st.lists(st.integers(0, 2), max_size=10),
+    pieces=st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=4),
+    most=st.integers(0, 6),
+    depth=st.integers(MIN_MATCH, 8),
+    factor=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    min_prob=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
+)
+def test_a_proposal_is_what_counting_gives(
+    answers: list[list[int]],
+    prompt: list[int],
+    pieces: list[list[int]],
+    most: int,
+    depth: int,
+    factor: float,
+    min_prob: float,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "MIN_RECENT", 6)
+        patch.setattr(suffix, "MAX_PLACES", 99)
+        proposer = Suffix(max_depth=depth, max_requests=100, spec_factor=factor, min_prob=min_prob)
+        for told in answers:
+            proposer.admit(1, ints([7, 8]))
+            proposer.extend(1, ints(told))
+            proposer.release(1, ints([7, 8, *told]))
+        own = prompt
+        proposer.admit(0, ints(own))
+        for piece in [*pieces, []]:
+            expected = counted(own, answers, most, depth, factor, min_prob)
+            assert proposer.propose(0, most).tolist() == expected
+            own = own + piece
+            proposer.extend(0, ints(piece))
+
+
+def test_what_mostly_followed_is_proposed_until_it_is_unlikely() -> None:
+    proposer = Suffix(max_depth=8, max_requests=100, spec_factor=4, min_prob=0.5)
+    for told in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7, 7]):
+        proposer.admit(0, ints([]))
+        proposer.release(0, ints(told))
+    proposer.admit(0, ints([1, 2, 3]))
+    assert proposer.propose(0, 9).tolist() == [4]
+
+
+def test_prompts_stay_with_their_requests() -> None:
+    proposer = Suffix(max_depth=8, max_requests=8, spec_factor=4, min_prob=0)
+    proposer.admit(0, ints([1, 2, 3, 4, 5, 6]))
+    proposer.release(0, ints([1, 2, 3, 4, 5, 6, 9, 9, 9, 9]))
+    proposer.admit(0, ints([1, 2, 3]))
+    assert proposer.propose(0, 3).tolist() == []
+
+
+@pytest.mark.parametrize("limits", [{"max_requests": 8}, {"max_requests": 1000, "max_tokens": 48}])
+def test_old_answers_go(limits: dict[str, int]) -> None:
+    proposer = Suffix(max_depth=8, spec_factor=4, min_prob=0, **limits)
+    for number in range(50):
+        told = [number, number, number, 100 + number, 200 + number]
+        proposer.admit(0, ints([]))
+        proposer.release(0, ints(told))
+    found = []
+    for number in range(50):
+        proposer.admit(0, ints([number] * 3))
+        found.append(proposer.propose(0, 2).tolist())
+        proposer.release(0, ints([number] * 3))
+    assert found[-1] == [149, 249] and 1 <= sum(guess != [] for guess in found) <= 8
+    nothing = Suffix(max_depth=8, spec_factor=4, min_prob=0, max_requests=0)
+    nothing.admit(0, ints([]))
+    nothing.release(0, ints([1, 2, 3, 4, 5]))
+    nothing.admit(0, ints([1, 2, 3]))
+    assert nothing.propose(0, 2).tolist() == []
+
+
+def test_the_settings_choose_the_proposer() -> None:
+    chosen = []
+    for config in ({"method": "ngram", "num_speculative_tokens": 2}, {"method": "suffix"}):
+        facts = SpecFacts.of({"speculative_config": config}, max_model_len=64)
+        assert facts is not None
+        chosen.append(type(proposer_of(facts)))
+    assert chosen == [NGram, Suffix]
+
+
+def test_answers_of_another_salt_are_not_proposed() -> None:
+    """How fast a draft is accepted would tell one tenant what another was answered."""
+    proposer = Suffix(max_depth=8, max_requests=8, spec_factor=4, min_prob=0)
+
+    def answered(salt: str | None) -> None:
+        proposer.admit(0, ints([]), salt)
+        proposer.release(0, ints([1, 2, 3, 4, 5, 6]))
+
+    def proposed(salt: str | None) -> list[int]:
+        proposer.admit(1, ints([1, 2, 3]), salt)
+        tokens = proposer.propose(1, 3).tolist()
+        proposer.release(1, ints([1, 2, 3]))
+        return tokens
+
+    answered("a")
+    assert (proposed("a"), proposed("b"), proposed(None)) == ([4, 5, 6], [], [])
+    answered(None)
+    assert (proposed(None), proposed("b")) == ([4, 5, 6], [])
+    for number in range(2 * NUM_SALTS):
+        answered(f"salt {number}")
+    assert len(proposer._salted) == NUM_SALTS and not proposed("a")

@@ -1,0 +1,58 @@
+"""Beam search over the API."""
+
+import asyncio
+
+import httpx
+import pytest
+from ask import COMPLETIONS, application_of, chat, complete, refused
+from fake_engine import FakeEngine
+
+from quire.server.openai import streams
+
+
+def test_the_best_beams_come_first() -> None:
+    """Each step the likeliest token is '!', the script's own is second."""
+    engine = FakeEngine()
+    reply = complete(engine, use_beam_search=True, n=2, max_tokens=2, length_penalty=1.0).json()
+    assert [choice["text"] for choice in reply["choices"]] == ["!!", "!H"]
+    assert reply["usage"] == {"prompt_tokens": 2, "total_tokens": 6, "completion_tokens": 4}
+    assert engine.num_in_flight == 0
+    assert len(chat(use_beam_search=True, n=2, max_tokens=2).json()["choices"]) == 2
+
+
+def test_beams_can_show_logprobs() -> None:
+    choice = complete(use_beam_search=True, n=1, max_tokens=3, logprobs=1).json()["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == 3
+
+
+def test_too_wide_a_beam_is_refused_with_the_way_out() -> None:
+    error = refused(complete(use_beam_search=True, n=11))
+    assert error["param"] == "n" and "--max-logprobs" in error["message"]
+
+
+def test_beams_of_many_prompts_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 prompts of 10 beams are 10,000 requests a round: others get their turn between them."""
+    monkeypatch.setattr(streams, "PIECE_S", 0.0)
+    engine = FakeEngine()
+    body = {"prompt": ["ab"] * 30, "use_beam_search": True, "n": 3, "max_tokens": 2}
+    transport = httpx.ASGITransport(application_of(engine, {}).asgi)
+
+    async def go() -> set[int]:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            call = asyncio.create_task(client.post(COMPLETIONS, json=body, timeout=60))
+            seen = set()
+            while not call.done():
+                seen.add(len(engine.seen))
+                await asyncio.sleep(0)
+            assert (await call).status_code == 200
+        return seen
+
+    seen = asyncio.run(go())
+    assert len(engine.seen) == 30 + 30 * 3, "one beam a prompt in the first round, three in the second"
+    assert len(seen) > 100
+
+
+def test_a_failing_round_leaves_nothing_running() -> None:
+    engine = FakeEngine(fail_after=0)
+    refused(complete(engine, use_beam_search=True, n=2), 500)
+    assert engine.num_in_flight == 0

@@ -1,0 +1,78 @@
+"""The head's list of cores on other machines: who is noted, who is refused, and what is no word of either."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from quire.errors import ConfigError
+from quire.system.node_registry import Announcer, NodeRegistry
+
+PATIENCE_S = 60.0
+TOKEN = "shared"
+ONE, TWO = "tcp://10.0.0.1:4001", "tcp://10.0.0.2:4002"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def roll(port: int, tmp_path: Path) -> Iterator[NodeRegistry]:
+    made = NodeRegistry("127.0.0.1", port, size=3, awaited=(1, 2), folder=tmp_path, token=TOKEN)
+    yield made
+    made.close()
+
+
+def until(done: Callable[[], object], *turns: Callable[[], None]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline
+        for turn in turns:
+            turn()
+        time.sleep(0.005)
+
+
+def test_a_machine_is_noted_once_it_says_where_its_cores_are(
+    roll: NodeRegistry, port: int, tmp_path: Path
+) -> None:
+    node = Announcer("127.0.0.1", port, size=3, token=TOKEN, addresses={1: ONE, 2: TWO})
+    until(lambda: roll.was_complete, roll.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))
+    assert not roll.missing and NodeRegistry.file_of(tmp_path, 2).read_text() == TWO
+    node.close()
+
+
+def test_a_machine_of_another_size_is_told_why_it_is_refused(roll: NodeRegistry, port: int) -> None:
+    node = Announcer("127.0.0.1", port, size=4, token=TOKEN, addresses={1: ONE})
+    with pytest.raises(ConfigError, match="data_parallel_size is 3 at the head, and 4 at "):
+        until(lambda: False, roll.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))
+    node.close()
+
+
+def test_strangers_are_passed_over(
+    port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is encrypted."""
+    monkeypatch.setattr("quire.system.node_registry.secure", lambda *_, **__: None)
+    roll = NodeRegistry("127.0.0.1", port, size=3, awaited=(1, 2), folder=tmp_path, token=TOKEN)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 1000)
+        stranger.connect(f"tcp://127.0.0.1:{port}")
+        for message in ([b"GET /"], [b"", b"in parts"], [b"\x90", b"\x91", b"\x92"]):
+            stranger.send_multipart(message)
+        node = Announcer("127.0.0.1", port, size=3, token=TOKEN, addresses={1: ONE})
+        until(lambda: roll.missing == [2], roll.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))
+        until(lambda: "a message that is none of this version" in caplog.text, roll.listen)
+        assert roll.missing == [2]
+        assert caplog.text.count("Ignored at") == 1, "one line, however much is sent"
+        node.close()
+    roll.close()

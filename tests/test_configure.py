@@ -1,0 +1,156 @@
+"""configure(): what cannot be had is refused before anything slow."""
+
+import json
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import configure as prepare
+from quire.configure import configure
+from quire.errors import ConfigError
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"data_parallel_backend": "ray"},
+        {"distributed_executor_backend": "external_launcher"},
+        {"max_loras": 0},
+        {"speculative_config": {"method": "medusa"}},
+        {"max_num_seqs": 0},
+        {"no_such_name": 1},
+    ],
+)
+def test_a_refusal_comes_before_any_download(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "locate", lambda *args, **more: pytest.fail("looked for the model"))
+    with pytest.raises(ConfigError) as refused:
+        configure({"model": "org/large"} | given)
+    assert next(iter(given)) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def serve_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, Any]) -> None:
+    """A hub with one repository; what was downloaded of it is in `folder`."""
+    files = {"config.json": json.dumps(config), **dict.fromkeys((*WEIGHTS, "modeling.py"), "")}
+
+    def snapshot(repo: str, allow_patterns: list[str], **more: Any) -> str:
+        folder.mkdir(exist_ok=True)
+        for name, text in files.items():
+            if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (folder / name).write_text(text)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+
+
+def downloaded(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "words"),
+    [
+        ({"architectures": ["NobodysForCausalLM"]}, {}, "'NobodysForCausalLM' is not supported"),
+        ({"quantization_config": {"quant_method": "odd"}}, {}, "quant_method 'odd'"),
+        ({}, {"quantization": "gguf"}, "quantization='gguf' cannot be made of an unquantized checkpoint"),
+        ({}, {"max_model_len": 512}, "max_model_len=512 is above the 256"),
+    ],
+)
+def test_a_hub_model_is_judged_by_its_config_before_its_weights_are_fetched(
+    changes: dict[str, Any],
+    given: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches gigabytes that are downloaded only to be refused."""
+    serve_hub(monkeypatch, tmp_path / "repo", TINY | changes)
+    with pytest.raises(ConfigError, match=words):
+        configure({"model": "org/m", "device": "cpu"} | given)
+    assert downloaded(tmp_path / "repo") == {"config.json"}
+
+
+@pytest.mark.parametrize(
+    ("load_format", "fetched"),
+    [
+        ("auto", {"model.safetensors"}),
+        ("safetensors", {"model.safetensors"}),
+        ("pt", {"pytorch_model.bin"}),
+        ("dummy", set()),
+    ],
+)
+def test_only_the_weights_of_the_asked_format_are_fetched(
+    load_format: str, fetched: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_hub(monkeypatch, tmp_path / "repo", TINY)
+    config = configure({"model": "org/m", "device": "cpu", "load_format": load_format})
+    assert config.checkpoint.path == tmp_path / "repo"
+    assert downloaded(tmp_path / "repo") == {"config.json"} | fetched
+
+
+@pytest.mark.parametrize(
+    ("draft", "asked", "words"),
+    [
+        ({"vocab_size": 99}, {}, "knows 99 tokens and the target 320"),
+        ({}, {"kv_cache_dtype": "fp8_e4m3"}, "speculative_config.kv_cache_dtype='fp8_e4m3'"),
+        (
+            {},
+            {"attention_backend": "FLASHINFER"},
+            "attention_backend='FLASHINFER' is not supported with 'AUTO'",
+        ),
+        ({}, {"quantization": "awq"}, "quantization='awq' is not supported with None in the draft itself"),
+    ],
+)
+def test_so_is_a_draft(
+    draft: dict[str, Any],
+    asked: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(TINY))
+    serve_hub(monkeypatch, tmp_path / "repo", TINY | draft)
+    asked = {"model": "org/d", "num_speculative_tokens": 2} | asked
+    given = {"model": str(tmp_path / "target"), "device": "cpu", "skip_tokenizer_init": True}
+    with pytest.raises(ConfigError, match=words):
+        configure(given | {"speculative_config": asked})
+    assert downloaded(tmp_path / "repo") == {"config.json"}
+
+
+def test_code_is_fetched_only_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_hub(monkeypatch, tmp_path / "repo", TINY)
+    configure({"model": "org/m", "device": "cpu", "load_format": "dummy", "trust_remote_code": True})
+    assert downloaded(tmp_path / "repo") == {"config.json", "modeling.py"}
+
+
+def test_a_config_may_lie_elsewhere(tmp_path: Path) -> None:
+    """In place of the model's own, which need not be there."""
+    model, config = tmp_path / "model", tmp_path / "config"
+    for folder in (model, config):
+        folder.mkdir()
+    (config / "config.json").write_text(json.dumps(TINY | {"hidden_size": 96}))
+    given = {"model": str(model), "device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True}
+    with pytest.raises(ConfigError, match="holds neither a config.json"):
+        configure(given)
+    found = configure(given | {"hf_config_path": str(config)})
+    assert found.checkpoint.facts.hidden == 96 and found.checkpoint.path == model
+    (model / "config.json").write_text(json.dumps(TINY))
+    assert configure(given).checkpoint.facts.hidden == 64
+    laid_over = {"hf_config_path": str(config), "hf_overrides": {"max_position_embeddings": 128}}
+    found = configure(given | laid_over)
+    assert (found.checkpoint.facts.hidden, found.model.max_model_len) == (96, 128)
+    with pytest.raises(ConfigError, match="neither an existing path nor a hub id"):
+        configure(given | {"hf_config_path": str(tmp_path / "nowhere")})

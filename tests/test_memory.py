@@ -1,0 +1,196 @@
+"""Capacity: exact block counts, and advice that works when it is followed."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
+from quire.checkpoint.layout import CacheSpec, cache_specs, layout
+from quire.errors import ConfigError
+from quire.memory import (
+    CacheRoom,
+    CacheSize,
+    activation_bytes,
+    human,
+    size_cache,
+)
+
+FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, (LayerFacts(RopeFacts()),) * 2)
+BLOCK = 2 * 2 * 2 * 16 * 2 * 16
+"""Keys and values, layers, heads, their size, bytes of bfloat16, tokens."""
+GIB = 1 << 30
+
+
+def size(kv_bytes: int = 0, **settings: Any) -> CacheSize:
+    of_room = {field.name for field in dataclasses.fields(CacheRoom)} & settings.keys()
+    room = {"other_bytes": 0, "total_bytes": GIB} | {name: settings.pop(name) for name in of_room}
+    asked = {"max_model_len": 64, "auto_fit": False, "num_rows": 10**6, "block_size": 16, "max_chunk": 32}
+    asked |= {"layout": layout(cache_specs(FACTS), 1 << 20)} | settings
+    return size_cache(kv_dtype="bfloat16", room=CacheRoom(kv_bytes=kv_bytes, **room), **asked)
+
+
+def blocks_and_len(size: CacheSize) -> tuple[int, int]:
+    return size.num_blocks, size.max_model_len
+
+
+def test_bytes_of_a_block() -> None:
+    made = layout(cache_specs(FACTS), 64)
+    assert made.block_bytes(16, 2) == BLOCK and made.block_bytes(1, 4) == BLOCK // 8
+    assert size(5 * BLOCK + 7).num_bytes == 5 * BLOCK
+
+
+def test_8_bits_hold_twice_the_tokens_of_16() -> None:
+    sizes = {
+        kind: size_cache(
+            layout(cache_specs(FACTS), 1 << 20), kv_dtype=kind, block_size=16, max_model_len=64, max_chunk=32,
+            num_rows=10**6, auto_fit=False, room=CacheRoom(100 * BLOCK, 0, GIB),
+        )
+        for kind in ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+    }  # fmt: skip
+    assert sizes["fp8_e4m3"] == sizes["fp8_e5m2"] and sizes["fp8_e4m3"].num_blocks == 200
+    assert sizes["bfloat16"].num_blocks == 100
+
+
+def test_activations_grow_with_tokens_and_sequences() -> None:
+    base = activation_bytes(FACTS, "bfloat16", num_tokens=10, num_seqs=1)
+    assert activation_bytes(FACTS, "bfloat16", num_tokens=10, num_seqs=2) - base == 9 * 4 * 320
+    assert activation_bytes(FACTS, "bfloat16", num_tokens=20, num_seqs=1) > base
+
+
+@pytest.mark.parametrize(("spare", "blocks"), [(0, 5), (BLOCK - 1, 5), (BLOCK, 6)])
+def test_as_many_blocks_as_fit(spare: int, blocks: int) -> None:
+    assert blocks_and_len(size(5 * BLOCK + spare)) == (blocks, 64)
+
+
+def test_the_empty_block_is_counted() -> None:
+    """64 tokens are four blocks; without the fifth a request would never be admitted."""
+    with pytest.raises(ConfigError, match=f"{BLOCK} bytes are missing"):
+        size(4 * BLOCK)
+    with pytest.raises(ConfigError, match="needs 5 KV cache blocks, but num_gpu_blocks_override=4"):
+        size(num_blocks_override=4)
+
+
+def test_an_override_stands_whatever_is_free() -> None:
+    assert blocks_and_len(size(-5, num_blocks_override=7)) == (7, 64)
+
+
+def test_a_default_is_cut_to_what_rows_can_fill_and_a_wish_is_not() -> None:
+    assert size(1000 * BLOCK, soft=True, num_rows=2).num_blocks == 9
+    assert size(1000 * BLOCK, soft=False, num_rows=2).num_blocks == 1000
+
+
+def test_auto_fit_shortens_only_what_does_not_fit() -> None:
+    assert blocks_and_len(size(4 * BLOCK, auto_fit=True)) == (4, 48)
+    assert blocks_and_len(size(9 * BLOCK, auto_fit=True)) == (9, 64)
+    with pytest.raises(ConfigError, match="maximum model length is 0"):
+        size(BLOCK, auto_fit=True)
+
+
+def test_a_device_too_small_gets_no_false_hope() -> None:
+    with pytest.raises(ConfigError, match="needs a device with more memory") as caught:
+        size(-100, total_bytes=4 * BLOCK)
+    assert "--" not in str(caught.value)
+
+
+def flag(message: str, name: str) -> str | None:
+    found = re.search(rf"--{name} ([\d.]*\d)", message)
+    return found[1] if found else None
+
+
+@given(
+    max_model_len=st.integers(1, 5000),
+    block_size=st.sampled_from([1, 4, 16, 64]),
+    total_bytes=st.integers(1 << 20, 1 << 28),
+    other_share=st.floats(0, 1),
+    utilization=st.floats(0.01, 1),
+)
+def test_advice_that_is_followed_works(
+    max_model_len: int, block_size: int, total_bytes: int, other_share: float, utilization: float
+) -> None:
+    """Each flag of the message, fed back alone, makes the same model fit."""
+    other = int(total_bytes * other_share)
+    same: dict[str, Any] = {"block_size": block_size, "total_bytes": total_bytes, "other_bytes": other}
+    have = int(total_bytes * utilization) - other
+    try:
+        size(have, max_model_len=max_model_len, **same)
+    except ConfigError as error:
+        message = str(error)
+    else:
+        assume(False)
+    if (shorter := flag(message, "max-model-len")) is not None:
+        assert size(have, max_model_len=int(shorter), **same).max_model_len == int(shorter)
+        assert size(have, max_model_len=max_model_len, auto_fit=True, **same).max_model_len == int(shorter)
+        with pytest.raises(ConfigError):
+            size(have, max_model_len=int(shorter) + 1, **same)
+    if (share := flag(message, "gpu-memory-utilization")) is not None:
+        assert float(share) <= 1.0
+        size(int(total_bytes * float(share)) - other, max_model_len=max_model_len, **same)
+    if (wanted := flag(message, "kv-cache-memory-bytes")) is not None:
+        size(int(wanted), max_model_len=max_model_len, **same)
+        with pytest.raises(ConfigError):
+            size(int(wanted) - 1, max_model_len=max_model_len, **same)
+    missing = re.search(r"(\d+) bytes are missing", message)
+    assert missing
+    size(max(have, 0) + int(missing[1]), max_model_len=max_model_len, **same)
+
+
+@given(max_model_len=st.integers(17, 5000), blocks=st.integers(2, 300))
+def test_advice_on_an_override_works(max_model_len: int, blocks: int) -> None:
+    assume((blocks - 1) * 16 < max_model_len)
+    with pytest.raises(ConfigError) as caught:
+        size(num_blocks_override=blocks, max_model_len=max_model_len)
+    needed = int(flag(str(caught.value), "num-gpu-blocks-override") or 0)
+    assert size(num_blocks_override=needed, max_model_len=max_model_len).max_model_len == max_model_len
+    with pytest.raises(ConfigError):
+        size(num_blocks_override=needed - 1, max_model_len=max_model_len)
+    shorter = int(flag(str(caught.value), "max-model-len") or 0)
+    assert size(num_blocks_override=blocks, max_model_len=shorter)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0.00 MiB"), (1 << 20, "1.00 MiB"), (1 << 28, "0.25 GiB"), (3 << 29, "1.50 GiB")],
+)
+def test_bytes_are_written_for_people(num_bytes: int, text: str) -> None:
+    assert human(num_bytes) == text
+
+
+def test_windows_leave_room_for_more_tokens() -> None:
+    """Five windows to each full layer, at 32k: three times the tokens in the same memory, and more."""
+    full, narrow = CacheSpec("full", numbers=64), CacheSpec("window", numbers=64, window=1024)
+    found = {}
+    for name, specs in {"full": [full] * 36, "windows": ([narrow] * 5 + [full]) * 6}.items():
+        settings = {"layout": layout(specs, 1 << 17), "max_model_len": 32768, "max_chunk": 8192}
+        found[name] = size(GIB, total_bytes=2 * GIB, **settings)
+        assert found[name].num_bytes <= GIB
+    assert found["full"].num_tokens == (found["full"].num_blocks - 1) * 16
+    assert found["windows"].num_tokens > 5 * found["full"].num_tokens
+    assert found["windows"].windows == (None, *(1024,) * 5)
+
+
+def test_a_window_alone_holds_any_length() -> None:
+    """While a chunk of 32 is computed a window of 32 takes at most 5 blocks of 16."""
+    narrow = {"layout": layout([CacheSpec("window", numbers=64, window=32)], 1 << 20), "max_model_len": 10**5}
+    assert size(num_blocks_override=6, **narrow).max_model_len == 10**5
+    with pytest.raises(ConfigError, match="needs 6 KV cache blocks"):
+        size(num_blocks_override=5, **narrow)
+
+
+def test_states_of_all_rows_and_of_padding_come_first() -> None:
+    specs = [CacheSpec("state", bytes_per_row=BLOCK), *cache_specs(FACTS)]
+    states = {"layout": layout(specs, 64), "num_rows": 3}
+    assert blocks_and_len(size(9 * BLOCK, **states)) == (5, 64)
+    assert size(9 * BLOCK, **states).num_bytes == 9 * BLOCK
+    with pytest.raises(ConfigError, match=f"{BLOCK} bytes are missing"):
+        size(8 * BLOCK, **states)
+
+
+def test_states_that_leave_no_room_say_how_many_requests_fit() -> None:
+    """The only way out that is named is a shorter request, although the states of rows are the trouble."""
+    specs = [CacheSpec("state", bytes_per_row=100 * BLOCK), *cache_specs(FACTS)]
+    with pytest.raises(ConfigError, match=r"--max-num-seqs 6\b"):
+        size(800 * BLOCK, layout=layout(specs, 64), num_rows=16)

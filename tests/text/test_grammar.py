@@ -1,0 +1,126 @@
+"""Grammars over a small vocabulary, without a model."""
+
+import gc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny_text import _train_tokenizer
+
+from quire.data.params import StructuredOutputsParams
+from quire.text import grammar
+from quire.text.grammar import Grammars, Matcher, Vocabulary
+
+WORDS = StructuredOutputsParams(regex="([a-z]{2,9} ){400}")
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    known = _train_tokenizer()
+    tokens = [known.decode([id]).encode() for id in range(known.get_vocab_size())]
+    return Vocabulary(tokens, [0, 1, 2], (2,), lambda text: known.encode(text).ids)
+
+
+@pytest.fixture
+def grammars(vocabulary: Vocabulary) -> Grammars:
+    return Grammars(lambda: vocabulary)
+
+
+def allowed(grammars: Grammars, *matchers: Matcher) -> list[list[int]]:
+    bits = np.zeros((len(matchers), grammars.num_words), np.uint32)
+    grammars.fill([(matcher, at) for at, matcher in enumerate(matchers)], bits)
+    return [np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist() for row in bits]
+
+
+def write(grammars: Grammars, matcher: Matcher, num_tokens: int) -> str:
+    """Tokens that are allowed, those with a higher id first."""
+    verdict = ""
+    for _ in range(num_tokens):
+        (ids,) = allowed(grammars, matcher)
+        verdict = verdict or matcher.advance(ids[-1])
+    return verdict
+
+
+def test_sequences_at_the_same_time_do_not_wait_for_each_other(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a lexer, which is warm for the next when it goes."""
+    monkeypatch.setattr(grammar, "LEXERS_S", 1e9)
+    several = [grammars.compile(WORDS) for _ in range(5)]
+    lexers = [matcher.lexer for matcher in several]
+    assert len(set(lexers)) == 5
+    assert len({tuple(ids) for ids in allowed(grammars, *several)}) == 1
+    assert several[3].copy().lexer is lexers[3]
+    del several[3]
+    gc.collect()
+    assert grammars.compile(WORDS).lexer is lexers[3]
+
+
+def test_a_grammar_that_is_dear_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "LEXERS_S", 0.0)
+    several = [grammars.compile(WORDS) for _ in range(5)]
+    assert len({matcher.lexer for matcher in several}) == 1
+    write(grammars, several[0], 9)
+    assert len({tuple(ids) for ids in allowed(grammars, *several[1:])}) == 1, "they moved with the first"
+
+
+def test_a_lexer_that_is_full_serves_nobody_else(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library refuses all that share it from then on."""
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 100)
+    first = grammars.compile(WORDS)
+    assert write(grammars, first, 100) == "limit"
+    del first
+    assert write(grammars, grammars.compile(WORDS), 5) == ""
+
+
+def test_a_lexer_is_renewed_before_it_is_full(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "MAX_SERVED", 3)
+    lexers = [grammars.compile(WORDS).lexer for _ in range(4)]
+    assert lexers[0] is lexers[1] is lexers[2] is not lexers[3]
+
+
+def test_long_texts_that_grammars_force_are_not_remembered(vocabulary: Vocabulary) -> None:
+    """Thousands of them would be gigabytes."""
+    asked: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(len(text))
+        return vocabulary.encode(text)
+
+    wrapped = grammar._Wrapped(replace(vocabulary, encode=encode))
+    for text in ("short", "long" * grammar.MAX_KEPT_CHARS) * 2:
+        assert wrapped(text) == vocabulary.encode(text)
+    assert asked == [5, 4 * grammar.MAX_KEPT_CHARS, 4 * grammar.MAX_KEPT_CHARS]
+
+
+BYTES = Vocabulary(
+    [*(bytes([each]) for each in range(256)), b""], [256], (256,), lambda text: [*text.encode()]
+)
+FITS = [
+    (r"\d\w", "5a", "5_", "59"),
+    (r"[\d.]+", "5.5", "."),
+    (r"[]\d]\d", "]5", "55"),
+    (r"\\d", r"\d"),
+    (r"[^\d]\D", "٣a", "a٣", "éé"),
+    (r"[^]\W]\W", "aé", "_ "),
+    (r"[\[\d]\]", "[]", "5]"),
+]
+DOES_NOT = [
+    (r"\d", "٣", "a"),
+    (r"\w", "é", "-"),
+    (r"[\d.]", "٣"),
+    (r"[a\D]", "5"),
+    (r"\\d", r"\5"),
+    (r"\W", "a"),
+]
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "fits"),
+    [(regex, text, True) for regex, *texts in FITS for text in texts]
+    + [(regex, text, False) for regex, *texts in DOES_NOT for text in texts],
+)
+def test_digits_and_letters_of_a_regex_are_those_of_ascii(regex: str, text: str, fits: bool) -> None:
+    matcher = Grammars(lambda: BYTES).compile(StructuredOutputsParams(regex=regex))
+    verdicts = [matcher.advance(each) for each in text.encode()]
+    assert ("error" not in verdicts) == fits

@@ -1,0 +1,118 @@
+"""Masks on their way to a captured draw, without a GPU."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.data.async_value import AsyncValue
+from quire.data.plan import Masks
+from quire.kernels.triton.sampling import FREE, LATER
+from quire.sched.grammar import _Room
+from quire.worker.cuda import mask_sampling as module
+from quire.worker.cuda.mask_sampling import MaskedSampling
+
+ROWS, DRAWS, VOCAB = 12, 30, 200
+
+
+class NoStream:
+    """Everything is over at once."""
+
+    def __init__(self, *device: Any) -> None: ...
+    def wait(self, stream: Any) -> None: ...
+    def record(self, stream: Any) -> None: ...
+
+
+@pytest.fixture
+def draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[MaskedSampling]:
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+    monkeypatch.setattr(module, "pin", lambda memory: True)
+    monkeypatch.setattr(module, "unpin", lambda memory: None)
+    made = MaskedSampling(ROWS, DRAWS, VOCAB, torch.device("cpu"))
+    made.open()
+    yield made
+    module._let_go(made._host._kept)
+
+
+def test_every_draw_finds_its_mask(draws: MaskedSampling) -> None:
+    """Rows in any order, some without a mask, some with several draws; memory of the planner's, which grows
+    and comes again, and memory that is new each time."""
+    rng, rooms = np.random.default_rng(0), [_Room() for _ in range(3)]
+    for step in range(40):
+        rows = rng.permutation(ROWS)[: rng.integers(1, ROWS)].astype(np.int32)
+        num_draws = rng.integers(1, 3) if step % 2 else 1
+        places = np.full(ROWS, -1, np.int32)
+        places[rows] = np.arange(len(rows)) * num_draws
+        chosen = np.repeat(rows[rng.random(len(rows)) < 0.6], num_draws)
+        which = np.tile(np.arange(num_draws, dtype=np.int32), len(chosen) // num_draws)
+        width = int(rng.integers(1, VOCAB // 64))
+        bits = rooms[step % 3].take(len(chosen), width)
+        bits[:] = rng.integers(2**32, size=bits.shape, dtype=np.uint32)
+        given = bits if step % 5 else bits.copy()
+        assert draws.send(Masks(chosen, given, which if num_draws > 1 else which[:0]), places)
+        mask_of, found_width, found = draws.constrained(DRAWS)
+        assert found_width.item() == width
+        expected = dict(zip((places[chosen] + which).tolist(), bits, strict=True))
+        for place, mask in enumerate(mask_of.tolist()):
+            if place not in expected:
+                assert mask == FREE
+            else:
+                words = found[mask * width : (mask + 1) * width].numpy().view(np.uint32)
+                assert (words == expected[place]).all(), f"step {step}, draw {place}"
+
+
+class Beside:
+    """A stream that waits for the host: how often it was held up, and which waits are over."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.raised: list[int] = []
+
+    def hold(self) -> Callable[[], None]:
+        self.held += 1
+        return partial(self.raised.append, self.held)
+
+    def bring(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        into[: len(source)] = source
+
+
+def test_masks_that_are_coming_hold_up_the_stream_and_not_the_host(draws: MaskedSampling) -> None:
+    """Unless their memory was never seen: to pin it may take what the stream waits for."""
+    beside = Beside()
+    draws._host_signal = beside  # type: ignore[assignment]
+    rows, room = np.arange(2, dtype=np.int32), _Room()
+    unseen = Masks(rows, room.take(2, 3), coming=AsyncValue())
+    assert unseen.coming is not None
+    filling = threading.Timer(0.01, unseen.coming.arrive)
+    filling.start()
+    assert draws.send(unseen, rows) and unseen.coming is None and not beside.held
+    for number, count in enumerate((2, 1, 2), 1):
+        coming = AsyncValue()
+        assert draws.send(Masks(rows[:count], room.take(count, 3), coming=coming), rows)
+        assert beside.held == number and len(beside.raised) == number - 1
+        coming.arrive()
+        assert beside.raised[-1] == number
+    filling.join(60)
+
+
+def test_masks_for_which_there_is_no_room_are_not_sent(draws: MaskedSampling) -> None:
+    rows = np.arange(ROWS, dtype=np.int32)
+    assert draws.send(Masks(rows, np.zeros((ROWS, -(-VOCAB // 32)), np.uint32)), rows)
+    assert not draws.send(Masks(rows, np.zeros((ROWS, -(-VOCAB // 32) + 1), np.uint32)), rows)
+
+
+def test_draws_in_passing_wait_only_where_masks_follow(draws: MaskedSampling) -> None:
+    looked_at = draws.sampled_in_graph(5)
+    assert looked_at is not None and draws.sampled_in_graph(DRAWS + 1) is None
+    for is_later in (False, True, True, False):
+        draws.hold(is_later)
+        assert looked_at.mask_of.tolist() == [LATER if is_later else FREE] * 5

@@ -1,0 +1,93 @@
+"""Blank steps: which are run before the first request, so that later nothing is compiled or out of memory."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.sampling.rows import SamplingRows
+from quire.worker.cuda import warmup
+from quire.worker.cuda.device import CudaDevice
+from quire.worker.device import Model
+from quire.worker.rows import Rows
+
+CPU, VOCAB, HIDDEN, MAX_ROWS, MAX_LEN = torch.device("cpu"), 32, 8, 6, 64
+
+
+class Slots:
+    """Of adapters, as far as a step says who uses them."""
+
+    def use(self, tokens: Tensor | None = None, *others: Any, is_wide: bool = False) -> None: ...
+
+
+class Steps:
+    """What a model is given, and what is sampled of it."""
+
+    def __init__(self, *, adapters: bool = False) -> None:
+        self.given: list[tuple[tuple[int, ...], bool, bool, bool]] = []
+        self.sampled: list[tuple[int, torch.dtype]] = []
+        attention: Any = SimpleNamespace(plan=lambda group: None)
+        slots: Any = Slots() if adapters else None
+        model = Model(self.forward, lambda states: states[:, :1].expand(-1, VOCAB), attention, adapters=slots)
+        rows = Rows(
+            max_rows=MAX_ROWS, max_len=MAX_LEN, block_size=4, sampling=SamplingRows(MAX_ROWS, VOCAB, CPU)
+        )
+        self.device = CudaDevice(model, rows, self.sample, CPU)
+
+    def forward(self, batch: Batch) -> Tensor:
+        lens = tuple(batch.query_starts.diff().tolist())
+        self.given.append((lens, batch.are_decodes, batch.are_any, batch.adapters is not None))
+        return torch.zeros(len(batch.token_ids), HIDDEN)
+
+    def sample(self, logits: Tensor, asked: Any, constrained: Any) -> Tensor:
+        self.sampled.append((len(logits), logits.dtype))
+        return logits.argmax(-1)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(warmup, "compiling", nullcontext)
+    monkeypatch.setattr(warmup, "apply_masks", lambda logits, packed: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return SimpleNamespace(
+        scheduler=SimpleNamespace(max_num_seqs=MAX_ROWS, max_num_batched_tokens=48),
+        checkpoint=SimpleNamespace(facts=SimpleNamespace(vocab=VOCAB)),
+        model=SimpleNamespace(dtype="bfloat16"),
+    )
+
+
+def test_steps_of_every_kind_are_run(config: Any) -> None:
+    """One that is left out is compiled while somebody waits for a token."""
+    steps = Steps()
+    steps.device.blanks.compile(config, [1, 3], [(4, 16)], None)
+    given = [each[:3] for each in steps.given]
+    for count in (1, 2, 4, 6):
+        assert ((1,) * count, False, False) in given
+    assert ((48,), False, False) in given and ((24, 1), False, False) in given
+    assert ((3, 3, 3, 3, 3, 3), True, False) in given, "drafts of as many rows as there may be"
+    assert ((4, 4, 4, 4), False, True) in given, "a short step, whatever its sequences are"
+    assert {size for size, dtype in steps.sampled if dtype == torch.bfloat16} == {1, 6}
+    assert {size for size, dtype in steps.sampled if dtype == torch.float32} == {1, 6}
+
+
+def test_where_rows_may_have_adapters_each_is_run_with_and_without(config: Any) -> None:
+    steps = Steps(adapters=True)
+    steps.device.blanks.compile(config, [], [], None)
+    with_adapters = [lens for lens, *_, adapts in steps.given if adapts]
+    assert with_adapters == [lens for lens, *_, adapts in steps.given if not adapts]
+    assert {(48,), (24,), (12,), (6,), (3,), (1,)} <= set(with_adapters), "shorter and shorter prompts"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "lens"),
+    [(1, 1, [1]), (3, 8, [1, 1, 1]), (10, 4, [3, 3, 2, 2]), (MAX_LEN + 1, 1, [33, 32])],
+)
+def test_tokens_over_sequences_none_of_which_is_too_long(
+    num_tokens: int, num_seqs: int, lens: list[int]
+) -> None:
+    assert np.array_equal(Steps().device.blanks.split(num_tokens, num_seqs), lens)

@@ -1,0 +1,32 @@
+"""Where tokens lie in a sound, against transformers' own dynamic time warping."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.cpu import dtw, native
+from quire.worker.multimodal.timestamps import followed, warped
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (6, 1), (5, 40), (40, 5), (17, 17)])
+def test_the_cheapest_way_is_the_one_that_transformers_takes(shape: tuple[int, int]) -> None:
+    """Also where costs are alike, so that the order of choices counts."""
+    from transformers.models.whisper.generation_whisper import _dynamic_time_warping
+
+    random = np.random.default_rng(shape)
+    for costs in (random.standard_normal(shape), random.integers(-1, 2, shape).astype(np.float64)):
+        tokens, states = _dynamic_time_warping(costs)
+        begins = [int(states[tokens == token].min()) for token in range(shape[0])]
+        assert warped(costs) == begins and all(type(begin) is int for begin in warped(costs))
+        assert native.library() is None or dtw.warped(costs) == begins
+
+
+@pytest.mark.parametrize("num_states", [2, 3, 4, 50])
+def test_peaks_are_smoothed_as_transformers_smooths_them(num_states: int) -> None:
+    from transformers.models.whisper.generation_whisper import _median_filter
+
+    weights = torch.rand(3, 6, num_states, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    spread = torch.std(weights, dim=-2, keepdim=True, unbiased=False)
+    expected = _median_filter((weights - weights.mean(-2, keepdim=True)) / spread, 7)
+    torch.testing.assert_close(followed(weights), expected)
+    assert torch.isfinite(followed(weights[:, :1])).all()  # of one token none stands out

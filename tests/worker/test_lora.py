@@ -1,0 +1,280 @@
+"""A worker with adapters: read beside the steps, put into slots, used by rows."""
+
+import gc
+import shutil
+import threading
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_on_cpu import NEEDS_KERNELS, WithGraphs, pretend_graphs
+from lora_oracle import save_adapter
+from oracle import make_tiny, run_hf
+from torch import Tensor
+
+from quire.configure import configure
+from quire.data.lora import LoRARequest
+from quire.data.params import SamplingParams
+from quire.data.plan import Admission, LoRAAssignment, StepPlan
+from quire.errors import ConfigError, RequestError
+from quire.kernels.cpu import native
+from quire.worker import lora as adapters
+from quire.worker.cpu import CpuDevice
+from quire.worker.device import Model
+from quire.worker.lora import check_slots
+from quire.worker.rows import Rows
+from quire.worker.worker import Worker
+
+PROMPTS = [[5, 9, 30, 31, 32], [7, 8], list(range(40, 51)), [11, 12, 13]]
+NAMES = ["q_proj", "v_proj", "down_proj", "lm_head"]
+STEPS = 6
+NONE = np.empty(0, np.int32)
+
+
+class Tiny:
+    """A base, three adapters of it, and the tokens that PEFT draws with each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, hf = make_tiny("qwen3", folder)
+        self.adapters: list[LoRARequest] = []
+        self.expected: dict[tuple[int, int], list[int]] = {}
+        for number in (0, 1, 2):
+            name = f"a{number}"
+            settings = {"target_modules": NAMES, "r": 4, "lora_alpha": 16}
+            adapted = save_adapter(hf, folder / name, number, **settings)
+            self.adapters.append(LoRARequest(name, number + 1, str(folder / name)))
+            for row, prompt in enumerate(PROMPTS):
+                self.expected[row, number] = self._tokens(adapted, prompt)
+            hf = adapted.unload()
+        for row, prompt in enumerate(PROMPTS):
+            self.expected[row, -1] = self._tokens(hf, prompt)
+
+    def _tokens(self, model: Any, prompt: list[int]) -> list[int]:
+        ids = list(prompt)
+        for _ in range(STEPS):
+            ids.append(int(run_hf(model, ids)[-1].argmax()))
+        return ids[len(prompt) :]
+
+    def start(self, **settings: Any) -> Worker:
+        given = {"model": str(self.path), "dtype": "float32", "block_size": 32, "max_num_seqs": 4}
+        given |= {"use_tqdm_on_load": False, "num_gpu_blocks_override": 20}
+        given |= {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+        worker = Worker(configure(given | settings))
+        worker.start()
+        return worker
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("adapters"))
+
+
+def admission(row: int, slot: int, **params: Any) -> Admission:
+    return Admission(
+        row=row,
+        request_id=str(row),
+        token_ids=PROMPTS[row],
+        prompt_len=len(PROMPTS[row]),
+        num_computed=0,
+        block_ids=[[row + 1]],
+        params=SamplingParams(temperature=0, **params),
+        seed=0,
+        adapter=slot,
+    )
+
+
+def step(worker: Worker, rows: list[int], counts: list[int], **changes: Any) -> Any:
+    plan = StepPlan(
+        step=1,
+        released=[],
+        admitted=changes.pop("admitted", []),
+        block_rows=NONE,
+        block_ids=NONE,
+        rows=np.array(rows, np.int32),
+        num_tokens=np.array(counts, np.int32),
+        samples=np.full(len(rows), True),
+        **changes,
+    )
+    return worker.submit(plan).wait()
+
+
+def generate(worker: Worker, slots: dict[int, int], adapters: list[LoRAAssignment]) -> dict[int, list[int]]:
+    """The tokens of these rows, each with the adapter of its slot."""
+    rows = list(slots)
+    admitted = [admission(row, slot) for row, slot in slots.items()]
+    lens = [len(PROMPTS[row]) for row in rows]
+    found = [step(worker, rows, lens, admitted=admitted, adapters=adapters).token_ids]
+    found += [step(worker, rows, [1] * len(rows)).token_ids for _ in range(STEPS - 1)]
+    return {row: np.stack(found)[:, place].tolist() for place, row in enumerate(rows)}
+
+
+def test_rows_of_one_batch_have_adapters_of_their_own(tiny: Tiny) -> None:
+    """Slots that are mixed up, a tape that was recorded for other rows, a slot that keeps what was in it."""
+    worker = tiny.start()
+    facts = [worker.fetch_adapter(lora) for lora in tiny.adapters[:2]]
+    assert [each.rank for each in facts] == [4, 4] and facts[0].digest != facts[1].digest
+    put = [LoRAAssignment(slot, tiny.adapters[slot]) for slot in (0, 1)]
+    slots = {3: -1, 0: 1, 2: 0, 1: 1}
+    found = generate(worker, slots, put)
+    assert found == {row: tiny.expected[row, slot] for row, slot in slots.items()}
+    again = {0: -1, 1: -1, 2: -1, 3: -1}
+    assert generate(worker, again, []) == {row: tiny.expected[row, -1] for row in again}
+    worker.fetch_adapter(tiny.adapters[2])
+    found = generate(worker, {1: 1, 0: 0}, [LoRAAssignment(1, tiny.adapters[2])])
+    assert found == {1: tiny.expected[1, 2], 0: tiny.expected[0, 0]}
+
+
+@pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
+def test_decodes_with_adapters_are_taped(tiny: Tiny) -> None:
+    """An operation of torch among the kernels, by which every step is computed call by call."""
+    worker = tiny.start()
+    generate(worker, {0: 0, 1: -1}, [LoRAAssignment(0, tiny.adapters[0])])
+    generate(worker, {0: -1, 1: -1}, [])
+    device: Any = worker._runner
+    assert isinstance(device.device, CpuDevice)
+    tapes = device.device._tapes._tapes
+    assert len(tapes) == 2 and all(tape is not None for tape in tapes.values())
+
+
+def test_drafts_are_made_without_adapters(tiny: Tiny) -> None:
+    """A drafter that is given the model's own head, which would add the adapters of other tokens."""
+    worker = tiny.start()
+    device: Any = worker._runner
+    seen: list[object] = []
+
+    class Drafts:
+        follows = True
+
+        def see(self, batch: Any, told: Any) -> None:
+            assert worker.adapters is not None
+            seen.extend((batch.adapters, worker.adapters.slots.tokens, worker.adapters.slots.logit_tokens))
+            worker.model.logits(torch.zeros(7, 64))
+
+        def propose(self, ends: Any, most: int) -> Tensor:
+            return torch.zeros(len(ends.rows), most, dtype=torch.int64)
+
+    device.device.drafter = Drafts()
+    put = [LoRAAssignment(0, tiny.adapters[0])]
+    step(worker, [0], [len(PROMPTS[0])], admitted=[admission(0, 0)], adapters=put)
+    assert seen[0] is not None and seen[1:] == [None, None]
+
+
+@pytest.mark.slow
+@NEEDS_KERNELS
+def test_graphs_with_adapters_and_without(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with an adapter in a graph that knows of none, slots of the step before, padding with a slot."""
+
+    def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
+        return WithGraphs(model, all_rows, lambda logits, *asked: logits.argmax(-1), device)
+
+    pretend_graphs(monkeypatch)
+    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    worker, put = tiny.start(), [LoRAAssignment(slot, tiny.adapters[slot]) for slot in (0, 1)]
+    for slots in ({3: -1, 0: 1, 2: 0}, {3: -1, 0: -1}, {2: 1}):
+        found = generate(worker, slots, put)
+        assert found == {row: tiny.expected[row, slot] for row, slot in slots.items()}
+
+
+def test_prompt_logprobs_are_those_of_the_adapter(tiny: Tiny) -> None:
+    """A head that knows the slots of the sampled rows alone."""
+    worker = tiny.start()
+    changes = {
+        "admitted": [admission(2, 0, prompt_logprobs=1)],
+        "adapters": [LoRAAssignment(0, tiny.adapters[1])],
+    }
+    first = step(worker, [2], [len(PROMPTS[2])], **changes)
+    found = [each.logprobs[0] for each in first.prompt_logprobs[2]]
+    plain = step(tiny.start(), [2], [11], admitted=[admission(2, -1, prompt_logprobs=1)])
+    assert not np.allclose(found, [each.logprobs[0] for each in plain.prompt_logprobs[2]], atol=1e-2)
+    assert first.token_ids.tolist() == tiny.expected[2, 1][:1]
+
+
+def test_host_memory_keeps_those_used_last_and_what_is_in_slots(tiny: Tiny) -> None:
+    """An adapter of a running request that is forgotten, or a cache that grows for ever."""
+    worker = tiny.start()
+    adapters = worker.adapters
+    assert adapters is not None
+    adapters.max_kept = 2
+    one, two, three = tiny.adapters
+    worker.fetch_adapter(one)
+    adapters.put(0, one)
+    for lora in (two, three):
+        worker.fetch_adapter(lora)
+    assert set(adapters._kept) == {"a0", "a2"}
+    worker.drop_adapter("a0")
+    assert set(adapters._kept) == {"a2"}
+
+
+def test_an_adapter_is_read_again_if_asked(tiny: Tiny, tmp_path: Path) -> None:
+    worker = tiny.start()
+    place = tmp_path / "changing"
+    shutil.copytree(tiny.adapters[0].path, place)
+    first = worker.fetch_adapter(LoRARequest("x", 1, str(place)))
+    shutil.copytree(tiny.adapters[1].path, place, dirs_exist_ok=True)
+    assert worker.fetch_adapter(LoRARequest("x", 1, str(place))) == first
+    changed = worker.fetch_adapter(LoRARequest("x", 1, str(place), load_inplace=True))
+    assert changed == worker.fetch_adapter(tiny.adapters[1]) != first
+
+
+def test_slots_are_full_again_after_sleep(tiny: Tiny) -> None:
+    worker = tiny.start()
+    generate(worker, {0: 0}, [LoRAAssignment(0, tiny.adapters[0])])
+    worker.sleep(2)
+    worker.wake_up(["weights", "kv_cache"])
+    worker.warm_up()
+    assert generate(worker, {0: 0, 1: 0}, []) == {row: tiny.expected[row, 0] for row in (0, 1)}
+
+
+def test_a_closed_worker_holds_neither_weights_nor_slots(tiny: Tiny) -> None:
+    worker, dropped = tiny.start(), []
+    assert worker.adapters is not None
+    generate(worker, {0: 0}, [LoRAAssignment(0, tiny.adapters[0])])
+    memory = worker.adapters.slots._memory
+    assert memory is not None
+    held = [weakref.ref(each) for each in (worker.model, memory)]
+    worker._stowed = SimpleNamespace(drop=lambda: dropped.append(True))  # type: ignore[assignment]
+    worker.balancer = SimpleNamespace(layers=[worker.model])  # type: ignore[assignment]
+    del memory
+    worker.close()
+    gc.collect()
+    assert dropped == [True] and [each() for each in held] == [None, None]
+
+
+def test_memory_is_pinned_for_adapters_to_come_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that outlived its worker would hold the slots of the device."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(adapters, "_QUIET_S", 0.01)
+    kept, done = list[tuple[int, int]](), threading.Event()
+
+    class Slots:
+        device, dtype, slot_size = torch.device("cuda", 0), torch.float16, 7
+
+        def keep_spares(self, count: int, size: int) -> None:
+            kept.append((count, size))
+            done.set()
+
+    spares = adapters._Spares(Slots(), max_kept=3)  # type: ignore[arg-type]
+    assert done.wait(60)
+    spares.end()
+    spares.join(60)
+    assert not spares.is_alive() and kept == [(3, 7)]
+
+
+def test_nothing_is_built_unless_adapters_are_enabled(tiny: Tiny) -> None:
+    worker = tiny.start(enable_lora=False)
+    assert all(getattr(module, "point", None) is None for module in worker.model.modules())
+    with pytest.raises(RequestError, match="LoRA is not enabled"):
+        worker.fetch_adapter(tiny.adapters[0])
+
+
+def test_slots_that_do_not_fit_are_refused(tiny: Tiny) -> None:
+    worker = tiny.start()
+    assert worker.adapters is not None and worker._needs is not None
+    slots = worker.adapters.slots
+    assert worker._needs.adapters == slots.num_bytes == 2 * slots.slot_size * torch.float32.itemsize
+    with pytest.raises(ConfigError, match="2 slots for adapters of rank 8 take .* lower max_loras"):
+        check_slots(slots, slots.num_bytes - 1)
