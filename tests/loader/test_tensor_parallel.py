@@ -9,7 +9,7 @@ import torch
 from gguf_files import make_tiny_gguf
 from oracle import load_tiny, make_tiny
 from safetensors.torch import load_file, save_file
-from test_divided_models import compare, logits
+from test_tensor_parallel_models import compare, logits
 from threads import tp_worlds
 from torch import Tensor
 

@@ -10,7 +10,7 @@ from formats import SIZES, STORED, gpt_oss
 from gguf_files import make_tiny_gguf
 from group_files import rounded, shuffled, stored, values
 from requantized import requantize
-from test_divided_models import compare, logits
+from test_tensor_parallel_models import compare, logits
 
 from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.quant import ONLINE

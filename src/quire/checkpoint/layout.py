@@ -261,8 +261,8 @@ def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
         return None
     if layer.mixer == "latent":
         assert facts.mla is not None
-        topk_indices = facts.mla.index.dim if facts.mla.index is not None and layer.picks else 0
-        numbers = facts.mla.kv_latent + facts.mla.rope_dim + topk_indices
+        index_dim = facts.mla.index.dim if facts.mla.index is not None and layer.picks else 0
+        numbers = facts.mla.kv_latent + facts.mla.rope_dim + index_dim
         return CacheSpec("latent", planes=1, numbers=numbers)
     beside = 0
     if layer.mixer != "attention":

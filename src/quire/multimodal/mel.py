@@ -52,22 +52,22 @@ def resampled(sound: Sound, rate: int, most: int) -> Samples:
     for phase in range(min(up, count)):
         # These outputs all lie equally far behind an input.
         first, behind = divmod(phase * down, up)
-        aux_hidden_states = np.interp(np.abs(distances - cutoff * behind / up), places, filter, right=0)
+        taps = np.interp(np.abs(distances - cutoff * behind / up), places, filter, right=0)
         rows = out[phase::up]
-        rows[:] = _filtered(padded[first:], (cutoff * aux_hidden_states).astype(np.float32), down, len(rows))
+        rows[:] = _filtered(padded[first:], (cutoff * taps).astype(np.float32), down, len(rows))
     return out
 
 
-def _filtered(samples: Samples, aux_hidden_states: Samples, step: int, count: int) -> Samples:
+def _filtered(samples: Samples, taps: Samples, step: int, count: int) -> Samples:
     """The sums of `count` windows of samples, each `step` behind the one before, times the taps."""
-    wide = -(-len(aux_hidden_states) // step)
+    wide = -(-len(taps) // step)
     if step == 1 or wide == 1:
-        around = np.lib.stride_tricks.sliding_window_view(samples, len(aux_hidden_states))
-        windows: Samples = around[::step][:count] @ aux_hidden_states
+        around = np.lib.stride_tricks.sliding_window_view(samples, len(taps))
+        windows: Samples = around[::step][:count] @ taps
         return windows
     # Windows overlap, and rows of `step` samples do not: these times each row of taps is one fast product,
     # whose diagonals are summed.
-    weights = np.pad(aux_hidden_states, (0, wide * step - len(aux_hidden_states))).reshape(wide, step).T
+    weights = np.pad(taps, (0, wide * step - len(taps))).reshape(wide, step).T
     out = np.empty(count, np.float32)
     for start in range(0, count, _AT_ONCE):
         num = min(_AT_ONCE, count - start)

@@ -17,12 +17,12 @@ from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, unfill
 
 
 class PlainWeight(Weight):
-    """The weight of a linear layer, in the type of the layer or `cache_dtype`."""
+    """The weight of a linear layer, in the type of the layer or `stored_dtype`."""
 
-    def __init__(self, shape: LinearShape, cache_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, shape: LinearShape, stored_dtype: torch.dtype | None = None) -> None:
         super().__init__(shape)
         size = sum(shape.sizes_out), shape.size_in
-        self.weight = unfilled(*size, dtype=cache_dtype or shape.dtype, device=shape.device)
+        self.weight = unfilled(*size, dtype=stored_dtype or shape.dtype, device=shape.device)
         self.bias = bias_of(shape)
         self.rooms = list(shape.sizes_out)
         """Outputs of each part, and zeros behind them."""
@@ -71,12 +71,12 @@ class PlainWeight(Weight):
 
 
 class PlainExperts(StoredExperts):
-    """The experts of a layer, in its type or `cache_dtype`."""
+    """The experts of a layer, in its type or `stored_dtype`."""
 
-    def __init__(self, shape: ExpertShape, cache_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, shape: ExpertShape, stored_dtype: torch.dtype | None = None) -> None:
         super().__init__(shape)
         num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
-        dtype = cache_dtype or shape.dtype
+        dtype = stored_dtype or shape.dtype
         self.gate_up = unfilled(num, 2 * inner, hidden, dtype=dtype, device=shape.device)
         self.down = unfilled(num, hidden, inner, dtype=dtype, device=shape.device)
 
@@ -99,16 +99,16 @@ class PlainExperts(StoredExperts):
 
 
 class PlainFormat:
-    """Keeps weights plain, in their layer's type or `cache_dtype`."""
+    """Keeps weights plain, in their layer's type or `stored_dtype`."""
 
-    def __init__(self, cache_dtype: torch.dtype | None = None) -> None:
-        self.cache_dtype = cache_dtype
+    def __init__(self, stored_dtype: torch.dtype | None = None) -> None:
+        self.stored_dtype = stored_dtype
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        return PlainWeight(shape, self.cache_dtype)
+        return PlainWeight(shape, self.stored_dtype)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        return PlainExperts(shape, self.cache_dtype)
+        return PlainExperts(shape, self.stored_dtype)
 
 
 def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -48,7 +48,7 @@ def divided(group: Group, size: int) -> Shard:
     return Shard(share, group.rank * share, size)
 
 
-def topk_indices(numbers: Iterable[int], size: int) -> Runs:
+def shards_of(numbers: Iterable[int], size: int) -> Runs:
     """Some numbers of a size, in rising order."""
     runs: list[Shard] = []
     end = 0

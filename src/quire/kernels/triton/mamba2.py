@@ -131,11 +131,11 @@ def conv_chunks(
     start, end = tl.load(starts + seq).to(tl.int64), tl.load(starts + seq + 1).to(tl.int64)
     old = exist & (tl.load(positions + start + none) > 0)
     kept = state + (tl.load(rows + seq).to(tl.int64) * channels + channel) * (KERNEL - 1)
-    aux_hidden_states = weight + channel * KERNEL + KERNEL - 4
-    w0 = tl.load(aux_hidden_states, mask=exist & (none + KERNEL > 3), other=0.0).to(tl.float32)
-    w1 = tl.load(aux_hidden_states + 1, mask=exist & (none + KERNEL > 2), other=0.0).to(tl.float32)
-    w2 = tl.load(aux_hidden_states + 2, mask=exist & (none + KERNEL > 1), other=0.0).to(tl.float32)
-    w3 = tl.load(aux_hidden_states + 3, mask=exist, other=0.0).to(tl.float32)
+    taps = weight + channel * KERNEL + KERNEL - 4
+    w0 = tl.load(taps, mask=exist & (none + KERNEL > 3), other=0.0).to(tl.float32)
+    w1 = tl.load(taps + 1, mask=exist & (none + KERNEL > 2), other=0.0).to(tl.float32)
+    w2 = tl.load(taps + 2, mask=exist & (none + KERNEL > 1), other=0.0).to(tl.float32)
+    w3 = tl.load(taps + 3, mask=exist, other=0.0).to(tl.float32)
     added = tl.zeros((BLOCK,), tl.float32)
     if BIASED:
         added = tl.load(bias + channel, mask=exist, other=0.0).to(tl.float32)

@@ -59,8 +59,8 @@ def sampled(video: Video, settings: GridSettings, times: str) -> tuple[list[int]
     fps = video.source_fps or (video.fps and video.fps * total / count)
     if not settings.samples or (video.indices and not settings.asked):
         return list(range(count)), indices, fps
-    topk_indices = _PICKS[times](count, video.fps or USUAL_FPS, settings)
-    return topk_indices, [indices[i] for i in topk_indices], fps
+    chosen_frames = _PICKS[times](count, video.fps or USUAL_FPS, settings)
+    return chosen_frames, [indices[i] for i in chosen_frames], fps
 
 
 def _evenly(count: int, fps: float, settings: GridSettings) -> list[int]:
@@ -76,8 +76,8 @@ def _evenly(count: int, fps: float, settings: GridSettings) -> list[int]:
     else:
         return list(range(count))
     wanted = min(max(wanted, 1), count)
-    topk_indices: list[int] = np.arange(0, count, count / wanted).astype(np.float32).astype(int).tolist()
-    return topk_indices
+    chosen_frames: list[int] = np.arange(0, count, count / wanted).astype(np.float32).astype(int).tolist()
+    return chosen_frames
 
 
 def _spaced(count: int, fps: float, settings: GridSettings) -> list[int]:
@@ -95,18 +95,18 @@ def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
     seconds = round(last / fps) + 1
     if seconds <= settings.max_seconds:
         times = [i / rate for i in range(max(math.floor(seconds * rate), 1))]
-        topk_indices = [min(last, math.ceil(i * fps / rate)) for i in range(len(times))]
+        chosen_frames = [min(last, math.ceil(i * fps / rate)) for i in range(len(times))]
     else:
         wanted = int(settings.max_seconds * rate)
-        topk_indices = [min(last, math.ceil(t * fps)) for t in np.linspace(0, seconds, wanted)]
-        topk_indices = list(range(count)) if wanted >= count else topk_indices
-    return _even(topk_indices)
+        chosen_frames = [min(last, math.ceil(t * fps)) for t in np.linspace(0, seconds, wanted)]
+        chosen_frames = list(range(count)) if wanted >= count else chosen_frames
+    return _even(chosen_frames)
 
 
-def _even(topk_indices: list[int]) -> list[int]:
+def _even(chosen_frames: list[int]) -> list[int]:
     """Each once, and an even number of them."""
-    topk_indices = list(dict.fromkeys(topk_indices))
-    return topk_indices if len(topk_indices) % 2 == 0 else [*topk_indices, topk_indices[-1]]
+    chosen_frames = list(dict.fromkeys(chosen_frames))
+    return chosen_frames if len(chosen_frames) % 2 == 0 else [*chosen_frames, chosen_frames[-1]]
 
 
 def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
@@ -115,17 +115,17 @@ def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
     seconds = round(last / fps) + 1
     rate = next((rate for most, rate in _RATES if seconds <= most), _RATES[-1][1])
     wanted = min(int(min(seconds, _RATES[-1][0]) * rate * depth), _MOST_FRAMES)
-    topk_indices: list[int] = []
+    chosen_frames: list[int] = []
     if count >= wanted:
         time = 0.0
         for frame in range(count):
-            if frame * (1 / fps) >= time and (not topk_indices or time < int(seconds)):
-                topk_indices.append(frame)
+            if frame * (1 / fps) >= time and (not chosen_frames or time < int(seconds)):
+                chosen_frames.append(frame)
                 time += 1 / (depth * rate)
-    if len(topk_indices) != wanted:
-        first, end = (topk_indices[0], topk_indices[-1]) if 0 < len(topk_indices) < wanted else (0, last)
-        topk_indices = np.linspace(first, end, wanted, dtype=int).tolist()
-    return _even(topk_indices)
+    if len(chosen_frames) != wanted:
+        first, end = (chosen_frames[0], chosen_frames[-1]) if 0 < len(chosen_frames) < wanted else (0, last)
+        chosen_frames = np.linspace(first, end, wanted, dtype=int).tolist()
+    return _even(chosen_frames)
 
 
 _RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))

@@ -66,10 +66,10 @@ class GridProcessor:
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         settings = self.settings["video"].told(arguments)
-        topk_indices, _, _ = sampled(video, settings, self.tower.times)
-        height, width = self._frame_size(video, len(topk_indices), settings)
+        chosen_frames, _, _ = sampled(video, settings, self.tower.times)
+        height, width = self._frame_size(video, len(chosen_frames), settings)
         patches = (height // settings.patch, width // settings.patch)
-        return PatchLayout(-(-len(topk_indices) // settings.frames), *patches).num_vectors(settings.merge)
+        return PatchLayout(-(-len(chosen_frames) // settings.frames), *patches).num_vectors(settings.merge)
 
     def _frame_size(self, video: Video, count: int, settings: GridSettings) -> tuple[int, int]:
         """That so many of its frames are resized to."""
@@ -78,9 +78,9 @@ class GridProcessor:
         return settings.size_of(height, width, num_frames=max(count, settings.frames))
 
     def _video(self, video: Video, settings: GridSettings) -> ProcessedItem:
-        topk_indices, indices, fps = sampled(video, settings, self.tower.times)
-        size = self._frame_size(video, len(topk_indices), settings)
-        sized = [resized(Image.fromarray(video.frames[i]), size, settings.resample) for i in topk_indices]
+        chosen_frames, indices, fps = sampled(video, settings, self.tower.times)
+        size = self._frame_size(video, len(chosen_frames), settings)
+        sized = [resized(Image.fromarray(video.frames[i]), size, settings.resample) for i in chosen_frames]
         pixels = patches_of(np.stack(sized), settings)
         grid = PatchLayout(*pixels.shape[:3])
         total = video.total_frames or len(video.frames)
