@@ -72,13 +72,11 @@ class _Loading(ThreadPoolExecutor):
         return super().submit(compile_and_load)
 
 
-def _compile_once(
-    requested: set[Any], kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any
-) -> None:
+def _compile_once(compiled: set[Any], kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Compile a kernel once for each combination of argument kinds; layers repeat the same launches."""
     key = kernel, *map(_specialization, args), *options.items()
-    if key not in requested:
-        requested.add(key)
+    if key not in compiled:
+        compiled.add(key)
         kernel.run(*args, grid=grid, warmup=True, **options)
 
 
