@@ -171,7 +171,7 @@ class LoRAReader:
         if tuple(tensor.shape) != (table.own.all, table.hidden):
             raise ConfigError(
                 f"{name} has the shape {tuple(tensor.shape)}, the model's {(table.own.all, table.hidden)}"
-                f"{self._own.why_not(tensor, table.own.all)}"
+                f"{self._vocab_reader.why_not(tensor, table.own.all)}"
             )
         put(tensor, Target(name, buffer, 0, (table.own,)))
         return buffer
@@ -218,7 +218,7 @@ class LoRAReader:
             if tuple(tensor.shape) != sizes:
                 raise ConfigError(
                     f"{name} has the shape {tuple(tensor.shape)}, the model's {sizes}"
-                    f"{self._own.why_not(tensor, sizes[0])}"
+                    f"{self._vocab_reader.why_not(tensor, sizes[0])}"
                 )
         elif not is_elsewhere:
             raise ConfigError(f"{name} is not a LoRA tensor")
