@@ -53,7 +53,7 @@ class SchemeFormat:
         first, *others = set(schemes.values())
         if others:
             raise ConfigError(
-                "experts of a layer must have the same quantization scheme:  "
+                "experts of a layer must have the same quantization scheme: "
                 + ", ".join(f"{part} ({scheme or 'plain'})" for part, scheme in schemes.items())
                 + "; use another checkpoint"
             )
