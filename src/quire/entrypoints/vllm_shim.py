@@ -98,7 +98,7 @@ class ModelRegistry:
     def register_model(architecture: str, model: Any) -> None:
         raise ConfigError(
             f"ModelRegistry.register_model({architecture!r}) is not supported: Quire builds models from its"
-            " own layers; a decoder that transformers can open needs none, with model_impl='transformers'"
+            " own layers; with model_impl='transformers' decoders of transformers need no registration"
         )
 
 

@@ -53,7 +53,7 @@ def run(args: Namespace) -> int:
     precisions = _precisions(args, checkpoint)
     kind = device(args.gpu)
     if args.gpus < 1:
-        raise ConfigError(f"--gpus {args.gpus}must be at least 1")
+        raise ConfigError(f"--gpus {args.gpus} must be at least 1")
     fits = smallest(
         checkpoint, kind.machine(args.gpus), wanted, precisions, most=args.gpus, per_node=kind.per_node
     )
