@@ -194,7 +194,7 @@ def test_a_type_that_cannot_be_unpacked_is_named(tmp_path: Path, monkeypatch: py
         raise NotImplementedError(kind)
 
     monkeypatch.setattr("gguf.quants.dequantize", refuse)
-    with pytest.raises(ConfigError, match=r"m\.gguf: .* is (Q8_0|F32), which cannot be unpacked"):
+    with pytest.raises(ConfigError, match=r"m\.gguf: .* is (Q8_0|F32), which cannot be dequantized"):
         load_tiny(path)
 
 
