@@ -75,7 +75,7 @@ def test_the_flag_may_be_repeated() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"middleware": ("Stamp",)}, "no import path"),
+        ({"middleware": ("Stamp",)}, "not an import path"),
         ({"middleware": ("quire_nobody.Stamp",)}, "cannot be imported: ModuleNotFoundError"),
         ({"middleware": ("quire_test_middleware.nothing",)}, "cannot be imported: AttributeError"),
         ({"middleware": ("quire_test_middleware.plain",)}, "must be a class, or an async function"),
