@@ -92,7 +92,7 @@ def check_contents(body: ConversationBody) -> None:
     for place, message in enumerate(body.messages):
         if message.role != "assistant" and message.content is None and "content" in message.model_fields_set:
             raise RequestError(
-                f"messages[{place}].content is null, which only the role assistant allows: send text or parts",
+                f"messages[{place}].content is null, which only an assistant's may be: send text or parts",
                 param="messages",
             )
 
@@ -119,7 +119,8 @@ def output_limit(max_tokens: int | None, prompt_len: int, limit: int, default: i
         raise RequestError(
             f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
             f"output tokens and your prompt contains {prompt_len} input tokens, for a total of "
-            f"{max_tokens + prompt_len} tokens. Please reduce the length of the input prompt or the number of requested output tokens.",
+            f"{max_tokens + prompt_len} tokens. Please reduce the length of the input prompt or the number "
+            "of requested output tokens.",
             param="input_tokens",
         )
     bounds = (limit - prompt_len, max_tokens, default)
@@ -147,7 +148,7 @@ def sampling_params(
     budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
     if budget is not None and reasoning is None:
         raise RequestError(
-            "`thinking_token_budget` needs a chat, and a --reasoning-parser with known start and end marks",
+            "`thinking_token_budget` needs a chat, and a server with a --reasoning-parser of known marks",
             param="thinking_token_budget",
         )
     for name in _DEFAULTED:
