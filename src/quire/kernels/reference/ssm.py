@@ -180,8 +180,8 @@ class StateOps(Protocol):
         self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
     ) -> Tensor:
         """Compute the gated delta rule: h = exp(rate * softplus(a + bias)) * h, then
-        h += k (sigmoid(b) (v - k h))^T, y = q h. Queries and keys are L2-normalized; queries are then scaled by
-        1 / sqrt(key_dim).
+        h += k (sigmoid(b) (v - k h))^T, y = q h. Queries and keys are L2-normalized; queries are then scaled
+        by 1 / sqrt(key_dim).
 
         `qkv` [T, 2 * key_heads * key_dim + heads * value_dim], `a` and `b` [T, heads], `state`
         [rows, heads, key_dim, value_dim] float32 -> [T, heads * value_dim].
