@@ -87,7 +87,7 @@ def test_modules_are_read_in_every_form() -> None:
         (["a=x", "a=y"], "two adapters"),
         (["{nope"], "no valid JSON"),
         (['{"name": "a"}'], "`name` and `path`"),
-        (['{"name": "a", "path": 1}'], "path must be a text"),
+        (['{"name": "a", "path": 1}'], "path must be a string"),
         (['{"name": "a", "path": "x", "rank": 1}'], "unknown field 'rank'"),
         (["a\tb=x"], "printable"),
     ],
