@@ -85,7 +85,7 @@ def test_modules_are_read_in_every_form() -> None:
         (["=x"], "1 to 256 characters"),
         (["a="], "name=path"),
         (["a=x", "a=y"], "two adapters"),
-        (["{nope"], "no valid JSON"),
+        (["{nope"], "not valid JSON"),
         (['{"name": "a"}'], "`name` and `path`"),
         (['{"name": "a", "path": 1}'], "path must be a string"),
         (['{"name": "a", "path": "x", "rank": 1}'], "unknown field 'rank'"),

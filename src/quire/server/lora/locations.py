@@ -33,8 +33,8 @@ class LoRALocations:
     def __init__(
         self, *, roots: Sequence[str] = (), hub: Sequence[str] = (), cache: Path, max_bytes: int
     ) -> None:
-        """`roots`: allowed directories and URLs. `hub`: allowed ids or organizations. `max_bytes`: limit
-        of a download."""
+        """Create locations with the allowed `roots` (directories, URLs) and `hub` ids or organizations,
+        and the size limit of a download."""
         self._folders = [resolved(root) for root in roots if not is_url(root)]
         self._urls = [root.rstrip("/") + "/" for root in roots if is_url(root)]
         self._hub = frozenset(id.removesuffix("/*") for id in hub)

@@ -23,7 +23,7 @@ class Search:
     def __init__(self) -> None:
         self._slots = asyncio.Semaphore(_MAX_THREADS)
 
-    async def __call__(self, call: Callable[[str], T], given: str) -> T:
+    async def __call__(self, call: Callable[[str], T], place: str) -> T:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(SEARCH_S):
@@ -32,7 +32,7 @@ class Search:
 
                 def work() -> None:
                     try:
-                        set_outcome = partial(future.set_result, call(given))
+                        set_outcome = partial(future.set_result, call(place))
                     except Exception as error:
                         set_outcome = partial(future.set_exception, error)
                     with contextlib.suppress(RuntimeError):  # the loop is closed

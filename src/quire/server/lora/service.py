@@ -78,7 +78,8 @@ class LoRAService:
             logger.info("Adapter %r found at %r", name, module.root)
 
     def _is_taken(self, name: str) -> bool:
-        """Whether an adapter has this name. One whose unloading process has died does not count."""
+        """Whether an adapter has this name. It does not count if the process that was unloading it has
+        died."""
         known = self._registry.all().get(name)
         return known is not None and not (known.is_leaving and self._registry.is_free(name))
 
