@@ -13,7 +13,7 @@ from quire.text.parsers.engine import Parser, join
 from quire.text.parsers.reasoning import Reasoning, opened_by
 
 _PACKAGE = "quire.text.parsers"
-Factory = TypeVar("Made", bound=Callable[..., Parser])
+Factory = TypeVar("Factory", bound=Callable[..., Parser])
 
 REASONING = LazyTable(
     "reasoning parser",
