@@ -57,7 +57,7 @@ COUNTERS = {
     "mm_cache_queries": "Images, videos and audio items looked up in the multimodal cache.",
     "mm_cache_hits": "Items found in the multimodal cache.",
     "num_preemptions": "Requests preempted by recomputation.",
-    "request_resumed": "Requests that continued in another or a restarted engine core after theirs had died.",
+    "request_resumed": "Requests that continued in another or a restarted engine core after a crash.",
     "prompt_tokens": "Prompt tokens processed, including cached ones.",
     "prompt_tokens_cached": "Prompt tokens taken from the prefix cache.",
     "generation_tokens": "Tokens generated.",
@@ -241,7 +241,7 @@ class MetricsPages:
             self._record("request_time_per_output_token_seconds", decode / (ended.num_output_tokens - 1))
 
     def count_resumed(self) -> None:
-        """Count a request that continues on another engine core after its own died."""
+        """Count a request that continues on another engine core after a crash."""
         self._add("request_resumed", 1)
 
     def observe_media(self, queries: int, hits: int) -> None:

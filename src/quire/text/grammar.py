@@ -353,7 +353,7 @@ def _to_msgpack(params: StructuredOutputsParams) -> bytes:
 
 
 def sendable(params: StructuredOutputsParams) -> StructuredOutputsParams:
-    """Return the params with the schema as JSON text, which msgpack can send whatever its numbers."""
+    """Return the params with the schema as JSON text: msgpack cannot encode numbers of any size."""
     if isinstance(params.json, dict):
         return msgspec.structs.replace(params, json=json.dumps(params.json))
     return params

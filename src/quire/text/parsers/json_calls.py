@@ -16,7 +16,7 @@ _BROKEN = object()
 
 @dataclass(frozen=True)
 class JsonMarks:
-    """Marks around such calls."""
+    """Marks around JSON tool calls."""
 
     opens: tuple[str, ...]
     """Marks before the calls; a bracket is the beginning of the JSON itself."""

@@ -10,7 +10,7 @@ from quire.text.parsers.engine import Wait
 
 @dataclass(frozen=True)
 class NamedMarks:
-    """Marks of such a call."""
+    """Marks of a call with a name and JSON arguments."""
 
     opens: tuple[str, ...]
     """Marks that may precede the calls."""

@@ -18,7 +18,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True)
 class PythonMarks:
-    """Marks around such calls."""
+    """Marks around pythonic tool calls."""
 
     opens: tuple[str, ...] = ()
     """Marks before the calls; without marks, a bracket."""

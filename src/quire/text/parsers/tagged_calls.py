@@ -11,7 +11,7 @@ from quire.text.parsers.engine import Emit, Wait
 
 @dataclass(frozen=True)
 class Tags:
-    """Tags of such a call."""
+    """Tags of a call format."""
 
     opens: tuple[str, ...]
     """Marks that may precede a call."""
