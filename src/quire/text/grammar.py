@@ -365,9 +365,7 @@ def grammar_of(params: StructuredOutputsParams) -> str:
     grammar = _with_request_errors(params, partial(_BUILDERS[name], getattr(params, name), params))
     _with_request_errors(params, grammar.encode)
     if len(grammar) > MAX_CHARS:
-        raise _refusal(
-            f".{name} has {len(grammar)} characters as a grammar, above the maximum of {MAX_CHARS}"
-        )
+        raise _refusal(f".{name} may have at most {MAX_CHARS} characters as a grammar, not {len(grammar)}")
     return grammar
 
 
@@ -454,7 +452,7 @@ def _from_grammar(text: str, params: StructuredOutputsParams) -> str:
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     if len(text) > MAX_CHARS:
-        raise ValueError(f"{len(text)} characters are above the maximum of {MAX_CHARS}")
+        raise ValueError(f"it may have at most {MAX_CHARS} characters, not {len(text)}")
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except GbnfToLarkError as error:
