@@ -119,7 +119,7 @@ def test_a_model_that_hears_in_its_prompt_is_asked_otherwise() -> None:
         chunks = events(send(**long, stream="true"))
         assert "".join(each["choices"][0]["delta"]["content"] for each in chunks) == "Hallo.  Hallo."
         assert "Must be one of: ar, de, en" in refused(send(language="ja"))["message"]
-        assert "tells the time" in refused(send(response_format="srt"))["message"]
+        assert "supports timestamps" in refused(send(response_format="srt"))["message"]
         error = refused(send(TRANSLATIONS), 404)
         assert error["message"] == "The model does not support Translations API"
     finally:
