@@ -103,7 +103,7 @@ def test_only_the_weights_of_the_asked_format_are_fetched(
 @pytest.mark.parametrize(
     ("draft", "asked", "words"),
     [
-        ({"vocab_size": 99}, {}, "knows 99 tokens and the target 320"),
+        ({"vocab_size": 99}, {}, "has a vocabulary of 99 tokens and the target of 320"),
         ({}, {"kv_cache_dtype": "fp8_e4m3"}, "speculative_config.kv_cache_dtype='fp8_e4m3'"),
         (
             {},

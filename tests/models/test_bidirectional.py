@@ -208,7 +208,10 @@ def test_what_cannot_look_ahead(tmp_path: Path) -> None:
     both = {"is_causal": False}
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(16\).*both directions reads a whole"):
         opened(llama, runner="pooling", hf_overrides=both, max_num_batched_tokens=16)
-    for family, why in (("mistral", "how far they reach ahead"), ("mamba2", "only look back")):
+    for family, why in (
+        ("mistral", "without a defined extent to the right"),
+        ("mamba2", "causal layers without attention"),
+    ):
         path, _ = make_tiny(family, tmp_path, **({"sliding_window": 8} if family == "mistral" else {}))
         with pytest.raises(ConfigError, match=why):
             opened(path, runner="pooling", hf_overrides=both)
