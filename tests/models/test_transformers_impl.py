@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({"intermediate_size": 96}, "Bert.* gives other logits over the paged cache"),
     "diffllama": (GROUPED, "DiffLlama.* some twice"),
     "deepseek_v3": (LATENT, "Deepseek.* keys .* and values .* differ in size"),
-    "t5": ({}, "expected false: T5ForConditionalGeneration is .* not built yet"),
+    "t5": ({}, "expected false: T5ForConditionalGeneration is .* not supported yet"),
     "mamba": ({}, "Mamba.* 0 attention modules took part"),
     "bart": (BART, "'BartForCausalLM' is not supported.* num_attention_heads"),
     "git": ({"vision_config": SEEN}, "GitForCausalLM .* chooses among attentions of its own"),

@@ -142,13 +142,13 @@ class PoolingFacts:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Tasks that requests may use; the first is the default."""
+        """Return the tasks that requests may use; the first is the default."""
         both = (self.task, f"token_{self.task}")
         return both[1:] if self.head else both[::-1] if self.by_token else both
 
     @property
     def needs_all_states(self) -> str:
-        """Pooling type that needs the hidden states of all tokens, so no prefix cache; empty: it does not."""
+        """Return the pooling type if it needs the hidden states of all tokens (no prefix cache), or an empty string."""
         if self.token_type == "STEP":
             return self.token_type
         return "" if self.type == "LAST" or self.head else self.type
