@@ -495,7 +495,7 @@ def test_a_gguf_header_that_does_not_fit_is_named(
         ({"architectures": ["HeliumForCausalLM"], "intermediate_size": [8, 16]}, "differs between layers"),
         (
             {"architectures": ["HeliumForCausalLM"], "layer_types": ["conv", "full_attention", "conv"]},
-            "layer_types has conv, and no other layers than",
+            "layer_types has conv; only full_attention",
         ),
     ],
 )

@@ -136,7 +136,7 @@ def test_older_weights_of_modules_and_what_they_must_fit(
         opened(tmp_path)
     modules = json.loads((tmp_path / "modules.json").read_text())
     (tmp_path / "modules.json").write_text(json.dumps(modules[::-1]))
-    with pytest.raises(ConfigError, match="behind Pooling and in front of Normalize"):
+    with pytest.raises(ConfigError, match="between Pooling and Normalize"):
         opened(tmp_path)
 
 

