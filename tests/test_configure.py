@@ -64,7 +64,7 @@ def downloaded(folder: Path) -> set[str]:
     [
         ({"architectures": ["NobodysForCausalLM"]}, {}, "'NobodysForCausalLM' is not supported"),
         ({"quantization_config": {"quant_method": "odd"}}, {}, "quant_method 'odd'"),
-        ({}, {"quantization": "gguf"}, "quantization='gguf' cannot be made of an unquantized checkpoint"),
+        ({}, {"quantization": "gguf"}, "quantization='gguf' is not supported for an unquantized"),
         ({}, {"max_model_len": 512}, "max_model_len=512 is above the 256"),
     ],
 )
