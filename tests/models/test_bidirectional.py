@@ -129,7 +129,7 @@ def test_older_weights_of_modules_and_what_they_must_fit(
         opened(tmp_path)
     config = tmp_path / "2_Dense" / "config.json"
     config.write_text(config.read_text().replace('"in_features": ', '"in_features": 1'))
-    with pytest.raises(ConfigError, match="2_Dense takes"):
+    with pytest.raises(ConfigError, match="2_Dense expects"):
         opened(tmp_path)
     config.write_text(config.read_text().replace("Identity", "Softsign"))
     with pytest.raises(ConfigError, match="activation_function"):

@@ -50,7 +50,7 @@ class Draft:
         return self.checkpoint.facts
 
     def of_one(self, num_devices: int) -> ArchFacts:
-        """Return the draft's facts as one tensor-parallel rank sees them."""
+        """Return the draft's facts on one tensor-parallel rank."""
         return of_one(self.facts, num_devices)
 
 

@@ -147,7 +147,9 @@ def split_parts(path: Path) -> list[Path]:
     if missing:
         named = ", ".join(missing[:_NUM_NAMED])
         more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
-        raise ConfigError(f"{path} is one of {len(parts)} parts; beside it are missing: {named}{more}")
+        raise ConfigError(
+            f"{path} is one of {len(parts)} parts; missing in the same directory: {named}{more}"
+        )
     return parts
 
 

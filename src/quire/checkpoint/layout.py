@@ -208,9 +208,9 @@ def layout(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLayout:
     largest = max(spec.numbers for spec in paged.values())
     if any(spec.planes != 2 or largest % spec.numbers for spec in paged.values()):
         return grouped
-    beside = CacheLayout(whole.specs, tuple(_group_layers(paged, max_len, largest)), largest)
+    side_by_side = CacheLayout(whole.specs, tuple(_group_layers(paged, max_len, largest)), largest)
     limit = _MAX_SHARED_FRACTION * _count_elements(grouped, max_len)
-    return beside if _count_elements(beside, max_len) < limit else grouped
+    return side_by_side if _count_elements(side_by_side, max_len) < limit else grouped
 
 
 def _group_layers(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0) -> list[CacheGroup]:

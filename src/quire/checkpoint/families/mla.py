@@ -98,12 +98,12 @@ def mistral4(keys: ConfigReader) -> ArchFacts:
 
 
 def deepseek_v32(keys: ConfigReader) -> ArchFacts:
-    return _with_indexer(keys, neighbours=False)
+    return _with_indexer(keys, pairs=False)
 
 
 def glm_moe_dsa(keys: ConfigReader) -> ArchFacts:
     """Read GLM-5: some layers reuse the tokens that the last indexer selected."""
-    facts, count = _with_indexer(keys, neighbours=True), keys.size("num_hidden_layers")
+    facts, count = _with_indexer(keys, pairs=True), keys.size("num_hidden_layers")
     kinds = keys.get("indexer_types") or keys.get("index_topk_pattern")
     if isinstance(kinds, str):
         kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in kinds]
@@ -121,7 +121,7 @@ def glm_moe_dsa(keys: ConfigReader) -> ArchFacts:
     return replace(facts, layers=layers, predicting=facts.layers[-1])
 
 
-def _with_indexer(keys: ConfigReader, *, neighbours: bool) -> ArchFacts:
+def _with_indexer(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
     keys = with_defaults(keys, q_lora_rank=1536)
     facts = _deepseek_v3(keys, pairs=True, first=3)
     assert facts.mla is not None
@@ -129,7 +129,7 @@ def _with_indexer(keys: ConfigReader, *, neighbours: bool) -> ArchFacts:
         keys.size("index_n_heads", 64),
         keys.size("index_head_dim", 128),
         keys.size("index_topk", 2048),
-        neighbours,
+        pairs,
     )
     return replace(facts, mla=replace(facts.mla, index=index))
 

@@ -156,7 +156,10 @@ def vit(vision: ConfigReader, default: str) -> ViTFacts:
     """Read a CLIP or SigLIP encoder."""
     kind = vision.get("model_type") or default
     if kind not in _VITS:
-        raise ConfigError(f"{vision.source}: the vision encoder {kind!r} is not supported; known: {', '.join(sorted(_VITS))}")
+        raise ConfigError(
+            f"{vision.source}: the vision encoder {kind!r} is not supported; known:"
+            f" {', '.join(sorted(_VITS))}"
+        )
     defaults = _VITS[kind]
     return ViTFacts(
         layers=vision.size("num_hidden_layers", 12),
