@@ -154,7 +154,9 @@ def test_a_file_in_parts_is_the_whole(tmp_path: Path) -> None:
         parts = load_tiny(given).state_dict()
         assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
     middle.unlink()
-    with pytest.raises(ConfigError, match=r"one of 3 parts; beside it are missing: s-00002-of-00003\.gguf"):
+    with pytest.raises(
+        ConfigError, match=r"one of 3 parts; missing in the same directory: s-00002-of-00003\.gguf"
+    ):
         GGUFFile(first)
 
 

@@ -199,13 +199,13 @@ def test_what_cannot_be_written_down_is_said(twin: Twin, llm: LLM) -> None:
         with pytest.raises(RequestError, match=message):
             llm.generate([prompt], PARAMS, use_tqdm=False)
     for settings, message in (
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size cannot be had with WhisperFor"),
-        ({"enable_lora": True}, "enable_lora cannot be had with WhisperFor"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is not supported for WhisperFor"),
+        ({"enable_lora": True}, "enable_lora is not supported for WhisperFor"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative_config cannot",
+            "speculative_config is not supported",
         ),
-        ({"limit_mm_per_prompt": {"audio": 0}}, "does nothing but hear"),
+        ({"limit_mm_per_prompt": {"audio": 0}}, "needs audio in every prompt"),
     ):
         with pytest.raises(ConfigError, match=message):
             engine(twin, **settings)

@@ -91,7 +91,7 @@ def test_the_flag_agrees_with_the_checkpoint() -> None:
     assert choose_quant("fp8", None) is ONLINE["fp8"] and choose_quant(None, None) is None
     with pytest.raises(ConfigError, match="'awq' contradicts the checkpoint.* stored as gptq"):
         choose_quant("awq", stored)
-    with pytest.raises(ConfigError, match="fp8, int8 can; gguf needs a checkpoint stored like that"):
+    with pytest.raises(ConfigError, match="use fp8 or int8; gguf needs a checkpoint in that format"):
         choose_quant("gguf", None)
 
 
