@@ -288,7 +288,7 @@ class Experts(nn.Module):
             yield from map(self._select_local, self._bias_targets(biases))
 
     def _select_local(self, target: Target) -> Target:
-        """Restrict the target of a tensor of all experts to the experts of this device."""
+        """Select the experts of this device from the target of a tensor of all experts."""
         if self.places is None:
             return target
         return target._replace(axis=0, runs=topk_indices(self.here, self.num_experts))
