@@ -80,7 +80,7 @@ class Decoder(nn.Module):
             )
 
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Return hidden states [T, hidden] after the final norm, or (x, residual) in all stages but the last."""
+        """Return hidden states [T, hidden] after the final norm, or (x, residual) before the last stage."""
         x, residual = self.embedded(batch) if batch.before is None else batch.before
         if self.aux_layers or (batch.embeds is not None and batch.embeds[1].shape[1] > self.hidden):
             x, residual = self._layer_by_layer(x, residual, batch)
