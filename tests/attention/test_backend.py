@@ -59,7 +59,7 @@ def test_the_native_backend_comes_first_on_a_cpu(monkeypatch: pytest.MonkeyPatch
         assert choose(None, spec, machine).name == "TORCH_SDPA"
     monkeypatch.setattr(native, "library", lambda: None)
     assert choose(None, SPEC, MACHINE).name == "TORCH_SDPA"
-    with pytest.raises(ConfigError, match="CPU_ATTN: there are no native kernels; leave it out"):
+    with pytest.raises(ConfigError, match="CPU_ATTN: the native kernels are not available; omit it"):
         choose("cpu_attn", SPEC, MACHINE)
 
 

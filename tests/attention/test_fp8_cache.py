@@ -169,7 +169,7 @@ def test_the_native_kernel_over_8_bits(kind: torch.dtype, window: int | None) ->
 def test_who_cannot_names_those_who_can() -> None:
     spec = AttentionSpec(4, 2, 64, torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
     ampere = Machine("cuda", "a GPU", 1, 1, 1, 1, capability=(8, 0))
-    with pytest.raises(ConfigError, match=r"8\.9 on, this is 8\.0; fp8_e5m2 it can; .* or take TORCH_SDPA"):
+    with pytest.raises(ConfigError, match=r"8\.9 for fp8_e4m3, this is 8\.0; .* or use TORCH_SDPA"):
         choose("TRITON_ATTN", spec, ampere)
     if native.library():
         cpu = replace(ampere, device="cpu")

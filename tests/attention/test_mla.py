@@ -94,7 +94,8 @@ def test_each_sequence_has_its_own_adapter(monkeypatch: pytest.MonkeyPatch, name
     owner = AdapterSlots(max_slots=3, max_rank=4, dtype=torch.float32, device=torch.device(device))
     sizes = SPEC.heads, SPEC.nope_dim, SPEC.v_dim
     implementation = IMPLEMENTATIONS[name]()
-    point = LoRAMlaLayer("kv_b", owner, SPEC.rank, sizes, ADAPTED[name](), turns=implementation.turns)
+    transposed = implementation.needs_transposed_lora
+    point = LoRAMlaLayer("kv_b", owner, SPEC.rank, sizes, ADAPTED[name](), keeps_transposed=transposed)
     owner.allocate()
     of_seqs = [0, 2, -1, 0, 2, 2, 0, -1]
     weights = dict.fromkeys(of_seqs, weight)
@@ -106,7 +107,7 @@ def test_each_sequence_has_its_own_adapter(monkeypatch: pytest.MonkeyPatch, name
     owner.put(1, {"kv_b": LoRAFactors(a / 0, b / 0)})
     tokens = [slot for slot, (size, _) in zip(of_seqs, MANY, strict=True) for _ in range(size)]
     adapted = MLALoRA(
-        point.a, point.b, point.turned, torch.tensor(tokens, dtype=torch.int32, device=device), point.ops
+        point.a, point.b, point.transposed, torch.tensor(tokens, dtype=torch.int32, device=device), point.ops
     )
     ours = implementation.attend(q, weight, case.k_cache[:, :, 0], case.batch, SPEC, adapted)
     theirs = {slot: expected(case, q, own, SPEC) for slot, own in weights.items()}
@@ -184,7 +185,7 @@ def test_more_sequences_than_are_counted_at_once(monkeypatch: pytest.MonkeyPatch
 def test_prompts_in_rounds(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Little memory: a sequence at a time, and a head at a time of a long one."""
     monkeypatch.setattr(triton_mla, "EXPANDED_BYTES", num_bytes)
-    monkeypatch.setattr(triton_mla, "_cut", triton_mla._cut.__wrapped__)
+    monkeypatch.setattr(triton_mla, "_split", triton_mla._split.__wrapped__)
     check(TritonMLA(), MANY, SPEC, torch.float32, DEVICE)
 
 

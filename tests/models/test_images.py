@@ -119,5 +119,5 @@ def test_a_first_stage_without_the_layers_that_images_go_into_is_refused(tmp_pat
     media = MediaFacts("", ("image",), None, levels=2)
     facts = replace(read_checkpoint(path).facts, media=media)
     scope = Scope(torch.float32, torch.device("cpu"), TorchSDPA(), 64, stage=Stage(0, 2))
-    with pytest.raises(ConfigError, match="first stage has 1 layers, and images go into 2"):
+    with pytest.raises(ConfigError, match="first pipeline stage has 1 layers, .* to its first 2 layers"):
         MODELS["Qwen3ForCausalLM"](facts, scope)

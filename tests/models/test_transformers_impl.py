@@ -63,16 +63,16 @@ BART: dict[str, Any] = {
 SEEN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stablelm": (GROUPED, "StableLm.* does not pass keyword arguments down"),
-    "bamba": (GROUPED, "Bamba.* 0 attention modules took part"),
-    "bloom": ({"n_layer": 2, "n_head": 4}, "Bloom.* 0 attention modules took part, but it has 2 layers"),
-    "bert": ({"intermediate_size": 96}, "Bert.* gives other logits over the paged cache"),
+    "bamba": (GROUPED, "Bamba.* 0 attention modules were called"),
+    "bloom": ({"n_layer": 2, "n_head": 4}, "Bloom.* 0 attention modules were called, but it has 2 layers"),
+    "bert": ({"intermediate_size": 96}, "Bert.* over the paged cache it computes other logits"),
     "diffllama": (GROUPED, "DiffLlama.* some twice"),
     "deepseek_v3": (LATENT, "Deepseek.* keys .* and values .* differ in size"),
     "t5": ({}, "expected false: T5ForConditionalGeneration is .* not supported yet"),
-    "mamba": ({}, "Mamba.* 0 attention modules took part"),
+    "mamba": ({}, "Mamba.* 0 attention modules were called"),
     "bart": (BART, "'BartForCausalLM' is not supported.* num_attention_heads"),
-    "git": ({"vision_config": SEEN}, "GitForCausalLM .* chooses among attentions of its own"),
-    "gpt_neo": ({"attention_types": [[["global"], 2]]}, "GPTNeo.* chooses among attentions of its own"),
+    "git": ({"vision_config": SEEN}, "GitForCausalLM .* its own table of attention classes"),
+    "gpt_neo": ({"attention_types": [[["global"], 2]]}, "GPTNeo.* its own table of attention classes"),
     "granitemoehybrid": (GROUPED | {"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
 }
 

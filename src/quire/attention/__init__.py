@@ -1,1 +1,1 @@
-"""Attention over the paged cache: the batch of a step, the backend protocol, one file per backend."""
+"""Attention over the paged KV cache: the batch of a step, the backend protocol, one file per backend."""

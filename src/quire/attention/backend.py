@@ -1,7 +1,7 @@
-"""What an attention backend is, and how one is chosen.
+"""The attention backend protocol, and the choice of a backend.
 
-Within a layer all keys and values of the batch are written (`Ops.rotate_and_write`) before any attention is
-computed: a sequence may read blocks that another sequence of the same batch writes.
+Within a layer all keys and values of the batch are written (`Ops.rotate_and_write`) before attention runs: a
+sequence may read blocks that another sequence of the same batch writes.
 """
 
 from dataclasses import dataclass
@@ -25,34 +25,34 @@ BACKENDS = LazyTable(
         "TORCH_SDPA": "quire.attention.torch_sdpa:TorchSDPA",
     },
 )
-"""In order of preference."""
+"""Backends in order of preference."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The attention of one layer."""
+    """Attention parameters of one layer."""
 
     heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     window: int | None = None
-    """How many tokens, itself included, a token sees; None: all before it."""
+    """Sliding window: number of tokens that a token attends to, itself included; None for full attention."""
     scale: float | None = None
-    """Factor on the scores; None: 1 / sqrt(head_dim)."""
+    """Factor of the scores; None for 1 / sqrt(head_dim)."""
     softcap: float | None = None
-    """Scores s become softcap * tanh(s / softcap); None: as they are."""
+    """Soft cap of the scores, softcap * tanh(s / softcap); None for no cap."""
     sinks: bool = False
-    """Whether each head has a logit that takes part in its softmax and has no value."""
+    """Whether each head has an attention sink: a logit in the softmax without a value."""
     uses_alibi: bool = False
-    """Whether each head has a slope: what its scores lose for each token between query and key (ALiBi)."""
+    """Whether the model uses ALiBi slopes."""
     reaches: bool = False
-    """Whether tokens may see some that follow them (`Batch.reach`)."""
+    """Whether tokens may attend to later tokens (`Batch.reach`)."""
     k_scale: float = 1.0
-    """An 8-bit cache holds keys divided by this."""
+    """Scale of keys in an 8-bit cache, which holds keys divided by it."""
     v_scale: float = 1.0
     cache_dtype: torch.dtype | None = None
-    """The type of the cache where a backend is chosen; None: the same as `dtype`."""
+    """KV cache dtype, for the choice of a backend; None for `dtype`."""
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -64,20 +64,20 @@ class AttentionSpec:
 
 
 class AttentionBackend(Protocol):
-    """The caches of a layer are [num_blocks, block_size, kv_heads, head_dim] each."""
+    """An attention implementation. The caches of a layer are [num_blocks, block_size, kv_heads, head_dim]."""
 
     name: str
     capturable: bool
-    """Whether a decode is the same launches whatever the lengths, so that a CUDA graph can hold it."""
+    """Whether a CUDA graph can capture decodes: the launches do not depend on sequence lengths."""
     captures_prompts: bool
-    """Whether that goes for a batch of which `Batch.are_any` is said."""
+    """Whether a CUDA graph can also capture batches with `Batch.are_any`."""
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
-        """Why this backend cannot serve `spec` on `machine`; None if it can."""
+        """Return the reason why this backend cannot serve `spec` on `machine`; None if it can."""
         ...
 
     def plan(self, batch: Batch) -> None:
-        """Once per step, before the first layer: sets `batch.attention`."""
+        """Set `batch.attention`, once per step before the first layer."""
         ...
 
     def forward(
@@ -90,19 +90,18 @@ class AttentionBackend(Protocol):
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        """[T, heads, head_dim] queries -> the same shape. `sinks` [heads] are logits that take part in each
-        head's softmax and have no value. `alibi_slopes` [heads], in float32, are what each head's scores lose
-        for each token between query and key."""
+        """Attend with queries [T, heads, head_dim] and return the same shape. `sinks` [heads] are softmax
+        logits without a value. `alibi_slopes` [heads] are float32 ALiBi slopes."""
         ...
 
 
 def named(dtype: torch.dtype | None) -> str:
-    """float16, not torch.float16"""
+    """Return the dtype's name without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def why_no_gpu(machine: Machine) -> str | None:
-    """Why kernels for GPUs of today do not run here; None if they do."""
+    """Return the reason why GPU kernels do not run on this machine; None if they do."""
     if machine.device != "cuda":
         return f"runs on a GPU, this is {machine.device}"
     if machine.capability < (8, 0):
@@ -111,20 +110,20 @@ def why_no_gpu(machine: Machine) -> str | None:
 
 
 def why_no_package(spec: AttentionSpec) -> str | None:
-    """Why the attention of other packages does not do for a model; None if it does."""
+    """Return the reason why external attention packages cannot serve a model; None if they can."""
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"computes float16 and bfloat16, not {named(spec.dtype)}"
     if spec.reaches:
-        return "lets no token see what follows it, as those of this model do"
+        return "does not support bidirectional attention, which this model needs"
     if spec.sinks:
-        return "is used without sinks"
+        return "does not support attention sinks, which this model has"
     if spec.uses_alibi:
-        return "is used without slopes, which this model's heads have"
+        return "does not support ALiBi slopes, which this model has"
     return None
 
 
 def choose(name: str | None, spec: AttentionSpec, machine: Machine) -> AttentionBackend:
-    """The backend called `name`, or without a name the first that fits."""
+    """Return the backend called `name`, or without a name the first that fits."""
     reasons = {}
     for candidate in [name.upper()] if name else BACKENDS:
         backend: AttentionBackend = BACKENDS[candidate]()
@@ -132,9 +131,9 @@ def choose(name: str | None, spec: AttentionSpec, machine: Machine) -> Attention
         if reason is None:
             return backend
         reasons[candidate] = reason
-    said = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
+    listed = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
     if name:
-        able = [other for other in BACKENDS if BACKENDS[other]().fits(spec, machine) is None]
-        instead = f" or take {' or '.join(able)}" if able else ""
-        raise ConfigError(f"attention backend {said}; leave it out to have one chosen{instead}")
-    raise ConfigError(f"no attention backend fits this model on this machine ({said})")
+        usable = [other for other in BACKENDS if BACKENDS[other]().fits(spec, machine) is None]
+        instead = f" or use {' or '.join(usable)}" if usable else ""
+        raise ConfigError(f"attention backend {listed}; omit it to have one chosen{instead}")
+    raise ConfigError(f"no attention backend fits this model on this machine ({listed})")

@@ -1,4 +1,4 @@
-"""Batch: the tensors of one forward pass. Built by `worker/device.py`, read by every layer, kept by none."""
+"""Batch: the tensors of one forward pass, built by `worker/device.py` and read by every layer."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,77 +10,75 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Batch:
-    """T tokens of B sequences, one after the other. `_host` copies of what is read on both sides."""
+    """T tokens of B sequences, concatenated. `_host` fields are copies in host memory."""
 
     token_ids: Tensor
     """[T] int64"""
     positions: Tensor
-    """[T] int64, each token's place in its own sequence"""
+    """[T] int64, position of each token in its sequence"""
     slots: Tensor
-    """[T] int64, where each token's key and value go: block id * block size + offset; nowhere if below 0"""
+    """[T] int64, cache slot of each token (block id * block size + offset); not written if negative"""
     query_starts: Tensor
     """[B + 1] int32, first token of each sequence in this batch"""
     seq_lens: Tensor
-    """[B] int32, tokens of each sequence that exist once this batch is written; 0 is padding"""
+    """[B] int32, length of each sequence including the tokens of this batch; 0 is padding"""
     rows: Tensor
-    """[B] int32, the row of each sequence in `block_tables`"""
+    """[B] int32, row of each sequence in `block_tables`"""
     block_tables: Tensor
-    """[rows, blocks of the longest sequence] int32, what lies beyond a sequence means nothing"""
+    """[rows, blocks of the longest sequence] int32; entries beyond a sequence are undefined"""
     logit_tokens: Tensor
-    """[N] int64, the tokens of this batch whose logits are wanted"""
+    """[N] int64, the tokens of this batch that need logits"""
     query_lens_host: NDArray[np.int32]
     seq_lens_host: NDArray[np.int32]
     turns: Tensor | None = None
-    """int64, where heads do not turn by the place of a token: [T] by what instead, or [3, T] by which time,
-    height and width"""
+    """int64, RoPE positions that differ from `positions`: [T], or [3, T] M-RoPE positions of time, height and
+    width"""
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """What ropes made of [3, T] turns, once per step."""
+    """Cos/sin tables of M-RoPE by `Rope`, computed once per step."""
     are_decodes: bool = False
-    """Whether each sequence is a decode, with drafts or without: lengths on the host mean nothing."""
+    """Whether each sequence is a decode, with or without draft tokens; host lengths are undefined then."""
     are_any: bool = False
-    """Whether they are whatever the device says: on the host only the most tokens that one may have is known.
-    The last sequence is what pads the batch, of one token at least, and has no keys."""
+    """Whether the lengths are only on the device (CUDA graph); the host has the maximum. The last sequence
+    then pads the batch: it has at least one token and no keys."""
     token_types: Tensor | None = None
-    """[T] int64, for models that read pairs of texts: 1 for tokens of the second"""
+    """[T] int64, token type ids of models that read pairs of texts: 1 for the second text"""
     embeds: tuple[Tensor, Tensor] | None = None
-    """[K] int64, tokens of which there are vectors in place of ids, and [K, hidden] those vectors"""
+    """[K] int64 tokens with embeddings in place of ids, and [K, hidden] the embeddings"""
     reach: Tensor | None = None
-    """[T] int32, the last place of its sequence that each token sees; falls in none. None: its own"""
+    """[T] int32, last position that each token attends to, non-decreasing in a sequence; None if causal"""
     adapters: Tensor | None = None
-    """[T] int32, the slot of each token's adapter, -1 without; None: no token has one"""
+    """[T] int32, adapter slot of each token, -1 for none; None if no token has an adapter"""
     logit_adapters: Tensor | None = None
-    """[N] int32, the same of `logit_tokens`"""
+    """[N] int32, adapter slot of each of `logit_tokens`"""
     is_wide: bool = False
-    """Whether some adapter has tokens of its own: ids may be beyond the vocabulary, and logits are."""
+    """Whether some adapter adds tokens: ids may exceed the model's vocabulary, and logits are wider."""
     before: Tensor | None = None
-    """[2, T, hidden], what the stage before made of the tokens: what its last layer said, and what that is
-    added to. None in the first stage, which reads `token_ids`."""
+    """[2, T, hidden], output of the previous pipeline stage: hidden states and residual. None in the first
+    stage, which reads `token_ids`."""
     aux_hidden_states: tuple[Tensor, ...] = ()
-    """[T, hidden] each, what the model noted of its states on the way, for a draft."""
+    """[T, hidden] each, hidden states of intermediate layers for a draft model."""
     num_real: int | None = None
-    """Tokens that are no padding; None: unknown, or all."""
+    """Number of tokens without padding; None if unknown, or if there is no padding."""
     room: int | None = None
-    """Tokens that each of the engines in step makes room for; None: as many as there are here."""
+    """Number of tokens that each data-parallel rank pads to; None for the number of tokens here."""
     attention: Any = None
-    """What the attention backend's `plan(batch)` made of all this, once per step."""
+    """Metadata of the attention backend, set by its `plan(batch)` once per step."""
     state: Any = None
-    """The same for layers that keep a state."""
+    """Metadata of SSM layers, built once per step."""
     beside: Tensor | None = None
-    """[T, hidden], what a layer leaves for the next one to add, in models that have such layers."""
+    """[T, hidden], output that a layer leaves for the next layer to add, in models with such layers."""
     topk_indices: Any = None
-    """What the last indexer picked for each token; see `attention/sparse_indices.py`."""
+    """Tokens selected by the last sparse indexer; see `attention/sparse_indices.py`."""
     first: Tensor | None = None
-    """[T, hidden], what the embedding made of the tokens, for models whose layers read it again."""
+    """[T, hidden], token embeddings, for models with layers that read them again."""
     crossed: "Batch | None" = None
-    """The same tokens as they see what none of them stands for: each as a sequence of its own. Made by models
-    that have such layers."""
+    """Batch for cross-attention, with each token as its own sequence; set by models that have it."""
     others: "tuple[Batch, ...]" = ()
-    """The same batch as groups of layers see it that have blocks of their own: slots, block tables and
-    attention differ."""
+    """The batch of each further KV cache group: slots, block tables and attention metadata differ."""
 
     @property
     def groups(self) -> "tuple[Batch, ...]":
-        """By group of layers; the first one's is the batch itself."""
+        """Return the batch of each KV cache group; the first is this batch."""
         return (self, *self.others)
 
     @property

@@ -1,4 +1,4 @@
-"""CPU_ATTN: the native kernel, one call per layer for prompts and decodes alike."""
+"""CPU_ATTN: the native CPU kernel, one call per layer for both prompts and decodes."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from quire.kernels.cpu import attention, native
 
 
 class CPUAttention:
-    """The native kernels, for a CPU."""
+    """Attention by native CPU kernels."""
 
     name = "CPU_ATTN"
     capturable = captures_prompts = False
@@ -23,10 +23,10 @@ class CPUAttention:
             return f"needs a head size that is a multiple of {attention.HEAD_DIM_STEP}, not {spec.head_dim}"
         if spec.cache_dtype is not None and spec.cache_dtype not in attention.KEPT:
             return f"cannot read a KV cache of {named(spec.cache_dtype)}"
-        return None if native.library() else "there are no native kernels"
+        return None if native.library() else "the native kernels are not available"
 
     def plan(self, batch: Batch) -> None:
-        """The kernel reads the batch as it is."""
+        """Set nothing: the kernel reads the batch directly."""
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """Latent attention on a CPU, by the native kernel of paged attention.
 
-Absorbed, all heads attend to one head of keys that are its values too. The keys and values of long chunks are
-multiplied out into a cache of their own.
+With absorbed queries it is multi-query attention: one KV head, where keys and values are the same latents.
+For long chunks the latents are expanded to keys and values in a temporary cache.
 """
 
 import numpy as np
@@ -17,16 +17,16 @@ from quire.kernels.cpu import attention
 from quire.kernels.reference import mla
 
 FEW_QUERIES = 160
-"""Up to here a sequence's queries are absorbed: fewer products than multiplying out its keys."""
+"""Most queries of a sequence that are absorbed; beyond it, expanding the keys costs fewer operations."""
 EXPANDED_BYTES = 64 << 20
-"""Keys and values are multiplied out up to this size at a time, by heads."""
+"""Most bytes of keys and values that are expanded at a time, by heads."""
 _BLOCK = 16
 
 
 class CPUMLA(TorchMLA):
-    """The native kernels: those around latents, and paged attention."""
+    """Latent attention by native CPU kernels: cache write, absorb, release, and paged attention."""
 
-    turns = True
+    needs_transposed_lora = True
 
     def enter(self, q: Tensor, kv: Tensor, entry: MLAEntry, spec: MLASpec) -> None:
         mla.enter(
@@ -55,17 +55,18 @@ class CPUMLA(TorchMLA):
             return super().attend(q, weight, cache, batch, spec, adapted)
         expands = spec.query_dim % attention.HEAD_DIM_STEP == 0 and spec.v_dim <= spec.query_dim
         if batch.max_query_len <= FEW_QUERIES or not expands:
-            return _absorbed(q, weight, cache, batch, spec, adapted)
+            return _attend_absorbed(q, weight, cache, batch, spec, adapted)
         out, lens = q.new_empty(len(q), spec.heads, spec.v_dim), batch.query_lens_host
-        for chosen, kind in ((lens <= FEW_QUERIES, _absorbed), (lens > FEW_QUERIES, _expanded)):
+        is_few = lens <= FEW_QUERIES
+        for chosen, attend in ((is_few, _attend_absorbed), (~is_few, _attend_expanded)):
             if chosen.any():
-                tokens, some = _part(batch, np.flatnonzero(chosen))
-                own = None if adapted is None else adapted.of(tokens)
-                out[tokens] = kind(q[tokens], weight, cache, some, spec, own)
+                tokens, part = _select_sequences(batch, np.flatnonzero(chosen))
+                part_adapted = None if adapted is None else adapted.of(tokens)
+                out[tokens] = attend(q[tokens], weight, cache, part, spec, part_adapted)
         return out
 
 
-def _absorbed(
+def _attend_absorbed(
     q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: MLASpec, adapted: MLALoRA | None
 ) -> Tensor:
     queries = mla.absorb(q, weight, rope_dim=spec.rope_dim)
@@ -73,53 +74,55 @@ def _absorbed(
         _add_absorbed(queries, q, adapted, spec)
     keys = cache[:, :, None]
     tables, scales = batch.block_tables, (spec.k_scale, spec.k_scale)
-    seen = _attend(queries, keys, keys, batch, batch.rows, tables, spec.scale, scales)
-    out = mla.release(seen, weight, v_dim=spec.v_dim)
+    mixed = _attend(queries, keys, keys, batch, batch.rows, tables, spec.scale, scales)
+    out = mla.release(mixed, weight, v_dim=spec.v_dim)
     if adapted is not None:
-        _add_released(out, seen, adapted, spec)
+        _add_released(out, mixed, adapted, spec)
     return out
 
 
 def _add_absorbed(queries: Tensor, q: Tensor, adapted: MLALoRA, spec: MLASpec) -> None:
-    assert adapted.turned is not None
-    keys, down = adapted.turned
+    assert adapted.transposed is not None
+    keys, down = adapted.transposed
     for head in range(spec.heads):
         out, x = queries[:, head, : spec.rank], q[:, head, : spec.nope_dim]
         adapted.ops.lora(out, x, keys[:, head], down, (spec.rank,), adapted.tokens)
 
 
-def _add_released(out: Tensor, seen: Tensor, adapted: MLALoRA, spec: MLASpec) -> None:
+def _add_released(out: Tensor, mixed: Tensor, adapted: MLALoRA, spec: MLASpec) -> None:
     _, values = adapted.by_heads(spec)
     for head in range(spec.heads):
-        x, up = seen[:, head, : spec.rank], values[:, head]
+        x, up = mixed[:, head, : spec.rank], values[:, head]
         adapted.ops.lora(out[:, head], x, adapted.a, up, (spec.v_dim,), adapted.tokens)
 
 
-def _expanded(
+def _attend_expanded(
     q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: MLASpec, adapted: MLALoRA | None
 ) -> Tensor:
-    rows, tables, latents = _gathered(cache, batch, q.dtype, spec.k_scale)
-    plain, turned = latents.split([spec.rank, spec.rope_dim], -1)
+    rows, tables, cached = _gather_latents(cache, batch, q.dtype, spec.k_scale)
+    latents, rope_keys = cached.split([spec.rank, spec.rope_dim], -1)
     out = q.new_empty(len(q), spec.heads, spec.v_dim)
-    bytes_of_head = 2 * len(latents) * spec.query_dim * q.itemsize
+    bytes_of_head = 2 * len(cached) * spec.query_dim * q.itemsize
     step = max(1, EXPANDED_BYTES // bytes_of_head)
     for first in range(0, spec.heads, step):
-        some = slice(first, first + step)
-        kv = F.linear(plain, weight[some].flatten(0, 1))
+        heads = slice(first, first + step)
+        kv = F.linear(latents, weight[heads].flatten(0, 1))
         if adapted is not None:
-            adapted.add(kv, plain, first * weight.shape[1], _owners(batch))
+            adapted.add(kv, latents, first * weight.shape[1], _first_tokens(batch))
         kv = kv.view(len(latents), -1, weight.shape[1])
         keys, values = kv.split([spec.nope_dim, spec.v_dim], -1)
-        keys = torch.cat((keys, turned[:, None].expand(-1, kv.shape[1], -1)), -1)
+        keys = torch.cat((keys, rope_keys[:, None].expand(-1, kv.shape[1], -1)), -1)
         values = F.pad(values, (0, spec.query_dim - spec.v_dim))
         keys, values = (x.unflatten(0, (-1, _BLOCK)) for x in (keys, values))
-        mixed = _attend(q[:, some], keys, values, batch, rows, tables, spec.scale)
-        out[:, some] = mixed[..., : spec.v_dim]
+        mixed = _attend(q[:, heads], keys, values, batch, rows, tables, spec.scale)
+        out[:, heads] = mixed[..., : spec.v_dim]
     return out
 
 
-def _gathered(cache: Tensor, batch: Batch, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The latents of all sequences in blocks one after the other: rows, block tables, the blocks."""
+def _gather_latents(
+    cache: Tensor, batch: Batch, dtype: torch.dtype, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Copy the latents of all sequences to consecutive blocks; return rows, block tables and latents."""
     lens = batch.seq_lens_host
     widths = -(-lens // _BLOCK)
     firsts = np.cumsum(widths) - widths
@@ -133,8 +136,8 @@ def _gathered(cache: Tensor, batch: Batch, dtype: torch.dtype, scale: float) -> 
     return torch.arange(len(lens), dtype=torch.int32), tables, latents
 
 
-def _owners(batch: Batch) -> Tensor:
-    """The first token of the sequence that each of the gathered latents is of."""
+def _first_tokens(batch: Batch) -> Tensor:
+    """Return the first token of the sequence of each gathered latent."""
     num_keys = -(-batch.seq_lens_host // _BLOCK) * _BLOCK
     return torch.from_numpy(np.repeat(np.cumsum(batch.query_lens_host) - batch.query_lens_host, num_keys))
 
@@ -166,20 +169,20 @@ def _attend(
     )
 
 
-def _part(batch: Batch, seqs: NDArray[np.intp]) -> tuple[Tensor, Batch]:
-    """Some sequences of a batch: where their tokens stand in it, and a batch of them alone."""
+def _select_sequences(batch: Batch, seqs: NDArray[np.intp]) -> tuple[Tensor, Batch]:
+    """Return the token indices of some sequences of a batch, and a batch of only these sequences."""
     lens = batch.query_lens_host[seqs]
     starts = np.concatenate(([0], np.cumsum(lens)))
     firsts = np.cumsum(batch.query_lens_host)[seqs] - lens
     tokens = torch.from_numpy(np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], lens))
-    some = torch.from_numpy(seqs)
+    index = torch.from_numpy(seqs)
     return tokens, Batch(
         token_ids=batch.token_ids,
         positions=batch.positions,
         slots=batch.slots,
         query_starts=torch.from_numpy(starts.astype(np.int32)),
-        seq_lens=batch.seq_lens[some],
-        rows=batch.rows[some],
+        seq_lens=batch.seq_lens[index],
+        rows=batch.rows[index],
         block_tables=batch.block_tables,
         logit_tokens=batch.logit_tokens,
         query_lens_host=lens,

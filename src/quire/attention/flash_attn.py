@@ -1,4 +1,4 @@
-"""FLASH_ATTN: the package flash_attn or vllm_flash_attn, where one is installed."""
+"""FLASH_ATTN: attention by the package flash_attn or vllm_flash_attn, if installed."""
 
 import inspect
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from quire.config.machine import Machine
 from quire.errors import ConfigError
 
 _PACKAGES = {"vllm_flash_attn": 16, "flash_attn": 256}
-"""In order of preference; of what the block size must be a multiple."""
+"""Packages in order of preference, with the number that the block size must be a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class _Step:
 
 
 class FlashAttention:
-    """The packages' attention over blocks, for prompts and decodes alike."""
+    """Paged attention by these packages, for both prompts and decodes."""
 
     name = "FLASH_ATTN"
     capturable = captures_prompts = False
@@ -44,7 +44,7 @@ class FlashAttention:
         if spec.head_dim > 256 or spec.head_dim % 8:
             return f"needs a head size up to 256 in steps of 8, not {spec.head_dim}"
         if spec.cache_dtype not in (None, spec.dtype):
-            return f"reads a KV cache of the model's own type, not {named(spec.cache_dtype)}"
+            return f"needs a KV cache of the model's dtype, not {named(spec.cache_dtype)}"
         return why_no_package(spec)
 
     def plan(self, batch: Batch) -> None:
@@ -62,14 +62,14 @@ class FlashAttention:
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is alibi_slopes is None, "this package is used without"
-        assert k_cache.dtype == q.dtype, "this package has no scales for a narrower cache"
+        assert sinks is alibi_slopes is None, "sinks and ALiBi are not supported"
+        assert k_cache.dtype == q.dtype, "a KV cache of another dtype is not supported"
         step: _Step = batch.attention
         attend, by_lens, block_step = _package()
         block_size = k_cache.shape[1]
         if block_size % block_step:
             raise ConfigError(
-                f"FLASH_ATTN needs blocks of a multiple of {block_step} tokens, not {block_size}"
+                f"FLASH_ATTN needs a block size that is a multiple of {block_step}, not {block_size}"
             )
         lens = {"seqused_k": batch.seq_lens} if by_lens else {"cu_seqlens_k": step.key_starts}
         out: Tensor = attend(
@@ -78,7 +78,7 @@ class FlashAttention:
             v_cache,
             cu_seqlens_q=batch.query_starts,
             max_seqlen_q=step.max_query_len,
-            # Not the longest: in a captured graph lengths change, and this does not.
+            # The upper bound and not the longest length: a captured graph keeps this value.
             max_seqlen_k=step.tables.shape[1] * block_size,
             softmax_scale=spec.score_scale,
             causal=True,
@@ -92,9 +92,9 @@ class FlashAttention:
 
 @cache
 def _package() -> tuple[Callable[..., Any], bool, int]:
-    """The function; whether it takes lengths rather than starts of keys; the step of block sizes."""
+    """Return the attention function, whether it takes key lengths in place of starts, and the block step."""
     for name, block_step in _PACKAGES.items():
         if find_spec(name):
             attend = import_module(name).flash_attn_varlen_func
             return attend, "seqused_k" in inspect.signature(attend).parameters, block_step
-    raise ConfigError(f"FLASH_ATTN needs one of the packages {', '.join(_PACKAGES)}")
+    raise ConfigError(f"FLASH_ATTN needs one of the packages {', '.join(_PACKAGES)}; none is installed")

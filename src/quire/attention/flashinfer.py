@@ -1,4 +1,4 @@
-"""FLASHINFER: the package flashinfer, where installed. It plans on the host, so not for captured graphs."""
+"""FLASHINFER: attention by the package flashinfer, if installed. It plans on the host: no CUDA graphs."""
 
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -18,13 +18,13 @@ _WORKSPACE_BYTES = 256 << 20
 
 @dataclass(slots=True)
 class _Step:
-    """The wrapper planned for this batch, by what differs between layers."""
+    """Wrappers planned for this batch, by layer parameters, block size and cache dtype."""
 
     wrappers: dict[tuple[AttentionSpec, int, torch.dtype], Any] = field(default_factory=dict)
 
 
 class FlashInfer:
-    """The package's attention over blocks, planned on the host."""
+    """Paged attention by flashinfer, planned on the host."""
 
     name = "FLASHINFER"
     capturable = captures_prompts = False
@@ -40,7 +40,7 @@ class FlashInfer:
         if spec.head_dim not in (64, 128, 256):
             return f"needs a head size of 64, 128 or 256, not {spec.head_dim}"
         if spec.cache_dtype not in (None, spec.dtype, torch.float8_e4m3fn):
-            return f"reads a KV cache of the model's own type or float8_e4m3fn, not {named(spec.cache_dtype)}"
+            return f"needs a KV cache of the model's dtype or float8_e4m3fn, not {named(spec.cache_dtype)}"
         return why_no_package(spec)
 
     def plan(self, batch: Batch) -> None:
@@ -56,15 +56,15 @@ class FlashInfer:
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is alibi_slopes is None, "this package is used without"
+        assert sinks is alibi_slopes is None, "sinks and ALiBi are not supported"
         key = (spec, k_cache.shape[1], k_cache.dtype)
         planned = batch.attention.wrappers
         if key not in planned:
-            planned[key] = self._planned(key, batch)
+            planned[key] = self._plan_wrapper(key, batch)
         out: Tensor = planned[key].run(q, (k_cache, v_cache), k_scale=spec.k_scale, v_scale=spec.v_scale)
         return out
 
-    def _planned(self, key: tuple[AttentionSpec, int, torch.dtype], batch: Batch) -> Any:
+    def _plan_wrapper(self, key: tuple[AttentionSpec, int, torch.dtype], batch: Batch) -> Any:
         spec, block_size, cache_dtype = key
         if key not in self._wrappers:
             workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=batch.seq_lens.device)
@@ -88,7 +88,7 @@ class FlashInfer:
 
 
 def _pages(batch: Batch, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each sequence's blocks start in a list of all; that list; how many tokens each last one has."""
+    """Return the start of each sequence in the list of blocks, the list, and the lengths of last blocks."""
     lens = batch.seq_lens_host
     counts = -(-lens // block_size)
     starts = np.concatenate(([0], np.cumsum(counts)))

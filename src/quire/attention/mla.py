@@ -1,9 +1,9 @@
-"""Latent attention over the paged cache: what it is, the reference in torch, and who serves which device.
+"""Multi-head latent attention (MLA) over the paged cache: the protocol, the torch reference, the choice.
 
-The cache of a layer is [num_blocks, block_size, rank + rope_dim]: of each token the latent, from which the
-keys and values of all heads follow by one product, and a key that all heads share and that turns with the
-position. Keys need not be multiplied out: q . (W k) = (q W) . k, so that a query, multiplied instead, meets
-the latents themselves (`absorb`), and what it takes of them is multiplied to values after (`release`).
+The cache of a layer is [num_blocks, block_size, rank + rope_dim]. It holds the latent of each token, which
+kv_b_proj expands to the keys and values of all heads, and one RoPE key shared by all heads. Keys need not be
+expanded: q . (W k) = (q W) . k. A query is multiplied by W instead (`absorb`), attends to the latents, and
+the weighted sum of latents is expanded to values (`release`).
 """
 
 from dataclasses import dataclass, replace
@@ -32,25 +32,25 @@ IMPLEMENTATIONS = LazyTable(
 
 @dataclass(frozen=True, slots=True)
 class MLASpec:
-    """The latent attention of one layer."""
+    """Latent attention parameters of one layer."""
 
     heads: int
     rank: int
-    """The size of a latent."""
+    """Size of a latent (kv_lora_rank)."""
     nope_dim: int
-    """How many numbers of a query do not turn; they come first."""
+    """Size of the part of a query that is not rotated; it comes first."""
     rope_dim: int
     v_dim: int
     scale: float
-    """Factor on the scores."""
+    """Factor of the attention scores."""
     neighbours: bool = True
-    """Numbers 2i and 2i + 1 turn as a pair; otherwise half against half."""
+    """Whether RoPE is interleaved: dimensions 2i and 2i + 1 are a pair. Otherwise it pairs the two halves."""
     k_scale: float = 1.0
-    """An 8-bit cache holds numbers divided by this."""
+    """Scale of an 8-bit cache, which holds values divided by it."""
 
     @property
     def width(self) -> int:
-        """What the cache holds of a token."""
+        """Return the number of cache elements of a token."""
         return self.rank + self.rope_dim
 
     @property
@@ -59,7 +59,7 @@ class MLASpec:
 
 
 class MLAEntry(NamedTuple):
-    """How tokens enter the attention of a layer: the latent's norm, the angles, the slots."""
+    """Inputs of a cache write: the norm of latents, the RoPE table, the slots."""
 
     norm: Tensor
     eps: float
@@ -67,55 +67,55 @@ class MLAEntry(NamedTuple):
     """[max_len, rope_dim], cosines then sines"""
     positions: Tensor
     slots: Tensor
-    """[T]; below 0 nothing is written"""
+    """[T]; a token with a negative slot is not written"""
     cache: Tensor
 
 
 class MLALoRA(NamedTuple):
-    """What adapters add to the weight of a layer: of each token's own slot, `b` of `a`."""
+    """LoRA factors of kv_b_proj for all adapter slots, and the slot of each token."""
 
     a: Tensor
     """[slots, adapter's rank, rank]"""
     b: Tensor
     """[slots, heads * (nope_dim + v_dim), adapter's rank]"""
-    turned: tuple[Tensor, Tensor] | None
-    """[slots, heads, adapter's rank, nope_dim] and [slots, rank, adapter's rank], the same the other way
-    round, for kernels of which an input's numbers lie beside each other."""
+    transposed: tuple[Tensor, Tensor] | None
+    """[slots, heads, adapter's rank, nope_dim] and [slots, rank, adapter's rank]: the factors transposed, for
+    kernels that need contiguous inputs."""
     tokens: Tensor
-    """[T] int32; -1: none"""
+    """[T] int32, adapter slot of each token, -1 for none"""
     ops: Ops
 
     def of(self, tokens: Tensor) -> "MLALoRA":
-        """The same for some of the tokens."""
+        """Return the adapters of some of the tokens."""
         return self._replace(tokens=self.tokens[tokens])
 
     def by_heads(self, spec: MLASpec) -> tuple[Tensor, Tensor]:
-        """What makes keys, and what makes values: [slots, heads, nope_dim or v_dim, adapter's rank]."""
+        """Split `b` into its key and value parts: [slots, heads, nope_dim or v_dim, adapter's rank]."""
         keys, values = self.b.unflatten(1, (spec.heads, -1)).split([spec.nope_dim, spec.v_dim], 2)
         return keys, values
 
-    def own(self, ranks: Tensor) -> Tensor:
-        """Of [T, heads, slots, adapter's rank] those of each token's own slot; zeros for the others."""
+    def select(self, ranks: Tensor) -> Tensor:
+        """Keep each token's own slot of [T, heads, slots, adapter's rank]; set the other slots to zero."""
         slots = torch.arange(len(self.a), device=ranks.device)
         return torch.where((self.tokens[:, None] == slots)[:, None, :, None], ranks, 0.0)
 
     def add(self, kv: Tensor, latents: Tensor, first: int, owners: Tensor) -> None:
-        """To [keys, outputs] of the weight, those from `first` on, what adapters make of the latents; the
-        token `owners` [keys] is of each one's sequence."""
+        """Add the adapters' outputs from index `first` on to `kv` [keys, outputs]. `owners` [keys] is a token
+        of the sequence of each key."""
         b, size = self.b[:, first : first + kv.shape[1]], kv.shape[1]
         slots = self.ops.assigned(self.tokens[owners], len(self.a))
         self.ops.lora(kv, latents, self.a, b, (size,), slots)
 
 
 class MLABackend(Protocol):
-    """Latent attention on some device."""
+    """Implementation of latent attention for one kind of device."""
 
-    turns: bool
-    """Whether it needs what adapters add the other way round, too."""
+    needs_transposed_lora: bool
+    """Whether it needs `MLALoRA.transposed`."""
 
     def enter(self, q: Tensor, kv: Tensor, entry: MLAEntry, spec: MLASpec) -> None:
-        """[T, heads, query_dim] queries turn in place; [T, width] new latents and keys, the latents not
-        normed and the keys not turned yet, are written to their slots."""
+        """Rotate [T, heads, query_dim] queries in place; norm the latents and rotate the keys of `kv`
+        [T, width], and write both to their slots."""
         ...
 
     def attend(
@@ -127,12 +127,12 @@ class MLABackend(Protocol):
         spec: MLASpec,
         adapted: MLALoRA | None = None,
     ) -> Tensor:
-        """[T, heads, v_dim]. `weight` [heads, nope_dim + v_dim, rank] makes keys and values of a latent."""
+        """Return [T, heads, v_dim]. `weight` [heads, nope_dim + v_dim, rank] is kv_b_proj."""
         ...
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> MLABackend:
-    """The fastest implementation for models of `dtype` on `device`."""
+    """Return the fastest implementation for models of `dtype` on `device`."""
     name = "triton" if device.type == "cuda" else "reference"
     if native.serves(device, dtype):
         name = "cpu"
@@ -141,39 +141,39 @@ def choose(device: torch.device, dtype: torch.dtype) -> MLABackend:
 
 
 def absorb(q: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | None = None) -> Tensor:
-    """What [T, heads, query_dim] queries look for in latents: [T, heads, rank]."""
+    """Project [T, heads, query_dim] queries into the latent space: [T, heads, rank]."""
     plain = q[..., : spec.nope_dim]
     out = torch.bmm(plain.transpose(0, 1), weight[:, : spec.nope_dim]).transpose(0, 1)
     if adapted is None:
         return out
     keys, _ = adapted.by_heads(spec)
-    ranks = adapted.own(torch.einsum("thn,shnr->thsr", plain, keys.to(q.dtype)))
+    ranks = adapted.select(torch.einsum("thn,shnr->thsr", plain, keys.to(q.dtype)))
     return out + torch.einsum("thsr,srl->thl", ranks, adapted.a.to(q.dtype))
 
 
-def release(seen: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | None = None) -> Tensor:
-    """[T, heads, rank] sums of latents -> [T, heads, v_dim] of values."""
-    out = seen.new_empty(len(seen), spec.heads, spec.v_dim)
-    torch.bmm(seen.transpose(0, 1), weight[:, spec.nope_dim :].transpose(1, 2), out=out.transpose(0, 1))
+def release(mixed: Tensor, weight: Tensor, spec: MLASpec, adapted: MLALoRA | None = None) -> Tensor:
+    """Expand weighted sums of latents [T, heads, rank] to values [T, heads, v_dim]."""
+    out = mixed.new_empty(len(mixed), spec.heads, spec.v_dim)
+    torch.bmm(mixed.transpose(0, 1), weight[:, spec.nope_dim :].transpose(1, 2), out=out.transpose(0, 1))
     if adapted is None:
         return out
     _, values = adapted.by_heads(spec)
-    ranks = adapted.own(torch.einsum("thl,srl->thsr", seen, adapted.a.to(seen.dtype)))
-    return out.add_(torch.einsum("thsr,shvr->thv", ranks, values.to(seen.dtype)))
+    ranks = adapted.select(torch.einsum("thl,srl->thsr", mixed, adapted.a.to(mixed.dtype)))
+    return out.add_(torch.einsum("thsr,shvr->thv", ranks, values.to(mixed.dtype)))
 
 
 class TorchMLA:
     """Latent attention in plain torch, on any device: the reference."""
 
-    turns = False
+    needs_transposed_lora = False
 
     def enter(self, q: Tensor, kv: Tensor, entry: MLAEntry, spec: MLASpec) -> None:
         cos, sin = entry.table[entry.positions][:, None].chunk(2, -1)
         latent, key = kv.split([spec.rank, spec.rope_dim], -1)
         normed = Reference().norm(latent, entry.norm, entry.eps)
-        turned = turn(key[:, None], cos, sin, spec.neighbours)[:, 0]
-        write(torch.cat((normed, turned), -1), entry.cache, entry.slots, spec.k_scale)
-        q[..., spec.nope_dim :] = turn(q[..., spec.nope_dim :], cos, sin, spec.neighbours)
+        rotated = rotate(key[:, None], cos, sin, spec.neighbours)[:, 0]
+        write(torch.cat((normed, rotated), -1), entry.cache, entry.slots, spec.k_scale)
+        q[..., spec.nope_dim :] = rotate(q[..., spec.nope_dim :], cos, sin, spec.neighbours)
 
     def attend(
         self,
@@ -185,20 +185,20 @@ class TorchMLA:
         adapted: MLALoRA | None = None,
     ) -> Tensor:
         queries = torch.cat((absorb(q, weight, spec, adapted), q[..., spec.nope_dim :]), -1)
-        seen = self.mix(queries, cache[:, :, None], batch, spec)[..., : spec.rank]
-        return release(seen, weight, spec, adapted)
+        mixed = self.mix(queries, cache[:, :, None], batch, spec)[..., : spec.rank]
+        return release(mixed, weight, spec, adapted)
 
     def mix(self, queries: Tensor, cache: Tensor, batch: Batch, spec: MLASpec) -> Tensor:
-        """All heads of [T, heads, width] queries against one head, whose keys are its values too."""
-        own, backend = replace(batch, others=()), TorchSDPA()
-        backend.plan(own)
-        one = AttentionSpec(spec.heads, 1, spec.width, queries.dtype, scale=spec.scale)
-        one = replace(one, k_scale=spec.k_scale, v_scale=spec.k_scale)
-        return backend.forward(queries, cache, cache, own, one)
+        """Attend with [T, heads, width] queries to one KV head, where keys and values are the same."""
+        batch, backend = replace(batch, others=()), TorchSDPA()
+        backend.plan(batch)
+        mqa = AttentionSpec(spec.heads, 1, spec.width, queries.dtype, scale=spec.scale)
+        mqa = replace(mqa, k_scale=spec.k_scale, v_scale=spec.k_scale)
+        return backend.forward(queries, cache, cache, batch, mqa)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
-    """[T, heads, rope_dim] by the angles of [T, 1, rope_dim / 2]."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
+    """Rotate [T, heads, rope_dim] by angles [T, 1, rope_dim / 2]."""
     if not neighbours:
         left, right = x.chunk(2, -1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)

@@ -1,7 +1,7 @@
-"""An indexer's choice: of all tokens before it, a token sees those that it scores best.
+"""Token selection of the sparse indexer: each token attends to the earlier tokens with the best scores.
 
-A score is the sum over heads of relu(q . k), each times a weight of the token's own; all heads share a key.
-What is picked are slots of the cache, so that attention reads them as blocks of one token, in no order.
+A score is the sum over heads of weight * relu(q . k), with weights per query token; all heads share a key.
+The selection consists of cache slots, so that attention reads them as blocks of one token, in any order.
 """
 
 from typing import NamedTuple
@@ -13,19 +13,19 @@ from torch import Tensor
 from quire.attention.batch import Batch
 
 _SCORES_BYTES = 64 << 20
-"""Of scores that exist at once."""
+"""Most bytes of scores in memory at a time."""
 
 
 class SparseIndices(NamedTuple):
-    """What each token sees."""
+    """The tokens that each token attends to."""
 
     slots: Tensor
-    """[T, most] int32, the best first"""
+    """[T, most] int32 cache slots, best first"""
     lens: Tensor
-    """[T] int32, how many of them it sees"""
+    """[T] int32, number of valid slots"""
 
     def seen_by(self, batch: Batch) -> Batch:
-        """The tokens of `batch` as sequences of their own, in blocks of one token."""
+        """Return a batch in which each token is a sequence with blocks of one token."""
         num, most = self.slots.shape
         tokens = torch.arange(num + 1, dtype=torch.int32, device=self.slots.device)
         lens = np.full(num, most, np.int32) if self.lens.is_cuda else self.lens.numpy()
@@ -44,68 +44,69 @@ class SparseIndices(NamedTuple):
 
 
 def pick(q: Tensor, weights: Tensor, keys: Tensor, batch: Batch, most: int) -> SparseIndices | None:
-    """[T, heads, dim] queries, [T, heads] float32 weights, [num_blocks, block_size, dim] keys, those of the
-    batch among them; None: no token has more than `most` to see."""
+    """Select up to `most` tokens for each of [T, heads, dim] queries with [T, heads] float32 weights. `keys`
+    [num_blocks, block_size, dim] includes the batch. Return None if no sequence is longer than `most`."""
     num, block_size = len(q), keys.shape[1]
     width = batch.block_tables.shape[1] * block_size
-    if not (q.is_cuda and (batch.are_decodes or batch.are_any)):  # lengths on the host mean something
+    if not (q.is_cuda and (batch.are_decodes or batch.are_any)):  # host lengths are valid
         longest = batch.max_seq_len if q.is_cuda else int(batch.seq_lens.max())
         if longest <= most:
             return None
         width = min(width, longest)
     ends, last = batch.query_starts[1:], len(batch.rows) - 1
     seqs = torch.searchsorted(ends, torch.arange(num, device=q.device), right=True).clamp_(max=last)
-    rows, seen = batch.rows[seqs].long(), torch.where(batch.seq_lens[seqs] > 0, batch.positions + 1, 0)
+    rows, num_keys = batch.rows[seqs].long(), torch.where(batch.seq_lens[seqs] > 0, batch.positions + 1, 0)
     most = min(most, width)
     slots = torch.empty(num, most, dtype=torch.int32, device=q.device)
     step = max(1, _SCORES_BYTES // (4 * width))
     for first in range(0, num, step):
-        some = slice(first, first + step)
-        scores = _scores(q[some], weights[some], keys, batch.block_tables, rows[some], seen[some], width)
+        chunk = slice(first, first + step)
+        args = rows[chunk], num_keys[chunk], width
+        scores = _compute_scores(q[chunk], weights[chunk], keys, batch.block_tables, *args)
         best = scores.topk(most, -1).indices
-        blocks = batch.block_tables[rows[some, None], best // block_size]
-        slots[some] = blocks * block_size + best % block_size
-    return SparseIndices(slots, seen.clamp(max=most).int())
+        blocks = batch.block_tables[rows[chunk, None], best // block_size]
+        slots[chunk] = blocks * block_size + best % block_size
+    return SparseIndices(slots, num_keys.clamp(max=most).int())
 
 
-def _scores(
-    q: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, rows: Tensor, seen: Tensor, width: int
+def _compute_scores(
+    q: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, rows: Tensor, num_keys: Tensor, width: int
 ) -> Tensor:
-    """[T, width] float32, of the keys of each token's row; -inf where it sees none."""
+    """Return [T, width] float32 scores of the keys of each token's row; -inf from `num_keys` on."""
     if not q.is_cuda:
-        return reference(q, weights, keys, tables, rows, seen, width)
+        return reference(q, weights, keys, tables, rows, num_keys, width)
     from quire.kernels.triton.sparse_indexer import scores
 
-    return scores(q, weights, keys, tables, rows, seen, width)
+    return scores(q, weights, keys, tables, rows, num_keys, width)
 
 
 def reference(
-    q: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, rows: Tensor, seen: Tensor, width: int
+    q: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, rows: Tensor, num_keys: Tensor, width: int
 ) -> Tensor:
-    """The same in torch, row by row."""
+    """Compute the scores in plain torch, row by row."""
     out = torch.full((len(q), width), -torch.inf, device=q.device)
     size, flat = keys.shape[1], keys.flatten(0, 1)
-    own, counts = torch.unique_consecutive(rows, return_counts=True)
+    unique_rows, counts = torch.unique_consecutive(rows, return_counts=True)
     at = 0
-    for row, count in zip(own.tolist(), counts.tolist(), strict=True):
-        length = min(width, int(seen[at : at + count].max()))
-        places = torch.arange(length, device=q.device)
-        read = flat[tables[row].long()[places // size] * size + places % size].float()
+    for row, count in zip(unique_rows.tolist(), counts.tolist(), strict=True):
+        length = min(width, int(num_keys[at : at + count].max()))
+        positions = torch.arange(length, device=q.device)
+        row_keys = flat[tables[row].long()[positions // size] * size + positions % size].float()
         step = max(1, _SCORES_BYTES // (4 * q.shape[1] * max(length, 1)))
         for first in range(at, at + count, step):
-            some = slice(first, min(first + step, at + count))
-            by_head = (q[some].float() @ read.t()).relu_()
-            scores = torch.einsum("th,thk->tk", weights[some], by_head)
-            out[some, :length] = scores.masked_fill(places >= seen[some, None], -torch.inf)
+            chunk = slice(first, min(first + step, at + count))
+            by_head = (q[chunk].float() @ row_keys.t()).relu_()
+            scores = torch.einsum("th,thk->tk", weights[chunk], by_head)
+            out[chunk, :length] = scores.masked_fill(positions >= num_keys[chunk, None], -torch.inf)
         at += count
     return out
 
 
 def keep(x: Tensor, keys: Tensor, slots: Tensor) -> None:
-    """[T, dim] into their slots; those without one into the first, which nobody reads."""
-    into = keys.flatten(0, 1)
+    """Write keys [T, dim] to their slots; tokens without a slot go to slot 0, which is never read."""
+    flat = keys.flatten(0, 1)
     if keys.dtype.itemsize == 1:
         limit = torch.finfo(keys.dtype).max
         x = x.float().clamp(-limit, limit).to(keys.dtype).view(torch.uint8)
-        into = into.view(torch.uint8)
-    into[slots.clamp_min(0)] = x.to(into.dtype)
+        flat = flat.view(torch.uint8)
+    flat[slots.clamp_min(0)] = x.to(flat.dtype)

@@ -12,9 +12,9 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
 
-# Decodes are padded to the longest of their group; below this length padding costs less than one more call.
+# Decodes are padded to the longest of their group; below this length padding costs less than another call.
 _ALWAYS_TOGETHER_LEN = 128
-# Largest mask (queries x keys) of one call; longer chunks go in pieces.
+# Largest mask (queries x keys) of one call; longer chunks are split.
 _MAX_MASK = 1 << 24
 
 
@@ -23,25 +23,25 @@ class _Span:
     """N sequences with Q queries each, all padded to L keys."""
 
     tokens: Tensor | slice
-    """Where the N * Q queries stand in the batch."""
+    """Indices of the N * Q queries in the batch."""
     slots: Tensor
-    """[N, L] cache slots to read; padding reads a slot that is written for sure, and is masked."""
+    """[N, L] cache slots to read; padding reads some written slot and is masked."""
     mask: Tensor | None
-    """True where a query sees a key, broadcast over [N, heads, Q, L]; None: see `causal`."""
-    behind: Tensor
-    """[N, Q, L], how many tokens each key stands behind each query"""
+    """True where a query attends to a key, broadcast over [N, heads, Q, L]; None: see `causal`."""
+    distances: Tensor
+    """[N, Q, L], position of each query minus position of each key"""
     causal: bool = False
-    """Q == L and a query sees all keys up to itself; without this and without a mask it sees all."""
+    """Whether Q == L and attention is causal; without this and without a mask all keys are attended to."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """How one batch is cut into spans; block size and window differ by layer at most in a few ways."""
+    """The spans of one batch, by block size and window of the layer."""
 
     batch: Batch
     spans: dict[tuple[int, int | None], list[_Span]] = field(default_factory=dict)
 
-    def cut(self, block_size: int, window: int | None) -> list[_Span]:
+    def split(self, block_size: int, window: int | None) -> list[_Span]:
         key = (block_size, window)
         if key not in self.spans:
             self.spans[key] = [
@@ -52,7 +52,7 @@ class _Step:
 
 
 class TorchSDPA:
-    """torch's own attention over gathered keys: the reference."""
+    """Attention by torch over gathered keys: the reference."""
 
     name = "TORCH_SDPA"
     capturable = captures_prompts = False
@@ -74,7 +74,7 @@ class TorchSDPA:
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        for span in batch.attention.cut(k_cache.shape[1], spec.window):
+        for span in batch.attention.split(k_cache.shape[1], spec.window):
             queries = q[span.tokens].reshape(len(span.slots), -1, spec.heads, spec.head_dim)
             keys = read(k_cache, span.slots, q.dtype, spec.k_scale)
             values = read(v_cache, span.slots, q.dtype, spec.v_scale)
@@ -87,17 +87,17 @@ class TorchSDPA:
 
 
 def read(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """What is in slots, of any shape."""
+    """Read and dequantize the cache entries of `slots`, which may have any shape."""
     flat = cache.view(-1, *cache.shape[2:])
     if cache.dtype.itemsize > 1:
         return flat[slots].to(dtype)
-    # 8-bit floats cannot be indexed everywhere.
+    # Indexing of 8-bit floats is not supported on all devices.
     return flat.view(torch.uint8)[slots].view(cache.dtype).to(dtype) * scale
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, span: _Span, spec: AttentionSpec) -> Tensor:
-    """[N, Q, heads, head_dim] against [N, L, kv_heads, head_dim]."""
-    # With one query each, the heads that share a key head take the place of queries: nothing is repeated.
+    """Compute attention of queries [N, Q, heads, head_dim] to keys [N, L, kv_heads, head_dim]."""
+    # With one query per sequence, the heads of a KV head become its queries: keys are not repeated.
     fold = queries.shape[1] == 1
     folded = (len(queries), spec.kv_heads, -1, spec.head_dim)
     q = queries.view(folded) if fold else queries.transpose(1, 2)
@@ -122,7 +122,7 @@ def _attend_by_scores(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> Tensor:
-    """`_attend`, with what torch's own attention does not have: a soft cap on scores, slopes, and sinks."""
+    """Compute `_attend` with a soft cap, ALiBi slopes or sinks, which torch's attention does not support."""
     group = spec.heads // spec.kv_heads
     q, k, v = queries.float(), keys.float(), values.float()
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
@@ -130,10 +130,10 @@ def _attend_by_scores(
     if spec.softcap is not None:
         scores = (scores / spec.softcap).tanh() * spec.softcap
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes[:, None, None] * span.behind[:, None]
-    seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if span.causal else span.mask
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf)
+        scores = scores - alibi_slopes[:, None, None] * span.distances[:, None]
+    mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if span.causal else span.mask
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         column = sinks.float()[:, None, None].expand(len(q), -1, q.shape[1], 1)
         scores = torch.cat((scores, column), -1)
@@ -142,13 +142,13 @@ def _attend_by_scores(
 
 
 def _slots(batch: Batch, seqs: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """[N, L] positions of the [N] sequences -> the slots that hold them."""
+    """Return the cache slots of positions [N, L] of the sequences [N]."""
     blocks = batch.block_tables[batch.rows[seqs]].long().gather(1, positions // block_size)
     return blocks * block_size + positions % block_size
 
 
 def _decode_spans(batch: Batch, block_size: int, window: int | None) -> list[_Span]:
-    """The sequences with one query, in few groups of like length: a long one must not pad them all."""
+    """Build spans of the sequences with one query, grouped by similar length to limit padding."""
     rows = np.flatnonzero((batch.query_lens_host == 1) & (batch.seq_lens_host > 0))
     lens = batch.seq_lens_host[rows]
     if window is not None:
@@ -172,15 +172,15 @@ def _decode_span(
     seq_lens = batch.seq_lens[index].long()[:, None]
     first = (seq_lens - window).clamp_(min=0) if window is not None else torch.zeros_like(seq_lens)
     positions = first + torch.arange(longest, device=device)
-    seen = positions < seq_lens
-    slots = _slots(batch, index, torch.where(seen, positions, first), block_size)
+    mask = positions < seq_lens
+    slots = _slots(batch, index, torch.where(mask, positions, first), block_size)
     tokens = batch.query_starts[index].long()
-    behind = (seq_lens - 1 - positions)[:, None]
-    return _Span(tokens, slots, seen[:, None, None] if len(rows) > 1 else None, behind)
+    distances = (seq_lens - 1 - positions)[:, None]
+    return _Span(tokens, slots, mask[:, None, None] if len(rows) > 1 else None, distances)
 
 
 def _chunk_spans(batch: Batch, block_size: int, window: int | None) -> list[_Span]:
-    """The sequences with several queries, one at a time, the last query seeing the last key."""
+    """Build spans of the sequences with several queries, each sequence by itself."""
     spans = []
     starts = np.cumsum(batch.query_lens_host) - batch.query_lens_host
     for row in np.flatnonzero(batch.query_lens_host > 1):
@@ -198,7 +198,8 @@ def _chunk_spans(batch: Batch, block_size: int, window: int | None) -> list[_Spa
 def _chunk_span(
     batch: Batch, row: int, tokens: slice, first_query: int, whole: bool, block_size: int, window: int | None
 ) -> _Span:
-    """Queries at `first_query` and after it; `whole` means that the sequence starts with them."""
+    """Build a span of the queries from position `first_query` on; `whole` means that these are the whole
+    sequence."""
     device = batch.slots.device
     end = first_query + tokens.stop - tokens.start
     num_keys = end if batch.reach is None else int(batch.seq_lens_host[row])
@@ -206,10 +207,10 @@ def _chunk_span(
     keys = torch.arange(first_key, num_keys, device=device)
     slots = _slots(batch, torch.tensor([row], device=device), keys[None], block_size)
     queries = torch.arange(first_query, end, device=device)[:, None]
-    behind = (queries - keys)[None]
+    distances = (queries - keys)[None]
     if whole:
-        return _Span(tokens, slots, None, behind, causal=True)
+        return _Span(tokens, slots, None, distances, causal=True)
     mask = keys <= (queries if batch.reach is None else batch.reach[tokens][:, None])
     if window is not None:
         mask &= keys > queries - window
-    return _Span(tokens, slots, mask, behind)
+    return _Span(tokens, slots, mask, distances)

@@ -1,4 +1,4 @@
-"""TRITON_ATTN: our own kernels for GPUs, one launch per layer for decodes and one for prompts."""
+"""TRITON_ATTN: Triton kernels for GPUs, one launch per layer for decodes and one for prompts."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,76 +18,76 @@ if TYPE_CHECKING:
     from quire.kernels.triton.attention_launch import AttentionLayer
 
 MOST_ROWS = 128
-"""Of queries of a decode with drafts, times heads: up to here its keys are cut as those of others are."""
+"""Most rows (queries times heads) of a decode with draft tokens that the decode kernel takes."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """Which kernel takes which sequences of a batch."""
+class _Split:
+    """Assignment of the sequences of a batch to kernels."""
 
     few: Tensor | None
-    """The sequences with few queries; None: all of the batch."""
+    """Sequences with few queries; None for all of the batch."""
     num_few: int
     tiles: Tensor | None
-    """[tiles, 2] int32: the others' queries in tiles, as (sequence, first query)."""
+    """[tiles, 2] int32: query tiles of the other sequences, as (sequence, first query)."""
 
 
 @dataclass(slots=True)
 class _Step:
     batch: Batch
-    cuts: dict[tuple[int, int], _Cut] = field(default_factory=dict)
+    splits: dict[tuple[int, int], _Split] = field(default_factory=dict)
 
-    def cut(self, few: int, tile: int) -> _Cut:
-        """Up to `few` queries are few, `tile` of them make a tile; the same for most layers of a model."""
-        if (few, tile) not in self.cuts:
-            self.cuts[few, tile] = _cut(self.batch, few, tile)
-        return self.cuts[few, tile]
+    def split(self, few: int, tile: int) -> _Split:
+        """Split off sequences with more than `few` queries, in tiles of `tile` queries; cached."""
+        if (few, tile) not in self.splits:
+            self.splits[few, tile] = _split(self.batch, few, tile)
+        return self.splits[few, tile]
 
 
-def _cut(batch: Batch, few: int, tile: int) -> _Cut:
+def _split(batch: Batch, few: int, tile: int) -> _Split:
     if batch.are_any:
-        return _cut_there(batch.query_starts, len(batch.token_ids), few, tile)
+        return _split_on_device(batch.query_starts, len(batch.token_ids), few, tile)
     lens, device = batch.query_lens_host, batch.seq_lens.device
-    # What was captured reads it where it was then.
-    return (_kept_cut if batch.are_decodes else _new_cut)(lens.tobytes(), few, tile, device)
+    # A captured CUDA graph keeps reading the same tensors, so those of decodes are cached.
+    return (_split_cached if batch.are_decodes else _split_on_host)(lens.tobytes(), few, tile, device)
 
 
-def _new_cut(query_lens: bytes, few: int, tile: int, device: torch.device) -> _Cut:
+def _split_on_host(query_lens: bytes, few: int, tile: int, device: torch.device) -> _Split:
     lens = np.frombuffer(query_lens, np.int32)
     many = np.flatnonzero(lens > few)
     if not len(many):
-        return _Cut(None, len(lens), None)
+        return _Split(None, len(lens), None)
     counts = -(-lens[many] // tile)
     ends = np.cumsum(counts)
-    # A sequence's last tile first: it has the most keys.
+    # The last tile of a sequence comes first: it has the most keys.
     firsts = (np.repeat(ends, counts) - 1 - np.arange(ends[-1])) * tile
     tiles = np.stack((np.repeat(many, counts), firsts), axis=1)
     short = np.flatnonzero(lens <= few)
     work = sent(np.concatenate((tiles.ravel(), short)).astype(np.int32), device)
-    return _Cut(work[tiles.size :], len(short), work[: tiles.size].view(-1, 2))
+    return _Split(work[tiles.size :], len(short), work[: tiles.size].view(-1, 2))
 
 
-_kept_cut = cache(_new_cut)
+_split_cached = cache(_split_on_host)
 
 
-def _cut_there(query_starts: Tensor, num_tokens: int, few: int, tile: int) -> _Cut:
-    """By what the device knows of the lengths: as many tiles as there may be, of which some are nothing."""
+def _split_on_device(query_starts: Tensor, num_tokens: int, few: int, tile: int) -> _Split:
+    """Split by the lengths on the device, with the maximum number of tiles, some of which are empty."""
     lens, last = query_starts.diff(), len(query_starts) - 2
     index = torch.arange(last + 1, device=lens.device)
     pads = index == last
     counts = torch.where((lens > few) | pads, (lens + (tile - 1)) // tile, 0)
     ends = counts.cumsum(0)
     most = num_tokens // tile + 1 + min(last, num_tokens // (few + 1))
-    place = torch.arange(most, device=lens.device)
-    seqs = torch.searchsorted(ends, place, right=True).clamp_(max=last)
-    # A tile behind all others has none of the queries that it would begin with.
-    firsts = torch.where(place < ends[-1], (ends[seqs] - 1 - place) * tile, num_tokens)
+    tiles = torch.arange(most, device=lens.device)
+    seqs = torch.searchsorted(ends, tiles, right=True).clamp_(max=last)
+    # An unused tile starts behind all tokens, so it is empty.
+    firsts = torch.where(tiles < ends[-1], (ends[seqs] - 1 - tiles) * tile, num_tokens)
     short = torch.where((lens > 0) & (lens <= few) & ~pads, index, last)
-    return _Cut(short.int(), last + 1, torch.stack((seqs, firsts), 1).int())
+    return _Split(short.int(), last + 1, torch.stack((seqs, firsts), 1).int())
 
 
 class TritonAttention:
-    """Our kernels for a GPU."""
+    """Attention by Triton kernels."""
 
     name = "TRITON_ATTN"
     capturable = captures_prompts = True
@@ -101,7 +101,7 @@ class TritonAttention:
             return f"needs a head size up to 512, not {spec.head_dim}"
         if spec.cache_dtype == torch.float8_e4m3fn and machine.capability < (8, 9):
             capability = ".".join(map(str, machine.capability))
-            return f"reads fp8_e4m3 from compute capability 8.9 on, this is {capability}; fp8_e5m2 it can"
+            return f"needs compute capability 8.9 for fp8_e4m3, this is {capability}; use fp8_e5m2"
         return None if find_spec("triton") else "the package triton is not installed"
 
     def plan(self, batch: Batch) -> None:
@@ -131,14 +131,16 @@ class TritonAttention:
         tables = batch.block_tables
         seqs = AttentionSeqs(batch.query_starts, batch.seq_lens, batch.rows, tables, tables.stride(0))
         shape = launch.tile_shape(layer, q.dtype, most)
-        cut: _Cut = batch.attention.cut(few, shape.block_m // layer.group)
-        if cut.tiles is not None:
+        split: _Split = batch.attention.split(few, shape.block_m // layer.group)
+        if split.tiles is not None:
             launch.attend_tiles(
-                out, q, cache, seqs, cut.tiles, layer, sinks, alibi_slopes, batch.reach, shape
+                out, q, cache, seqs, split.tiles, layer, sinks, alibi_slopes, batch.reach, shape
             )
-        if cut.num_few:
-            each = few if few > layer.few else 1
-            launch.attend_shares(out, q, cache, seqs, cut.few, layer, sinks, alibi_slopes, most_queries=each)
+        if split.num_few:
+            most = few if few > layer.few else 1
+            launch.attend_shares(
+                out, q, cache, seqs, split.few, layer, sinks, alibi_slopes, most_queries=most
+            )
         return out
 
 

@@ -1,4 +1,4 @@
-"""Latent attention on a GPU: absorbed for sequences with few queries, multiplied out for prompts."""
+"""Latent attention on a GPU: absorbed for sequences with few queries, expanded for prompts."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,13 +17,13 @@ from quire.kernels.triton.attention_launch import AttentionShape, sms
 from quire.kernels.triton.mla_launch import MLASizes
 
 FEW_QUERIES = 8
-"""Up to here a sequence's queries are absorbed: fewer products than multiplying out its keys."""
+"""Most queries of a sequence that are absorbed; beyond it, expanding the keys costs fewer operations."""
 EXPANDED_BYTES = 256 << 20
-"""Keys and values are multiplied out up to this size at a time, by sequences, then by heads."""
+"""Most bytes of keys and values that are expanded at a time, by sequences, then by heads."""
 
 
 class _Few(NamedTuple):
-    """Sequences with few queries, among others."""
+    """Sequences with few queries in a batch that has prompts."""
 
     seqs: Tensor
     tokens: Tensor
@@ -32,7 +32,7 @@ class _Few(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """Prompts whose keys are multiplied out at once."""
+    """Prompts for which the keys are expanded together."""
 
     num_keys: int
     keys: Tensor
@@ -40,20 +40,20 @@ class _Round(NamedTuple):
     tiles: Tensor
     """[tiles, 3] int32, for `attend_tiles`"""
     owners: Tensor
-    """[num_keys], the first token of each one's sequence"""
+    """[num_keys], the first token of each key's sequence"""
 
 
 class _PromptSplit(NamedTuple):
-    """Which kernel takes which sequences of a batch that has prompts."""
+    """Assignment of the sequences of a batch with prompts to kernels."""
 
     few: _Few | None
     rounds: list[_Round]
 
 
 class TritonMLA:
-    """Our kernels for a GPU. The cache is of the type of the queries, or of 8 bits."""
+    """Latent attention by Triton kernels. The cache has the dtype of the queries, or 8 bits."""
 
-    turns = False
+    needs_transposed_lora = False
 
     def enter(self, q: Tensor, kv: Tensor, entry: MLAEntry, spec: MLASpec) -> None:
         norm, eps, table, positions, slots, cache = entry
@@ -73,24 +73,25 @@ class TritonMLA:
     ) -> Tensor:
         most = batch.max_query_len
         if most <= FEW_QUERIES:
-            return _absorbed(q, weight, cache, _seqs(batch), most, spec, adapted)
+            return _attend_absorbed(q, weight, cache, _seqs(batch), most, spec, adapted)
         shape = launch.tile_shape(q.dtype, sms(q.device)[1])
         most_keys = max(1, EXPANDED_BYTES // (weight[..., 0].numel() * q.element_size()))
         lens = batch.query_lens_host.tobytes(), batch.seq_lens_host.tobytes()
-        cut = _cut(*lens, shape.block_m, most_keys, batch.seq_lens.device)
+        split = _split(*lens, shape.block_m, most_keys, batch.seq_lens.device)
         out = q.new_empty(len(q), spec.heads, spec.v_dim)
-        for each in cut.rounds:
-            _expanded(out, q, weight, cache, _seqs(batch), each, most_keys, shape, spec, adapted)
-        if (few := cut.few) is not None:
+        for prompts in split.rounds:
+            _attend_expanded(out, q, weight, cache, _seqs(batch), prompts, most_keys, shape, spec, adapted)
+        if (few := split.few) is not None:
             tables = batch.block_tables
             lens_and_rows = batch.seq_lens[few.seqs], batch.rows[few.seqs]
             seqs = AttentionSeqs(few.query_starts, *lens_and_rows, tables, tables.stride(0))
-            own = None if adapted is None else adapted.of(few.tokens)
-            out[few.tokens] = _absorbed(q[few.tokens], weight, cache, seqs, few.most_queries, spec, own)
+            adapted = None if adapted is None else adapted.of(few.tokens)
+            queries, most = q[few.tokens], few.most_queries
+            out[few.tokens] = _attend_absorbed(queries, weight, cache, seqs, most, spec, adapted)
         return out
 
 
-def _absorbed(
+def _attend_absorbed(
     q: Tensor,
     weight: Tensor,
     cache: Tensor,
@@ -100,13 +101,13 @@ def _absorbed(
     adapted: MLALoRA | None,
 ) -> Tensor:
     latent = absorb(q, weight, spec, adapted)
-    seen = q.new_empty(len(q), spec.heads, spec.rank)
+    mixed = q.new_empty(len(q), spec.heads, spec.rank)
     rope = q[..., spec.nope_dim :]
-    launch.attend_shares(seen, latent, rope, launch.latents_of(cache), seqs, _sizes(spec), most_queries)
-    return release(seen, weight, spec, adapted)
+    launch.attend_shares(mixed, latent, rope, launch.latents_of(cache), seqs, _sizes(spec), most_queries)
+    return release(mixed, weight, spec, adapted)
 
 
-def _expanded(
+def _attend_expanded(
     out: Tensor,
     q: Tensor,
     weight: Tensor,
@@ -118,17 +119,17 @@ def _expanded(
     spec: MLASpec,
     adapted: MLALoRA | None,
 ) -> None:
-    latents = q.new_empty(prompts.num_keys, spec.width)
-    launch.gather(latents, launch.latents_of(cache), seqs, prompts.keys, spec.k_scale)
-    latent, turned = latents.split([spec.rank, spec.rope_dim], -1)
+    cached = q.new_empty(prompts.num_keys, spec.width)
+    launch.gather(cached, launch.latents_of(cache), seqs, prompts.keys, spec.k_scale)
+    latents, rope_keys = cached.split([spec.rank, spec.rope_dim], -1)
     step = max(1, spec.heads * most_keys // prompts.num_keys)
     for first in range(0, spec.heads, step):
-        some = slice(first, first + step)
-        kv = latent @ weight[some].flatten(0, 1).T
+        heads, sizes = slice(first, first + step), _sizes(spec)
+        kv = latents @ weight[heads].flatten(0, 1).T
         if adapted is not None:
-            adapted.add(kv, latent, first * weight.shape[1], prompts.owners)
+            adapted.add(kv, latents, first * weight.shape[1], prompts.owners)
         kv = kv.view(prompts.num_keys, -1, weight.shape[1])
-        launch.attend_tiles(out[:, some], q[:, some], kv, turned, seqs, prompts.tiles, _sizes(spec), shape)
+        launch.attend_tiles(out[:, heads], q[:, heads], kv, rope_keys, seqs, prompts.tiles, sizes, shape)
 
 
 def _sizes(spec: MLASpec) -> MLASizes:
@@ -141,8 +142,10 @@ def _seqs(batch: Batch) -> AttentionSeqs:
 
 
 @lru_cache(maxsize=4)
-def _cut(query_lens: bytes, seq_lens: bytes, tile: int, most_keys: int, device: torch.device) -> _PromptSplit:
-    """The same for all layers: kept until other lengths come."""
+def _split(
+    query_lens: bytes, seq_lens: bytes, tile: int, most_keys: int, device: torch.device
+) -> _PromptSplit:
+    """Assign the sequences to kernels; cached, because all layers of a step use the same split."""
     queries, keys = (np.frombuffer(lens, np.int32) for lens in (query_lens, seq_lens))
     rounds: list[list[int]] = []
     room = 0
@@ -152,12 +155,12 @@ def _cut(query_lens: bytes, seq_lens: bytes, tile: int, most_keys: int, device: 
             room = most_keys
         rounds[-1].append(seq)
         room -= int(keys[seq])
-    made = [_round(queries, keys, np.array(seqs), tile, device) for seqs in rounds]
+    built = [_build_round(queries, keys, np.array(seqs), tile, device) for seqs in rounds]
     few = np.flatnonzero(queries <= FEW_QUERIES)
-    return _PromptSplit(_few(queries, few, device) if len(few) else None, made)
+    return _PromptSplit(_build_few(queries, few, device) if len(few) else None, built)
 
 
-def _round(
+def _build_round(
     queries: NDArray[np.int32],
     keys: NDArray[np.int32],
     seqs: NDArray[np.intp],
@@ -165,29 +168,29 @@ def _round(
     device: torch.device,
 ) -> _Round:
     begins = np.cumsum(keys[seqs]) - keys[seqs]
-    gathered = _work(seqs, keys[seqs], launch.GATHERED_KEYS)
+    gathered = _build_tiles(seqs, keys[seqs], launch.GATHERED_KEYS)
     gathered[:, 2] = begins[gathered[:, 2]] + gathered[:, 1]
-    # A sequence's last tile first: it has the most keys.
-    tiles = _work(seqs, queries[seqs], tile)[::-1].copy()
+    # The last tile of a sequence comes first: it has the most keys.
+    tiles = _build_tiles(seqs, queries[seqs], tile)[::-1].copy()
     tiles[:, 2] = begins[tiles[:, 2]]
     work = sent(np.concatenate((gathered, tiles)).astype(np.int32), device)
     owners = np.repeat((np.cumsum(queries) - queries)[seqs], keys[seqs])
-    cut = work[: len(gathered)], work[len(gathered) :]
-    return _Round(int(keys[seqs].sum()), *cut, sent(owners, device))
+    parts = work[: len(gathered)], work[len(gathered) :]
+    return _Round(int(keys[seqs].sum()), *parts, sent(owners, device))
 
 
-def _work(seqs: NDArray[np.intp], lens: NDArray[np.int32], tile: int) -> NDArray[np.intp]:
-    """[tiles, 3]: the sequence, the first of its tokens, and the place of the sequence among `seqs`."""
+def _build_tiles(seqs: NDArray[np.intp], lens: NDArray[np.int32], tile: int) -> NDArray[np.intp]:
+    """Return [tiles, 3]: the sequence, the tile's first token in it, and the index into `seqs`."""
     counts = -(-lens // tile)
-    which = np.repeat(np.arange(len(seqs)), counts)
-    firsts = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
-    return np.stack((seqs[which], firsts, which), 1)
+    index = np.repeat(np.arange(len(seqs)), counts)
+    firsts = (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
+    return np.stack((seqs[index], firsts, index), 1)
 
 
-def _few(queries: NDArray[np.int32], seqs: NDArray[np.intp], device: torch.device) -> _Few:
+def _build_few(queries: NDArray[np.int32], seqs: NDArray[np.intp], device: torch.device) -> _Few:
     lens = queries[seqs]
     starts = np.concatenate(([0], np.cumsum(lens)))
     firsts = np.cumsum(queries)[seqs] - lens
     tokens = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], lens)
-    firsts_of_few = sent(starts.astype(np.int32), device)
-    return _Few(sent(seqs, device), sent(tokens, device), firsts_of_few, int(lens.max()))
+    query_starts = sent(starts.astype(np.int32), device)
+    return _Few(sent(seqs, device), sent(tokens, device), query_starts, int(lens.max()))

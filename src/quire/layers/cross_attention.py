@@ -1,4 +1,4 @@
-"""Attention to items that no tokens stand for: all of a sequence see them."""
+"""Cross-attention to the output of an encoder, for items without placeholder tokens (Whisper)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from quire.quant.sharding import of_heads
 
 
 class KVLinear(Linear):
-    """Keys and values in one product; divided by heads. Values have a bias, keys have none."""
+    """Fused key and value projection, sharded by heads; values have a bias, keys do not."""
 
     divided = "outputs"
 
@@ -31,13 +31,13 @@ class KVLinear(Linear):
         return without_bias(self.part_names[0], super().targets())
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, size_in] -> keys and values, [N, kv_heads, head_dim] each."""
+        """Project [N, size_in] to keys and values, [N, kv_heads, head_dim] each."""
         k, v = self.multiply(x).view(len(x), 2, self.kv_heads, self.head_dim).unbind(1)
         return k, v
 
 
 class CrossAttention(nn.Module):
-    """Queries of tokens, keys and values of an item, the mix of all of it, and the way back."""
+    """Query projection of tokens, KV projection of encoder vectors, attention, output projection."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -49,30 +49,30 @@ class CrossAttention(nn.Module):
         self.spec = AttentionSpec(heads, self.kv.kv_heads, facts.head_dim, scope.dtype)
         self.backend = scope.backend
         self.is_watched = False
-        """Whether somebody wants to know what tokens look for."""
+        """Whether queries are recorded (for word timestamps)."""
         self.queries: Tensor | None = None
-        """Those of the last step that was watched, [N, heads, head_dim]."""
+        """Queries of the last recorded step, [N, heads, head_dim]."""
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
 
     def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Keep keys and values there from now on, [blocks, block size, kv_heads, head_dim] each."""
+        """Use these caches, [blocks, block size, kv_heads, head_dim] each."""
         self.k_cache, self.v_cache = k_cache, v_cache
 
     def keep(self, vectors: Tensor, first: int) -> None:
-        """Keys and values of an item's vectors, in blocks from the `first` on."""
+        """Write the keys and values of an item's vectors to the blocks from `first` on."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before keep()"
-        for cache, made in zip((self.k_cache, self.v_cache), self.kv(vectors), strict=True):
-            cache[first:].flatten(0, 1)[: len(made)].copy_(made)
+        for cache, projected in zip((self.k_cache, self.v_cache), self.kv(vectors), strict=True):
+            cache[first:].flatten(0, 1)[: len(projected)].copy_(projected)
 
     def keys_of(self, blocks: Tensor, heads: list[int]) -> Tensor:
-        """What these heads see of the item in `blocks`, [vectors, heads, head_dim]."""
+        """Return the keys of the item in `blocks` for these heads, [vectors, heads, head_dim]."""
         assert self.k_cache is not None, "bind() comes before keys_of()"
         shared = self.spec.heads // self.spec.kv_heads
         return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        assert batch.crossed is not None, "the model has not said what tokens see"
+        assert batch.crossed is not None, "the model has not set batch.crossed"
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         q = self.q(x).view(len(x), self.spec.heads, self.spec.head_dim)
         self.queries = q if self.is_watched else None
@@ -82,22 +82,22 @@ class CrossAttention(nn.Module):
 
 
 class CrossAttentionCache(nn.Module):
-    """What all layers of a model keep of items, each in a slot, and the slot of each row's item.
+    """Cross-attention KV cache of all layers, with one slot per item, and the slot of each row.
 
-    To attention a token is a sequence of its own, whose other tokens are the vectors of the item.
+    For the attention backend each token is its own sequence, and the item's vectors are the earlier tokens.
     """
 
     def __init__(self, layers: Sequence[CrossAttention], num_vectors: int, scope: Scope) -> None:
         super().__init__()
-        self.layers = tuple(layers)  # whose weights are not this module's
+        self.layers = tuple(layers)  # a tuple, so that the weights are not registered here
         self.num_vectors, self.num_blocks = num_vectors, -(-num_vectors // CROSSED_BLOCK)
         self.backend, self.device = scope.backend, scope.device
         self.num_slots = 0
-        """As many as there may be rows."""
+        """Number of item slots: the maximum number of rows."""
         self.tables = torch.empty(0, dtype=torch.int32)
-        """[rows, blocks], the last row for padding."""
+        """[rows, blocks] block tables, the last row for padding."""
         self.lens = torch.empty(0, dtype=torch.int32)
-        """As many as there are rows: all see all."""
+        """[rows] sequence lengths, all `num_vectors`."""
 
     @property
     def keeps(self) -> CacheSpec:
@@ -117,19 +117,19 @@ class CrossAttentionCache(nn.Module):
         self.assign(list(range(num_rows)), [self.num_slots] * num_rows)
 
     def keep(self, vectors: Tensor, slot: int) -> None:
-        """[num_vectors, hidden], what an encoder made of an item."""
+        """Write the keys and values of an encoder's output [num_vectors, hidden] to a slot."""
         for layer in self.layers:
             layer.keep(vectors, slot * self.num_blocks)
 
     def assign(self, rows: list[int], slots: list[int]) -> None:
-        """These rows see what is in these slots."""
+        """Let the rows attend to the items in the slots."""
         firsts = self.num_blocks * np.array(slots, np.int32)
         blocks = firsts[:, None] + np.arange(self.num_blocks, dtype=np.int32)
         self.tables[torch.tensor(rows, device=self.device)] = torch.from_numpy(blocks).to(self.device)
 
     def seen_in(self, batch: Batch) -> Batch:
-        """A step's tokens among the vectors of their items. Of decodes nothing is computed: what was recorded
-        finds all where it was."""
+        """Return the batch for cross-attention, with one sequence per token. For decodes it only references
+        existing tensors, so that CUDA graphs stay valid."""
         count = len(batch.token_ids)
         rows, starts, lens = batch.rows, batch.query_starts, self.lens[:count]
         if count > len(rows):

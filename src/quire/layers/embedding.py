@@ -1,4 +1,4 @@
-"""The two ends of a model: token ids and positions to vectors, vectors to logits."""
+"""Token embedding, learned position embedding, and the LM head."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,23 +8,23 @@ from torch.nn import functional
 
 from quire.errors import ConfigError
 from quire.layers.lora_layers import LoRAEmbeddingLayer, LoRAHeadLayer, LoRALayer, LoRATarget
-from quire.layers.lora_tables import LoRATable, whole_of
-from quire.layers.lora_vocab import LoRAVocabRows, own_of
+from quire.layers.lora_tables import LoRATable, table_of
+from quire.layers.lora_vocab import LoRAVocabRows, vocab_rows_of
 from quire.layers.scope import Scope, Target, target_of
 from quire.quant.sharding import Shard, padded
 from quire.quant.weight import LinearShape, kept
 
 _HEAD = "lm_head"
-"""What transformers calls it, whatever the checkpoint does."""
+"""Name of the head in transformers, which adapters use whatever the checkpoint's name is."""
 
 
 class _Table(nn.Module):
-    """A vector for each token of the vocabulary, of which each device of a group has some."""
+    """A vector for each token of the vocabulary, sharded over the devices of a group."""
 
     multiply: Callable[[Tensor], Tensor]
-    """[T, hidden] -> [T, vocab]; there after `finish`."""
+    """[T, hidden] -> [T, vocab]; set by `finish`."""
     rows: Callable[[Tensor], Tensor]
-    """[T] ids -> [T, hidden]; there after `finish`, unless no format of embeddings."""
+    """[T] ids -> [T, hidden]; set by `finish` if the weight format supports row lookup."""
 
     def __init__(
         self, vocab: int, hidden: int, scope: Scope, *, bias: bool = False, unit: bool = False
@@ -33,15 +33,15 @@ class _Table(nn.Module):
         self.name = scope.name
         self.unit = unit
         self.group = scope.group
-        self.own = padded(scope.group, vocab)
+        self.shard = padded(scope.group, vocab)
         shape = LinearShape(
             hidden,
-            (self.own.size,),
+            (self.shard.size,),
             bias,
             scope.dtype,
             scope.device,
             narrows=False,
-            outputs=((self.own,),),
+            outputs=((self.shard,),),
             inputs=Shard(hidden),
         )
         self.weight = scope.linear((scope.name,), shape)
@@ -49,7 +49,7 @@ class _Table(nn.Module):
     def targets(self) -> Iterator[Target]:
         (part,) = self.weight.parts()
         for suffix, piece in part.items():
-            yield target_of(f"{self.name}.{suffix}", piece, (self.own,))
+            yield target_of(f"{self.name}.{suffix}", piece, (self.shard,))
 
     def begin(self) -> None:
         self.weight.begin()
@@ -64,31 +64,31 @@ class _Table(nn.Module):
 
     def equip(self) -> None:
         is_alone = self.group.size == 1
-        self.multiply = self.weight.product if is_alone else self._multiplied
+        self.multiply = self.weight.product if is_alone else self._multiply_and_gather
         if self.weight.rows is not None:
-            self.rows = self.weight.rows if is_alone else self._summed
+            self.rows = self.weight.rows if is_alone else self._lookup_and_reduce
 
-    def _multiplied(self, x: Tensor) -> Tensor:
+    def _multiply_and_gather(self, x: Tensor) -> Tensor:
         return self.gathered(self.weight.product(x))
 
     def gathered(self, logits: Tensor) -> Tensor:
-        """Those of all devices; what these have beyond the vocabulary is left out."""
+        """Gather the logits of all devices and drop the padding of the vocabulary."""
         if self.group.size == 1:
             return logits
         logits = self.group.gather(logits)
-        return logits if logits.shape[1] == self.own.all else logits[:, : self.own.all].contiguous()
+        return logits if logits.shape[1] == self.shard.all else logits[:, : self.shard.all].contiguous()
 
-    def _summed(self, token_ids: Tensor) -> Tensor:
-        """Each token's vector is that of one device, and zero on the others."""
+    def _lookup_and_reduce(self, token_ids: Tensor) -> Tensor:
+        """Look up the local rows, set the rows of other devices to zero, and all-reduce."""
         assert self.weight.rows is not None
-        own = token_ids - self.own.start
-        is_elsewhere = (own < 0) | (own >= self.own.size)
-        rows = self.weight.rows(own.masked_fill_(is_elsewhere, 0))
+        local_ids = token_ids - self.shard.start
+        is_elsewhere = (local_ids < 0) | (local_ids >= self.shard.size)
+        rows = self.weight.rows(local_ids.masked_fill_(is_elsewhere, 0))
         return self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
 
 
 class TokenEmbedding(_Table):
-    """The vectors of token ids."""
+    """Token embedding."""
 
     def __init__(self, vocab: int, hidden: int, scope: Scope) -> None:
         super().__init__(vocab, hidden, scope)
@@ -100,22 +100,22 @@ class TokenEmbedding(_Table):
             )
         self.whole: LoRATable | None = None
         if scope.stage.is_first:
-            self.whole = whole_of("embed_tokens", scope, self.own, hidden)
+            self.whole = table_of("embed_tokens", scope, self.shard, hidden)
         self.slots = scope.adapters
         self.brought: LoRAVocabRows | None = None
         if scope.stage.is_first:
-            self.brought = own_of("embed_tokens", scope, vocab, hidden)
+            self.brought = vocab_rows_of("embed_tokens", scope, vocab, hidden)
 
     def equip(self) -> None:
         super().equip()
-        assert self.weight.rows is not None, "a format without rows is not one for embeddings"
+        assert self.weight.rows is not None, "this weight format does not support embedding lookup"
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.brought is None or self.slots is None or not self.slots.is_wide:
-            return self._embedded(token_ids)
-        return self.brought.embed(self._embedded(self.brought.inside(token_ids)), token_ids)
+            return self._embed(token_ids)
+        return self.brought.embed(self._embed(self.brought.inside(token_ids)), token_ids)
 
-    def _embedded(self, token_ids: Tensor) -> Tensor:
+    def _embed(self, token_ids: Tensor) -> Tensor:
         out = self.rows(token_ids)
         if self.whole is not None:
             out = self.whole.rows(out, token_ids)
@@ -123,13 +123,13 @@ class TokenEmbedding(_Table):
 
 
 class Positions(nn.Module):
-    """The learned vectors of positions; the checkpoint has those of the first in row `first`."""
+    """Learned position embeddings; position 0 is in row `first` of the checkpoint."""
 
     def __init__(self, max_len: int, hidden: int, scope: Scope, *, first: int = 0) -> None:
         super().__init__()
         if scope.max_len > max_len:
             raise ConfigError(
-                f"max_model_len {scope.max_len} is more than the {max_len} positions that the checkpoint has"
+                f"max_model_len {scope.max_len} exceeds the {max_len} positions of the checkpoint"
             )
         self.name = f"{scope.name}.weight"
         self.ops = scope.ops
@@ -143,12 +143,12 @@ class Positions(nn.Module):
         yield Target(self.name, self.weight)
 
     def finish(self) -> None:
-        """The vectors are used as they were loaded."""
+        """Keep the vectors as loaded."""
 
 
 class Head(nn.Module):
-    """Logits of the whole vocabulary; `tied` is the embedding whose weight it shares, `unit` says that its
-    rows are made of one length."""
+    """LM head; `tied` is the embedding that it shares the weight with, `unit` normalizes its rows to unit
+    length."""
 
     def __init__(
         self,
@@ -165,30 +165,30 @@ class Head(nn.Module):
         self.table: _Table = tied or _Table(vocab, hidden, scope, bias=bias, unit=unit)
         self.point: LoRALayer | None = None
         if scope.adapters is not None and scope.adapters.takes(scope.name, _HEAD):
-            own = self.table.own
-            self.point = LoRAHeadLayer(scope.name, scope.adapters, hidden, (own.size,), scope.ops)
-            place = LoRATarget(self.point, slice(0, 1), Shard(hidden), (own,))
-            self.point.places |= {scope.name: place, _HEAD: place}
+            shard = self.table.shard
+            self.point = LoRAHeadLayer(scope.name, scope.adapters, hidden, (shard.size,), scope.ops)
+            target = LoRATarget(self.point, slice(0, 1), Shard(hidden), (shard,))
+            self.point.places |= {scope.name: target, _HEAD: target}
         self.slots = scope.adapters
-        self.whole = None if bias else whole_of(_HEAD, scope, self.table.own, hidden)
-        self.brought = None if bias else own_of(_HEAD, scope, vocab, hidden, tied.name if tied else "")
+        self.whole = None if bias else table_of(_HEAD, scope, self.table.shard, hidden)
+        self.brought = None if bias else vocab_rows_of(_HEAD, scope, vocab, hidden, tied.name if tied else "")
         self.name = scope.name
-        own_bias = bias and tied is not None
-        self.bias = kept(scope.empty(vocab)) if own_bias else None
-        """What is not in the table that it shares."""
+        has_bias = bias and tied is not None
+        self.bias = kept(scope.empty(vocab)) if has_bias else None
+        """Bias beside a tied embedding; an untied table has its own bias."""
 
     def targets(self) -> Iterator[Target]:
         if self.bias is not None:
             yield Target(f"{self.name}.bias", self.bias)
 
     def finish(self) -> None:
-        """The bias is used as it was loaded."""
+        """Keep the bias as loaded."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self._product(x)
+        out = self._compute_logits(x)
         return out if self.bias is None else out.add_(self.bias)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _compute_logits(self, x: Tensor) -> Tensor:
         if self.slots is None or self.slots.logit_tokens is None:
             return self.table.multiply(x)
         out = self.table.weight.product(x)
@@ -199,10 +199,10 @@ class Head(nn.Module):
 
     @property
     def is_wide(self) -> bool:
-        """Whether there are logits of tokens that adapters bring, minus infinity for all others."""
+        """Whether logits include the new tokens of adapters (-inf for rows without that adapter)."""
         return self.brought is not None and self.brought.slots.is_wide
 
     def rows(self, token_ids: list[int]) -> Tensor:
-        """[len(token_ids), hidden]: the weights of these tokens."""
+        """Return the [len(token_ids), hidden] weights of these tokens."""
         device = self.table.weight.shape.device
         return self.table.rows(torch.tensor(token_ids, device=device))

@@ -1,4 +1,4 @@
-"""EncoderAttention: each token sees all of its text, or what is near; nothing is kept."""
+"""EncoderAttention: bidirectional attention over whole texts, or over a window, without a KV cache."""
 
 from collections.abc import Callable
 
@@ -15,8 +15,8 @@ from quire.layers.scope import Scope
 
 
 def spans(batch: Batch) -> Spans:
-    """The texts of a batch, which are whole: what comes later would have been seen by what came before."""
-    assert (batch.query_lens_host == batch.seq_lens_host).all(), "an encoder reads whole prompts"
+    """Return the spans of the texts of a batch. Bidirectional attention needs whole prompts."""
+    assert (batch.query_lens_host == batch.seq_lens_host).all(), "an encoder needs whole prompts"
     return spans_of(batch.query_lens_host, batch.token_ids.device)
 
 
@@ -28,7 +28,7 @@ def attend_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Spans, 
     return encoder.attend
 
 
-def turn_on(device: torch.device) -> Callable[[Tensor, Angles], None]:
+def rotate_on(device: torch.device) -> Callable[[Tensor, Angles], None]:
     if device.type != "cuda":
         return turn
     from quire.kernels.triton import encoder
@@ -37,8 +37,8 @@ def turn_on(device: torch.device) -> Callable[[Tensor, Angles], None]:
 
 
 class EncoderAttention(nn.Module):
-    """Queries, keys and values, the mix of all in reach, and the way back. `names` are those of the
-    checkpoint: query, key and value, or all as one; and the output."""
+    """QKV projection, bidirectional attention, output projection. `names` are the checkpoint names of query,
+    key and value, or one fused name; `out` is the output projection."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class EncoderAttention(nn.Module):
         self.out = RowLinear(facts.hidden, facts.hidden, scope / out, bias=facts.out_bias)
 
     def forward(self, x: Tensor, positions: Tensor, texts: Spans, bias: Tensor | None = None) -> Tensor:
-        """[T, hidden] -> the same; a bias is added to scores by torch, on any device."""
+        """Attend over `texts` and return [T, hidden]. A `bias` is added to the scores, in plain torch."""
         q, k, v = self.qkv.multiply(x).view(len(x), 3, self.qkv.heads, self.qkv.head_dim).unbind(1)
         if self.rope is not None:
             cos, sin = self.rope.table[positions][:, None].chunk(2, -1)

@@ -1,4 +1,4 @@
-"""KVScales: what a checkpoint divides keys and values by, for a cache of 8 bits."""
+"""KVScales: the scales of keys and values in an 8-bit KV cache."""
 
 from collections.abc import Iterator
 
@@ -12,11 +12,11 @@ _NAMES = {
     "k": ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
     "v": ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
 }
-"""Inside of an attention layer, in the order in which they are looked for."""
+"""Names of the scales inside of an attention layer, in order of preference."""
 
 
 class KVScales(nn.Module):
-    """One number for the keys of an attention layer and one for its values, each 1.0 if it is not stored."""
+    """Scale of the keys and scale of the values of an attention layer; 1.0 if not stored."""
 
     def __init__(self, attention: str, scope: Scope) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class KVScales(nn.Module):
 
     @property
     def v(self) -> float:
-        """Where one number is for both, it counts as that of keys."""
+        """Return the scale of values; a shared kv_scale is stored as the scale of keys."""
         shared = "v" not in self.values and self._stored.get("k", "").endswith(".kv_scale")
         return self.k if shared else float(self.values["v"]) if "v" in self.values else 1.0
 
@@ -45,4 +45,4 @@ class KVScales(nn.Module):
             yield Target(name, self.values[kind])
 
     def finish(self) -> None:
-        """Numbers are used as they were loaded."""
+        """Keep the scales as loaded."""

@@ -1,4 +1,4 @@
-"""Linear layers. A fused one names the parts of the checkpoint that it is made of."""
+"""Linear layers, whole and tensor-parallel. A fused layer lists the checkpoint parts that it consists of."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -17,21 +17,21 @@ from quire.quant.sharding import Runs, Shard, by_group, divided, of_heads
 from quire.quant.weight import LinearShape
 
 _LEAST_OUTPUTS = 16
-"""Of a weight that is worth narrowing."""
+"""Fewest outputs of a weight that is quantized on load."""
 
 
 class Linear(nn.Module):
-    """x W^T + b, with the outputs of `parts` (checkpoint name -> size) one after the other. A part of which a
-    device of a group has some only says which, unless all are `divided` alike."""
+    """x W^T + b, with the outputs of `parts` (checkpoint name -> size) concatenated. A part may list its
+    shards (`Runs`) in place of a size that is `divided` evenly."""
 
     divided: ClassVar[Literal["outputs", "inputs"] | None] = None
-    """What each device of a group has an equal share of."""
+    """Dimension that is sharded evenly over the group."""
     is_summed: ClassVar[bool] = False
-    """Whether the devices' results are added up, so that a bias counts on one of them."""
+    """Whether the outputs are all-reduced, so that only the first rank adds the bias."""
     narrows: ClassVar[bool] = True
-    """Whether its weight may be kept in fewer bits than it is stored in."""
+    """Whether its weight may be quantized on load."""
     multiply: Callable[[Tensor], Tensor]
-    """[T, size_in] -> [T, outputs of all parts]; there after `finish`."""
+    """[T, size_in] -> [T, outputs of all parts]; set by `finish`."""
 
     def __init__(
         self, size_in: int, parts: Mapping[str, int | Runs], scope: Scope, *, bias: bool = False
@@ -55,29 +55,29 @@ class Linear(nn.Module):
             inputs=self.inputs,
         )
         self.weight = scope.linear(self.part_names, shape)
-        self.point = self._point(scope)
-        """Where adapters are added; None: nowhere."""
+        self.point = self._build_lora(scope)
+        """LoRA layer; None if it takes no adapters."""
 
-    def _point(self, scope: Scope) -> LoRALayer | None:
+    def _build_lora(self, scope: Scope) -> LoRALayer | None:
         slots = scope.adapters
         if slots is None or not slots.takes(scope.name, *self.part_names):
             return None
-        point = self._point_of(slots, scope)
-        own = ((point.own,),) if isinstance(point, LoRASumLayer) else self.outputs
-        for i, (name, outputs) in enumerate(zip(self.part_names, own, strict=True)):
+        point = self._choose_lora(slots, scope)
+        shards = ((point.shard,),) if isinstance(point, LoRASumLayer) else self.outputs
+        for i, (name, outputs) in enumerate(zip(self.part_names, shards, strict=True)):
             if slots.takes(scope.name, name):
                 order = partial(self._order, i)
                 point.places[name] = LoRATarget(point, slice(i, i + 1), self.inputs, outputs, order)
         return point
 
-    def _point_of(self, slots: AdapterSlots, scope: Scope) -> LoRALayer:
-        given = self.part_names[0], slots, self.inputs.size
+    def _choose_lora(self, slots: AdapterSlots, scope: Scope) -> LoRALayer:
+        args = self.part_names[0], slots, self.inputs.size
         if slots.divides and scope.group.size > 1:
             if self.divided == "outputs":
-                return LoRARanksLayer(*given, self.sizes_out, scope.ops, scope.group)
+                return LoRARanksLayer(*args, self.sizes_out, scope.ops, scope.group)
             if self.divided == "inputs" and self.sizes_out[0] % scope.group.size == 0:
-                return LoRASumLayer(*given, self.sizes_out[0], scope.ops, scope.group)
-        return LoRALayer(*given, self.sizes_out, scope.ops)
+                return LoRASumLayer(*args, self.sizes_out[0], scope.ops, scope.group)
+        return LoRALayer(*args, self.sizes_out, scope.ops)
 
     def _order(self, part: int) -> Tensor | None:
         orders = self.orders()
@@ -85,11 +85,11 @@ class Linear(nn.Module):
 
     @property
     def adapts(self) -> bool:
-        """Whether an adapter is to be added to the product of some token of the step."""
+        """Whether some token of the step has an adapter in this layer."""
         return self.point is not None and self.point.tokens is not None
 
     def orders(self) -> list[Tensor]:
-        """For each part, where each of its outputs lies in the checkpoint; empty: they lie in order."""
+        """Return, for each part, the checkpoint index of each output; empty if the order is the same."""
         return []
 
     def _runs(self, part: int | Runs) -> Runs:
@@ -119,10 +119,10 @@ class Linear(nn.Module):
         self.equip()
 
     def equip(self) -> None:
-        """Take over what the finished weight can do."""
-        self.multiply = self.weight.product if self.point is None else self._adapted
+        """Bind the kernels of the finished weight."""
+        self.multiply = self.weight.product if self.point is None else self._multiply_with_lora
 
-    def _adapted(self, x: Tensor) -> Tensor:
+    def _multiply_with_lora(self, x: Tensor) -> Tensor:
         assert self.point is not None
         if self.weight.adapted is not None and self.adapts and (adapted := self.point.adapted) is not None:
             return self.weight.adapted(x, adapted=adapted)
@@ -140,23 +140,23 @@ class OneLinear(Linear):
 
 
 class WholeLinear(OneLinear):
-    """Not divided: each device of a group computes all of it."""
+    """A replicated linear layer: each device of a group computes all of it."""
 
 
 class ColumnLinear(OneLinear):
-    """Divided by its outputs: each device of a group computes some of them."""
+    """A column-parallel linear layer: each device of a group computes a shard of the outputs."""
 
     divided = "outputs"
 
 
 class RowLinear(OneLinear):
-    """Divided by its inputs, which a column-divided layer made: the devices' results are summed, unless
-    something is added to them first (`sums`)."""
+    """A row-parallel linear layer: its inputs are sharded, its outputs are all-reduced. With `sums=False` the
+    caller reduces them."""
 
     divided = "inputs"
     is_summed = True
     of_gates: Callable[[Tensor], Tensor] | None = None
-    """The weight's own product of what is not gated yet."""
+    """The weight's fused kernel of silu(gate) * up and this GEMM, if it has one."""
 
     def __init__(
         self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False, sums: bool = True
@@ -168,19 +168,21 @@ class RowLinear(OneLinear):
         super().equip()
         self.of_gates = self.weight.of_gates
         if self.sums:
-            self.multiply = partial(_summed, self.multiply, self.group.all_reduce)
+            self.multiply = partial(_multiply_and_reduce, self.multiply, self.group.all_reduce)
             if self.of_gates is not None:
-                self.of_gates = partial(_summed, self.of_gates, self.group.all_reduce)
+                self.of_gates = partial(_multiply_and_reduce, self.of_gates, self.group.all_reduce)
 
 
-def _summed(product: Callable[[Tensor], Tensor], sum: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return sum(product(x))
+def _multiply_and_reduce(
+    multiply: Callable[[Tensor], Tensor], reduce: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
+    return reduce(multiply(x))
 
 
 class QKVLinear(Linear):
-    """Query, key and value in one product; divided by heads. `names` are theirs in the checkpoint, or one of
-    all three, which may have those of one head of keys beside each other (`by_head`), or two: then `bounded`
-    makes the values."""
+    """Fused QKV projection, sharded by heads. `names` are the checkpoint names of query, key and value, or
+    one fused name, which may be grouped by key head (`by_head`). With two names `bounded` derives the values
+    from the keys."""
 
     divided = "outputs"
 
@@ -211,44 +213,45 @@ class QKVLinear(Linear):
         self.by_head = by_head
         self.ops = scope.ops
         self.norms: HeadNorms | None = None
-        """Where queries and keys have norms over all heads."""
+        """QK norms over all heads; None if there are none."""
         self.bounded: Callable[[Tensor], Tensor] | None = None
-        """What else is done to queries, keys and values before they turn."""
+        """Further transform of queries, keys and values before RoPE."""
         self.norm_parts = scope.ops.norm_parts
         if group.size > 1:
             self.norm_parts = partial(norm_shares, group=group)
         self.entered: Callable[[Tensor, HeadEntry], Tensor | None] | None = None
-        """The weight's own way into the cache."""
+        """The weight's fused kernel of QKV projection, RoPE and cache write, if it has one."""
 
     def orders(self) -> list[Tensor]:
         q, k, v = (num_heads * self.head_dim for num_heads in (self.heads, self.kv_heads, self.kv_heads))
-        together: list[Tensor] = []
+        ungrouped: list[Tensor] = []
         if self.by_head:
             stored = torch.arange(q + k + v).view(self.kv_heads, -1, self.head_dim)
-            together = [torch.cat([part.flatten() for part in stored.tensor_split((-2, -1), 1)])]
+            ungrouped = [torch.cat([part.flatten() for part in stored.tensor_split((-2, -1), 1)])]
         if not self.paired_dim:
-            return together
+            return ungrouped
         orders = [*(halved(size, self.head_dim, self.paired_dim) for size in (q, k)), torch.arange(v)]
         if len(self.part_names) == 1:
             orders = [torch.cat((orders[0], orders[1] + q, orders[2] + q + k))]
-        return [together[0][orders[0]]] if together else orders
+        return [ungrouped[0][orders[0]]] if ungrouped else orders
 
     def equip(self) -> None:
         super().equip()
         self.entered = self.weight.entered
 
     def forward(self, x: Tensor, entry: HeadEntry) -> Tensor:
-        """[T, size_in] -> queries [T, heads, head_dim]; keys and values are written where `entry` says."""
+        """Project [T, size_in], write rotated keys and values to the cache slots of `entry`, and return
+        rotated queries [T, heads, head_dim]."""
         if self.norms is not None or self.bounded is not None:
             qkv = self.multiply(x)
             if self.norms is not None:
                 qkv = self.norm_parts(qkv, (self.norms.q, self.norms.k), self.norms.eps)
             return self.ops.rotate_and_write(qkv if self.bounded is None else self.bounded(qkv), entry)
-        q = self._entered(x, entry)
+        q = self._project_fused(x, entry)
         return self.ops.rotate_and_write(self.multiply(x), entry) if q is None else q
 
-    def _entered(self, x: Tensor, entry: HeadEntry) -> Tensor | None:
-        """None where the weight has no such way."""
+    def _project_fused(self, x: Tensor, entry: HeadEntry) -> Tensor | None:
+        """Run the weight's fused kernel; return None if it has none."""
         if self.point is None or not self.adapts:
             return None if self.entered is None else self.entered(x, entry)
         enter, adapted = self.weight.entered_adapted, self.point.adapted
@@ -256,14 +259,14 @@ class QKVLinear(Linear):
 
 
 class KeysWithoutBias(QKVLinear):
-    """Queries and values have a bias in the checkpoint, keys have none."""
+    """QKV projection of checkpoints that have a bias of queries and values but not of keys."""
 
     def targets(self) -> Iterator[Target]:
         return without_bias(self.part_names[1], super().targets())
 
 
 def without_bias(part: str, targets: Iterator[Target]) -> Iterator[Target]:
-    """Those of a layer of whose parts one has no bias in the checkpoint: it is zero."""
+    """Yield the targets without the bias of `part`, which is set to zero."""
     for target in targets:
         if target.name == f"{part}.bias":
             target.tensor.zero_()
@@ -272,8 +275,8 @@ def without_bias(part: str, targets: Iterator[Target]) -> Iterator[Target]:
 
 
 class GateUpLinear(Linear):
-    """The gate and the up projection of a gated MLP in one product, and act(gate) * up. `names` are theirs in
-    the checkpoint, or one of both."""
+    """Fused gate and up projection of a gated MLP, and act(gate) * up. `names` are the two checkpoint names,
+    or one fused name."""
 
     divided = "outputs"
 
@@ -287,20 +290,20 @@ class GateUpLinear(Linear):
         activation: str = "silu",
         names: tuple[str, ...] = ("gate_proj", "up_proj"),
     ) -> None:
-        own = divided(scope.group, size_out)
-        parts = {scope.beside(name): (own,) * (2 // len(names)) for name in names}
+        shard = divided(scope.group, size_out)
+        parts = {scope.beside(name): (shard,) * (2 // len(names)) for name in names}
         super().__init__(size_in, parts, scope, bias=bias)
         self.ops = scope.ops
         self.activation = activation
         self.gated: Callable[[Tensor], Tensor] | None = None
-        """The weight's own activated product."""
+        """The weight's fused kernel of gate, up and silu, if it has one."""
 
     def equip(self) -> None:
         super().equip()
         self.gated = self.weight.gated if self.activation == "silu" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, size_in] -> [T, size_out]."""
+        """Project [T, size_in] to [T, size_out]."""
         if self.gated is not None and not self.adapts:
             return self.gated(x)
         adapted = None if self.point is None else self.point.adapted

@@ -1,4 +1,4 @@
-"""LoRA: adapters beside the weights of a model, many of them in one batch."""
+"""Slots of LoRA adapters: the device memory of many adapters that serve one batch."""
 
 import contextlib
 import math
@@ -15,33 +15,33 @@ from quire.quant.sharding import Shard
 
 
 class SlotTable(Protocol):
-    """A table that adapters may bring as a whole; see `layers/lora_tables.py`."""
+    """An embedding or head that adapters may replace entirely; see `layers/lora_tables.py`."""
 
     names: tuple[str, ...]
-    """Of its layer."""
+    """Names of its layer in adapters."""
     own: Shard
-    """The rows of it that are here."""
+    """Rows of the table on this device."""
     hidden: int
 
     @property
     def size(self) -> int:
-        """Numbers of a slot."""
+        """Return the number of elements of a slot."""
         ...
 
     def bind(self, memory: Tensor) -> None:
-        """[slots, size]"""
+        """Use `memory` [slots, size] for the tables."""
         ...
 
     def unbind(self) -> None: ...
 
     def put(self, slot: int, table: Tensor | None) -> None:
-        """None: the adapter of this slot has none."""
+        """Store the table of a slot's adapter; None if it has none."""
         ...
 
 
 class AdapterSlots:
-    """The slots of a device, each with room for one adapter at every point of the model, and the slots that
-    the tokens of the current step use."""
+    """Adapter slots of a device, each with memory for one adapter in every LoRA layer, and the slots that the
+    tokens of the current step use."""
 
     def __init__(
         self,
@@ -61,38 +61,38 @@ class AdapterSlots:
         self.dtype = dtype
         self.device = device
         self.only = frozenset(only)
-        """The last names of layers that take adapters; empty: all."""
+        """Last name parts of the layers that take adapters; empty for all layers."""
         self.divides = divides
-        """Whether devices that share a layer share all that adapters add to it."""
+        """Whether LoRA is fully sharded over the tensor-parallel group."""
         self.whole = frozenset(whole)
-        """Which of embed_tokens and lm_head adapters may bring as a whole."""
+        """Layers (embed_tokens, lm_head) that an adapter may replace entirely."""
         self.tables: dict[str, SlotTable] = {}
-        """Those, by the name of their layer."""
+        """Replaceable tables by the name of their layer."""
         self.num_own = num_own
-        """Rows of embedding and head that an adapter may have of its own; see `layers/lora_vocab.py`."""
+        """Most extra vocabulary rows of embedding and head per adapter; see `layers/lora_vocab.py`."""
         self.no_own = no_own or "--lora-extra-vocab-size is 0"
-        """Why it can have none."""
+        """Reason why an adapter can have no extra vocabulary rows."""
         self.owned: dict[str, Any] = {}
-        """The room for them: of embed_tokens and lm_head."""
+        """Extra vocabulary rows of embed_tokens and lm_head."""
         self.has_own = np.zeros(max_slots + 1, np.bool_)
-        """By slot; the last stands for no adapter."""
+        """Whether the adapter of each slot has extra rows; the last entry stands for no adapter."""
         self.num_new = np.zeros(max_slots + 1, np.int32)
-        """Tokens beyond the model's vocabulary that the adapter of each has."""
+        """Number of tokens beyond the model's vocabulary of each slot's adapter."""
         self.is_wide = False
-        """Whether some row of the step has an adapter with rows of its own."""
+        """Whether some row of the step has an adapter with extra vocabulary rows."""
         self.points: dict[str, LoRALayer] = {}
         self.stacks: dict[str, LoRAStack] = {}
-        """Experts whose matrices some checkpoints have in one, by its name."""
+        """Experts that some checkpoints store as one tensor, by its name."""
         self.refused: dict[str, str] = {}
-        """Layers that take none although others like them do, and why."""
+        """Layers that take no adapters although similar layers do, with the reason."""
         self.unused = ""
-        """A pattern of the names of layers that compute nothing here: what is there for them is left out."""
+        """Pattern of layer names that are not computed; adapter weights for them are ignored."""
         self.tokens: Tensor | None = None
-        """[T] int32, the slot of each token of the step, -1 without; None: no token has an adapter."""
+        """[T] int32, adapter slot of each token of the step, -1 for none; None if no token has an adapter."""
         self.logit_tokens: Tensor | None = None
-        """[N] int32, the same of those whose logits are wanted."""
+        """[N] int32, adapter slot of each token that needs logits."""
         self.assigned: Any = None
-        """What kernels want to know of `tokens`."""
+        """Kernel metadata computed from `tokens`."""
         self.logit_assigned: Any = None
         self._memory: Tensor | None = None
         self._spares: deque[Tensor] = deque()
@@ -100,7 +100,7 @@ class AdapterSlots:
     def use(
         self, tokens: Tensor | None = None, logit_tokens: Tensor | None = None, *, is_wide: bool = False
     ) -> None:
-        """The slots of what is computed next; None: nothing of it has an adapter."""
+        """Set the adapter slots of the next forward pass; None if no token has an adapter."""
         logit_tokens = None if logit_tokens is None or not len(logit_tokens) else logit_tokens
         self.is_wide, self.tokens, self.logit_tokens = is_wide, tokens, logit_tokens
         self.assigned, self.logit_assigned = self._assigned(tokens), self._assigned(logit_tokens)
@@ -111,12 +111,12 @@ class AdapterSlots:
         return next(iter(self.points.values())).ops.assigned(tokens, self.max_slots)
 
     def takes(self, *names: str) -> bool:
-        """Whether a layer of one of these names takes adapters."""
+        """Return whether a layer with one of these names takes adapters."""
         return not self.only or any(name.rpartition(".")[2] in self.only for name in names)
 
     @property
     def slot_size(self) -> int:
-        """Numbers of a slot."""
+        """Return the number of elements of a slot."""
         return sum(part.size for part in self._parts)
 
     @property
@@ -132,22 +132,21 @@ class AdapterSlots:
         return self.max_slots * self.slot_size * self.dtype.itemsize
 
     def allocate(self) -> None:
-        """Once the model is built: the memory of all points, a slot in one piece."""
+        """Allocate the memory of all LoRA layers after the model is built; each slot is contiguous."""
         memory = torch.zeros(self.max_slots, self.slot_size, dtype=self.dtype, device=self.device)
         self._memory, at = memory, 0
-        for each in self._parts:
-            each.bind(memory[:, at : at + each.size])
-            at += each.size
+        for part in self._parts:
+            part.bind(memory[:, at : at + part.size])
+            at += part.size
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory = None
-        for each in self._parts:
-            each.unbind()
+        for part in self._parts:
+            part.unbind()
 
     def keep_spares(self, count: int, size: int) -> None:
-        """Pinned memory for the next adapters, if they have so many numbers: to pin it takes longer than to
-        read one."""
+        """Pin memory ahead for `count` adapters of `size` elements: pinning takes longer than reading."""
         while len(self._spares) < count:
             self._spares.append(torch.empty(size, dtype=self.dtype, pin_memory=True))
 
@@ -159,18 +158,18 @@ class AdapterSlots:
         return torch.empty(size, dtype=self.dtype, pin_memory=self.device.type == "cuda")
 
     def room(self, ranks: Mapping[str, int]) -> dict[str, LoRAFactors]:
-        """Host memory, in one piece, for an adapter of these ranks, by point."""
+        """Allocate contiguous host memory for an adapter of these ranks, by LoRA layer."""
         shapes = {name: self.points[name].shapes(rank) for name, rank in ranks.items()}
         size = sum(math.prod(shape) for both in shapes.values() for shape in both)
-        memory, found, at = self._host_memory(size), {}, 0
+        memory, factors, at = self._host_memory(size), {}, 0
         for name, (a, b) in shapes.items():
             middle, end = at + math.prod(a), at + math.prod(a) + math.prod(b)
-            found[name] = LoRAFactors(memory[at:middle].view(a), memory[middle:end].view(b))
+            factors[name] = LoRAFactors(memory[at:middle].view(a), memory[middle:end].view(b))
             at = end
-        return found
+        return factors
 
     def table_room(self, name: str) -> Tensor:
-        """Host memory for what of a table is here."""
+        """Allocate host memory for this device's rows of a table."""
         table, pins = self.tables[name], self.device.type == "cuda"
         return torch.empty(table.own.size, table.hidden, dtype=self.dtype, pin_memory=pins)
 
@@ -179,29 +178,30 @@ class AdapterSlots:
         slot: int,
         factors: Mapping[str, LoRAFactors],
         tables: Mapping[str, Tensor] | None = None,
-        own: Mapping[str, Any] | None = None,
+        vocab_rows: Mapping[str, Any] | None = None,
     ) -> None:
-        """An adapter takes the place of what was there; pinned memory is read when the device comes to it."""
+        """Replace the adapter of a slot. Pinned memory is read asynchronously."""
         assert self._memory is not None, "allocate() comes first"
         self._memory[slot, : self._points_size].zero_()
-        for name, each in factors.items():
-            self.points[name].put(slot, each)
+        for name, layer_factors in factors.items():
+            self.points[name].put(slot, layer_factors)
         for name, table in self.tables.items():
             table.put(slot, (tables or {}).get(name))
+        extra = vocab_rows or {}
         for name, room in self.owned.items():
-            room.put(slot, (own or {}).get(name))
-        self.has_own[slot] = bool(own)
-        news = (int((each.ids >= self.owned[name].vocab).sum()) for name, each in (own or {}).items())
+            room.put(slot, extra.get(name))
+        self.has_own[slot] = bool(extra)
+        news = (int((rows.ids >= self.owned[name].vocab).sum()) for name, rows in extra.items())
         self.num_new[slot] = max(news, default=0)
 
 
 def places(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
-    """All matrices of a model that take adapters, by name."""
+    """Yield the name and target of every checkpoint matrix that takes adapters."""
     for point in slots.points.values():
         yield from point.places.items()
 
 
 def known_as(kind: str, name: str) -> tuple[str, ...]:
-    """What adapters call an embedding or a head of this name: transformers has one for all heads, whatever
-    the checkpoint says."""
+    """Return the names that adapters use for an embedding or head: transformers always saves a head as
+    lm_head."""
     return (name, kind) if kind == "lm_head" else (name,)

@@ -1,4 +1,4 @@
-"""Points: where adapters are added to what layers compute, and which matrices of a checkpoint they are of."""
+"""LoRA layers: the adapter weights of each linear layer, and the checkpoint matrices that they belong to."""
 
 import math
 from collections.abc import Callable
@@ -11,22 +11,22 @@ from quire.parallel.group import Group
 from quire.quant.sharding import Runs, Shard, divided
 
 _ALIGN = 64
-"""Numbers: kernels are compiled for aligned pointers."""
+"""Alignment in elements: kernels are compiled for aligned pointers."""
 Shape = tuple[int, ...]
 
 
 class LoRAFactors(NamedTuple):
-    """What an adapter adds at one point. In host memory ranks below the highest of its parts are filled up
-    with zeros; the scale is in `b`."""
+    """The A and B matrices of one adapter for one LoRA layer. In host memory, parts of lower rank are padded
+    with zeros. The scale is folded into `b`."""
 
     a: Tensor
-    """[(experts,) parts, rank, size_in], of an embedding [vocab, rank]"""
+    """[(experts,) parts, rank, size_in]; [vocab, rank] for an embedding"""
     b: Tensor
     """[(experts,) outputs of all parts, rank]"""
 
     @property
     def num_ranks(self) -> int:
-        """Of all parts and experts."""
+        """Return the sum of the ranks of all parts and experts."""
         return self.a.numel() // self.a.shape[-1]
 
     def zero(self) -> None:
@@ -34,27 +34,27 @@ class LoRAFactors(NamedTuple):
 
 
 class LoRASlots(Protocol):
-    """Whoever has the memory of all points, and knows whose adapters the step at hand uses."""
+    """Owner of the memory of all LoRA layers and of the adapter slots that the current step uses."""
 
     max_rank: int
     points: dict[str, "LoRALayer"]
     tokens: Tensor | None
-    """[T] int32, the slot of each token of the step, -1 without; None: no token has an adapter."""
+    """[T] int32, adapter slot of each token of the step, -1 for none; None if no token has an adapter."""
     logit_tokens: Tensor | None
-    """[N] int32, the same of those whose logits are wanted."""
+    """[N] int32, adapter slot of each token that needs logits."""
     assigned: Any
-    """What kernels want to know of `tokens`."""
+    """Kernel metadata computed from `tokens`."""
     logit_assigned: Any
 
 
 class LoRALayer:
-    """Where adapters are added to what a linear layer computes: `a` shrinks its input to ranks, part by part,
-    and `b` makes outputs of them."""
+    """Adapter weights of one linear layer: `a` shrinks the input to the ranks of each part, `b` expands them
+    to the outputs."""
 
     a: Tensor
-    """[slots, parts * max_rank, size_in], the slots far apart; of experts [slots, experts, ...]"""
+    """[slots, parts * max_rank, size_in], not contiguous over slots; [slots, experts, ...] for experts"""
     b: Tensor
-    """[slots, outputs of all parts, max_rank]; of experts [slots, experts, ...]"""
+    """[slots, outputs of all parts, max_rank]; [slots, experts, ...] for experts"""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class LoRALayer:
         self.num_experts = num_experts
         self.ops = ops
         self.places: dict[str, LoRATarget] = {}
-        """By the dotted name of each matrix in the checkpoint."""
+        """Target by the dotted name of each matrix in the checkpoint."""
         slots.points[name] = self
 
     @property
     def tokens(self) -> Tensor | None:
-        """The slots of what the layer sees in this step; None: nothing of it has an adapter."""
+        """Return the adapter slots of the layer's input tokens; None if no token has an adapter."""
         return self.slots.tokens
 
     @property
@@ -87,12 +87,11 @@ class LoRALayer:
 
     @property
     def adapted(self) -> LoRAHeads | None:
-        """What the adapters of the step's tokens add, for a product that takes it along; None: it is added
-        behind."""
+        """Return the adapter weights for a fused GEMM kernel; None if `add` must run after the GEMM."""
         return LoRAHeads(self.a, self.b, self.part_sizes, self.assigned)
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
-        """What the adapters of its tokens make of x, added to the layer's own output in place."""
+        """Add the adapters' output for x to the layer's output in place."""
         if self.tokens is None:
             return out
         return self.ops.lora(out, x, self.a, self.b, self.part_sizes, self.assigned)
@@ -100,29 +99,29 @@ class LoRALayer:
     # ---- memory
 
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
-        """Those of `LoRAFactors`."""
+        """Return the shapes of `LoRAFactors` for an adapter of this rank."""
         front = () if self.num_experts is None else (self.num_experts,)
         return (*front, len(self.part_sizes), rank, self.size_in), (*front, sum(self.part_sizes), rank)
 
     @property
-    def own_shapes(self) -> tuple[Shape, Shape]:
-        """Those in a slot."""
+    def slot_shapes(self) -> tuple[Shape, Shape]:
+        """Return the shapes of A and B in a slot."""
         return self.shapes(self.slots.max_rank)
 
     @property
     def size(self) -> int:
-        """Numbers of a slot."""
-        return sum(_aligned(math.prod(shape)) for shape in self.own_shapes)
+        """Return the number of elements of a slot."""
+        return sum(_aligned(math.prod(shape)) for shape in self.slot_shapes)
 
     def bind(self, memory: Tensor) -> None:
-        """[slots, size]"""
-        a, b = self.own_shapes
+        """Use `memory` [slots, size] for the weights."""
+        a, b = self.slot_shapes
         start = _aligned(math.prod(a))
-        self._own = LoRAFactors(
+        self._slots_memory = LoRAFactors(
             memory[:, : math.prod(a)].unflatten(1, a),
             memory[:, start : start + math.prod(b)].unflatten(1, b),
         )
-        self.a, self.b = self._own.a.flatten(-3, -2), self._own.b
+        self.a, self.b = self._slots_memory.a.flatten(-3, -2), self._slots_memory.b
 
     def unbind(self) -> None:
         for name in ("a", "b", "_own"):
@@ -130,19 +129,18 @@ class LoRALayer:
 
     def put(self, slot: int, factors: LoRAFactors) -> None:
         rank = factors.b.shape[-1]
-        self._own.a[slot].narrow(-2, 0, rank).copy_(factors.a, non_blocking=True)
-        self._own.b[slot].narrow(-1, 0, rank).copy_(factors.b, non_blocking=True)
+        self._slots_memory.a[slot].narrow(-2, 0, rank).copy_(factors.a, non_blocking=True)
+        self._slots_memory.b[slot].narrow(-1, 0, rank).copy_(factors.b, non_blocking=True)
 
 
 class LoRARanksLayer(LoRALayer):
-    """The same of a layer that is divided by its outputs: each device shrinks to some of the ranks, and all
-    tell each other theirs."""
+    """LoRA of a column-parallel layer: each device shrinks to a shard of the ranks, then all gather them."""
 
     def __init__(
         self, name: str, slots: LoRASlots, size_in: int, sizes: tuple[int, ...], ops: Ops, group: Group
     ) -> None:
         self.group = group
-        self.num_own = -(-slots.max_rank // group.size)
+        self.num_local_ranks = -(-slots.max_rank // group.size)
         super().__init__(name, slots, size_in, sizes, ops)
 
     @property
@@ -150,34 +148,34 @@ class LoRARanksLayer(LoRALayer):
         return None
 
     @property
-    def own_shapes(self) -> tuple[Shape, Shape]:
-        (parts, _, size_in), b = self.shapes(self.num_own * self.group.size)
-        return (parts, self.num_own, size_in), b
+    def slot_shapes(self) -> tuple[Shape, Shape]:
+        (parts, _, size_in), b = self.shapes(self.num_local_ranks * self.group.size)
+        return (parts, self.num_local_ranks, size_in), b
 
     def put(self, slot: int, factors: LoRAFactors) -> None:
-        first, rank = self.group.rank * self.num_own, factors.b.shape[-1]
-        own = factors.a[:, first : first + self.num_own]
-        self._own.a[slot].narrow(1, 0, own.shape[1]).copy_(own, non_blocking=True)
-        self._own.b[slot].narrow(-1, 0, rank).copy_(factors.b, non_blocking=True)
+        first, rank = self.group.rank * self.num_local_ranks, factors.b.shape[-1]
+        local_a = factors.a[:, first : first + self.num_local_ranks]
+        self._slots_memory.a[slot].narrow(1, 0, local_a.shape[1]).copy_(local_a, non_blocking=True)
+        self._slots_memory.b[slot].narrow(-1, 0, rank).copy_(factors.b, non_blocking=True)
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
         if self.tokens is None:
             return out
-        own = self.ops.lora_shrink(x, self.a, self.assigned).unflatten(1, (-1, self.num_own))
-        ranks = self.group.gather(own).flatten(1)
+        local = self.ops.lora_shrink(x, self.a, self.assigned).unflatten(1, (-1, self.num_local_ranks))
+        ranks = self.group.gather(local).flatten(1)
         return self.ops.lora_expand(out, ranks, self.b, self.part_sizes, self.assigned)
 
 
 class LoRASumLayer(LoRALayer):
-    """The same of a layer that is divided by its inputs: the ranks are summed, and each device expands them
-    to some of the outputs, which are summed with those of the layer."""
+    """LoRA of a row-parallel layer: the ranks are all-reduced, and each device expands them to a shard of the
+    outputs. The layer's own all-reduce combines the shards."""
 
     def __init__(
         self, name: str, slots: LoRASlots, size_in: int, size_out: int, ops: Ops, group: Group
     ) -> None:
         self.group = group
-        self.own = divided(group, size_out)
-        super().__init__(name, slots, size_in, (self.own.size,), ops)
+        self.shard = divided(group, size_out)
+        super().__init__(name, slots, size_in, (self.shard.size,), ops)
 
     @property
     def adapted(self) -> None:
@@ -187,14 +185,14 @@ class LoRASumLayer(LoRALayer):
         if self.tokens is None:
             return out
         ranks = self.group.all_reduce(self.ops.lora_shrink(x, self.a, self.assigned))
-        own = out[:, self.own.start : self.own.start + self.own.size]
-        self.ops.lora_expand(own, ranks, self.b, self.part_sizes, self.assigned)
+        local_out = out[:, self.shard.start : self.shard.start + self.shard.size]
+        self.ops.lora_expand(local_out, ranks, self.b, self.part_sizes, self.assigned)
         return out
 
 
 class LoRAMlaLayer(LoRALayer):
-    """The same of the weight that makes keys and values of latents: used by heads, and by some kernels both
-    ways round, too (`turned`)."""
+    """LoRA of MLA's kv_b_proj, which expands latents to keys and values. Some kernels also need the factors
+    transposed (`transposed`)."""
 
     def __init__(
         self,
@@ -204,48 +202,48 @@ class LoRAMlaLayer(LoRALayer):
         heads: tuple[int, int, int],
         ops: Ops,
         *,
-        turns: bool,
+        keeps_transposed: bool,
     ) -> None:
-        """`heads`: how many, and the sizes of their keys and values."""
+        """Reserve the factors. `heads` holds the number of heads, the key size and the value size."""
         self.heads, self.key_dim, value_dim = heads
-        self._turns = turns
+        self._keeps_transposed = keeps_transposed
         super().__init__(name, slots, latent, (self.heads * (self.key_dim + value_dim),), ops)
-        self.turned: tuple[Tensor, Tensor] | None = None
+        self.transposed: tuple[Tensor, Tensor] | None = None
 
-    def _turned_shapes(self) -> tuple[Shape, ...]:
+    def _transposed_shapes(self) -> tuple[Shape, ...]:
         rank = self.slots.max_rank
-        return ((self.heads, rank, self.key_dim), (self.size_in, rank)) if self._turns else ()
+        return ((self.heads, rank, self.key_dim), (self.size_in, rank)) if self._keeps_transposed else ()
 
     @property
     def size(self) -> int:
-        return super().size + sum(_aligned(math.prod(shape)) for shape in self._turned_shapes())
+        return super().size + sum(_aligned(math.prod(shape)) for shape in self._transposed_shapes())
 
     def bind(self, memory: Tensor) -> None:
         super().bind(memory)
-        if self._turns:
-            at, found = super().size, []
-            for shape in self._turned_shapes():
-                found.append(memory[:, at : at + math.prod(shape)].unflatten(1, shape))
+        if self._keeps_transposed:
+            at, views = super().size, []
+            for shape in self._transposed_shapes():
+                views.append(memory[:, at : at + math.prod(shape)].unflatten(1, shape))
                 at += _aligned(math.prod(shape))
-            self.turned = found[0], found[1]
+            self.transposed = views[0], views[1]
 
     def unbind(self) -> None:
         super().unbind()
-        self.turned = None
+        self.transposed = None
 
     def put(self, slot: int, factors: LoRAFactors) -> None:
         super().put(slot, factors)
         a, b = self.a[slot], self.b[slot]
-        # Products of all slots at once: an infinity would reach the rows of others.
+        # GEMMs run over all slots at once: an infinity would reach the rows of other adapters.
         a.nan_to_num_(), b.nan_to_num_()
-        if self.turned is not None:
-            keys, down = self.turned
+        if self.transposed is not None:
+            keys, down = self.transposed
             keys[slot].copy_(b.unflatten(0, (self.heads, -1))[:, : self.key_dim].transpose(1, 2))
             down[slot].copy_(a.t())
 
 
 class LoRAHeadLayer(LoRALayer):
-    """The same of the head, which sees the tokens alone whose logits are wanted."""
+    """LoRA of the LM head, which runs only on the tokens that need logits."""
 
     @property
     def tokens(self) -> Tensor | None:
@@ -257,10 +255,10 @@ class LoRAHeadLayer(LoRALayer):
 
 
 class LoRAEmbeddingLayer(LoRALayer):
-    """The same of an embedding: `a` has a row of ranks for each token of the vocabulary."""
+    """LoRA of an embedding: `a` has a row of ranks for each token of the vocabulary."""
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
-        """x: [T] ids"""
+        """Add the adapters' vectors of the token ids x [T] to `out` in place."""
         if self.tokens is None:
             return out
         return self.ops.lora_rows(out, x, self.a, self.b, self.assigned)
@@ -270,35 +268,35 @@ class LoRAEmbeddingLayer(LoRALayer):
 
     def bind(self, memory: Tensor) -> None:
         super().bind(memory)
-        self.a = self._own.a
+        self.a = self._slots_memory.a
 
     def put(self, slot: int, factors: LoRAFactors) -> None:
         rank = factors.b.shape[-1]
-        for own, given in zip(self._own, factors, strict=True):
-            own[slot].narrow(-1, 0, rank).copy_(given, non_blocking=True)
+        for memory, factor in zip(self._slots_memory, factors, strict=True):
+            memory[slot].narrow(-1, 0, rank).copy_(factor, non_blocking=True)
 
 
 def in_order() -> Tensor | None:
-    """Outputs that lie where the checkpoint has them."""
+    """Return None: the outputs are in the checkpoint's order."""
     return None
 
 
 class LoRATarget(NamedTuple):
-    """A matrix of the checkpoint that an adapter may be of: what there is of it here, and where that goes."""
+    """A checkpoint matrix that adapters may target: its shard on this device and its LoRA layer."""
 
     point: LoRALayer
     part: slice
-    """Those of the point that it is; several of a matrix that other checkpoints have apart."""
+    """Parts of the LoRA layer that it fills; several for a fused matrix."""
     inputs: Shard
     outputs: Runs
     order: Callable[[], Tensor | None] = in_order
-    """Where each output of these parts lies among those that are here; None: at its place."""
+    """Returns the checkpoint index of each output of these parts; None if the order is the same."""
     expert: int | None = None
     is_table: bool = False
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs in the checkpoint."""
+        """Return the numbers of inputs and outputs in the checkpoint."""
         return self.inputs.all, sum(run.all for run in self.outputs)
 
     @property
@@ -306,8 +304,8 @@ class LoRATarget(NamedTuple):
         return int(self.part.stop - self.part.start)
 
     def of(self, factors: LoRAFactors) -> LoRAFactors:
-        """Its own part of the point's: [parts, rank, size_in] and [outputs, rank]."""
-        a, b = factors if self.expert is None else (each[self.expert] for each in factors)
+        """Return its part of the layer's factors: [parts, rank, size_in] and [outputs, rank]."""
+        a, b = factors if self.expert is None else (factor[self.expert] for factor in factors)
         if self.is_table:
             return LoRAFactors(a, b)
         first, end = (sum(self.point.part_sizes[:end]) for end in (self.part.start, self.part.stop))
@@ -315,7 +313,7 @@ class LoRATarget(NamedTuple):
 
 
 class LoRAStack(NamedTuple):
-    """The experts of a layer: for each of their products, the place of every expert's matrix."""
+    """The experts of a layer: for each of their GEMMs, the target of every expert's matrix."""
 
     products: dict[str, list[LoRATarget]]
 

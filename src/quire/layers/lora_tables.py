@@ -1,4 +1,4 @@
-"""`LoRATable`: an embedding or a head that adapters may bring as a whole, in place of the model's."""
+"""`LoRATable`: an embedding or LM head that an adapter replaces entirely (modules_to_save)."""
 
 import torch
 from torch import Tensor
@@ -10,19 +10,19 @@ from quire.quant.sharding import Shard
 
 
 class LoRATable:
-    """Room for one such table in each slot: of each device of a group its own rows."""
+    """Memory for one such table in each slot; each device of a group has a shard of the rows."""
 
     table: Tensor
-    """[slots, own rows, hidden]"""
+    """[slots, rows of this device, hidden]"""
 
     def __init__(
-        self, names: tuple[str, ...], slots: AdapterSlots, own: Shard, hidden: int, group: Group
+        self, names: tuple[str, ...], slots: AdapterSlots, shard: Shard, hidden: int, group: Group
     ) -> None:
         self.names = names
-        self.slots, self.own, self.hidden, self.group = slots, own, hidden, group
+        self.slots, self.own, self.hidden, self.group = slots, shard, hidden, group
         self.brought = torch.zeros(slots.max_slots, dtype=torch.bool, device=slots.device)
-        """Whether the adapter of a slot has one."""
-        self._replaced = self._by_rows if slots.device.type == "cpu" else self._by_slots
+        """Whether the adapter of each slot has such a table."""
+        self._replace = self._replace_by_rows if slots.device.type == "cpu" else self._replace_by_slots
 
     @property
     def size(self) -> int:
@@ -40,45 +40,46 @@ class LoRATable:
             self.table[slot].copy_(table, non_blocking=True)
 
     def rows(self, out: Tensor, token_ids: Tensor) -> Tensor:
-        """[T, hidden] of the model, and in their place those of adapters that bring their own."""
+        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a table."""
         tokens = self.slots.tokens
         if tokens is None:
             return out
-        own = token_ids - self.own.start
-        is_elsewhere = (own < 0) | (own >= self.own.size)
-        rows = self.table[tokens.clamp(min=0).long(), own.masked_fill(is_elsewhere, 0)].to(out.dtype)
+        local_ids = token_ids - self.own.start
+        is_elsewhere = (local_ids < 0) | (local_ids >= self.own.size)
+        rows = self.table[tokens.clamp(min=0).long(), local_ids.masked_fill(is_elsewhere, 0)].to(out.dtype)
         if self.group.size > 1:
             rows = self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
-        return torch.where(self._has(tokens)[:, None], rows, out)
+        return torch.where(self._is_replaced(tokens)[:, None], rows, out)
 
     def logits(self, out: Tensor, x: Tensor) -> Tensor:
-        """[N, own rows] of the model, and in their place those of adapters that bring their own."""
+        """Return this device's logits [N, rows], replaced where the token's adapter has a table."""
         tokens = self.slots.logit_tokens
         if tokens is None:
             return out
-        return self._replaced(out, x, torch.where(self._has(tokens), tokens, -1))
+        return self._replace(out, x, torch.where(self._is_replaced(tokens), tokens, -1))
 
-    def _by_rows(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
-        """A row by itself has the same bits in any company."""
+    def _replace_by_rows(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        """Compute each row by itself, so that its bits do not depend on the batch."""
         for row, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 out[row] = self.table[slot].to(x.dtype) @ x[row]
         return out
 
-    def _by_slots(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
-        """Without asking which slots there are: a graph cannot."""
+    def _replace_by_slots(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        """Compute every slot, used or not: a CUDA graph cannot branch on the slots."""
         for slot, table in enumerate(self.table):
             out = torch.where((slots == slot)[:, None], x @ table.to(x.dtype).t(), out)
         return out
 
-    def _has(self, tokens: Tensor) -> Tensor:
+    def _is_replaced(self, tokens: Tensor) -> Tensor:
         return self.brought[tokens.clamp(min=0).long()] & (tokens >= 0)
 
 
-def whole_of(kind: str, scope: Scope, own: Shard, hidden: int) -> LoRATable | None:
-    """Where adapters may bring the whole of this layer; None: they may not."""
+def table_of(kind: str, scope: Scope, shard: Shard, hidden: int) -> LoRATable | None:
+    """Build the memory for adapters that replace this layer; None if they may not."""
     slots = scope.adapters
     if slots is None or kind not in slots.whole:
         return None
-    slots.tables[scope.name] = found = LoRATable(known_as(kind, scope.name), slots, own, hidden, scope.group)
-    return found
+    table = LoRATable(known_as(kind, scope.name), slots, shard, hidden, scope.group)
+    slots.tables[scope.name] = table
+    return table

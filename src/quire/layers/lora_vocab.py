@@ -1,5 +1,4 @@
-"""`LoRAVocabRows`: rows of an embedding or a head that belong to adapters, for tokens that they bring or
-have trained by themselves."""
+"""`LoRAVocabRows`: extra embedding or LM-head rows of adapters, for tokens that they add or retrain."""
 
 from typing import NamedTuple
 
@@ -14,31 +13,31 @@ _NO_TOKEN = -1
 
 
 class LoRAVocab(NamedTuple):
-    """Of one adapter and one layer."""
+    """Extra vocabulary rows of one adapter for one layer."""
 
     ids: Tensor
-    """[k] int64; from the model's vocabulary on they are tokens that the model does not have."""
+    """[k] int64; ids from the model's vocabulary size on are new tokens."""
     rows: Tensor
     """[k, hidden]"""
 
 
 class LoRAVocabRows:
-    """Room for `slots.num_own` such rows in each slot, the same on all devices of a group. Looked at in steps
-    of which some row has an adapter with any (`slots.is_wide`), and in no others."""
+    """Memory for `slots.num_own` such rows in each slot, replicated on all devices of a group. Read only in
+    steps in which some row has an adapter with extra rows (`slots.is_wide`)."""
 
     rows: Tensor
-    """[slots, room, hidden]"""
+    """[slots, num_own, hidden]"""
 
     def __init__(self, names: tuple[str, ...], slots: AdapterSlots, vocab: int, hidden: int) -> None:
         self.names = names
         self.slots, self.vocab, self.hidden = slots, vocab, hidden
         self.tied = ""
-        """Of a head, the name of the embedding whose rows it has where it brings none."""
+        """For a tied head: name of the embedding that provides the rows the adapter does not have."""
         self._ids = torch.full(
             (slots.max_slots, slots.num_own), _NO_TOKEN, dtype=torch.int64, device=slots.device
         )
         self._counts = [0] * slots.max_slots
-        self._placed = self._by_rows if slots.device.type == "cpu" else self._by_slots
+        self._replace = self._replace_by_rows if slots.device.type == "cpu" else self._replace_by_slots
 
     @property
     def size(self) -> int:
@@ -50,20 +49,20 @@ class LoRAVocabRows:
     def unbind(self) -> None:
         self.__dict__.pop("rows", None)
 
-    def put(self, slot: int, own: LoRAVocab | None) -> None:
-        """None: the adapter of this slot has none."""
-        count = self._counts[slot] = 0 if own is None else len(own.ids)
+    def put(self, slot: int, vocab: LoRAVocab | None) -> None:
+        """Store the extra rows of a slot's adapter; None if it has none."""
+        count = self._counts[slot] = 0 if vocab is None else len(vocab.ids)
         self._ids[slot].fill_(_NO_TOKEN)
-        if own is not None:
-            self._ids[slot, :count].copy_(own.ids, non_blocking=True)
-            self.rows[slot, :count].copy_(own.rows, non_blocking=True)
+        if vocab is not None:
+            self._ids[slot, :count].copy_(vocab.ids, non_blocking=True)
+            self.rows[slot, :count].copy_(vocab.rows, non_blocking=True)
 
     def inside(self, token_ids: Tensor) -> Tensor:
-        """The same ids, those that the model does not have being some that it has."""
+        """Return the ids clamped to the model's vocabulary."""
         return token_ids.clamp(max=self.vocab - 1)
 
     def embed(self, out: Tensor, token_ids: Tensor) -> Tensor:
-        """[T, hidden] of the model, and in their place those that adapters have of their own."""
+        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a row."""
         tokens = self.slots.tokens
         if tokens is None:
             return out
@@ -73,31 +72,32 @@ class LoRAVocabRows:
         return torch.where(is_own.any(1, keepdim=True), rows, out)
 
     def logits(self, out: Tensor, x: Tensor) -> Tensor:
-        """[N, vocab] of the model -> [N, vocab + room]: nobody but those who bring a token say it."""
+        """Widen the model's logits [N, vocab] to [N, vocab + num_own]; a new token is -inf for other
+        adapters."""
         wide = pad(out, (0, self.slots.num_own), value=-torch.inf)
         tokens = self.slots.logit_tokens
-        return wide if tokens is None else self._placed(wide, x, tokens)
+        return wide if tokens is None else self._replace(wide, x, tokens)
 
-    def _by_rows(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:
-        """A row by itself has the same bits in any company."""
+    def _replace_by_rows(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        """Compute each row by itself, so that its bits do not depend on the batch."""
         for row, slot in enumerate(slots.tolist()):
             if slot >= 0 and (count := self._counts[slot]):
                 wide[row, self._ids[slot, :count]] = self.rows[slot, :count].to(x.dtype) @ x[row]
         return wide
 
-    def _by_slots(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+    def _replace_by_slots(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:
         for slot, count in enumerate(self._counts):
             if count:
-                ids, own = self._ids[slot, :count], x @ self.rows[slot, :count].to(x.dtype).t()
-                wide[:, ids] = torch.where((slots == slot)[:, None], own, wide[:, ids])
+                ids, logits = self._ids[slot, :count], x @ self.rows[slot, :count].to(x.dtype).t()
+                wide[:, ids] = torch.where((slots == slot)[:, None], logits, wide[:, ids])
         return wide
 
 
-def own_of(kind: str, scope: Scope, vocab: int, hidden: int, tied: str = "") -> LoRAVocabRows | None:
-    """Where adapters may have rows of this layer of their own; None: they may not."""
+def vocab_rows_of(kind: str, scope: Scope, vocab: int, hidden: int, tied: str = "") -> LoRAVocabRows | None:
+    """Build the memory for extra rows of this layer; None if adapters may not have any."""
     slots = scope.adapters
     if slots is None or not slots.num_own:
         return None
-    found = slots.owned[kind] = LoRAVocabRows(known_as(kind, scope.name), slots, vocab, hidden)
-    found.tied = tied
-    return found
+    rows = slots.owned[kind] = LoRAVocabRows(known_as(kind, scope.name), slots, vocab, hidden)
+    rows.tied = tied
+    return rows

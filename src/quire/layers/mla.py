@@ -1,4 +1,4 @@
-"""LatentAttention: one layer's latent attention over its part of the cache."""
+"""MLAAttention: multi-head latent attention of one layer over its part of the KV cache."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,11 +21,11 @@ from quire.quant.weight import LinearShape, Weight, kept
 
 
 class MLAAttention(nn.Module):
-    """What a token leaves in the cache, and the product that makes keys and values of it. The heads are those
-    of this device, the latents those of all."""
+    """Writes the latents of tokens to the cache and attends to them; its weight is kv_b_proj. The heads are
+    this device's shard, the latents are replicated."""
 
     def __init__(self, spec: MLASpec, rope: Rope, norm: RMSNorm, scope: Scope, *, index_dim: int = 0) -> None:
-        """`index_dim`: the size of the keys that an indexer has beside the latents; 0: there is none."""
+        """Build the layer. `index_dim` is the size of the sparse indexer's keys; 0 if there is no indexer."""
         super().__init__()
         self.index_dim = index_dim
         self.index_keys: Tensor | None = None
@@ -37,40 +37,41 @@ class MLAAttention(nn.Module):
         self.backend = scope.backend
         self.latent = choose(scope.device, scope.dtype)
         size = spec.heads * (spec.nope_dim + spec.v_dim)
-        self.own = divided(scope.group, size * scope.group.size)
-        self.packed = self._packed(size, scope)
-        # Used by heads and both ways round, so in no packed format.
+        self.shard = divided(scope.group, size * scope.group.size)
+        self.packed = self._build_packed(size, scope)
+        # Used per head and transposed, so it is never kept in a packed format.
         self.weight = kept(scope.empty(size, spec.rank))
-        self.point = self._point(scope)
+        self.point = self._build_lora(scope)
         self.scales = KVScales(scope.beside("")[:-1], scope)
         self.cache: Tensor | None = None
         self.group = 0
 
-    def _packed(self, size: int, scope: Scope) -> tuple[Weight, ...]:
-        """What the checkpoint has it in, until it is loaded; none: it is plain."""
-        rank, runs = self.spec.rank, ((self.own,),)
+    def _build_packed(self, size: int, scope: Scope) -> tuple[Weight, ...]:
+        """Return the quantized weight of the checkpoint, kept until loading ends; empty if it is plain."""
+        rank, runs = self.spec.rank, ((self.shard,),)
         shape = LinearShape(
             rank, (size,), False, scope.dtype, scope.device, narrows=False, outputs=runs, inputs=Shard(rank)
         )
-        made = scope.linear((scope.name,), shape)
-        return () if isinstance(made, PlainWeight) else (made,)
+        weight = scope.linear((scope.name,), shape)
+        return () if isinstance(weight, PlainWeight) else (weight,)
 
-    def _point(self, scope: Scope) -> LoRAMlaLayer | None:
+    def _build_lora(self, scope: Scope) -> LoRAMlaLayer | None:
         slots, spec = scope.adapters, self.spec
         if slots is None or not slots.takes(scope.name):
             return None
         heads = spec.heads, spec.nope_dim, spec.v_dim
-        point = LoRAMlaLayer(scope.name, slots, spec.rank, heads, scope.ops, turns=self.latent.turns)
-        point.places[scope.name] = LoRATarget(point, slice(0, 1), Shard(spec.rank), (self.own,))
+        transposed = self.latent.needs_transposed_lora
+        point = LoRAMlaLayer(scope.name, slots, spec.rank, heads, scope.ops, keeps_transposed=transposed)
+        point.places[scope.name] = LoRATarget(point, slice(0, 1), Shard(spec.rank), (self.shard,))
         return point
 
     @property
     def adapted(self) -> MLALoRA | None:
-        """What the adapters of the step's tokens add to the weight."""
+        """Return the adapters of the step's tokens; None if no token has one."""
         point = self.point
         if point is None or point.tokens is None:
             return None
-        return MLALoRA(point.a, point.b, point.turned, point.tokens, point.ops)
+        return MLALoRA(point.a, point.b, point.transposed, point.tokens, point.ops)
 
     @property
     def keeps(self) -> CacheSpec:
@@ -92,8 +93,9 @@ class MLAAttention(nn.Module):
     def forward(
         self, q: Tensor, kv: Tensor, batch: Batch, topk_indices: SparseIndices | None = None
     ) -> Tensor:
-        """[T, heads * query_dim] queries, which are changed, and [T, rank + rope_dim] latents with their keys
-        -> [T, heads * v_dim]. `topk_indices`: what tokens see, if not all before them."""
+        """Attend with [T, heads * query_dim] queries, which are rotated in place; return [T, heads * v_dim].
+        `kv` holds [T, rank + rope_dim] latents and RoPE keys. `topk_indices` are the attended tokens of
+        sparse attention."""
         assert self.cache is not None, "bind() comes before forward()"
         spec, cache, batch = self.spec, self.cache, batch.groups[self.group]
         queries = q.unflatten(1, (spec.heads, spec.query_dim))
@@ -106,19 +108,18 @@ class MLAAttention(nn.Module):
 
     def targets(self) -> Iterator[Target]:
         if not self.packed:
-            yield Target(f"{self.name}.weight", self.weight, 0, (self.own,))
+            yield Target(f"{self.name}.weight", self.weight, 0, (self.shard,))
         for packed in self.packed:
             (part,) = packed.parts()
-            yield from (
-                target_of(f"{self.name}.{suffix}", each, (self.own,)) for suffix, each in part.items()
-            )
+            for suffix, piece in part.items():
+                yield target_of(f"{self.name}.{suffix}", piece, (self.shard,))
 
     def begin(self) -> None:
         for packed in self.packed:
             packed.begin()
 
     def finish(self) -> None:
-        """A packed weight tells its numbers by what it makes of ones."""
+        """Dequantize a packed weight by multiplying it with the identity."""
         for packed in self.packed:
             packed.finish()
             ones = torch.eye(self.spec.rank, dtype=self.weight.dtype, device=self.weight.device)

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer."""
+"""MLP blocks, gated and plain."""
 
 from torch import Tensor, nn
 
@@ -7,11 +7,11 @@ from quire.layers.linear import ColumnLinear, GateUpLinear, RowLinear
 from quire.layers.scope import Scope
 
 _MANY = 256
-"""Of more tokens gate and up are products of the library, which does not gate them."""
+"""Tokens above which gate and up use the library's GEMM, which has no fused activation."""
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)). `names` are those of the checkpoint, `down` last; `sums`: RowLinear's."""
+    """down(act(gate(x)) * up(x)). `names` are the checkpoint names, `down` last; `sums` as in RowLinear."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class MLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(act(up(x))); `names` are those of the checkpoint, `sums` as in RowLinear."""
+    """down(act(up(x))). `names` are the checkpoint names; `sums` as in RowLinear."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A mixture of experts: the router, the experts, and the one that every token is given to."""
+"""Mixture of experts: router, routed experts and shared expert."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,36 +21,36 @@ from quire.quant.sharding import Runs, Shard, divided, shards_of
 from quire.quant.weight import Chooses, Piece, kept
 
 _FEW = 1024
-"""Tokens of a step that is taped or captured, at most."""
+"""Most tokens of a step that is recorded or captured in a CUDA graph."""
 
 
 class MoENames(NamedTuple):
-    """What a family's checkpoints call the parts of a mixture."""
+    """Checkpoint names of the parts of an MoE block for one model family."""
 
     whole: str = "mlp"
-    """The rest is inside of it."""
+    """Name of the block."""
     router: str = "gate"
     stored: str = "each"
-    """How its experts are stored: `each` by itself; all in one tensor with gate and up `apart`, `together`,
-    together and not called weight (`bare`), or so with inputs before outputs (`across`), and gate and up in
-    turns (`in_turns`); or below each other in one matrix, with `down` across (`below`)."""
+    """Layout of the experts: one tensor per expert (`each`); or one for all, with gate and up `apart`, fused
+    (`together`), fused without the suffix ".weight" (`bare`), the latter transposed (`across`), and with gate
+    and up interleaved (`in_turns`); or all experts in one matrix, with `down` transposed (`below`)."""
     experts: tuple[str, ...] = ("experts", "gate_proj", "up_proj", "down_proj")
-    """Where they are, then their tensors."""
+    """Name of the experts' module, then of their tensors."""
     choice_bias: str = "gate.e_score_correction_bias"
     choice_in_row: bool = False
-    """Whether that is a matrix of one row."""
+    """Whether the choice bias is stored as a matrix of one row."""
     shared: str = "mlp.shared_expert"
-    """This one may be beside it."""
+    """Name of the shared expert, relative to the layer."""
     shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared_gate: str = "shared_expert_gate"
     shared_alias: str = ""
-    """What transformers calls the shared one, where that is another name."""
+    """Name of the shared expert in transformers, if it differs."""
 
 
 _WEIGHTS = ("weight", "weight_packed", "qweight")
-"""What checkpoints call the numbers of a layer."""
+"""Suffixes of a layer's weight in checkpoints."""
 _FACTORS = {"relu2": "relu"}
-"""An activation of x -> the one that it is x times: experts without a gate have `up` for one."""
+"""Activation f -> g with f(x) = g(x) * x: experts without a gate use `up` as their gate."""
 NAMES = {
     "mlp": MoENames(),
     "apart": MoENames(stored="apart"),
@@ -120,9 +120,9 @@ NAMES = {
 }
 
 
-def _as_stored(names: MoENames, moe: MoeFacts, hidden: int, scope: Scope) -> MoENames:
-    """Experts may also be all in one tensor, or each by itself, or with outputs before inputs: as files that
-    others have made of the first ones have them."""
+def _detect_layout(names: MoENames, moe: MoeFacts, hidden: int, scope: Scope) -> MoENames:
+    """Return the names with the layout that this checkpoint has: converted checkpoints may differ from the
+    family's (all experts in one tensor, one tensor per expert, or transposed)."""
     where, is_each = names.experts[0], names.stored == "each"
     is_one = scope.is_stored(f"{scope.name}.{where}.gate_up_proj")
     shape = scope.shape_of(f"{scope.name}.{where}.down_proj")
@@ -138,27 +138,27 @@ def _as_stored(names: MoENames, moe: MoeFacts, hidden: int, scope: Scope) -> MoE
 
 
 class ExpertLoRALayers:
-    """Where adapters are added to the products of a layer's experts."""
+    """LoRA layers of the experts of a layer."""
 
     def __init__(self, slots: AdapterSlots, hidden: int, scope: Scope) -> None:
         self.slots = slots
         self.hidden = hidden
         self.ops = scope.ops
         self.aliases = (f"{scope.name}.experts", f"{scope.beside('mlp')}.experts")
-        """What transformers may call them, whatever the checkpoint does."""
+        """Names of the experts in transformers, which adapters may use."""
         self.gate_up: LoRALayer | None = None
         self.down: LoRALayer | None = None
 
     @property
     def active(self) -> ExpertAdapters | None:
-        """What the tokens of the step add; None: nothing."""
+        """Return the adapters of the step's tokens; None if no token has one."""
         if self.slots.tokens is None or self.gate_up is None or self.down is None:
             return None
         gate_up, down = self.gate_up, self.down
         return ExpertAdapters(gate_up.a, gate_up.b, down.a, down.b, self.slots.tokens)
 
     def settle(self, experts: "Experts") -> None:
-        """Once it is known what computes the experts."""
+        """Register the LoRA layers, after the kernel of the experts is known."""
         if self.gate_up is not None:
             return
         names = experts.stored_names()
@@ -170,81 +170,81 @@ class ExpertLoRALayers:
         if why:
             self.slots.refused |= dict.fromkeys((where, *self.aliases), why)
             return
-        inner, num = experts.own, experts.num_experts
+        inner, num = experts.shard, experts.num_experts
         first, last = f"{where}.gate_up", f"{where}.down"
         self.gate_up = LoRALayer(first, self.slots, self.hidden, (inner.size,) * 2, self.ops, num_experts=num)
         self.down = LoRALayer(last, self.slots, inner.size, (self.hidden,), self.ops, num_experts=num)
         for i in range(num):
-            self._name_one(i, experts)
+            self._add_targets(i, experts)
         stack = LoRAStack(
             {
-                "gate_up_proj": list(self._fused(experts)),
-                "down_proj": [self._down(experts, i) for i in range(num)],
+                "gate_up_proj": list(self._gate_up_targets(experts)),
+                "down_proj": [self._down_target(experts, i) for i in range(num)],
             }
         )
         for name in (where, *self.aliases, *(name for name, _ in names)):
             self.slots.stacks[name] = stack
 
-    def _name_one(self, expert: int, experts: "Experts") -> None:
-        """The matrices of one, by the names that they have where each is stored by itself."""
+    def _add_targets(self, expert: int, experts: "Experts") -> None:
+        """Add the targets of one expert under the names of the layout with one tensor per expert."""
         assert self.gate_up is not None and self.down is not None
         for name, part in experts.stored_names():
             front, _, last = name.rpartition(".")
             if part == "down":
-                self.down.places[f"{front}.{expert}.{last}"] = self._down(experts, expert)
+                self.down.places[f"{front}.{expert}.{last}"] = self._down_target(experts, expert)
                 continue
             lasts = {"gate_up": ("gate_proj", "up_proj")}.get(part, (last,))
-            for number, own in enumerate(lasts, start=part == "up"):
-                which, order = slice(number, number + 1), in_order
+            for number, suffix in enumerate(lasts, start=part == "up"):
+                parts, order = slice(number, number + 1), in_order
                 if experts.plain:
-                    which, order = slice(0, 2), partial(_twice, experts.own.size)
-                self.gate_up.places[f"{front}.{expert}.{own}"] = LoRATarget(
-                    self.gate_up, which, Shard(self.hidden), (experts.own,), order, expert
+                    parts, order = slice(0, 2), partial(_order_twice, experts.shard.size)
+                self.gate_up.places[f"{front}.{expert}.{suffix}"] = LoRATarget(
+                    self.gate_up, parts, Shard(self.hidden), (experts.shard,), order, expert
                 )
 
-    def _down(self, experts: "Experts", expert: int) -> LoRATarget:
+    def _down_target(self, experts: "Experts", expert: int) -> LoRATarget:
         assert self.down is not None
-        return LoRATarget(self.down, slice(0, 1), experts.own, (Shard(self.hidden),), expert=expert)
+        return LoRATarget(self.down, slice(0, 1), experts.shard, (Shard(self.hidden),), expert=expert)
 
-    def _fused(self, experts: "Experts") -> Iterator[LoRATarget]:
+    def _gate_up_targets(self, experts: "Experts") -> Iterator[LoRATarget]:
         assert self.gate_up is not None
         runs, order = experts.both(), in_order
         if experts.plain:
-            runs, order = (experts.own,), partial(_twice, experts.own.size)
+            runs, order = (experts.shard,), partial(_order_twice, experts.shard.size)
         elif experts.names.stored == "in_turns":
-            order = partial(_apart, experts.own.size)
+            order = partial(_order_apart, experts.shard.size)
         for i in range(experts.num_experts):
             yield LoRATarget(self.gate_up, slice(0, 2), Shard(self.hidden), runs, order, i)
 
 
-def _twice(size: int) -> Tensor | None:
-    """Experts without a gate have `up` for one."""
+def _order_twice(size: int) -> Tensor | None:
+    """Return the order that repeats `up` as the gate, for experts without a gate."""
     return torch.arange(size).repeat(2)
 
 
-def _apart(size: int) -> Tensor | None:
-    """Gate and up that are in turns."""
+def _order_apart(size: int) -> Tensor | None:
+    """Return the order that separates interleaved gate and up."""
     return torch.arange(2 * size).view(-1, 2).t().flatten()
 
 
 class Experts(nn.Module):
-    """All experts of a layer."""
+    """All routed experts of a layer."""
 
     mix: Callable[..., Tensor]
-    """There after `finish`."""
+    """Kernel of the experts; set by `finish`."""
     loads: Tensor | None
-    """How many tokens each expert was chosen for, where somebody wants to know."""
+    """Number of tokens routed to each expert; None if they are not counted."""
 
     def __init__(self, moe: MoeFacts, hidden: int, activation: str, scope: Scope) -> None:
         super().__init__()
-        self.names = _as_stored(NAMES[moe.names], moe, hidden, scope)
+        self.names = _detect_layout(NAMES[moe.names], moe, hidden, scope)
         self.plain = moe.plain
         self.scope_name = scope.name
         self.dispatch = scope.ep
         self.places = None if scope.ep is None else scope.ep.place(moe.experts, scope.device)
-        """Of whole experts, some of which are here."""
+        """Placement of experts under expert parallelism; None without it."""
         self.group = scope.group if self.places is None else ALONE
-        self.own = divided(self.group, moe.intermediate)
+        self.shard = divided(self.group, moe.intermediate)
         self.num_experts = moe.experts
         counted = scope.ep is not None and scope.ep.is_counted
         loads = torch.zeros(moe.experts, dtype=torch.int32, device=scope.device) if counted else None
@@ -252,19 +252,19 @@ class Experts(nn.Module):
         shape = ExpertShape(
             experts=len(self.here),
             hidden=hidden,
-            intermediate=self.own.size,
+            intermediate=self.shard.size,
             activation=_FACTORS[activation] if moe.plain else activation,
             bias=moe.expert_bias,
             dtype=scope.dtype,
             device=scope.device,
-            inner=self.own,
+            inner=self.shard,
         )
         self.weights = scope.experts(tuple(name for name, _ in self.stored_names()), shape)
         self.adapters = None if scope.adapters is None else ExpertLoRALayers(scope.adapters, hidden, scope)
 
     @property
     def here(self) -> Sequence[int]:
-        """The experts of this device, in rising order before any has moved."""
+        """Return the experts of this device, ascending until the first rebalancing."""
         if self.places is None:
             return range(self.num_experts)
         return self.places.placement.by_rank[self.places.rank]
@@ -283,24 +283,24 @@ class Experts(nn.Module):
         parts = self.weights.parts()
         for name, part in self.stored_names():
             for suffix, piece in parts[part].items():
-                yield from self._of_piece(name, part, suffix, piece)
+                yield from self._piece_targets(name, part, suffix, piece)
         if biases := self.weights.bias_parts():
-            yield from map(self._of_those_here, self._biases(biases))
+            yield from map(self._select_local, self._bias_targets(biases))
 
-    def _of_those_here(self, target: Target) -> Target:
-        """The same of some experts in one tensor of all."""
+    def _select_local(self, target: Target) -> Target:
+        """Select the experts of this device from the target of a tensor of all experts."""
         if self.places is None:
             return target
         return target._replace(axis=0, runs=shards_of(self.here, self.num_experts))
 
-    def _of_piece(self, name: str, part: str, suffix: str, piece: Piece) -> Iterator[Target]:
-        runs = self.both() if part == "gate_up" else (self.own,)
+    def _piece_targets(self, name: str, part: str, suffix: str, piece: Piece) -> Iterator[Target]:
+        runs = self.both() if part == "gate_up" else (self.shard,)
         target = target_of(f"{name}.{suffix}", piece, runs, by_inputs=part == "down")
         if self.names.stored == "each":
             where, _, last = name.rpartition(".")
-            of_one = None if target.axis is None else target.axis - 1
+            axis = None if target.axis is None else target.axis - 1
             for i, expert in zip(self.here, piece.tensor, strict=True):
-                yield target._replace(name=f"{where}.{i}.{last}.{suffix}", tensor=expert, axis=of_one)
+                yield target._replace(name=f"{where}.{i}.{last}.{suffix}", tensor=expert, axis=axis)
             return
         if suffix.startswith("_"):
             target = target._replace(name=f"{name}{suffix}")
@@ -314,9 +314,9 @@ class Experts(nn.Module):
                 target = target._replace(tensor=piece.tensor.transpose(1, 2), axis=axis)
         elif self.names.stored == "bare" and suffix == "weight":
             target = target._replace(name=name)
-        yield self._of_those_here(target)
+        yield self._select_local(target)
 
-    def _biases(self, parts: dict[str, Piece]) -> Iterator[Target]:
+    def _bias_targets(self, parts: dict[str, Piece]) -> Iterator[Target]:
         where = ".".join((self.scope_name, self.names.experts[0]))
         (gate_up, axis, *_), down = parts["gate_up"], parts["down"].tensor
         if self.names.stored != "apart":
@@ -325,23 +325,23 @@ class Experts(nn.Module):
             return
         gate, up, last = (f"{where}.{name}.bias" for name in self.names.experts[1:])
         for name, bias in zip((gate, up), gate_up.chunk(2, dim=1), strict=True):
-            yield Target(name, bias, axis, (self.own,))
+            yield Target(name, bias, axis, (self.shard,))
         yield Target(last, down)
 
     def both(self) -> Runs:
-        """Gate and up in one tensor: one behind the other, or in turns."""
-        size, start, whole = self.own
+        """Return the shards of a fused gate and up tensor, concatenated or interleaved."""
+        size, start, whole = self.shard
         return (
-            (Shard(2 * size, 2 * start, 2 * whole),) if self.names.stored == "in_turns" else (self.own,) * 2
+            (Shard(2 * size, 2 * start, 2 * whole),) if self.names.stored == "in_turns" else (self.shard,) * 2
         )
 
     def stored_names(self) -> list[tuple[str, str]]:
-        """The dotted name of each stored part, and what it is."""
+        """Return the dotted name of each stored part, and its kind (gate_up, gate, up or down)."""
         where, *parts = self.names.experts
-        what = ("gate_up", "down") if len(parts) == 2 else ("gate", "up", "down")
-        what = ("up", "down") if self.plain else what
+        kinds = ("gate_up", "down") if len(parts) == 2 else ("gate", "up", "down")
+        kinds = ("up", "down") if self.plain else kinds
         names = [".".join(filter(None, (self.scope_name, where, name))) for name in parts]
-        return list(zip(names, what, strict=True))
+        return list(zip(names, kinds, strict=True))
 
     def begin(self) -> None:
         self.weights.begin()
@@ -366,47 +366,46 @@ class Experts(nn.Module):
 
 
 class ExpertRouter(Linear):
-    """Which experts a token is given to, and how much each of them counts."""
+    """Router: chooses the experts of each token and their weights."""
 
     narrows = False
 
     def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
-        if moe.wide_router:  # adapters would add what is narrower
+        if moe.wide_router:  # float32, for which there are no adapters
             scope = replace(scope, dtype=torch.float32, adapters=None)
         super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)
         if self.point is not None and scope.name in self.point.places:
             layer, _, last = scope.name.rsplit(".", 2)
-            # What transformers calls it, whatever the checkpoint does.
+            # Adapters use the name of transformers.
             self.point.places[f"{layer}.mlp.{last}"] = self.point.places[scope.name]
         self.ops = scope.ops
         self.routing = moe.routing
         self.chosen: Chooses | None = None
-        """The weight's own way from x to the choice."""
+        """The weight's fused kernel of router GEMM and top-k, if it has one."""
 
     def equip(self) -> None:
         super().equip()
         self.chosen = self.weight.chosen
 
     def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Ids and weights, [T, per_token] each; `bias` counts in the choice alone."""
+        """Return expert ids and weights, [T, per_token] each; `bias` affects only the choice."""
         if self.chosen is not None and not self.adapts:
             return self.chosen(x, routing=self.routing, bias=bias)
         return self.ops.route(self.multiply(x), self.routing, bias)
 
 
 class Back(WholeLinear):
-    """Out of the width that experts see."""
+    """Projection from the experts' latent width back to the hidden size."""
 
     is_summed = True
 
 
 class MoE(nn.Module):
-    """The feed-forward half of a layer, by the experts that the router chooses for each token. The scope is
-    the layer's."""
+    """MoE block of a layer: router, experts, shared expert, all-reduce. The scope is the layer's."""
 
     Chooser: type[ExpertRouter] = ExpertRouter
     ones: Tensor | None
-    """Weights of the experts, where the router's are factors of what they are given."""
+    """Expert weights of 1, for models that scale the experts' input by the router's weights."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -426,8 +425,8 @@ class MoE(nn.Module):
         if moe.latent:
             self.into = WholeLinear(facts.hidden, moe.latent, scope / "fc1_latent_proj", bias=facts.mlp_bias)
             self.back = Back(moe.latent, facts.hidden, scope / "fc2_latent_proj", bias=facts.mlp_bias)
-        seen = moe.latent or facts.hidden
-        self.experts = Experts(moe, seen, moe.activation or facts.activation, scope)
+        width = moe.latent or facts.hidden
+        self.experts = Experts(moe, width, moe.activation or facts.activation, scope)
         self.shared = self.shared_gate = None
         if moe.shared_intermediate:
             kind = PlainMLP if moe.plain else MLP
@@ -439,25 +438,25 @@ class MoE(nn.Module):
                 sums=False,
             )
             if names.shared_alias:
-                _rename_points(self.shared, (layer / names.shared).name, (layer / names.shared_alias).name)
+                _alias_targets(self.shared, (layer / names.shared).name, (layer / names.shared_alias).name)
             if moe.shared_gate:
                 self.shared_gate = WholeLinear(facts.hidden, 1, scope / names.shared_gate)
         self.sum = scope.group.all_reduce if scope.group.size > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` is changed where weights are its factors."""
+        """Compute the block's output; `x` may be scaled in place (`weighs_input`)."""
         num_tokens = len(x)
         ids, weights = self.router(x, None if self.choice is None else self.choice.bias)
         shared = None if self.shared is None else self._shared(x)
         if self.ones is not None and weights.shape[1] > 1:
-            # A row for each choice, each with a factor of its own.
+            # One row for each chosen expert, scaled by its weight.
             x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
             ids, weights = ids.view(-1, 1), torch.ones_like(weights).view(-1, 1)
         elif self.ones is not None:
             ones = self.ones[: len(x)] if len(x) <= len(self.ones) else torch.ones_like(weights)
             x, weights = self.ops.scale_rows(x, weights), ones
-        seen = x if self.into is None else self.into(x)
-        out: Tensor = self.experts(seen, ids, weights)
+        x = x if self.into is None else self.into(x)
+        out: Tensor = self.experts(x, ids, weights)
         if len(out) > num_tokens:
             out = out.unflatten(0, (num_tokens, -1)).sum(1)
         if self.back is not None:
@@ -473,16 +472,16 @@ class MoE(nn.Module):
         return shared if self.shared_gate is None else self.ops.weigh(shared, self.shared_gate(x))
 
 
-def _rename_points(layer: nn.Module, name: str, alias: str) -> None:
-    """Adapters for what is inside of it may call it by either name."""
-    for each in layer.modules():
-        if isinstance(each, Linear) and each.point is not None:
-            places = each.point.places
-            places |= {own.replace(name, alias, 1): place for own, place in places.items()}
+def _alias_targets(layer: nn.Module, name: str, alias: str) -> None:
+    """Let adapters use either name for the linear layers inside of `layer`."""
+    for module in layer.modules():
+        if isinstance(module, Linear) and module.point is not None:
+            places = module.point.places
+            places |= {key.replace(name, alias, 1): place for key, place in places.items()}
 
 
 class ChoiceBias(nn.Module):
-    """What counts in the choice of experts beside their scores."""
+    """Bias added to the router's scores for the choice of experts only (e_score_correction_bias)."""
 
     def __init__(self, experts: int, scope: Scope, *, in_row: bool) -> None:
         super().__init__()
@@ -495,4 +494,4 @@ class ChoiceBias(nn.Module):
         yield Target(self.name, self.bias[None] if self.in_row else self.bias)
 
     def finish(self) -> None:
-        """The bias is used as it was loaded."""
+        """Keep the bias as loaded."""

@@ -1,4 +1,4 @@
-"""Norms, with the residual addition that mostly comes before them."""
+"""RMS norm and layer norm, fused with the residual addition before them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,12 +14,12 @@ from quire.quant.weight import kept
 
 
 class Norm(nn.Module):
-    """What all norms share: a weight, and the residual that is added in where there is one."""
+    """Base of all norms: a weight, and an optional residual addition."""
 
     def __init__(self, size: int | Shard, eps: float, scope: Scope, dtype: torch.dtype) -> None:
         super().__init__()
         self.run = Shard(size) if isinstance(size, int) else size
-        """What this device has of its weight."""
+        """Shard of the weight on this device."""
         self.name = scope.name
         self.ops = scope.ops
         self.eps = eps
@@ -27,29 +27,29 @@ class Norm(nn.Module):
         self.weight = kept(weight)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual), the latter in the memory of `residual` or x."""
+        """Return (norm of x + residual, x + residual), the latter in the memory of `residual` or x."""
         if residual is None:
             return self.alone(x), x
         return self.added(x, residual), residual
 
     def alone(self, x: Tensor) -> Tensor:
-        """The norm of x."""
+        """Return the norm of x."""
         raise NotImplementedError
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x is added to `residual` in place; the norm of the sum."""
+        """Add x to `residual` in place and return the norm of the sum."""
         raise NotImplementedError
 
     def targets(self) -> Iterator[Target]:
         yield Target(f"{self.name}.weight", self.weight, 0, (self.run,))
 
     def finish(self) -> None:
-        """The weight is used as it was loaded."""
+        """Keep the weight as loaded."""
 
 
 class RMSNorm(Norm):
-    """RMS norm. With `plus_one` a weight of 0 multiplies by 1; then it is kept in float32, since little of it
-    is left beside the 1 in a narrower type."""
+    """RMS norm. With `plus_one` the factor is 1 + weight, kept in float32 to preserve the precision of small
+    weights."""
 
     def __init__(self, size: int | Shard, eps: float, scope: Scope, *, plus_one: bool = False) -> None:
         super().__init__(size, eps, scope, torch.float32 if plus_one else scope.dtype)
@@ -67,7 +67,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """Mean and spread taken out, weight and bias put in."""
+    """Layer norm with weight and optional bias."""
 
     def __init__(
         self, size: int | Shard, eps: float, scope: Scope, *, bias: bool = True, plus_one: bool = False
@@ -93,7 +93,7 @@ class LayerNorm(Norm):
 
 
 class BareNorm(LayerNorm):
-    """A layer norm of which checkpoints have nothing."""
+    """Layer norm without weight and bias."""
 
     def __init__(self, size: int | Shard, eps: float, scope: Scope) -> None:
         super().__init__(size, eps, scope, bias=False)
@@ -104,7 +104,7 @@ class BareNorm(LayerNorm):
 
 
 def norm_of(facts: ArchFacts, scope: Scope, size: int | Shard = 0) -> Norm:
-    """The norm that a model has everywhere; of its hidden size, unless another is given."""
+    """Build the model's kind of norm; `size` defaults to the hidden size."""
     size = size or facts.hidden
     plus_one = facts.norm.endswith("_plus_one")
     if facts.norm == "layer_bare":
@@ -115,7 +115,7 @@ def norm_of(facts: ArchFacts, scope: Scope, size: int | Shard = 0) -> Norm:
 
 
 def head_norms(norms: Sequence[Norm]) -> HeadNorms | None:
-    """The norms of query and key as kernels want them; None where there are none."""
+    """Return the weights of the query and key norm for kernels; None if there are no norms."""
     if not norms:
         return None
     q_norm, k_norm = norms
@@ -123,12 +123,12 @@ def head_norms(norms: Sequence[Norm]) -> HeadNorms | None:
 
 
 def norm_shares(x: Tensor, weights: tuple[Tensor, ...], eps: float, *, group: Group) -> Tensor:
-    """`Ops.norm_parts` of parts of which each device has a share."""
+    """Compute `Ops.norm_parts` of parts that are sharded over a group."""
     parts = x.split([*map(len, weights), x.shape[1] - sum(map(len, weights))], 1)
     wide = [part.float() for part in parts[: len(weights)]]
     squares = group.all_reduce(torch.stack([part.square().sum(-1) for part in wide], 1))
     for i, weight in enumerate(weights):
-        mean = squares[:, i : i + 1] / (group.size * len(weight))  # heads that several have count so often
+        mean = squares[:, i : i + 1] / (group.size * len(weight))  # replicated heads count several times
         scaled = wide[i] * torch.rsqrt(mean + eps)
         parts[i].copy_(weight * scaled.to(weight.dtype))
     return x

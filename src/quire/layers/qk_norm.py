@@ -1,4 +1,4 @@
-"""Layer norms of queries and keys, head by head, and bounds of their numbers."""
+"""Per-head layer norms of queries and keys, and clipping of QKV."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,33 +14,33 @@ from quire.quant.weight import kept
 
 
 class HeadLayerNorm(nn.Module):
-    """A layer norm of each head, by one weight for all heads or by weights of their own; those may lie in one
-    tensor or in one each."""
+    """Layer norm of each head, with one weight for all heads or one per head. Per-head weights are stored in
+    one tensor or in a list."""
 
     def __init__(self, heads: int, facts: ArchFacts, paired_dim: int, scope: Scope) -> None:
         super().__init__()
         self.name, self.eps, self.paired_dim = scope.name, facts.norm_eps, paired_dim
-        self.own = of_heads(scope.group, heads, 1)
+        self.shard = of_heads(scope.group, heads, 1)
         self.is_each = facts.qk_norm == "each"
         self.in_list = scope.is_stored(f"{scope.name}.norms.0.weight")
-        shape = (self.own.size if self.is_each else 1, facts.head_dim)
+        shape = (self.shard.size if self.is_each else 1, facts.head_dim)
         self.weight = kept(scope.empty(*shape))
         biased = facts.norm_bias and not self.is_each
         self.bias = kept(scope.empty(*shape)) if biased else None
 
     def targets(self) -> Iterator[Target]:
         if self.in_list:
-            for i, weight in enumerate(self.weight, start=self.own.start):
+            for i, weight in enumerate(self.weight, start=self.shard.start):
                 yield Target(f"{self.name}.norms.{i}.weight", weight)
         elif self.is_each:
-            yield Target(f"{self.name}.weight", self.weight, 0, (self.own,))
+            yield Target(f"{self.name}.weight", self.weight, 0, (self.shard,))
         else:
             yield Target(f"{self.name}.weight", self.weight[0])
         if self.bias is not None:
             yield Target(f"{self.name}.bias", self.bias[0])
 
     def finish(self) -> None:
-        """Heads whose neighbours turn together come in another order than they are stored in."""
+        """Reorder the weights of interleaved RoPE, as `halved` reorders the projections."""
         if self.paired_dim:
             dim = self.weight.shape[1]
             order = halved(dim, dim, self.paired_dim)
@@ -49,13 +49,13 @@ class HeadLayerNorm(nn.Module):
                     tensor.copy_(tensor[:, order].clone())
 
     def forward(self, x: Tensor) -> None:
-        """[T, heads, head_dim], in place."""
+        """Normalize [T, heads, head_dim] in place."""
         normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * self.weight
         x.copy_(normed if self.bias is None else normed + self.bias)
 
 
 class NormedHeads(nn.Module):
-    """What queries and keys are before they turn."""
+    """Per-head layer norms of queries and keys, applied before RoPE."""
 
     def __init__(
         self, names: tuple[str, str], qkv: QKVLinear, facts: ArchFacts, paired_dim: int, scope: Scope
@@ -74,10 +74,10 @@ class NormedHeads(nn.Module):
         return qkv
 
 
-def clipped(most: float) -> Callable[[Tensor], Tensor]:
-    """Numbers no further from 0 than this."""
+def clipped(limit: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that clamps queries, keys and values to [-limit, limit]."""
 
     def clip(qkv: Tensor) -> Tensor:
-        return qkv.clamp_(-most, most)
+        return qkv.clamp_(-limit, limit)
 
     return clip

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of each kind, and the table of angles."""
+"""Rotary position embedding (RoPE): the frequencies of each kind, and the cos/sin table."""
 
 import math
 from collections.abc import Callable
@@ -24,25 +24,26 @@ def _linear(rope: RopeFacts, max_len: int) -> Tensor:
 
 
 def _dynamic(rope: RopeFacts, max_len: int) -> Tensor:
-    """The base that a sequence of `max_len` would get, for all; theta itself within the original length."""
+    """Return the frequencies of dynamic NTK scaling, fixed at the engine's `max_len` for all sequences."""
     stretch = rope.factor * max(max_len, rope.max_len) / rope.max_len - (rope.factor - 1)
     base = rope.theta * math.pow(stretch, rope.dim / (rope.dim - 2))
     return 1.0 / base ** _powers(rope.dim)
 
 
 def _llama3(rope: RopeFacts, max_len: int) -> Tensor:
-    """Low frequencies are divided by the factor, high ones kept, those between interpolated."""
+    """Divide low frequencies by the factor, keep high ones, and interpolate between."""
     frequencies = _default(rope, max_len)
-    turns = rope.original_max_len * frequencies / (2 * math.pi)
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    rotations = rope.original_max_len * frequencies / (2 * math.pi)
+    keep = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return torch.lerp(frequencies / rope.factor, frequencies, keep.clamp(0, 1))
 
 
 def _yarn(rope: RopeFacts, max_len: int) -> Tensor:
-    """As llama3, but interpolated over the index of the frequency, between two numbers of turns."""
+    """Return YaRN frequencies: as in llama3, but interpolated over the index of the frequency."""
 
-    def index_of(turns: float) -> float:
-        return rope.dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def index_of(rotations: float) -> float:
+        period = rope.original_max_len / (rotations * 2 * math.pi)
+        return rope.dim * math.log(period) / (2 * math.log(rope.theta))
 
     low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
     if rope.truncate:
@@ -59,7 +60,7 @@ def _factors(rope: RopeFacts, max_len: int) -> Tensor:
 
 
 def _longrope(rope: RopeFacts, max_len: int) -> Tensor:
-    """An engine for sequences beyond the original length divides by other factors, short ones included."""
+    """Divide by the long factors for all sequences if `max_len` exceeds the original length."""
     factors = rope.long_factors if max_len > rope.original_max_len else rope.factors
     return _default(rope, max_len) / torch.tensor(factors, dtype=torch.float32)
 
@@ -73,16 +74,16 @@ KINDS: dict[str, Callable[[RopeFacts, int], Tensor]] = {
     "longrope": _longrope,
     "factors": _factors,
 }
-"""kind -> function of the facts and the engine's longest sequence that gives the [dim / 2] frequencies."""
+"""RoPE kind -> function (facts, max_model_len) that returns the [dim / 2] frequencies."""
 
 
 def mscale(rope: RopeFacts, weight: float) -> float:
-    """What yarn's stretch asks attention to be scaled with, in each of query and key."""
+    """Return YaRN's attention scale, applied to both queries and keys."""
     return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
 
 
 def _amplitude(rope: RopeFacts) -> float:
-    """What yarn and longrope multiply cosine and sine with; 1 for all other kinds."""
+    """Return the factor of YaRN and LongRoPE on cosines and sines; 1 for other kinds."""
     if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -95,21 +96,20 @@ def _amplitude(rope: RopeFacts) -> float:
 
 
 def halved(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
-    """The rows of a query or key weight in the order in which the halves of each head turn together, where
-    the checkpoint has neighbours turn: every score stays the same."""
+    """Return the row order of a query or key weight that turns interleaved RoPE into half-split RoPE; scores
+    do not change."""
     heads = torch.arange(num_rows).view(-1, head_dim)
-    turning = heads[:, :paired_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
-    return torch.cat((turning, heads[:, paired_dim:]), 1).flatten()
+    rotary = heads[:, :paired_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    return torch.cat((rotary, heads[:, paired_dim:]), 1).flatten()
 
 
 def num_turns(max_len: int) -> int:
-    """Positions that a table for time, height and width has: those of an item may lie further apart than its
-    tokens do."""
+    """Return the number of rows of an M-RoPE table: positions of an item may exceed its number of tokens."""
     return 2 * max_len
 
 
 def axes_of(rope: RopeFacts) -> Tensor:
-    """[dim / 2] by what each frequency turns: time 0, height 1, width 2."""
+    """Return [dim / 2], the M-RoPE axis of each frequency: time 0, height 1, width 2."""
     axes = torch.arange(3).repeat_interleave(torch.tensor(rope.sections))
     if rope.interleaved:
         axes = torch.zeros_like(axes)
@@ -119,15 +119,15 @@ def axes_of(rope: RopeFacts) -> Tensor:
 
 
 class Rope(nn.Module):
-    """The angles of every position, for the first `dim` dimensions of a head. One serves all layers.
+    """Cos/sin table of all positions, for the first `dim` dimensions of a head; shared by all layers.
 
-    Without facts no head turns: two of its numbers do, by nothing.
+    Without facts there is no RoPE: the table rotates two dimensions by an angle of 0.
     """
 
     table: Tensor
     """[max_len, dim]: cosines, then sines."""
     axes: Tensor
-    """[dim], of a rope with sections: see `axes_of`."""
+    """[dim] axes of M-RoPE: see `axes_of`."""
 
     def __init__(self, rope: RopeFacts | None, scope: Scope) -> None:
         super().__init__()
@@ -139,18 +139,18 @@ class Rope(nn.Module):
         table = torch.cat((angles.cos(), angles.sin()), -1)
         table *= 1.0 if rope is None else _amplitude(rope)
         self.paired_dim = rope.dim if rope is not None and rope.pairs else 0
-        """How many of a head's numbers turn as neighbours."""
+        """Number of dimensions of a head with interleaved RoPE."""
         self.register_buffer("table", table.to(scope.dtype), persistent=False)
         axes = axes_of(rope).repeat(2).to(scope.device) if rope is not None and has_sections else None
         self.register_buffer("axes", axes, persistent=False)
 
     def of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """A table of angles, and the row of it that each token turns by."""
-        turns = batch.turns
-        if turns is None or turns.ndim == 1:
-            return self.table, batch.positions if turns is None else turns
+        """Return a cos/sin table, and the row of it for each token."""
+        positions = batch.turns
+        if positions is None or positions.ndim == 1:
+            return self.table, batch.positions if positions is None else positions
         if self not in batch.angles:
-            numbers = torch.arange(len(self.axes), device=turns.device)
-            composed = self.table[turns[self.axes].t(), numbers].contiguous()
-            batch.angles[self] = composed, torch.arange(len(composed), device=turns.device)
+            columns = torch.arange(len(self.axes), device=positions.device)
+            composed = self.table[positions[self.axes].t(), columns].contiguous()
+            batch.angles[self] = composed, torch.arange(len(composed), device=positions.device)
         return batch.angles[self]

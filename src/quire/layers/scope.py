@@ -1,4 +1,4 @@
-"""Scope: where in the model a layer is built, and with what."""
+"""Scope: the name, dtype, device, group and weight format with which a layer is built."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ from quire.quant.weight import LinearShape, Piece, TextTensor, Weight
 _PLAIN = PlainFormat()
 
 
-def _unknown(name: str) -> bool:
+def _never_stored(name: str) -> bool:
     return False
 
 
-def _shapeless(name: str) -> tuple[int, ...]:
+def _no_shape(name: str) -> tuple[int, ...]:
     return ()
 
 
@@ -34,41 +34,42 @@ def _shapeless(name: str) -> tuple[int, ...]:
 class Scope:
     """Passed down while a model is built; `scope / "q_proj"` is the scope of a child.
 
-    All that a layer may know of its surroundings comes from here, so that a model file never mentions it.
+    Parallelism, quantization and devices reach a layer through its scope, so that model files do not mention
+    them.
     """
 
     dtype: torch.dtype
     device: torch.device
     backend: AttentionBackend
     max_len: int
-    """The longest sequence that will be computed."""
+    """Length of the longest sequence (max_model_len)."""
     linear: Callable[[tuple[str, ...], LinearShape], Weight] = _PLAIN.linear
-    """Makes the weight of the layer that is made of the parts of the checkpoint with these names."""
+    """Builds the weight of a linear layer from the names of its parts in the checkpoint."""
     experts: Callable[[tuple[str, ...], ExpertShape], StoredExperts] = _PLAIN.experts
-    """The same for a layer's experts."""
+    """Builds the weights of a layer's experts."""
     group: Group = ALONE
-    """Who share each layer: asked for the share of a size, and told what is to be added up."""
+    """Tensor-parallel group of the layer."""
     ep: ExpertDispatch | None = None
-    """The way to experts on other devices; None: all are here, or a share of each."""
+    """Expert-parallel dispatch; None if every device has all experts or a tensor-parallel shard of each."""
     stage: Stage = Stage()
-    """Which of the model's layers are built here."""
-    is_stored: Callable[[str], bool] = _unknown
-    """Whether the checkpoint has a tensor of this name, for layers that are stored in one way or another."""
-    shape_of: Callable[[str], tuple[int, ...]] = _shapeless
-    """The shape that it has there."""
+    """Pipeline stage: the range of the model's layers that is built here."""
+    is_stored: Callable[[str], bool] = _never_stored
+    """Whether the checkpoint has a tensor of this name, for layers with several storage layouts."""
+    shape_of: Callable[[str], tuple[int, ...]] = _no_shape
+    """Shape of a tensor in the checkpoint."""
     across: bool = False
-    """Whether the checkpoint has the weights of linear layers with inputs before outputs."""
+    """Whether the checkpoint stores linear weights as [inputs, outputs]."""
     ops: Ops = Reference()
     adapters: AdapterSlots | None = None
-    """Where adapters are kept that requests may ask for; None: there are none."""
+    """Slots of LoRA adapters; None if LoRA is off."""
     name: str = ""
-    """Dotted, as in the checkpoint."""
+    """Dotted name of the layer in the checkpoint."""
 
     def __truediv__(self, child: str | int) -> "Scope":
         return replace(self, name=f"{self.name}.{child}" if self.name else str(child))
 
     def beside(self, name: str) -> str:
-        """The dotted name of a sibling."""
+        """Return the dotted name of a sibling."""
         parent, dot, _ = self.name.rpartition(".")
         return f"{parent}{dot}{name}"
 
@@ -77,18 +78,18 @@ class Scope:
 
 
 class Target(NamedTuple):
-    """A tensor of the checkpoint by name, and the (part of a) tensor that it fills."""
+    """A checkpoint tensor by name, and the (part of a) tensor that it is loaded into."""
 
     name: str
     tensor: Tensor
     axis: int | None = None
-    """Along which a group divides it; None: each device has all of it."""
+    """Axis that is sharded over a group; None if it is replicated."""
     runs: Runs = ()
-    """What lies one after the other along that axis in the checkpoint, and what of it the tensor takes."""
+    """Consecutive parts of that axis in the checkpoint, and the shard of each that the tensor takes."""
     is_flat: bool = False
-    """Whether the checkpoint has all of it in one row or column."""
+    """Whether the checkpoint stores it as one row or column."""
     is_text: bool = False
-    """Room for the bytes of a text, of which the checkpoint may have fewer."""
+    """Whether it holds the bytes of a text, which may be shorter than the tensor."""
 
     @property
     def is_whole(self) -> bool:
@@ -96,7 +97,7 @@ class Target(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all that the checkpoint has."""
+        """Return the shape of the unsharded tensor in the checkpoint."""
         if self.is_whole:
             return tuple(self.tensor.shape)
         assert self.axis is not None
@@ -104,12 +105,12 @@ class Target(NamedTuple):
         return (*self.tensor.shape[: self.axis], size, *self.tensor.shape[self.axis + 1 :])
 
     def turned(self) -> "Target":
-        """The same of a checkpoint that has the other axis first."""
+        """Return the target for a checkpoint that stores the transposed matrix."""
         axis = None if self.axis is None else self.tensor.ndim - 1 - self.axis
         return self._replace(tensor=self.tensor.t(), axis=axis)
 
     def spans(self) -> Iterator[tuple[slice, int]]:
-        """What is taken of the stored axis, part by part, and how many zeros come behind each."""
+        """Yield the slices of the stored axis that are loaded, and the number of zeros behind each."""
         first = 0
         for run in self.runs:
             size = min(run.size, run.all - run.start)
@@ -117,7 +118,7 @@ class Target(NamedTuple):
             first += run.all
 
     def slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Which part of the stored axis goes where; the rest is set to zero."""
+        """Yield each slice of the stored axis and the tensor that it fills; set the padding to zero."""
         assert self.axis is not None
         at = 0
         for span, num_zeros in self.spans():
@@ -130,14 +131,14 @@ class Target(NamedTuple):
 
 @runtime_checkable
 class Begins(Protocol):
-    """A layer that is told before its first weight is loaded; its targets may be other tensors then."""
+    """A layer with a hook that runs before its first weight is loaded and may replace its targets."""
 
     def begin(self) -> None: ...
 
 
 @runtime_checkable
 class Equips(Protocol):
-    """A layer that takes over what its finished weight can do; `finish` includes it."""
+    """A layer that binds the kernels of its finished weight; `finish` calls `equip`."""
 
     def equip(self) -> None: ...
 
@@ -147,22 +148,22 @@ class Loads(Protocol):
     """A layer with weights."""
 
     def targets(self) -> Iterator[Target]:
-        """All that this layer needs of the checkpoint."""
+        """Yield the checkpoint tensors that this layer loads."""
         ...
 
     def finish(self) -> None:
-        """Called once after loading."""
+        """Process the weights once after loading."""
         ...
 
 
 def target_of(name: str, piece: Piece, runs: Runs, *, by_inputs: bool = False) -> Target:
-    """A piece of a weight of which this device has these outputs, or inputs."""
+    """Return the target of a weight's piece, sharded by its outputs or inputs (`by_inputs`)."""
     axis, unit = (piece.inputs, piece.per_input) if by_inputs else (piece.outputs, piece.per_output)
-    own = () if axis is None else tuple(run.per(unit) for run in runs)
-    return Target(name, piece.tensor, axis, own, piece.is_flat, isinstance(piece, TextTensor))
+    scaled = () if axis is None else tuple(run.per(unit) for run in runs)
+    return Target(name, piece.tensor, axis, scaled, piece.is_flat, isinstance(piece, TextTensor))
 
 
 def once(group: Group, bias: Tensor) -> None:
-    """Let the bias of results that are summed over a group be that of its first device alone."""
+    """Set the bias to zero on all ranks but the first, so that an all-reduce adds it once."""
     if group.rank:
         bias.zero_()

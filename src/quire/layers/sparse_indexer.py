@@ -1,11 +1,11 @@
-"""Indexer: which of the tokens before it each token sees, in layers with latent attention."""
+"""Sparse indexer (DeepSeek-V3.2): selects the earlier tokens that each token attends to in MLA layers."""
 
 import torch
 from torch import Tensor, nn
 
 from quire.attention import sparse_indices
 from quire.attention.batch import Batch
-from quire.attention.mla import turn
+from quire.attention.mla import rotate
 from quire.attention.sparse_indices import SparseIndices
 from quire.checkpoint.facts import IndexFacts
 from quire.layers.linear import WholeLinear
@@ -17,8 +17,8 @@ _EPS = 1e-6
 
 
 class SparseIndexer(nn.Module):
-    """Queries of a few heads, a key that all of them share, and a weight of each head. It is the same on all
-    devices."""
+    """Projections of the indexer: queries of a few heads, one shared key, and a weight per head. Replicated
+    on all devices."""
 
     def __init__(
         self, facts: IndexFacts, hidden: int, q_latent: int, rope_dim: int, rope: Rope, scope: Scope
@@ -32,18 +32,18 @@ class SparseIndexer(nn.Module):
         self.scale = (facts.heads * facts.dim) ** -0.5
 
     def forward(self, x: Tensor, q_latent: Tensor, keys: Tensor, batch: Batch) -> SparseIndices | None:
-        """[T, hidden] and the [T, q_latent] that queries are made of. `keys` [num_blocks, block_size, dim]
-        are given those of the tokens."""
+        """Write the keys of x [T, hidden] to the cache `keys` [num_blocks, block_size, dim], and return the
+        tokens that the queries of `q_latent` [T, q_latent] select."""
         facts = self.facts
-        queries = self._turned(self.q(q_latent).view(len(x), facts.heads, facts.dim), batch)
-        own = self._turned(self.k_norm.alone(self.k(x))[:, None], batch)[:, 0]
-        sparse_indices.keep(own, keys, batch.slots)
+        queries = self._rotate(self.q(q_latent).view(len(x), facts.heads, facts.dim), batch)
+        new_keys = self._rotate(self.k_norm.alone(self.k(x))[:, None], batch)[:, 0]
+        sparse_indices.keep(new_keys, keys, batch.slots)
         weights = self.weights(x).float() * self.scale
         return sparse_indices.pick(queries, weights, keys, batch, facts.most)
 
-    def _turned(self, x: Tensor, batch: Batch) -> Tensor:
-        """The first numbers of each head turn."""
-        table, places = self.rope.of(batch)
-        cos, sin = table[places][:, None].chunk(2, -1)
-        turning, rest = x.split([self.rope_dim, x.shape[-1] - self.rope_dim], -1)
-        return torch.cat((turn(turning, cos, sin, self.facts.neighbours), rest), -1)
+    def _rotate(self, x: Tensor, batch: Batch) -> Tensor:
+        """Apply RoPE to the first `rope_dim` dimensions of each head."""
+        table, positions = self.rope.of(batch)
+        cos, sin = table[positions][:, None].chunk(2, -1)
+        rotary, rest = x.split([self.rope_dim, x.shape[-1] - self.rope_dim], -1)
+        return torch.cat((rotate(rotary, cos, sin, self.facts.neighbours), rest), -1)

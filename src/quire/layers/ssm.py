@@ -1,5 +1,5 @@
-"""Mixers that keep a state instead of keys and values: Mamba, Mamba-2, the gated delta rule, and a short
-convolution alone."""
+"""SSM mixers, which keep a state in place of a KV cache: Mamba, Mamba-2, gated delta rule, short
+convolution."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,8 +22,7 @@ from quire.quant.weight import kept
 
 
 class SSMMixer(nn.Module):
-    """What all mixers keep for each row, the last inputs of a convolution and a state, and the weights of the
-    first."""
+    """Base of all mixers: the convolution weights, and per row the convolution inputs and the SSM state."""
 
     conv_name = "conv1d"
 
@@ -34,7 +33,7 @@ class SSMMixer(nn.Module):
         num_channels = sum(run.size for run in channels)
         self.ops = choose(scope.device, scope.dtype)
         self.state_shapes = (((num_channels, facts.conv - 1), scope.dtype), (state, torch.float32))
-        """The shape and type of what a row takes: the inputs, the state."""
+        """Shape and dtype of a row's convolution inputs and of its SSM state."""
         self.conv_weight = kept(scope.empty(num_channels, facts.conv))
         self.conv_bias = kept(scope.empty(num_channels)) if facts.conv_bias else None
         self.conv_state: Tensor | None = None
@@ -53,7 +52,7 @@ class SSMMixer(nn.Module):
         self.bind(rest.view(narrow).view(num_rows, *inputs), memory[:end].view(wide).view(num_rows, *state))
 
     def bind(self, conv_state: Tensor, state: Tensor) -> None:
-        """Use these from now on: a row of `state_shapes` for each row of the worker, and one that pads."""
+        """Use these states: a row of `state_shapes` for each row of the worker, and one for padding."""
         assert ((conv_state.shape[1:], conv_state.dtype), (state.shape[1:], state.dtype)) == self.state_shapes
         self.conv_state, self.state = conv_state, state
 
@@ -69,11 +68,11 @@ class SSMMixer(nn.Module):
             yield Target(f"{name}.bias", self.conv_bias, 0, self.own_channels)
 
     def finish(self) -> None:
-        """The convolution is used as it was loaded."""
+        """Keep the convolution weights as loaded."""
 
 
 class ShortConv(SSMMixer):
-    """A convolution between two gates, and no state behind it."""
+    """Short convolution between two gates (LFM2), without an SSM state."""
 
     conv_name = "conv"
 
@@ -85,26 +84,32 @@ class ShortConv(SSMMixer):
         self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        before, behind, x = self.into.multiply(x).chunk(3, 1)
-        x = self.ops.gate(x, before, "itself")
+        """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
+        gate_in, gate_out, x = self.into.multiply(x).chunk(3, 1)
+        x = self.ops.gate(x, gate_in, "itself")
         x = self.ops.conv(x, self.conv_weight, self.conv_bias, self.bound[0], seqs_of(batch), activated=False)
-        out: Tensor = self.out(self.ops.gate(x, behind, "itself"))
+        out: Tensor = self.out(self.ops.gate(x, gate_out, "itself"))
         return out
 
 
 class DecayMixer(SSMMixer):
-    """One whose state fades: how fast that of each head does, or `each` number of it, and the bias of time
-    steps."""
+    """A mixer with a decaying state: the decay rate (A) of each head, or of each state element with
+    `per_element`, and the bias of time steps (dt)."""
 
     bias_name = "dt_bias"
 
     def __init__(
-        self, channels: Runs, facts: StateFacts, state: tuple[int, ...], scope: Scope, *, each: bool = False
+        self,
+        channels: Runs,
+        facts: StateFacts,
+        state: tuple[int, ...],
+        scope: Scope,
+        *,
+        per_element: bool = False,
     ) -> None:
         super().__init__(channels, facts, state, scope)
         self.own_heads = divided(scope.group, state[0] * scope.group.size)
-        rates = state if each else state[:1]
+        rates = state if per_element else state[:1]
         self.rate = kept(torch.empty(rates, dtype=torch.float32, device=scope.device))
         self.dt_bias = kept(torch.empty(state[0], dtype=torch.float32, device=scope.device))
 
@@ -121,40 +126,39 @@ class DecayMixer(SSMMixer):
         self.rate.copy_(-self.rate.exp())
 
 
-class _Giving(RowLinear):
-    """Of what it makes, each number decides over a whole state: it stays as it is stored."""
+class _ParamsLinear(RowLinear):
+    """Projection to dt, B and C, never quantized: each output affects a whole state."""
 
     narrows = False
 
 
-class _Stepping(ColumnLinear):
-    """The same of time steps."""
+class _TimeStepLinear(ColumnLinear):
+    """Projection of time steps, never quantized."""
 
     narrows = False
 
 
 class MambaMixer(DecayMixer):
-    """Mamba: a convolution; out of it time steps, B and C, maybe each under a norm; a selective scan and a
-    gate."""
+    """Mamba: a convolution, a projection to dt, B and C (optionally normed), a selective scan, a gate."""
 
     bias_name = "dt_proj.bias"
 
     def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope) -> None:
         inner = divided(scope.group, facts.heads)
-        super().__init__((inner,), facts, (inner.size, facts.state), scope, each=True)
+        super().__init__((inner,), facts, (inner.size, facts.state), scope, per_element=True)
         self.skip = kept(torch.empty_like(self.dt_bias))
-        self.given = (facts.rank, facts.state, facts.state)
+        self.param_sizes = (facts.rank, facts.state, facts.state)
         into = scope / "in_proj"
         self.into = Linear(hidden, {into.name: (inner, inner)}, into, bias=facts.proj_bias)
-        self.give = _Giving(inner.all, sum(self.given), scope / "x_proj")
+        self.params = _ParamsLinear(inner.all, sum(self.param_sizes), scope / "x_proj")
         self.norm_parts, self.eps = scope.ops.norm_parts, facts.norm_eps or eps
-        named = zip(("dt", "b", "c"), self.given, strict=True)
+        named = zip(("dt", "b", "c"), self.param_sizes, strict=True)
         norms = [RMSNorm(size, self.eps, scope / f"{name}_layernorm") for name, size in named]
         self.norms = nn.ModuleList(norms if facts.norm == "weighed" else [])
         self.weights = tuple[Tensor, ...](norm.weight for norm in norms if facts.norm == "weighed")
         if facts.norm == "bare":
-            self.weights = tuple(scope.empty(size).fill_(1) for size in self.given)
-        self.steps = _Stepping(facts.rank, inner.all, scope / "dt_proj")
+            self.weights = tuple(scope.empty(size).fill_(1) for size in self.param_sizes)
+        self.steps = _TimeStepLinear(facts.rank, inner.all, scope / "dt_proj")
         self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
 
     def targets(self) -> Iterator[Target]:
@@ -162,14 +166,14 @@ class MambaMixer(DecayMixer):
         yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         (conv_state, state), seqs = self.bound, seqs_of(batch)
         x, gate = self.into.multiply(x).chunk(2, 1)
         x = self.ops.conv(x, self.conv_weight, self.conv_bias, conv_state, seqs)
-        given = self.give(x)
+        params = self.params(x)
         if self.weights:
-            given = self.norm_parts(given, self.weights, self.eps)
-        dt, b, c = given.split(self.given, 1)
+            params = self.norm_parts(params, self.weights, self.eps)
+        dt, b, c = params.split(self.param_sizes, 1)
         y = self.ops.select(x, gate, MambaInputs(self.steps(dt), b, c, self.rates, self.skip), state, seqs)
         out: Tensor = self.out(y)
         return out
@@ -201,12 +205,12 @@ class Mamba2Mixer(DecayMixer):
         yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         (conv_state, state), seqs = self.bound, seqs_of(batch)
-        made = self.into.multiply(x)
+        projected = self.into.multiply(x)
         if self.scales is not None:
-            made = self.scale_columns(made, self.scales)
-        gate, xbc, dt = made.split(self.split, 1)
+            projected = self.scale_columns(projected, self.scales)
+        gate, xbc, dt = projected.split(self.split, 1)
         xbc = self.ops.conv(xbc, self.conv_weight, self.conv_bias, conv_state, seqs)
         y = self.ops.scan(xbc, dt, self.rates, self.skip, state, seqs, limits=self.limits)
         y = self.ops.gate(y, gate, "silu") if self.normed is None else self.normed(y, gate)
@@ -215,7 +219,8 @@ class Mamba2Mixer(DecayMixer):
 
 
 class GatedNorm(nn.Module):
-    """The norm behind Mamba-2's scan: of all, or of parts, of which a device may have less than one."""
+    """Gated RMS norm after Mamba-2's scan, over all channels or over groups, which may span several
+    devices."""
 
     def __init__(self, inner: Shard, facts: StateFacts, eps: float, scope: Scope) -> None:
         super().__init__()
@@ -224,9 +229,9 @@ class GatedNorm(nn.Module):
         self.gate_first = facts.norm == "gate_first"
         norms = facts.norm_groups // scope.group.size
         self.unit = torch.ones_like(self.norm.weight[::norms]) if norms > 1 else None
-        """Where parts have a norm each, the weight comes after it."""
+        """Weight of ones for norms by group; the real weight is applied afterwards."""
         if not norms:
-            self.gated_norm = partial(_gated_norm_of_shares, group=scope.group, norms=facts.norm_groups)
+            self.gated_norm = partial(_gated_norm_of_shards, group=scope.group, norms=facts.norm_groups)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         weight = self.norm.weight if self.unit is None else self.unit
@@ -234,24 +239,24 @@ class GatedNorm(nn.Module):
         return y if self.unit is None else self.norm.ops.scale_columns(y, self.norm.weight)
 
 
-def _gated_norm_of_shares(
+def _gated_norm_of_shards(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool, group: Group, norms: int
 ) -> Tensor:
-    """`StateOps.gated_norm` of a part that several devices share: so many parts in all."""
+    """Compute `StateOps.gated_norm` of norm groups that span several devices."""
     wide, factor = x.float(), F.silu(gate.float())
     wide = wide * factor if gate_first else wide
     squares = group.gather(wide.square().sum(-1, keepdim=True)).unflatten(1, (norms, -1)).sum(-1)
-    own = group.rank * norms // group.size
-    mean = squares[:, own : own + 1] * norms / (group.size * x.shape[1])
+    index = group.rank * norms // group.size
+    mean = squares[:, index : index + 1] * norms / (group.size * x.shape[1])
     y = weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)
     return (y if gate_first else y * factor).to(x.dtype)
 
 
 class GatedDelta(DecayMixer):
-    """The gated delta rule: a convolution, a state that learns values by key, a gated norm of each head.
+    """Gated delta rule: a convolution, a state of key-value associations, a gated norm of each head.
 
-    `grouped`: the checkpoint has one projection of queries, keys, values and gates, and one of b and a, both
-    with all that belongs to one head of keys together; else one each.
+    With `grouped` the checkpoint fuses queries, keys, values and gates in one projection and b and a in
+    another, both grouped by key head. Otherwise qkv, z, b and a are separate.
     """
 
     def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope, *, grouped: bool) -> None:
@@ -263,19 +268,19 @@ class GatedDelta(DecayMixer):
         self.split = (len(self.conv_weight), inner.size, heads.size, heads.size)
         if grouped:
             both = {"in_proj_qkvz": (*channels, inner), "in_proj_ba": (heads, heads)}
-            own_groups = keys.size // facts.state
-            orders = [apart(own_groups, *(run.size for run in runs)) for runs in both.values()]
+            num_groups = keys.size // facts.state
+            orders = [apart(num_groups, *(run.size for run in runs)) for runs in both.values()]
             parts = {name: by_group(group, facts.groups, runs) for name, runs in both.items()}
         else:
             names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-            own: tuple[Runs, ...] = (channels, (inner,), (heads,), (heads,))
-            parts, orders = dict(zip(names, own, strict=True)), []
+            shards: tuple[Runs, ...] = (channels, (inner,), (heads,), (heads,))
+            parts, orders = dict(zip(names, shards, strict=True)), []
         self.into = OrderedLinear(hidden, parts, scope, orders=orders)
         self.norm = RMSNorm(facts.head_dim, eps, scope / "norm")
         self.out = RowLinear(inner.all, hidden, scope / "out_proj")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """Compute the mixer's output [T, hidden] from [T, hidden] and update the state."""
         (conv_state, state), seqs = self.bound, seqs_of(batch)
         qkv, gate, b, a = self.into(x).split(self.split, 1)
         qkv = self.ops.conv(qkv, self.conv_weight, None, conv_state, seqs)
@@ -286,8 +291,8 @@ class GatedDelta(DecayMixer):
 
 
 class OrderedLinear(Linear):
-    """A linear layer whose outputs come in another order than in the checkpoint: for each part, where each of
-    its outputs lies there."""
+    """A linear layer with reordered outputs: `orders` has, for each part, the checkpoint index of each
+    output."""
 
     def __init__(
         self,
@@ -310,14 +315,14 @@ class OrderedLinear(Linear):
 
 
 def apart(groups: int, *sizes: int) -> Tensor:
-    """Where the outputs of several things lie, thing after thing, if each group of them lies together; sizes
-    are those of all groups."""
+    """Return the order that separates outputs stored group by group into one range per part; `sizes` are the
+    part sizes over all groups."""
     grouped = torch.arange(sum(sizes)).view(groups, -1)
     return torch.cat([part.flatten() for part in grouped.split([size // groups for size in sizes], 1)])
 
 
 def seqs_of(batch: Batch) -> SSMSequences:
-    """The batch as mixers read it, made once per step."""
+    """Return the sequences of the batch as mixers read them, built once per step."""
     if batch.state is None:
         batch.state = SSMSequences(batch.query_starts, batch.rows, batch.positions, batch.query_lens_host)
     seqs: SSMSequences = batch.state
@@ -328,11 +333,11 @@ _MIXERS = {"selective": MambaMixer, "mamba": Mamba2Mixer, "conv": ShortConv}
 
 
 def mixer_of(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> SSMMixer:
-    """What looks back in a layer, by a state."""
+    """Build the SSM mixer of a layer."""
     assert facts.state is not None
     return _MIXERS[layer.mixer](facts.hidden, facts.state, facts.norm_eps, scope)
 
 
 def state_layers(modules: Iterable[nn.Module]) -> list[SSMMixer]:
-    """Those of a model's modules that keep a state, in its order."""
+    """Return the SSM mixers of a model in order."""
     return [module for module in modules if isinstance(module, SSMMixer)]

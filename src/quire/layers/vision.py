@@ -1,4 +1,4 @@
-"""What towers are built of: patches become vectors, which see all of their item, or of their window."""
+"""Building blocks of vision and audio encoders: patch embedding, attention within an item or window, MLP."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from quire.kernels.reference.activations import ACTIVATIONS
 from quire.kernels.reference.encoder import Angles as Angles
 from quire.kernels.reference.encoder import Spans
-from quire.layers.encoder_attention import attend_on, turn_on
+from quire.layers.encoder_attention import attend_on, rotate_on
 from quire.layers.linear import ColumnLinear, GateUpLinear, KeysWithoutBias, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope, Target
@@ -23,14 +23,14 @@ from quire.quant.weight import LinearShape, Weight, kept
 _GATES = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
 _ACTIVATIONS = {name: ACTIVATIONS[same] for name, same in _GATES.items()} | ACTIVATIONS
 _ACTIVATIONS["quick_gelu"] = lambda x: x * torch.sigmoid(1.702 * x)
-"""By the names of config.json and of `kernels/reference/activations.py`."""
+"""Activations by the names of config.json and of `kernels/reference/activations.py`."""
 _UNITS = {"cuda": 64}
-"""A multiple of this is between the two halves of a feed-forward layer, by type of device."""
+"""Multiple to which an MLP's intermediate size is padded, by type of device."""
 
 
-def _within(scope: Scope, size: int) -> Scope:
-    """The scope of a tower's layer that is divided into so many: among all of the group, or not at all. Its
-    weights stay as they are stored."""
+def _encoder_scope(scope: Scope, size: int) -> Scope:
+    """Return the scope of an encoder layer: without quantization on load and LoRA, and tensor-parallel only
+    if the group divides `size`."""
 
     def linear(parts: tuple[str, ...], shape: LinearShape) -> Weight:
         return scope.linear(parts, replace(shape, narrows=False))
@@ -40,11 +40,10 @@ def _within(scope: Scope, size: int) -> Scope:
 
 
 class VisionAttention(nn.Module):
-    """Queries, keys and values, the mix of all in the same span, and the way back.
+    """QKV projection, optional QK norms and RoPE, attention within a span, output projection.
 
-    `names` are those of the checkpoint: query, key and value, or all as one; `norms` those of the RMS norms
-    of queries and keys over all heads, `head_norms` of such over each head. With `pairs`
-    neighbours turn together, else the halves of a head.
+    `names` are the checkpoint names of query, key and value, or one fused name. `norms` are the names of the
+    QK norms over all heads, `head_norms` of those over each head. With `pairs` RoPE is interleaved.
     """
 
     def __init__(
@@ -66,8 +65,8 @@ class VisionAttention(nn.Module):
     ) -> None:
         super().__init__()
         head_dim = head_dim or hidden // heads
-        scope = _within(scope, heads)
-        self.attend, self.turn = attend_on(scope.device), turn_on(scope.device)
+        scope = _encoder_scope(scope, heads)
+        self.attend, self.rotate = attend_on(scope.device), rotate_on(scope.device)
         kind = QKVLinear if key_bias or not bias else KeysWithoutBias
         self.qkv = kind(
             hidden,
@@ -86,7 +85,7 @@ class VisionAttention(nn.Module):
         self.out = RowLinear(heads * head_dim, hidden, scope / out, bias=out_bias)
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
-        """[T, hidden] -> the same."""
+        """Attend within each span and return [T, hidden]."""
         qkv = self.qkv.multiply(x)
         if len(self.norms):
             weights = tuple(norm.weight for norm in self.norms if isinstance(norm, RMSNorm))
@@ -96,15 +95,15 @@ class VisionAttention(nn.Module):
         for norm, part in zip(self.head_norms, parts, strict=False):
             part.copy_(norm.alone(part.reshape(-1, self.qkv.head_dim)).view(part.shape))  # type: ignore[operator]
         if angles is not None:
-            self.turn(heads[:, : 2 * self.qkv.heads], angles)
+            self.rotate(heads[:, : 2 * self.qkv.heads], angles)
         q, k, v = parts
         out: Tensor = self.out(self.attend(q, k, v, spans, None).flatten(1))
         return out
 
 
 class VisionMLP(nn.Module):
-    """down(act(up(x))), or down(act(gate(x)) * up(x)) with three `names`; gives `size_out`, or as many as it
-    takes. Also the merger or projector behind a tower."""
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) with three `names`. `size_out` defaults to the input
+    size. Also used as the merger or projector of an encoder."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class VisionMLP(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        scope = _within(scope, intermediate)
+        scope = _encoder_scope(scope, intermediate)
         *ups, down = names
         self.up: GateUpLinear | ColumnLinear
         self.act: Callable[[Tensor], Tensor] | None = None
@@ -137,16 +136,15 @@ class VisionMLP(nn.Module):
             second.widen(inputs=unit)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, size_out]."""
+        """Compute [T, size_out] from [T, hidden]."""
         up = self.up(x)
         out: Tensor = self.down(up if self.act is None else self.act(up))
         return out
 
 
 class PatchEmbedding(nn.Module):
-    """A convolution whose steps are as long as its kernel: a product of patches that lie flat. `kernel` is
-    the shape of one patch, as the checkpoint has it: (channels, height, width), with the frames of a video
-    before the height, or (numbers,)."""
+    """Patch embedding: a convolution with stride equal to its kernel, computed as a GEMM of flat patches.
+    `kernel` is the shape of a patch in the checkpoint: (channels, [frames,] height, width) or (numbers,)."""
 
     def __init__(self, kernel: tuple[int, ...], hidden: int, scope: Scope, *, bias: bool = True) -> None:
         super().__init__()
@@ -156,7 +154,7 @@ class PatchEmbedding(nn.Module):
         self.bias = kept(scope.empty(hidden)) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[T, numbers of a patch] of any float type -> [T, hidden]."""
+        """Project flat patches [T, numbers of a patch] of any float dtype to [T, hidden]."""
         return F.linear(patches.to(self.weight.dtype), self.weight, self.bias)
 
     def targets(self) -> Iterator[Target]:
@@ -165,18 +163,18 @@ class PatchEmbedding(nn.Module):
             yield Target(f"{self.name}.bias", self.bias)
 
     def finish(self) -> None:
-        """The weight is used as it was loaded."""
+        """Keep the weight as loaded."""
 
 
 def patches_of(pixels: Tensor, size: int) -> Tensor:
-    """[N, channels, height, width] images -> [N, patches, channels * size * size], row by row."""
+    """Split images [N, channels, height, width] into [N, patches, channels * size * size], row by row."""
     parts = pixels.unfold(2, size, size).unfold(3, size, size)  # [N, channels, rows, columns, size, size]
     return parts.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
 
 class Learned(nn.Module):
-    """A tensor of the checkpoint that is used as it is: the vectors of positions, of a class. The scope has
-    its whole name."""
+    """A checkpoint tensor that is used as it is, such as position or class embeddings. The scope has its full
+    name."""
 
     def __init__(self, scope: Scope, *shape: int) -> None:
         super().__init__()
@@ -187,4 +185,4 @@ class Learned(nn.Module):
         yield Target(self.name, self.vectors)
 
     def finish(self) -> None:
-        """They are used as they were loaded."""
+        """Keep the vectors as loaded."""

@@ -1,4 +1,4 @@
-"""The model table: one line per architecture."""
+"""Table of models: one line per architecture."""
 
 from quire.registry import LazyTable
 
@@ -141,7 +141,7 @@ CLASSIFIERS = LazyTable(
         "ModernBertModel": "quire.models.modernbert:ModernBertClassifier",
     },
 )
-"""By architecture, where it is more than one product."""
+"""Classifiers by architecture, if they are more than one projection."""
 TOKEN_CLASSIFIERS = LazyTable(
     "classifier of tokens",
     {
@@ -152,7 +152,7 @@ TOKEN_CLASSIFIERS = LazyTable(
         "ModernBertModel": "quire.models.modernbert:ModernBertClassifier",
     },
 )
-"""The same for each token by itself."""
+"""Token classifiers by architecture."""
 DRAFTS = LazyTable(
     "draft",
     {
@@ -161,4 +161,4 @@ DRAFTS = LazyTable(
         "MTP": "quire.models.mtp:MTP",
     },
 )
-"""Models that draft on the states of another."""
+"""Draft models that read the hidden states of a target model."""

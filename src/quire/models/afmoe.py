@@ -1,4 +1,4 @@
-"""Trinity (AfMoE): what heads say is weighed by gates, each half of a layer stands between two norms."""
+"""Trinity (AfMoE): gated attention output, and a norm before and after attention and MLP. HyperCLOVA X."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from quire.models.decoder import Decoder, MakesLayer
 
 
 class Attention(llama.Attention):
-    """Llama's, with a gate for each number."""
+    """Llama attention with an elementwise gate on its output."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
@@ -27,7 +27,7 @@ class Attention(llama.Attention):
 
 
 class Layer(llama.Layer):
-    """Attention, then feed-forward, each between two norms and beside a residual."""
+    """Attention, then MLP or experts, each with a norm before and after and a residual."""
 
     Mixer: MakesLayer = Attention
     norm_names = ("input_layernorm", "pre_mlp_layernorm")
@@ -45,13 +45,13 @@ class Layer(llama.Layer):
 
 
 class Afmoe(Decoder):
-    """The model."""
+    """AfMoE decoder."""
 
     Layer = Layer
 
 
 class HyperCLOVAXLayer(Layer):
-    """The same without gates, under other names."""
+    """AfMoE layer without attention gates, with HyperCLOVA X's names."""
 
     Mixer: MakesLayer = llama.Attention
     norm_names = llama.Layer.norm_names
@@ -59,6 +59,6 @@ class HyperCLOVAXLayer(Layer):
 
 
 class HyperCLOVAX(Decoder):
-    """The model, where it has norms behind each half."""
+    """HyperCLOVA X decoder with post-norms."""
 
     Layer = HyperCLOVAXLayer

@@ -1,4 +1,4 @@
-"""Apertus: Llama with a plain feed-forward half whose activation is learned."""
+"""Apertus: Llama with a plain MLP and a learned activation (xIELU)."""
 
 from collections.abc import Iterator
 
@@ -13,12 +13,12 @@ from quire.models import llama
 from quire.models.decoder import Decoder
 
 _SLOPE = 0.5
-"""At 0, from both sides."""
+"""Slope of xIELU at 0 (beta)."""
 _BELOW = -1e-6
 
 
 class XIELU(nn.Module):
-    """A parabola above 0, and an exponential below, each as steep as was learned (arXiv 2411.13010)."""
+    """xIELU activation: quadratic above 0, exponential below, with learned factors (arXiv 2411.13010)."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class XIELU(nn.Module):
 
 
 class XIELUMLP(PlainMLP):
-    """down(xIELU(up(x)))."""
+    """Plain MLP: down(xIELU(up(x)))."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope, names=("up_proj", "down_proj"))
@@ -52,7 +52,7 @@ class XIELUMLP(PlainMLP):
 
 
 class Layer(llama.Layer):
-    """Llama's, with such a feed-forward half."""
+    """Llama layer with an xIELU MLP."""
 
     norm_names = ("attention_layernorm", "feedforward_layernorm")
 
@@ -61,6 +61,6 @@ class Layer(llama.Layer):
 
 
 class Apertus(Decoder):
-    """The model."""
+    """Apertus decoder."""
 
     Layer = Layer

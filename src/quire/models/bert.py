@@ -1,4 +1,4 @@
-"""BERT, and by their facts RoBERTa, XLM-R and ERNIE; DistilBERT and MPNet, which have other names."""
+"""BERT, RoBERTa, XLM-R, ERNIE, DistilBERT and MPNet, with their classifiers."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from quire.quant.sharding import divided
 
 
 class BertNames(NamedTuple):
-    """What a checkpoint calls its layers and their parts."""
+    """Checkpoint names of the layers and their parts."""
 
     stack: str
     qkv: tuple[str, str, str]
@@ -52,15 +52,14 @@ MPNET = BERT._replace(qkv=("attn.q", "attn.k", "attn.v"), out="attn.o", attentio
 
 
 class BertEmbeddings(nn.Module):
-    """Which token, at which place, of which text: as many of these vectors as the model has, added and
-    normed."""
+    """Sum of word, position, token type and task embeddings (as far as the model has them), and a norm."""
 
     def __init__(self, facts: ArchFacts, scope: Scope, norm: Scope | None = None) -> None:
         super().__init__()
         assert facts.encoder is not None
         self.first, self.padding = facts.encoder.first_position, facts.encoder.padding
         self.words = TokenEmbedding(facts.vocab, facts.hidden, scope / "word_embeddings")
-        whole = replace(scope, group=ALONE)  # too few to be worth a sum
+        whole = replace(scope, group=ALONE)  # too small to shard
         self.positions: TokenEmbedding | None = None
         self.types: TokenEmbedding | None = None
         if count := facts.encoder.positions:
@@ -78,25 +77,25 @@ class BertEmbeddings(nn.Module):
             types = torch.zeros_like(batch.token_ids) if batch.token_types is None else batch.token_types
             x = x + self.types(types)
         if self.positions is not None:
-            x = x + self.positions(self._places(batch))
+            x = x + self.positions(self._position_ids(batch))
         if self.tasks is not None:
             x = x + self.tasks(torch.zeros_like(batch.token_ids))
         return self.norm.alone(x)
 
-    def _places(self, batch: Batch) -> Tensor:
-        """Of each token of its text, where padding does not count."""
-        places = batch.positions + self.first
+    def _position_ids(self, batch: Batch) -> Tensor:
+        """Return the position ids of tokens, not counting padding tokens."""
+        position_ids = batch.positions + self.first
         if self.padding is None:
-            return places
+            return position_ids
         is_padding = batch.token_ids == self.padding
-        so_far = is_padding.cumsum(0)
-        starts = torch.arange(len(places), device=places.device) - batch.positions
-        before = so_far - (so_far - is_padding.long())[starts]
-        return torch.where(is_padding, self.first - 1, places - before)
+        count = is_padding.cumsum(0)
+        starts = torch.arange(len(position_ids), device=position_ids.device) - batch.positions
+        num_before = count - (count - is_padding.long())[starts]
+        return torch.where(is_padding, self.first - 1, position_ids - num_before)
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each with a norm behind the sum."""
+    """Post-norm layer: attention, then MLP, each followed by residual addition and norm."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, names: BertNames, scope: Scope) -> None:
         super().__init__()
@@ -111,7 +110,7 @@ class Layer(nn.Module):
 
 
 class Bert(nn.Module):
-    """Embeddings and layers."""
+    """BERT encoder: embeddings and layers."""
 
     names = BERT
 
@@ -126,7 +125,7 @@ class Bert(nn.Module):
         )
 
     def forward(self, batch: Batch) -> Tensor:
-        """[T, hidden]"""
+        """Return hidden states [T, hidden]."""
         x: Tensor = self.embeddings(batch)
         texts, bias = spans(batch), self.bias(batch)
         for layer in self.layers:
@@ -134,50 +133,50 @@ class Bert(nn.Module):
         return x
 
     def bias(self, batch: Batch) -> Tensor | None:
-        """What is added to the scores of all layers."""
+        """Return the bias of the attention scores of all layers; None if there is none."""
         return None
 
 
 class DistilBert(Bert):
-    """The same under other names, half as deep."""
+    """DistilBERT encoder: BERT with other checkpoint names."""
 
     names = DISTILBERT
 
 
 class Distances(nn.Module):
-    """What the scores of each head gain by how far apart two tokens are: near ones each by itself, those
-    farther away in classes that grow, both ways."""
+    """Relative attention bias per head, by bucketed distance of two tokens as in T5: exact buckets for near
+    tokens, logarithmic ones beyond, in both directions."""
 
     classes, farthest = 32, 128
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         assert facts.encoder is not None
-        self.own = divided(scope.group, facts.heads)
+        self.shard = divided(scope.group, facts.heads)
         self.name = f"{scope.name}.weight"
-        self.table = nn.Parameter(scope.empty(facts.encoder.distances, self.own.size), requires_grad=False)
+        self.table = nn.Parameter(scope.empty(facts.encoder.distances, self.shard.size), requires_grad=False)
 
     def targets(self) -> Iterator[Target]:
-        yield Target(self.name, self.table, 1, (self.own,))
+        yield Target(self.name, self.table, 1, (self.shard,))
 
     def finish(self) -> None:
-        """It is used as it was loaded."""
+        """Keep the table as loaded."""
 
     def forward(self, length: int) -> Tensor:
-        """[heads, length, length]"""
-        places = torch.arange(length, device=self.table.device)
-        behind = places[:, None] - places
+        """Return the bias [heads, length, length]."""
+        positions = torch.arange(length, device=self.table.device)
+        offsets = positions[:, None] - positions
         half = self.classes // 2
         exact = half // 2
-        away = behind.abs()
-        growth = (away.clamp(min=1) / exact).log() / math.log(self.farthest / exact)
+        distance = offsets.abs()
+        growth = (distance.clamp(min=1) / exact).log() / math.log(self.farthest / exact)
         far = (exact + (growth * (half - exact)).long()).clamp(max=half - 1)
-        kinds = half * (behind < 0) + torch.where(away < exact, away, far)
-        return self.table[kinds].permute(2, 0, 1).contiguous()
+        buckets = half * (offsets < 0) + torch.where(distance < exact, distance, far)
+        return self.table[buckets].permute(2, 0, 1).contiguous()
 
 
 class MPNet(Bert):
-    """The same under its names, with distances."""
+    """MPNet encoder: BERT with a relative attention bias."""
 
     names = MPNET
 
@@ -189,12 +188,12 @@ class MPNet(Bert):
         )
 
     def bias(self, batch: Batch) -> Tensor | None:
-        found: Tensor = self.distances(batch.max_query_len)
-        return found
+        bias: Tensor = self.distances(batch.max_query_len)
+        return bias
 
 
 class DistilBertClassifier(nn.Module):
-    """Two products."""
+    """DistilBERT classifier: dense layer, ReLU, output projection."""
 
     def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
         super().__init__()
@@ -207,7 +206,7 @@ class DistilBertClassifier(nn.Module):
 
 
 class BertClassifier(nn.Module):
-    """BERT's pooler, and a product."""
+    """BERT classifier: pooler (dense layer and tanh), output projection."""
 
     def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
         super().__init__()
@@ -222,7 +221,7 @@ class BertClassifier(nn.Module):
 
 
 class RobertaClassifier(nn.Module):
-    """The same under other names."""
+    """RoBERTa classifier: dense layer, tanh, output projection."""
 
     def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
         super().__init__()
@@ -236,7 +235,7 @@ class RobertaClassifier(nn.Module):
 
 
 class TokenClassifier(nn.Module):
-    """The classes of each token, of all of them: a product."""
+    """Token classifier: one projection of every token."""
 
     def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
         super().__init__()

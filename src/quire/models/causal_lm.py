@@ -1,4 +1,4 @@
-"""CausalLM: what the loader builds and the worker runs."""
+"""CausalLM: the protocol of models that the loader builds and the worker runs."""
 
 from collections.abc import Iterator
 from typing import Protocol, Self
@@ -9,14 +9,14 @@ from quire.attention.batch import Batch
 
 
 class CausalLM(Protocol):
-    """A language model over the paged cache: a module in two halves."""
+    """A language model over the paged KV cache: `forward` to hidden states, then `logits`."""
 
     def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """`forward`: [T, hidden], after the final norm; of a stage before the last (x, residual)."""
+        """Return hidden states [T, hidden] after the final norm, or (x, residual) before the last stage."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab]."""
+        """Return logits [N, vocab] of hidden states [N, hidden]."""
         ...
 
     def modules(self) -> Iterator[nn.Module]: ...

@@ -1,4 +1,4 @@
-"""Command R and Command A: attention and feed-forward side by side behind one norm."""
+"""Command R and Command A: attention and MLP in parallel after one norm."""
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from quire.models.llama import Attention, feed_forward
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward of the same, added up."""
+    """Parallel layer: attention and MLP read the same normed input, and their outputs are added."""
 
     Mixer: MakesLayer = Attention
     attention_name, norm_name = "self_attn", "input_layernorm"
@@ -33,6 +33,6 @@ class Layer(nn.Module):
 
 
 class Cohere(Decoder):
-    """The model."""
+    """Command R and Command A decoder."""
 
     Layer = Layer

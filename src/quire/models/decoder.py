@@ -1,4 +1,4 @@
-"""What all decoders share: embedding, layers, norm, head."""
+"""Decoder: the base of all decoder models, with embedding, layers, final norm and LM head."""
 
 from dataclasses import replace
 from functools import cache
@@ -17,23 +17,23 @@ from quire.layers.scope import Scope
 
 
 class MakesLayer(Protocol):
-    """A model's own kind of layer."""
+    """Constructor of a model's layer."""
 
     def __call__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module: ...
 
 
 class Decoder(nn.Module):
-    """A stack of layers, each of which takes and gives (x, residual): what it says, and what it adds to.
+    """A stack of layers, each of which takes and returns (x, residual); their sum is the hidden state.
 
-    A stage of a pipeline has some of the layers; the first has the embedding, the last norm and head.
+    A pipeline stage has some of the layers; the first has the embedding, the last has norm and head.
     """
 
     Layer: MakesLayer
     body, embedding, stack, last = "model", "embed_tokens", "layers", "norm"
-    """What the checkpoint calls all but the head, the embedding, the layers, and the norm behind them."""
+    """Checkpoint names of the body, the embedding, the layers and the final norm."""
     head_name = "lm_head"
     places, first_place = "embed_positions", 0
-    """What it calls learned positions, and in which row they begin."""
+    """Checkpoint name of learned positions, and the row of position 0."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Decoder(nn.Module):
         self.ops = scope.ops
         self.aux_layers: tuple[int, ...] = ()
         self.tapped = torch.empty(0, dtype=torch.int64)
-        """The places of as many tokens as there may be, where something is tapped."""
+        """[max_tokens] indices, used to copy hidden states for a draft model; empty without `aux_layers`."""
         self.embed_scale, self.logit_scale = facts.embed_scale, facts.logit_scale
         self.logit_softcap = facts.logit_softcap
         self.embed: TokenEmbedding | None = None
@@ -55,18 +55,18 @@ class Decoder(nn.Module):
             self.positions = Positions(
                 facts.max_len, facts.hidden, body / self.places, first=self.first_place
             )
-        rope = cache(lambda rope: Rope(rope, scope))  # a table for each kind of layer, not for each layer
-        own = [(i, facts.layers[i]) for i in stage.layers(len(facts.layers))]
+        rope = cache(lambda rope: Rope(rope, scope))  # one table for each kind of layer
+        stage_layers = [(i, facts.layers[i]) for i in stage.layers(len(facts.layers))]
         self.layers = nn.ModuleList(
             self.Layer(facts.of_layer(layer), layer, rope(layer.rope), body / self.stack / i)
-            for i, layer in own
+            for i, layer in stage_layers
         )
         self.hidden = facts.hidden
         levels = 0 if facts.media is None else facts.media.levels
         if stage.is_first and len(self.layers) < levels:
             raise ConfigError(
-                f"the first stage has {len(self.layers)} layers, and images go into {levels} of this model; "
-                "use fewer stages, or give it more layers (pp_layer_partition)"
+                f"the first pipeline stage has {len(self.layers)} layers, but this model adds image features "
+                f"to its first {levels} layers; reduce pipeline_parallel_size or set pp_layer_partition"
             )
         if stage.is_last:
             self.norm = norm_of(facts, body / self.last)
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
             )
 
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """[T, hidden], after the final norm; of a stage before the last (x, residual), [T, hidden] each."""
+        """Return hidden states [T, hidden] after the final norm, or (x, residual) before the last stage."""
         x, residual = self.embedded(batch) if batch.before is None else batch.before
         if self.aux_layers or (batch.embeds is not None and batch.embeds[1].shape[1] > self.hidden):
             x, residual = self._layer_by_layer(x, residual, batch)
@@ -100,30 +100,31 @@ class Decoder(nn.Module):
     def _layer_by_layer(
         self, x: Tensor, residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
-        """All layers, the states in front of some of them, and what is added to those behind the first."""
-        states, places = dict[int, Tensor](), self.tapped[: len(x)]
-        tokens, added = places, list[Tensor]()
+        """Run all layers; record the inputs of `aux_layers`, and add deepstack image features to the outputs
+        of the first layers."""
+        states, index = dict[int, Tensor](), self.tapped[: len(x)]
+        tokens, added = index, list[Tensor]()
         if batch.embeds is not None:
             tokens, vectors = batch.embeds
             _, *added = vectors.split(self.hidden, 1)
         for number, layer in enumerate(self.layers):
             if number in self.aux_layers:
-                states[number] = self._summed(places, x, residual)
+                states[number] = self._copy_sum(index, x, residual)
             x, residual = layer(x, residual, batch)
             if number < len(added):
                 x.index_add_(0, tokens, added[number].to(x.dtype))
         if len(self.layers) in self.aux_layers:
-            states[len(self.layers)] = self._summed(places, x, residual)
+            states[len(self.layers)] = self._copy_sum(index, x, residual)
         batch.aux_hidden_states = tuple(states[number] for number in self.aux_layers)
         return x, residual
 
-    def _summed(self, places: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
-        """A copy, since layers add in place; by kernels that a tape can hold."""
-        copied = self.ops.embed(places, x if residual is None else residual)
+    def _copy_sum(self, index: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Return a copy of x + residual, because layers add in place; by kernels that can be recorded."""
+        copied = self.ops.embed(index, x if residual is None else residual)
         return copied if residual is None else self.ops.add(copied, x)
 
     def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Where learned positions are the residual, the first norm adds the two."""
+        """Return (token embeddings, learned positions): the first norm adds the two."""
         assert self.embed is not None, "only the first stage reads tokens"
         x: Tensor = self.embed(batch.token_ids)
         x = x if self.embed_scale == 1 else self.ops.scale(x, self.embed_scale)
@@ -133,13 +134,13 @@ class Decoder(nn.Module):
         return x, None if self.positions is None else self.positions(batch.positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab]."""
+        """Return logits [N, vocab] of hidden states [N, hidden]."""
         assert self.head is not None, "only the last stage has a head"
         out: Tensor = self.head(hidden)
         if self.logit_scale != 1:
             out = self.ops.scale(out, self.logit_scale)
         if self.logit_softcap is None:
             return out
-        never = out.isneginf() if self.head.is_wide else None
+        masked = out.isneginf() if self.head.is_wide else None
         out = self.ops.softcap(out, self.logit_softcap)
-        return out if never is None else out.masked_fill_(never, -torch.inf)
+        return out if masked is None else out.masked_fill_(masked, -torch.inf)

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3, by their facts Kimi-K2, GLM-5 and Mistral 4: latent attention, experts in most layers.
-A.X K1, with a norm more."""
+"""DeepSeek-V2, V3 and V3.2, Kimi-K2, GLM-5, Mistral 4: MLA, and experts in most layers. A.X K1, with an
+additional norm."""
 
 from collections.abc import Iterator
 
@@ -22,12 +22,12 @@ from quire.models.llama4 import growth_of
 from quire.quant.sharding import Runs, divided
 
 _EPS = 1e-6
-"""Of the norms of latents, whatever the others have."""
+"""Epsilon of the norms of latents, independent of the model's."""
 
 
 def latent_spec(facts: ArchFacts, layer: LayerFacts, heads: int) -> MLASpec:
-    """The attention of one layer, so many heads of it; where yarn stretches positions, scores grow by its
-    scale squared."""
+    """Return the MLA parameters of one layer with `heads` local heads; YaRN multiplies the score scale by
+    mscale squared."""
     mla, rope = facts.mla, layer.rope
     assert mla is not None and rope is not None
     stretched = rope.kind != "default" and rope.mscale_all_dim
@@ -44,15 +44,15 @@ def latent_spec(facts: ArchFacts, layer: LayerFacts, heads: int) -> MLASpec:
     )
 
 
-class _StraightQueries(Linear):
-    """Queries that come from no latent have no bias."""
+class _DirectQueryLinear(Linear):
+    """Fused query and KV-latent projection of models without a query latent; queries have no bias."""
 
     def targets(self) -> Iterator[Target]:
         return without_bias(self.part_names[0], super().targets())
 
 
 class Attention(nn.Module):
-    """Queries and a latent of each token, what is seen of all latents, and the way back."""
+    """Down projections to query and KV latents, query up projection, latent attention, output projection."""
 
     growth: Tensor | None
     LatentNorm: type[RMSNorm] = RMSNorm
@@ -65,17 +65,17 @@ class Attention(nn.Module):
         if not q_latent:
             parts = {(scope / "q_proj").name: (divided(scope.group, queries),)}
         parts[(scope / "kv_a_proj_with_mqa").name] = spec.width
-        product = Linear if q_latent else _StraightQueries
-        self.down = product(facts.hidden, parts, scope, bias=facts.qkv_bias)
+        linear = Linear if q_latent else _DirectQueryLinear
+        self.down = linear(facts.hidden, parts, scope, bias=facts.qkv_bias)
         self.q_norm = RMSNorm(q_latent, _EPS, scope / "q_a_layernorm") if q_latent else None
         self.q_up = ColumnLinear(q_latent, queries, scope / "q_b_proj") if q_latent else None
         kv_norm = self.LatentNorm(spec.rank, _EPS, scope / "kv_a_layernorm")
         index = None if facts.mla is None else facts.mla.index
         self.indexer: SparseIndexer | None = None
         self.is_indexed = index is not None
-        """Whether it sees what an indexer picks, its own or that of a layer before it."""
+        """Whether attention is sparse, by its own indexer or that of an earlier layer."""
         if index is not None and layer.picks:
-            assert q_latent, "queries of an indexer come from a latent"
+            assert q_latent, "an indexer needs a query latent"
             sizes = facts.hidden, q_latent, spec.rope_dim
             self.indexer = SparseIndexer(index, *sizes, rope, scope / "indexer")
         index_dim = index.dim if index is not None and layer.picks else 0
@@ -89,28 +89,28 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_norm(q, None)[0]
             if self.indexer is not None:
-                batch.topk_indices = self._pick(x, q, batch)
+                batch.topk_indices = self._select_tokens(x, q, batch)
             q = self.q_up(q)
         if self.growth is not None:
             q = self.ops.scale_rows(q, self.ops.embed(batch.positions, self.growth))
         out: Tensor = self.out(self.mix(q, kv, batch, batch.topk_indices if self.is_indexed else None))
         return out
 
-    def _pick(self, x: Tensor, q_latent: Tensor, batch: Batch) -> SparseIndices | None:
+    def _select_tokens(self, x: Tensor, q_latent: Tensor, batch: Batch) -> SparseIndices | None:
         assert self.indexer is not None and self.mix.index_keys is not None, "bind() comes before forward()"
-        own = batch.groups[self.mix.group]
-        topk_indices: SparseIndices | None = self.indexer(x, q_latent, self.mix.index_keys, own)
+        batch = batch.groups[self.mix.group]
+        topk_indices: SparseIndices | None = self.indexer(x, q_latent, self.mix.index_keys, batch)
         return topk_indices
 
 
 class Layer(llama.Layer):
-    """Attention, then feed-forward, each behind a norm and beside a residual."""
+    """Pre-norm layer: latent attention, then MLP or experts, each with a residual."""
 
     Mixer: MakesLayer = Attention
 
 
 class Deepseek(Decoder):
-    """The model."""
+    """DeepSeek decoder."""
 
     Layer = Layer
 
@@ -118,14 +118,14 @@ class Deepseek(Decoder):
         first, *_ = scope.stage.layers(len(facts.layers))
         if not facts.layers[first].picks:
             raise ConfigError(
-                f"a stage cannot begin with layer {first}, which sees what the layer before it picked: move "
-                "the border (pp_layer_partition), or leave pipeline_parallel_size out"
+                f"a pipeline stage cannot begin with layer {first}, which reuses the sparse indices of the "
+                "layer before it: set another pp_layer_partition, or pipeline_parallel_size=1"
             )
         super().__init__(facts, scope)
 
 
 class AXK1Layer(Layer):
-    """The same with a norm behind the experts."""
+    """DeepSeek layer with a norm after the experts."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
@@ -137,6 +137,6 @@ class AXK1Layer(Layer):
 
 
 class AXK1(Decoder):
-    """A.X K1."""
+    """A.X K1 decoder."""
 
     Layer = AXK1Layer

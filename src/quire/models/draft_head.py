@@ -1,4 +1,4 @@
-"""What models share that draft on the states of another one."""
+"""DraftHead: the base of draft models that read the hidden states of a target model."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from quire.layers.embedding import TokenEmbedding
 
 
 class Speaks(Protocol):
-    """A target: what a draft borrows where it has none of its own."""
+    """The target model: provides the embedding and LM head that a draft model does not have."""
 
     embed: TokenEmbedding | None
     embed_scale: float
@@ -18,39 +18,40 @@ class Speaks(Protocol):
 
 
 class DraftHead(nn.Module):
-    """A model whose input are a token and what the target, or it itself, made of the one before."""
+    """A draft model that reads a token and the hidden state of the token before, from the target or from
+    itself."""
 
     embed: TokenEmbedding | None
-    """None: the target's."""
+    """Token embedding; None to use the target's."""
 
     def __init__(self) -> None:
         super().__init__()
         self._target: list[Speaks] = []
-        """None of its modules."""
+        """Target model, in a list so that it is not registered as a submodule."""
 
     def adopt(self, target: Speaks) -> None:
-        """Called once, when both are loaded."""
+        """Set the target model, once after both are loaded."""
         self._target = [target]
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         target = self._target[0]
         embed = target.embed if self.embed is None else self.embed
-        assert embed is not None, "the target's first layers are elsewhere"
+        assert embed is not None, "the target's embedding is on another pipeline stage"
         x: Tensor = embed(token_ids)
         return x if target.embed_scale == 1 else x * target.embed_scale
 
     def states(self, taken: Tensor) -> Tensor:
-        """[T, hidden] of what was taken from the target."""
+        """Return the input states [T, hidden] from the target's hidden states."""
         return taken
 
     def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden] each: what `logits` wants, and the states for the tokens behind these."""
+        """Return the input of `logits` and the states for the next tokens, [T, hidden] each."""
         raise NotImplementedError
 
     def logits(self, x: Tensor) -> Tensor:
-        """[N, hidden] -> [N, tokens that it knows]"""
+        """Return logits [N, draft vocabulary] of x [N, hidden]."""
         return self._target[0].logits(x)
 
     def names(self, ids: Tensor) -> Tensor:
-        """What tokens of its own are called by the target."""
+        """Map ids of the draft vocabulary to ids of the target."""
         return ids

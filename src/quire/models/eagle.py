@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3: one layer on the states of another model, and the tokens behind them."""
+"""EAGLE and EAGLE-3 draft models: few layers over the target's hidden states and the next tokens."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,20 +18,20 @@ from quire.models.decoder import MakesLayer
 from quire.models.draft_head import DraftHead
 
 
-def _own_embedding(facts: ArchFacts, scope: Scope) -> TokenEmbedding | None:
-    """Most checkpoints leave it out, or have a copy of the target's."""
+def _build_embedding(facts: ArchFacts, scope: Scope) -> TokenEmbedding | None:
+    """Build the embedding if the checkpoint has one; None to use the target's."""
     if not scope.is_stored(f"{scope.name}.embed_tokens.weight"):
         return None
     return TokenEmbedding(facts.vocab, facts.hidden, scope / "embed_tokens")
 
 
-def _biased(facts: ArchFacts, scope: Scope) -> ArchFacts:
-    """With biases where the checkpoint has them, whatever its configuration says."""
+def _with_qkv_bias(facts: ArchFacts, scope: Scope) -> ArchFacts:
+    """Set `qkv_bias` by the checkpoint's tensors, because its configuration may be wrong."""
     return replace(facts, qkv_bias=scope.is_stored(f"{scope.name}.self_attn.q_proj.bias"))
 
 
 class FirstLayer(llama.Layer):
-    """A layer without its first norm."""
+    """Llama layer without the norm before attention."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
@@ -43,17 +43,17 @@ class FirstLayer(llama.Layer):
 
 
 class Eagle(DraftHead):
-    """EAGLE. Its head is the target's."""
+    """EAGLE draft model. It uses the target's LM head."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         body = scope / "model"
         self.ops = scope.ops
-        self.embed = _own_embedding(facts, body)
+        self.embed = _build_embedding(facts, body)
         biased = scope.is_stored((body / "fc").name + ".bias")
         self.fc = WholeLinear(2 * facts.hidden, facts.hidden, body / "fc", bias=biased)
         rope = Rope(facts.layers[0].rope, scope)
-        facts = _biased(facts, body / "layers" / 0)
+        facts = _with_qkv_bias(facts, body / "layers" / 0)
         kinds: list[MakesLayer] = [FirstLayer, *[llama.Layer] * (len(facts.layers) - 1)]
         self.layers = nn.ModuleList(
             kind(facts, layer, rope, body / "layers" / number)
@@ -64,19 +64,19 @@ class Eagle(DraftHead):
         x, residual = self.fc(torch.cat((self.embedded(batch.token_ids), states), 1)), None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
-        assert residual is not None, "it has a layer"
+        assert residual is not None, "an EAGLE model has at least one layer"
         x = self.ops.add(x, residual)
         return x, x
 
 
 class WideAttention(llama.Attention):
-    """Attention over two vectors of each token."""
+    """Llama attention that reads two concatenated vectors per token."""
 
     num_inputs = 2
 
 
 class Layer3(llama.Layer):
-    """Looks at tokens and states side by side, and adds to the states."""
+    """EAGLE-3 layer: attention over concatenated token embeddings and states; the states are the residual."""
 
     Mixer: MakesLayer = WideAttention
 
@@ -87,27 +87,27 @@ class Layer3(llama.Layer):
         self.states_norm = norm_of(facts, scope / "hidden_norm")
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        """`residual` are the states."""
+        """Return (x, residual) of token embeddings x and states `residual`."""
         assert residual is not None
         tokens, states = self.attention_norm.alone(x), self.states_norm.alone(residual)
-        seen = self.attention(torch.cat((tokens, states), 1), batch)
-        x, residual = self.mlp_norm(seen, states if self.keeps_normed else residual)
+        attended = self.attention(torch.cat((tokens, states), 1), batch)
+        x, residual = self.mlp_norm(attended, states if self.keeps_normed else residual)
         return self.mlp(x), residual
 
 
 class Eagle3(DraftHead):
-    """EAGLE-3. Its head may know the most frequent tokens only."""
+    """EAGLE-3 draft model. Its LM head may have a reduced vocabulary."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         drafts, body = facts.drafts, scope / "model"
         assert drafts is not None
-        self.embed = _own_embedding(facts, body)
+        self.embed = _build_embedding(facts, body)
         self.fc = WholeLinear(len(drafts.aux_layers) * drafts.target_hidden, facts.hidden, body / "fc")
-        known = [body / "midlayer", body / "layers" / 0]
-        own = next((each for each in known if scope.is_stored(f"{each.name}.hidden_norm.weight")), known[0])
-        layer = facts.layers[0]
-        self.layer = Layer3(_biased(facts, own), layer, Rope(layer.rope, scope), own)
+        scopes = [body / "midlayer", body / "layers" / 0]
+        stored = (each for inner in scopes if scope.is_stored(f"{inner.name}.hidden_norm.weight"))
+        inner, layer = next(stored, scopes[0]), facts.layers[0]
+        self.layer = Layer3(_with_qkv_bias(facts, inner), layer, Rope(layer.rope, scope), inner)
         self.norm = norm_of(facts, body / "norm")
         self.head: Head | None = None
         if drafts.vocab != facts.vocab or scope.is_stored("lm_head.weight"):
@@ -134,7 +134,7 @@ class Eagle3(DraftHead):
 
 
 class _Offsets(nn.Module):
-    """How far each token that is drafted lies before the same one of the target."""
+    """Offset of each draft token id to the target's id (d2t)."""
 
     def __init__(self, vocab: int, scope: Scope) -> None:
         super().__init__()
@@ -146,4 +146,4 @@ class _Offsets(nn.Module):
         yield Target("d2t", self.weight)
 
     def finish(self) -> None:
-        """Used as they were loaded."""
+        """Keep the offsets as loaded."""

@@ -1,5 +1,5 @@
-"""Falcon-H1: attention and Mamba-2 read the same in each layer, and what both say is added; factors nearly
-everywhere, by which models of all widths could be trained alike."""
+"""Falcon-H1: attention and Mamba-2 in parallel in each layer, with muP scale factors on most inputs and
+outputs."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from quire.models.decoder import Decoder
 
 
 class Both(nn.Module):
-    """Attention and Mamba-2 side by side. The scope is the layer's."""
+    """Attention and Mamba-2 in parallel; their outputs are scaled and added. The scope is the layer's."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -26,14 +26,14 @@ class Both(nn.Module):
         self.mamba = Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, scope / "mamba")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        into, out = self.scales
-        said = self.ops.scale(self.mamba(x, batch), self.state_scale)
-        seen = self.ops.scale(self.attention(self.ops.scale(x, into), batch), out)
-        return self.ops.add(said, seen)
+        scale_in, scale_out = self.scales
+        mamba_out = self.ops.scale(self.mamba(x, batch), self.state_scale)
+        attention_out = self.ops.scale(self.attention(self.ops.scale(x, scale_in), batch), scale_out)
+        return self.ops.add(mamba_out, attention_out)
 
 
 class ScaledMLP(MLP):
-    """An MLP with factors on its gate and on what it says."""
+    """Gated MLP with scale factors on its gate and its output."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
@@ -47,7 +47,7 @@ class ScaledMLP(MLP):
 
 
 class Layer(llama.Layer):
-    """Both, then feed-forward, behind a norm and beside a residual each."""
+    """Pre-norm layer: attention and Mamba-2 in parallel, then MLP, each with a residual."""
 
     Mixer = Both
     norm_names = ("input_layernorm", "pre_ff_layernorm")
@@ -60,7 +60,7 @@ class Layer(llama.Layer):
 
 
 class FalconH1(Decoder):
-    """The model."""
+    """Falcon-H1 decoder."""
 
     Layer = Layer
     last = "final_layernorm"

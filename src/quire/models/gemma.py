@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: a norm before and after each half of a layer; VaultGemma: before it alone."""
+"""Gemma 2 and 3: a norm before and after attention and MLP. VaultGemma: only a norm before each."""
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from quire.models.llama import Attention, feed_forward
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each between two norms."""
+    """Attention, then MLP, each with a norm before and after and a residual."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -32,18 +32,18 @@ class Layer(nn.Module):
 
 
 class GemmaModel(Decoder):
-    """The model."""
+    """Gemma 2 and 3 decoder."""
 
     Layer = Layer
 
 
 class VaultLayer(llama.Layer):
-    """Llama's under Gemma's names."""
+    """Llama layer with Gemma's names."""
 
     norm_names = ("input_layernorm", "pre_feedforward_layernorm")
 
 
 class VaultGemma(Decoder):
-    """The model."""
+    """VaultGemma decoder."""
 
     Layer = VaultLayer

@@ -1,5 +1,5 @@
-"""Gemma 3n: several states of each token, of which a layer reads one and corrects all; embeddings of tokens
-for each layer; and last layers that see the keys and values of others."""
+"""Gemma 3n: alternating updates of several states (AltUp), per-layer token embeddings, and last layers that
+share the KV cache of earlier layers."""
 
 from collections.abc import Callable
 from statistics import NormalDist
@@ -24,12 +24,12 @@ from quire.models import llama
 from quire.models.decoder import Decoder
 
 _LEAST = 1e-5
-"""Of the mean square of a state."""
+"""Least mean square of a state."""
 
 
 class AltUp(nn.Module):
-    """Alternating updates: what a layer would say to all states is predicted, and corrected by what it says
-    to the one that it reads."""
+    """Alternating updates: predict all states, run the layer on the active state, and correct all states by
+    its output."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()
@@ -42,23 +42,24 @@ class AltUp(nn.Module):
         self.out_scale = Learned(scope / "correct_output_scale", facts.hidden)
 
     def _modalities(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, inputs]"""
+        """Route [T, hidden] to [T, inputs]."""
         routed = F.linear(self.norm.alone(x) * self.scale, self.router.vectors)
         return torch.tanh(routed.float()).to(x.dtype)
 
     def predict(self, states: Tensor) -> Tensor:
-        """[inputs, T, hidden], as the states are."""
+        """Return the predicted states [inputs, T, hidden] of the next layer."""
         count, num_tokens, _ = states.shape
         weights = F.linear(self._modalities(states[self.active]), self.predicts.vectors)
         return states + torch.einsum("ith,tji->jth", states, weights.view(num_tokens, count, count))
 
-    def correct(self, predicted: Tensor, said: Tensor) -> Tensor:
-        weights = F.linear(self._modalities(said), self.corrects.vectors) + 1
-        return predicted + (said - predicted[self.active]) * weights.T[:, :, None]
+    def correct(self, predicted: Tensor, output: Tensor) -> Tensor:
+        """Return the predicted states, corrected by the layer's output [T, hidden] for the active state."""
+        weights = F.linear(self._modalities(output), self.corrects.vectors) + 1
+        return predicted + (output - predicted[self.active]) * weights.T[:, :, None]
 
 
 class Laurel(nn.Module):
-    """A learned residual: x, and a product of low rank."""
+    """Learned augmented residual (LAuReL): x plus a normed low-rank projection of x."""
 
     def __init__(self, facts: ArchFacts, rank: int, scope: Scope) -> None:
         super().__init__()
@@ -71,8 +72,8 @@ class Laurel(nn.Module):
 
 
 class SparseMLP(MLP):
-    """down(act(gate) * up), of whose gates only the largest are left: those that are so many deviations above
-    their mean, by what is above that."""
+    """down(act(gate) * up) with sparse gates: relu(gate - cutoff), where the cutoff lies a fixed number of
+    standard deviations above the mean."""
 
     def __init__(self, facts: ArchFacts, sparsity: float, scope: Scope) -> None:
         super().__init__(facts, scope)
@@ -88,21 +89,21 @@ class SparseMLP(MLP):
         return out
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Over the shares of all devices."""
+        """Return the mean over the shards of all devices."""
         return self.group.all_reduce(x.float().sum(-1, keepdim=True)) / self.size
 
 
 class Attention(llama.Attention):
-    """Values are normed as well, by no weight."""
+    """Llama attention that also norms values, without a weight."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
         sizes = self.qkv.kv_heads, facts.head_dim
-        self.qkv.bounded = _values_normed(*sizes, facts.norm_eps, are_keys=layer.keys_are_values)
+        self.qkv.bounded = _norm_values(*sizes, facts.norm_eps, are_keys=layer.keys_are_values)
 
 
-def _values_normed(kv_heads: int, head_dim: int, eps: float, *, are_keys: bool) -> Callable[[Tensor], Tensor]:
-    """Of queries, keys and values; `are_keys`: of queries and keys."""
+def _norm_values(kv_heads: int, head_dim: int, eps: float, *, are_keys: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function that norms the values of QKV; with `are_keys` the values are derived from keys."""
 
     def normed(qkv: Tensor) -> Tensor:
         values = qkv[:, -kv_heads * head_dim :].view(len(qkv), kv_heads, head_dim)
@@ -117,7 +118,7 @@ def _values_normed(kv_heads: int, head_dim: int, eps: float, *, are_keys: bool) 
 
 
 class SharingAttention(nn.Module):
-    """Queries alone, which see what another layer keeps."""
+    """Query projection, attention to the KV cache of another layer, output projection."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -126,35 +127,36 @@ class SharingAttention(nn.Module):
         self.norm = norm_of(facts, scope / "q_norm", facts.head_dim)
         self.out = RowLinear(inner, facts.hidden, scope / "o_proj", bias=facts.out_bias)
         self.rope, self.ops = rope, scope.ops
-        self.seen: tuple[PagedAttention, ...] = ()
-        """That layer's, whose module this one is not."""
+        self.shared: tuple[PagedAttention, ...] = ()
+        """Attention layer with the shared KV cache; a tuple, so that it is not registered as a submodule."""
 
-    def see(self, other: nn.Module) -> None:
-        assert isinstance(other, Attention), "a layer that keeps nothing"
-        self.seen = (other.mix,)
+    def share(self, other: nn.Module) -> None:
+        """Use the KV cache of another attention layer."""
+        assert isinstance(other, Attention), "only a layer with its own KV cache can be shared"
+        self.shared = (other.mix,)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        (seen,) = self.seen
-        assert seen.k_cache is not None and seen.v_cache is not None, "bind() comes before forward()"
-        spec, caches, batch = seen.spec, (seen.k_cache, seen.v_cache), batch.groups[seen.group]
+        (shared,) = self.shared
+        assert shared.k_cache is not None and shared.v_cache is not None, "bind() comes before forward()"
+        spec, caches, batch = shared.spec, (shared.k_cache, shared.v_cache), batch.groups[shared.group]
         norms = HeadNorms(self.norm.weight, self.norm.weight, self.norm.eps)
-        nowhere = torch.full_like(batch.slots, -1)
-        entry = HeadEntry(spec.heads, *self.rope.of(batch), nowhere, *caches, norms, *spec.scales)
-        beside = F.pad(self.q(x), (0, 2 * spec.kv_heads * spec.head_dim))
-        q = self.ops.rotate_and_write(beside, entry)
-        out: Tensor = self.out(seen.backend.forward(q, *caches, batch, spec).flatten(1))
+        no_slots = torch.full_like(batch.slots, -1)
+        entry = HeadEntry(spec.heads, *self.rope.of(batch), no_slots, *caches, norms, *spec.scales)
+        qkv = F.pad(self.q(x), (0, 2 * spec.kv_heads * spec.head_dim))
+        q = self.ops.rotate_and_write(qkv, entry)
+        out: Tensor = self.out(shared.backend.forward(q, *caches, batch, spec).flatten(1))
         return out
 
 
 def share_keys(facts: ArchFacts, attentions: list[nn.Module]) -> None:
-    """Layers without keys of their own see those of others."""
-    for layer, own in zip(facts.layers, attentions, strict=True):
-        if isinstance(own, SharingAttention) and layer.keys_of is not None:
-            own.see(attentions[layer.keys_of])
+    """Connect layers without their own KV cache to the layers that they share it with."""
+    for layer, attention in zip(facts.layers, attentions, strict=True):
+        if isinstance(attention, SharingAttention) and layer.keys_of is not None:
+            attention.share(attentions[layer.keys_of])
 
 
 class OwnInputs(nn.Module):
-    """What each token has for each layer, of its id and of its vector. The scope is the body's."""
+    """Per-layer inputs of each token, from its id and its embedding. The scope is the body's."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()
@@ -166,18 +168,18 @@ class OwnInputs(nn.Module):
         self.norm = norm_of(facts, scope / "per_layer_projection_norm", altup.per_layer)
 
     def forward(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        """[T, layers, per_layer]"""
+        """Return the inputs of all layers, [T, layers, per_layer]."""
         shape = (len(x), self.layers, self.per_layer)
-        known = torch.where(token_ids < self.vocab, token_ids, 0).clamp_min(0)
-        of_ids = self.embed(known) * self.per_layer**0.5
-        of_vectors = (self.projection(x) * self.hidden**-0.5).view(-1, self.per_layer)
-        out: Tensor = (self.norm.alone(of_vectors).view(shape) + of_ids.view(shape)) * 0.5**0.5
+        ids = torch.where(token_ids < self.vocab, token_ids, 0).clamp_min(0)
+        embedded = self.embed(ids) * self.per_layer**0.5
+        projected = (self.projection(x) * self.hidden**-0.5).view(-1, self.per_layer)
+        out: Tensor = (self.norm.alone(projected).view(shape) + embedded.view(shape)) * 0.5**0.5
         return out
 
 
 class Layer(nn.Module):
-    """Attention beside a product of low rank, then feed-forward, each between two norms; at last what the
-    token itself has to say to this layer."""
+    """AltUp prediction, attention with LAuReL, MLP (each with a norm before and after), AltUp correction, and
+    the per-layer input of the token."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -199,8 +201,8 @@ class Layer(nn.Module):
         self.after_own = norm_of(facts, scope / "post_per_layer_input_norm")
         self.active, self.is_scaled = altup.active, altup.is_scaled
 
-    def forward(self, states: Tensor, own: Tensor, batch: Batch) -> Tensor:
-        """[inputs, T, hidden], and [T, per_layer] of its own."""
+    def forward(self, states: Tensor, layer_input: Tensor, batch: Batch) -> Tensor:
+        """Update the states [inputs, T, hidden]; `layer_input` is [T, per_layer]."""
         predicted = self.altup.predict(states)
         x = predicted[self.active]
         normed = self.before_attention.alone(x)
@@ -210,21 +212,21 @@ class Layer(nn.Module):
         states = self.altup.correct(predicted, x)
         first = states[self.active]
         first = first * self.altup.out_scale.vectors if self.is_scaled else first
-        told = self.widen(F.gelu(self.gate(first), approximate="tanh") * own)
-        states[1:] += self.after_own.alone(told)
+        projected = self.widen(F.gelu(self.gate(first), approximate="tanh") * layer_input)
+        states[1:] += self.after_own.alone(projected)
         return states
 
 
 class Gemma3nModel(Decoder):
-    """The model."""
+    """Gemma 3n decoder."""
 
     Layer = Layer
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         if not (scope.stage.is_first and scope.stage.is_last):
             raise ConfigError(
-                "pipeline_parallel_size cannot be had with Gemma 3n, whose last layers see the keys of "
-                "others: leave it out, and use tensor_parallel_size"
+                "pipeline_parallel_size > 1 is not supported with Gemma 3n, where layers share the KV cache "
+                "of others: use tensor_parallel_size"
             )
         super().__init__(facts, scope)
         altup = facts.altup
@@ -239,24 +241,23 @@ class Gemma3nModel(Decoder):
 
     def forward(self, batch: Batch) -> Tensor:
         x, _ = self.embedded(batch)
-        own = self.own(x, batch.token_ids)
-        size = _size(x)
-        states = torch.stack([x, *(_resized(each(x), size) for each in self.spread)])
+        layer_inputs = self.own(x, batch.token_ids)
+        rms = _rms(x)
+        states = torch.stack([x, *(_rescale(project(x), rms) for project in self.spread)])
         for number, layer in enumerate(self.layers):
-            states = layer(states, own[:, number], batch)
-        size = _size(states[0])
-        others = [_resized(each(x), size) for each, x in zip(self.joined, states[1:], strict=True)]
+            states = layer(states, layer_inputs[:, number], batch)
+        rms = _rms(states[0])
+        others = [_rescale(project(x), rms) for project, x in zip(self.joined, states[1:], strict=True)]
         assert self.norm is not None
         return self.norm.alone(torch.stack([states[0], *others]).mean(0))
 
     def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
-        raise ConfigError("Gemma 3n has several states of each token: no head can draft on them")
+        raise ConfigError("draft heads are not supported with Gemma 3n, which has several states per token")
 
 
-def _size(x: Tensor) -> Tensor:
-    """[T, hidden] -> [T, 1], the root of the mean square."""
+def _rms(x: Tensor) -> Tensor:
     return x.square().mean(-1, keepdim=True).sqrt()
 
 
-def _resized(x: Tensor, size: Tensor) -> Tensor:
-    return x * size / x.square().mean(-1, keepdim=True).clamp_min(_LEAST).sqrt()
+def _rescale(x: Tensor, rms: Tensor) -> Tensor:
+    return x * rms / x.square().mean(-1, keepdim=True).clamp_min(_LEAST).sqrt()

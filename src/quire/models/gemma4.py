@@ -1,5 +1,5 @@
-"""Gemma 4: heads of another size in layers that see all; experts beside the feed-forward half; and, in the
-small ones, what each token has for each layer, and last layers that see the keys of others."""
+"""Gemma 4: another head size in full-attention layers, and experts in parallel to the MLP. Small models have
+per-layer token inputs, and last layers that share the KV cache of earlier layers."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ from quire.models.gemma3n import Attention, OwnInputs, SharingAttention, share_k
 
 
 class ExpertFactors(nn.Module):
-    """Numbers of the checkpoint, in float32."""
+    """A vector of the checkpoint in float32."""
 
     def __init__(self, count: int, scope: Scope) -> None:
         super().__init__()
@@ -32,18 +32,18 @@ class ExpertFactors(nn.Module):
         yield Target(self.name, self.numbers)
 
     def finish(self) -> None:
-        """They are used as they were loaded."""
+        """Keep the numbers as loaded."""
 
 
 class LayerScale(ExpertFactors):
-    """One number, by which all that a layer leaves is multiplied."""
+    """Learned factor of a layer's outputs."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__(1, scope)
         self.ops, self.factor = scope.ops, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` is changed."""
+        """Scale x in place."""
         return x if self.factor == 1 else self.ops.scale(x, self.factor)
 
     def finish(self) -> None:
@@ -51,7 +51,7 @@ class LayerScale(ExpertFactors):
 
 
 class RouterNorm(RMSNorm):
-    """What the router reads is shorter by the root of its size."""
+    """Norm of the router's input, divided by the square root of the hidden size."""
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.weight)
@@ -61,7 +61,7 @@ class RouterNorm(RMSNorm):
 
 
 class Gemma4Mixture(nn.Module):
-    """The experts of a layer, each with a factor of its own. The scope is the layer's."""
+    """MoE block with a factor per expert. The scope is the layer's."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ class Gemma4Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         ids, weights = self.router(self.router_norm.alone(x), None)
         weights = weights * self.factors.numbers[ids.long()]
-        said: Tensor = self.experts(self.before.alone(x), ids, weights)
-        return self.after.alone(said if self.sum is None else self.sum(said))
+        out: Tensor = self.experts(self.before.alone(x), ids, weights)
+        return self.after.alone(out if self.sum is None else self.sum(out))
 
 
 class OwnInput(nn.Module):
-    """What a token has to say to this layer. The scope is the layer's."""
+    """Gated projection of the per-layer input of tokens. The scope is the layer's."""
 
     def __init__(self, facts: ArchFacts, altup: AltUpFacts, scope: Scope) -> None:
         super().__init__()
@@ -92,14 +92,14 @@ class OwnInput(nn.Module):
         self.widen = WholeLinear(altup.per_layer, facts.hidden, scope / "per_layer_projection")
         self.norm = norm_of(facts, scope / "post_per_layer_input_norm")
 
-    def forward(self, x: Tensor, own: Tensor) -> Tensor:
-        told = self.widen(self.ops.activate(self.gate(x), self.activation) * own)
-        return self.norm.alone(told)
+    def forward(self, x: Tensor, layer_input: Tensor) -> Tensor:
+        gated = self.ops.activate(self.gate(x), self.activation) * layer_input
+        return self.norm.alone(self.widen(gated))
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each between two norms; then what the token has for this layer; all of it
-    times one number."""
+    """Attention, then MLP and optional experts, each with a norm before and after; then the per-layer input
+    of the token. The outputs are scaled by a learned factor."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -119,9 +119,9 @@ class Layer(nn.Module):
         self.scale = LayerScale(scope / "layer_scalar")
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, own: Tensor | None = None
+        self, x: Tensor, residual: Tensor | None, batch: Batch, layer_input: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`own` [T, per_layer], where tokens have something for it."""
+        """Return (x, residual); `layer_input` is [T, per_layer] if the model has per-layer inputs."""
         x, residual = self.before_attention(x, residual)
         x = self.after_attention.alone(self.attention(x, batch))
         x, residual = self.before_mlp(x, residual)
@@ -131,12 +131,12 @@ class Layer(nn.Module):
         x = self.after_mlp.alone(x)
         if self.own is not None:
             residual = self.ops.add(residual, x)
-            x = self.own(residual, own)
+            x = self.own(residual, layer_input)
         return self.scale(x), self.scale(residual)
 
 
 class Gemma4(Decoder):
-    """The model."""
+    """Gemma 4 decoder."""
 
     Layer = Layer
 
@@ -144,8 +144,8 @@ class Gemma4(Decoder):
         is_linked = facts.altup is not None or any(layer.keys_of is not None for layer in facts.layers)
         if is_linked and not (scope.stage.is_first and scope.stage.is_last):
             raise ConfigError(
-                "pipeline_parallel_size cannot be had with a Gemma 4 whose last layers see the keys of "
-                "others: leave it out, and use tensor_parallel_size"
+                "pipeline_parallel_size > 1 is not supported with a Gemma 4 where layers share the KV cache "
+                "of others: use tensor_parallel_size"
             )
         super().__init__(facts, scope)
         self.own = None if facts.altup is None else OwnInputs(facts, facts.altup, scope / self.body)
@@ -156,14 +156,14 @@ class Gemma4(Decoder):
         if self.own is None:
             return super().forward(batch)
         x, residual = self.embedded(batch)
-        own = self.own(x, batch.token_ids)
+        layer_inputs = self.own(x, batch.token_ids)
         for number, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, batch, own[:, number])
+            x, residual = layer(x, residual, batch, layer_inputs[:, number])
         assert self.norm is not None
         out: Tensor = self.norm(x, residual)[0]
         return out
 
     def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
         if self.own is not None:
-            raise ConfigError("no head can draft on a Gemma 4 whose layers are given inputs of their own")
+            raise ConfigError("draft heads are not supported with a Gemma 4 that has per-layer inputs")
         super().tap(layers, max_tokens, device)

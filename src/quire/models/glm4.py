@@ -1,4 +1,4 @@
-"""GLM-4 of 2025: Llama with a norm behind attention and feed-forward too."""
+"""GLM-4-0414: Llama with additional norms after attention and MLP."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from quire.models.decoder import Decoder
 
 
 class Layer(llama.Layer):
-    """Attention, then feed-forward, each between two norms and beside a residual."""
+    """Attention, then MLP, each with a norm before and after and a residual."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
@@ -26,6 +26,6 @@ class Layer(llama.Layer):
 
 
 class Glm4(Decoder):
-    """The model."""
+    """GLM-4 decoder."""
 
     Layer = Layer

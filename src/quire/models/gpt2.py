@@ -1,6 +1,6 @@
-"""GPT-2 and its like: a plain feed-forward half, mostly layer norms with biases and learned positions.
+"""GPT-2 and similar models: a plain MLP, mostly layer norms with biases and learned positions.
 
-What differs is in their facts, and in what their checkpoints call things.
+The models differ in their facts and in their checkpoint names.
 """
 
 from torch import nn
@@ -13,7 +13,7 @@ from quire.models.decoder import Decoder, MakesLayer
 
 
 class NemotronLayer(llama.Layer):
-    """Llama's, with a plain feed-forward half."""
+    """Llama layer with a plain MLP."""
 
     mlp_names = ("mlp.up_proj", "mlp.down_proj")
 
@@ -22,32 +22,32 @@ class NemotronLayer(llama.Layer):
 
 
 class Nemotron(Decoder):
-    """The model."""
+    """Nemotron decoder (also Arcee and Jais 2)."""
 
     Layer = NemotronLayer
 
 
 class Starcoder2Layer(NemotronLayer):
-    """The same under other names."""
+    """Nemotron layer with StarCoder 2's names."""
 
     mlp_names = ("mlp.c_fc", "mlp.c_proj")
 
 
 class Starcoder2(Decoder):
-    """The model."""
+    """StarCoder 2 decoder."""
 
     Layer = Starcoder2Layer
 
 
 class GPT2Attention(llama.Attention):
-    """Llama's under other names."""
+    """Llama attention with GPT-2's names."""
 
     fused_name = "c_attn"
     out_name = "c_proj"
 
 
 class GPT2Layer(Starcoder2Layer):
-    """The same under other names."""
+    """Nemotron layer with GPT-2's names."""
 
     Mixer: MakesLayer = GPT2Attention
     attention_name = "attn"
@@ -55,7 +55,7 @@ class GPT2Layer(Starcoder2Layer):
 
 
 class GPT2(Decoder):
-    """The model."""
+    """GPT-2 decoder."""
 
     Layer: MakesLayer = GPT2Layer
     body, embedding, stack, last = "transformer", "wte", "h", "ln_f"
@@ -63,44 +63,44 @@ class GPT2(Decoder):
 
 
 class BigCodeAttention(GPT2Attention):
-    """The same, head by head."""
+    """GPT-2 attention with a fused QKV that is grouped by key head."""
 
     by_head = True
 
 
 class BigCodeLayer(GPT2Layer):
-    """The same."""
+    """GPT-2 layer with BigCode attention."""
 
     Mixer: MakesLayer = BigCodeAttention
 
 
 class BigCode(GPT2):
-    """StarCoder, the first."""
+    """GPT-BigCode decoder (StarCoder 1)."""
 
     Layer = BigCodeLayer
 
 
 class JaisLayer(GPT2Layer):
-    """GPT-2's with a gate."""
+    """GPT-2 layer with a gated MLP."""
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
         return MLP(facts, scope / "mlp", names=("c_fc2", "c_fc", "c_proj"))
 
 
 class Jais(GPT2):
-    """The first one."""
+    """Jais 1 decoder."""
 
     Layer = JaisLayer
 
 
 class OPTAttention(llama.Attention):
-    """Llama's under another name."""
+    """Llama attention with OPT's names."""
 
     out_name = "out_proj"
 
 
 class OPTLayer(NemotronLayer):
-    """The same under other names."""
+    """Nemotron layer with OPT's names."""
 
     Mixer: MakesLayer = OPTAttention
     norm_names = ("self_attn_layer_norm", "final_layer_norm")
@@ -108,7 +108,7 @@ class OPTLayer(NemotronLayer):
 
 
 class OPT(Decoder):
-    """The model."""
+    """OPT decoder."""
 
     Layer = OPTLayer
     body, last = "model.decoder", "final_layer_norm"

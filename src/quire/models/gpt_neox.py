@@ -1,4 +1,4 @@
-"""GPT-NeoX and its like: attention and feed-forward side by side behind norms of their own, or in turn."""
+"""GPT-NeoX, Persimmon, Falcon and Bloom: attention and MLP in parallel, or sequentially."""
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from quire.models.gpt2 import NemotronLayer
 
 
 class Attention(llama.Attention):
-    """Llama's under other names."""
+    """Llama attention with GPT-NeoX's names; the fused QKV is grouped by key head."""
 
     fused_name, out_name = "query_key_value", "dense"
     by_head = True
@@ -21,7 +21,7 @@ class Attention(llama.Attention):
 
 
 class Layer(NemotronLayer):
-    """One after the other."""
+    """Sequential layer: attention, then a plain MLP."""
 
     Mixer = Attention
     attention_name = "attention"
@@ -29,16 +29,16 @@ class Layer(NemotronLayer):
 
 
 class WideLayer(Layer):
-    """Attention and a plain feed-forward half of the same, added up."""
+    """Parallel layer: attention and a plain MLP of the same input, each with its own norm, are added."""
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
-        fed = self.mlp(self.mlp_norm.alone(residual))
-        return self.ops.add(self.attention(x, batch), fed), residual
+        mlp_out = self.mlp(self.mlp_norm.alone(residual))
+        return self.ops.add(self.attention(x, batch), mlp_out), residual
 
 
 class GPTNeoX(Decoder):
-    """GPT-NeoX and Pythia."""
+    """GPT-NeoX and Pythia decoder."""
 
     body, embedding, last = "gpt_neox", "embed_in", "final_layer_norm"
     head_name = "embed_out"
@@ -49,32 +49,32 @@ class GPTNeoX(Decoder):
 
 
 class PersimmonLayer(Layer):
-    """The same under another name."""
+    """Sequential layer with Persimmon's names."""
 
     attention_name = "self_attn"
 
 
 class Persimmon(Decoder):
-    """The model."""
+    """Persimmon decoder."""
 
     Layer = PersimmonLayer
     last = "final_layernorm"
 
 
 class FalconLayer(Layer):
-    """Falcon-RW's."""
+    """Sequential layer of Falcon-RW."""
 
     attention_name = "self_attention"
 
 
 class FalconWide(WideLayer):
-    """Falcon-40B's."""
+    """Parallel layer of Falcon-40B, with two norms."""
 
     attention_name, norm_names = "self_attention", ("ln_attn", "ln_mlp")
 
 
 class FalconNarrow(phi.Layer):
-    """Falcon-7B's: both behind one norm."""
+    """Parallel layer of Falcon-7B, with one norm."""
 
     Mixer = Attention
     attention_name = "self_attention"
@@ -82,7 +82,7 @@ class FalconNarrow(phi.Layer):
 
 
 class Falcon(Decoder):
-    """The model."""
+    """Falcon decoder."""
 
     body, embedding, stack, last = "transformer", "word_embeddings", "h", "ln_f"
 
@@ -93,7 +93,7 @@ class Falcon(Decoder):
 
 
 class Bloom(Falcon):
-    """Falcon-RW's layers, behind a norm of the embedding."""
+    """Bloom decoder: Falcon-RW's layers, and a norm after the embedding."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)

@@ -1,4 +1,4 @@
-"""Granite 4, Bamba: layers of Mamba-2, and a few that attend; an MLP in each, experts beside it in some."""
+"""Granite 4 and Bamba: Mamba-2 layers and a few attention layers, each with an MLP, some with experts."""
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from quire.models.decoder import Decoder
 
 
 class Layer(llama.Layer):
-    """Mamba or attention, then feed-forward, each behind a norm and beside a residual."""
+    """Pre-norm layer: Mamba-2 or attention, then MLP or experts, each with a residual."""
 
     def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
         if layer.mixer == "attention":
@@ -28,13 +28,13 @@ class Layer(llama.Layer):
 
 
 class GraniteHybrid(Decoder):
-    """The model."""
+    """Granite 4 decoder."""
 
     Layer = Layer
 
 
 class BambaLayer(Layer):
-    """The same under other names."""
+    """Granite 4 layer with Bamba's names."""
 
     norm_names = ("input_layernorm", "pre_ff_layernorm")
 
@@ -43,7 +43,7 @@ class BambaLayer(Layer):
 
 
 class Bamba(Decoder):
-    """The model."""
+    """Bamba decoder."""
 
     Layer = BambaLayer
     last = "final_layernorm"

@@ -1,4 +1,4 @@
-"""HunYuan V1, dense or with experts: Llama, but for norms of heads that have turned."""
+"""HunYuan V1, dense or with experts: Llama with QK norms after RoPE."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from quire.models.decoder import Decoder
 
 
 class HeadWeights(nn.Module):
-    """The weights of both norms as one: a score has their product, so that queries can carry the keys'."""
+    """Weights of both QK norms, multiplied into one that is applied to queries: scores are the same."""
 
     def __init__(self, head_dim: int, scope: Scope) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class HeadWeights(nn.Module):
         self.both = nn.Parameter(scope.empty(2, head_dim), requires_grad=False)
 
     def forward(self, q: Tensor) -> Tensor:
-        """[T, heads, head_dim] queries, which are changed."""
+        """Scale queries [T, heads, head_dim] in place."""
         return self.ops.scale_columns(q.flatten(0, 1), self.both[0]).view_as(q)
 
     def targets(self) -> Iterator[Target]:
@@ -36,8 +36,8 @@ class HeadWeights(nn.Module):
 
 
 class Attention(llama.Attention):
-    """Queries and keys are made of one length before they turn, which is the same as after. Their weights
-    come after."""
+    """Llama attention with QK norms after RoPE. RoPE keeps lengths, so normalization runs before it and the
+    weights are applied after it."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
@@ -46,20 +46,20 @@ class Attention(llama.Attention):
         self.mix.norms = HeadNorms(ones, ones, facts.norm_eps)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        out: Tensor = self.out(self.mix(x, self._weighed, batch))
+        out: Tensor = self.out(self.mix(x, self._project_qkv, batch))
         return out
 
-    def _weighed(self, x: Tensor, entry: HeadEntry) -> Tensor:
+    def _project_qkv(self, x: Tensor, entry: HeadEntry) -> Tensor:
         return self.weights(self.qkv(x, entry))  # type: ignore[no-any-return]
 
 
 class Layer(llama.Layer):
-    """Llama's, with such attention."""
+    """Llama layer with HunYuan attention."""
 
     Mixer = Attention
 
 
 class HunYuan(Decoder):
-    """The model."""
+    """HunYuan V1 decoder."""
 
     Layer = Layer

@@ -1,4 +1,4 @@
-"""Jamba: layers of Mamba, a few that attend, and experts in every other of them."""
+"""Jamba: Mamba layers, a few attention layers, and experts in every other layer."""
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from quire.models.decoder import Decoder
 
 
 class Layer(llama.Layer):
-    """Mamba or attention, then feed-forward, each behind a norm and beside a residual."""
+    """Pre-norm layer: Mamba or attention, then MLP or experts, each with a residual."""
 
     norm_names = ("input_layernorm", "pre_ff_layernorm")
 
@@ -27,7 +27,7 @@ class Layer(llama.Layer):
 
 
 class Jamba(Decoder):
-    """The model."""
+    """Jamba decoder."""
 
     Layer = Layer
     last = "final_layernorm"

@@ -1,4 +1,4 @@
-"""LFM2: layers of a short convolution between two gates, a few that attend; experts in some models."""
+"""LFM2: gated short-convolution layers, a few attention layers, and experts in some models."""
 
 from torch import nn
 
@@ -13,13 +13,13 @@ from quire.models.decoder import Decoder
 
 
 class Attention(llama.Attention):
-    """The same under other names."""
+    """Llama attention with LFM2's names."""
 
     out_name, norm_names = "out_proj", ("q_layernorm", "k_layernorm")
 
 
 class Layer(llama.Layer):
-    """A convolution or attention, then feed-forward, each behind a norm and beside a residual."""
+    """Pre-norm layer: short convolution or attention, then MLP or experts, each with a residual."""
 
     Mixer = Attention
     norm_names = ("operator_norm", "ffn_norm")
@@ -36,7 +36,7 @@ class Layer(llama.Layer):
 
 
 class Lfm2(Decoder):
-    """The model."""
+    """LFM2 decoder."""
 
     Layer = Layer
     last = "embedding_norm"

@@ -1,4 +1,4 @@
-"""Llama, and the families that are Llama with other facts: Mistral, Qwen, SmolLM, Granite, Phi, GLM."""
+"""Llama, and families that differ only in their facts: Mistral, Qwen, SmolLM, Granite, Phi, GLM."""
 
 from torch import Tensor, nn
 
@@ -20,14 +20,14 @@ _PARTS = ("q_proj", "k_proj", "v_proj")
 
 
 class Attention(nn.Module):
-    """Queries, keys and values, the mix of what was seen, and the way back."""
+    """QKV projection, paged attention, output projection."""
 
     fused_name, out_name = "qkv_proj", "o_proj"
     num_inputs = 1
-    """How many vectors of the hidden size it reads of each token, side by side."""
+    """Number of concatenated hidden vectors that it reads per token."""
     Product: type[QKVLinear] = QKVLinear
     by_head = False
-    """Whether what is fused has query, key and value of one head of keys beside each other."""
+    """Whether the fused QKV is grouped by key head."""
     norm_names = ("q_norm", "k_norm")
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
@@ -49,8 +49,9 @@ class Attention(nn.Module):
             self.qkv.bounded = NormedHeads(self.norm_names, self.qkv, facts, rope.paired_dim, scope)
         elif facts.qk_norm:
             for name, heads in zip(self.norm_names, (facts.heads, facts.kv_heads), strict=True):
-                own = of_heads(scope.group, heads, facts.head_dim)
-                norms.append(norm_of(facts, scope / name, own if facts.qk_norm == "all" else facts.head_dim))
+                shard = of_heads(scope.group, heads, facts.head_dim)
+                size = shard if facts.qk_norm == "all" else facts.head_dim
+                norms.append(norm_of(facts, scope / name, size))
         spec = AttentionSpec(
             self.qkv.heads,
             self.qkv.kv_heads,
@@ -77,12 +78,12 @@ class Attention(nn.Module):
 
 
 def feed_forward(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
-    """Experts, or one for all. The scope is the layer's."""
+    """Build the MoE block or the MLP of a layer. The scope is the layer's."""
     return MoE(facts, scope) if layer.moe else MLP(facts, scope / "mlp")
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each behind a norm and beside a residual."""
+    """Pre-norm layer: attention, then MLP or experts, each with a residual."""
 
     Mixer: MakesLayer = Attention
     attention_name = "self_attn"
@@ -98,7 +99,7 @@ class Layer(nn.Module):
         self.mlp = self.feed_forward(facts, layer, scope)
 
     def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
-        """How the layer looks back. The scope is the layer's."""
+        """Build the attention or SSM mixer of the layer. The scope is the layer's."""
         return self.Mixer(facts, layer, rope, scope / self.attention_name)
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
@@ -114,6 +115,6 @@ class Layer(nn.Module):
 
 
 class Llama(Decoder):
-    """The model."""
+    """Llama decoder."""
 
     Layer = Layer

@@ -1,6 +1,6 @@
-"""Llama 4: layers that turn queries and keys and layers that do not, dense ones and mixtures of experts.
+"""Llama 4: layers with and without RoPE (NoPE), dense layers and MoE layers.
 
-Ministral 3, whose queries grow as these do, in all layers.
+Ministral 3: Llama with the temperature scaling of queries by position in all layers.
 """
 
 import torch
@@ -18,8 +18,8 @@ from quire.models.decoder import Decoder, MakesLayer
 
 
 def growth_of(growth: tuple[float, float] | None, first: int, scope: Scope) -> Tensor | None:
-    """[max_len, 1]: what queries are multiplied with at each place, if the first is at `first`; None: none of
-    them grows."""
+    """Return the query scale of each position, [max_len, 1], with positions counted from `first`; None if all
+    scales are 1."""
     if growth is None or scope.max_len - 1 + first < growth[0]:
         return None
     step, factor = growth
@@ -28,17 +28,17 @@ def growth_of(growth: tuple[float, float] | None, first: int, scope: Scope) -> T
 
 
 class Attention(llama.Attention):
-    """Where heads turn they are first made of one length; where they do not, queries grow with their
-    position."""
+    """Llama attention. With RoPE, queries and keys are first normed without a weight; without RoPE, queries
+    are scaled by position."""
 
-    first_position, turning_too = 1, False
-    """Of the first token; and whether queries that turn grow as well."""
+    first_position, scales_rope_layers = 1, False
+    """Position of the first token, and whether queries with RoPE are scaled as well."""
     growth: Tensor | None
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
         self.ops, growth = scope.ops, None
-        if facts.query_growth is not None and (layer.rope is None or self.turning_too):
+        if facts.query_growth is not None and (layer.rope is None or self.scales_rope_layers):
             growth = growth_of(facts.query_growth, self.first_position, scope)
         elif layer.rope is not None and facts.unit_heads:
             ones = torch.ones(facts.head_dim, dtype=scope.dtype, device=scope.device)
@@ -50,17 +50,17 @@ class Attention(llama.Attention):
         if growth is None:
             return super().forward(x, batch)
 
-        def grown(x: Tensor, entry: HeadEntry) -> Tensor:
+        def project(x: Tensor, entry: HeadEntry) -> Tensor:
             q: Tensor = self.qkv(x, entry)
             self.ops.scale_rows(q.view(len(q), -1), self.ops.embed(batch.positions, growth))
             return q
 
-        out: Tensor = self.out(self.mix(x, grown, batch))
+        out: Tensor = self.out(self.mix(x, project, batch))
         return out
 
 
 class Layer(llama.Layer):
-    """Attention, then feed-forward, each behind a norm and beside a residual."""
+    """Pre-norm layer: attention, then MLP or experts, each with a residual."""
 
     Mixer: MakesLayer = Attention
 
@@ -69,24 +69,24 @@ class Layer(llama.Layer):
 
 
 class Llama4Model(Decoder):
-    """The model."""
+    """Llama 4 decoder."""
 
     Layer = Layer
 
 
 class GrowingAttention(Attention):
-    """All queries grow with their position."""
+    """Llama attention with queries scaled by position in all layers."""
 
-    first_position, turning_too = 0, True
+    first_position, scales_rope_layers = 0, True
 
 
 class Ministral3Layer(llama.Layer):
-    """Llama's, with queries that grow."""
+    """Llama layer with queries scaled by position."""
 
     Mixer = GrowingAttention
 
 
 class Ministral3(Decoder):
-    """The model."""
+    """Ministral 3 decoder."""
 
     Layer = Ministral3Layer

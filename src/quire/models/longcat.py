@@ -1,4 +1,4 @@
-"""LongCat-Flash: layers of two halves, and experts beside all of the second one; some experts do nothing."""
+"""LongCat-Flash: two attention + MLP blocks per layer, experts parallel to the second, identity experts."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from quire.models.decoder import Decoder
 
 
 class LongcatMixture(nn.Module):
-    """Experts, and such as say what they are given. The scope is the layer's."""
+    """MoE block with identity experts, which return their input. The scope is the layer's."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -33,21 +33,22 @@ class LongcatMixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         ids, weights = self.router(x, self.choice.bias)
         is_idle = ids >= self.num_experts
-        kept = torch.where(is_idle, weights, 0.0).sum(1, keepdim=True)
-        ids = torch.where(is_idle, self._others(ids), ids)
-        said: Tensor = self.experts(x, ids, torch.where(is_idle, 0.0, weights))
-        said = said if self.sum is None else self.sum(said)
-        return said + x * kept.to(x.dtype)
+        identity_weight = torch.where(is_idle, weights, 0.0).sum(1, keepdim=True)
+        ids = torch.where(is_idle, self._find_unused(ids), ids)
+        out: Tensor = self.experts(x, ids, torch.where(is_idle, 0.0, weights))
+        out = out if self.sum is None else self.sum(out)
+        return out + x * identity_weight.to(x.dtype)
 
-    def _others(self, ids: Tensor) -> Tensor:
-        """As many experts of each token that it did not choose: none is given a token twice."""
+    def _find_unused(self, ids: Tensor) -> Tensor:
+        """Return experts that each token did not choose, as stand-ins for identity experts: an expert must
+        not appear twice for a token."""
         free = torch.ones(len(ids), self.num_experts + 1, device=ids.device)
         free.scatter_(1, ids.long().clamp(max=self.num_experts), 0.0)
         return free[:, :-1].topk(ids.shape[1], 1).indices.to(ids.dtype)
 
 
 class LatentNorm(RMSNorm):
-    """A factor on latents is in its weight."""
+    """RMS norm with the scale of latents folded into its weight."""
 
     scale = 1.0
 
@@ -56,7 +57,7 @@ class LatentNorm(RMSNorm):
 
 
 class Attention(deepseek.Attention):
-    """DeepSeek's with a factor on latents."""
+    """DeepSeek attention with a scale on KV latents."""
 
     LatentNorm = LatentNorm
 
@@ -69,42 +70,42 @@ class Attention(deepseek.Attention):
 
 
 class Half(nn.Module):
-    """Attention, then feed-forward, each behind a norm and beside a residual. What the experts say to the
-    first half of a layer is added behind the second."""
+    """Pre-norm half of a layer: attention, then MLP, each with a residual. The experts read the first half,
+    and their output is added after the second."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
-        where, _, number = scope.name.rpartition(".")
-        which = int(number) % 2
-        scope = replace(scope, name=f"{where}.{int(number) // 2}")
+        stack, _, number = scope.name.rpartition(".")
+        half = int(number) % 2
+        scope = replace(scope, name=f"{stack}.{int(number) // 2}")
         self.ops = scope.ops
-        self.attention_norm = norm_of(facts, scope / "input_layernorm" / which)
-        self.attention = Attention(facts, layer, rope, scope / "self_attn" / which)
-        self.mlp_norm = norm_of(facts, scope / "post_attention_layernorm" / which)
-        self.mlp = MLP(facts, scope / "mlps" / which)
+        self.attention_norm = norm_of(facts, scope / "input_layernorm" / half)
+        self.attention = Attention(facts, layer, rope, scope / "self_attn" / half)
+        self.mlp_norm = norm_of(facts, scope / "post_attention_layernorm" / half)
+        self.mlp = MLP(facts, scope / "mlps" / half)
         self.mixture = LongcatMixture(facts, scope) if layer.moe else None
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
         x, residual = self.mlp_norm(self.attention(x, batch), residual)
-        fed: Tensor = self.mlp(x)
+        out: Tensor = self.mlp(x)
         if self.mixture is not None:
             batch.beside = self.mixture(x)
         else:
-            assert batch.beside is not None, "the second half comes behind the first"
-            fed = self.ops.add(fed, batch.beside)
-        return fed, residual
+            assert batch.beside is not None, "the first half must run before the second"
+            out = self.ops.add(out, batch.beside)
+        return out, residual
 
 
 class LongCat(Decoder):
-    """The model."""
+    """LongCat-Flash decoder."""
 
     Layer = Half
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         if not (scope.stage.is_first and scope.stage.is_last):
             raise ConfigError(
-                "pipeline_parallel_size cannot be had with LongCat-Flash, whose layers have two halves: "
-                "leave it out, and use tensor_parallel_size"
+                "pipeline_parallel_size > 1 is not supported with LongCat-Flash, where experts are added "
+                "across layer halves: use tensor_parallel_size"
             )
         super().__init__(facts, scope)

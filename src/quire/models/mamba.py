@@ -1,4 +1,4 @@
-"""Mamba, Falcon-Mamba and Mamba-2: layers that keep a state, and nothing else."""
+"""Mamba, Falcon-Mamba and Mamba-2: SSM layers only."""
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from quire.models.decoder import Decoder
 
 
 class Layer(nn.Module):
-    """A mixer behind a norm and beside a residual."""
+    """Pre-norm layer: SSM mixer with a residual."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
 
 class MambaModel(Decoder):
-    """The model."""
+    """Mamba decoder."""
 
     Layer = Layer
     body, embedding, last = "backbone", "embeddings", "norm_f"

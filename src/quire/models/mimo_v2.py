@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: values that are smaller than keys, and sinks in layers with windows."""
+"""MiMo-V2-Flash: values with a smaller head size than keys, and attention sinks in sliding-window layers."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from quire.quant.sharding import divided, of_heads
 
 
 class Attention(nn.Module):
-    """Llama's, with values that are filled up to the size of keys in the cache."""
+    """QKV projection, paged attention with values padded to the size of keys, output projection."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -37,21 +37,21 @@ class Attention(nn.Module):
         self.out = RowLinear(facts.heads * v_dim, facts.hidden, scope / "o_proj")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        first, values = self.qkv.multiply(x).split(self.sizes, 1)
+        queries_keys, values = self.qkv.multiply(x).split(self.sizes, 1)
         values = F.pad(values.unflatten(1, (-1, self.v_dim)), (0, self.missing)).flatten(1)
-        seen = self.mix(torch.cat((first, values), 1), self.ops.rotate_and_write, batch)
-        seen = seen.unflatten(1, (-1, self.v_dim + self.missing))[..., : self.v_dim].flatten(1)
-        out: Tensor = self.out(self.ops.scale(seen, self.value_scale))
+        mixed = self.mix(torch.cat((queries_keys, values), 1), self.ops.rotate_and_write, batch)
+        mixed = mixed.unflatten(1, (-1, self.v_dim + self.missing))[..., : self.v_dim].flatten(1)
+        out: Tensor = self.out(self.ops.scale(mixed, self.value_scale))
         return out
 
 
 class Layer(llama.Layer):
-    """Llama's, with such attention."""
+    """Llama layer with MiMo-V2 attention."""
 
     Mixer: MakesLayer = Attention
 
 
 class MiMoV2(Decoder):
-    """The model."""
+    """MiMo-V2-Flash decoder."""
 
     Layer = Layer

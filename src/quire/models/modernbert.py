@@ -1,4 +1,4 @@
-"""ModernBERT: norms in front, gated feed-forward, heads that turn, and most layers that look only near."""
+"""ModernBERT: pre-norm encoder with gated MLPs, RoPE, and local attention in most layers."""
 
 from functools import cache
 
@@ -16,8 +16,7 @@ from quire.layers.scope import Scope
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each behind a norm and beside a residual. The first layer's input is
-    normed already."""
+    """Pre-norm layer: attention, then MLP, each with a residual. The first layer has no attention norm."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope, *, first: bool) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class Layer(nn.Module):
         self.down = RowLinear(facts.intermediate, facts.hidden, inner / "Wo", bias=facts.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor, batch: Batch, texts: Spans) -> tuple[Tensor, Tensor]:
-        """What the layer says, and what it adds to."""
+        """Return (x, residual)."""
         if self.attention_norm is not None:
             x = self.attention_norm.added(x, residual)
         x = self.mlp_norm.added(self.attention(x, batch.positions, texts), residual)
@@ -44,7 +43,7 @@ class Layer(nn.Module):
 
 
 class ModernBert(nn.Module):
-    """Embedding, layers, norm."""
+    """ModernBERT encoder: embedding, layers, final norm."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ class ModernBert(nn.Module):
         self.norm = norm_of(facts, body / "final_norm")
 
     def forward(self, batch: Batch) -> Tensor:
-        """[T, hidden], after the final norm."""
+        """Return hidden states [T, hidden] after the final norm."""
         x = residual = self.embed_norm.alone(self.embed(batch.token_ids))
         texts = spans(batch)
         for layer in self.layers:
@@ -69,7 +68,7 @@ class ModernBert(nn.Module):
 
 
 class ModernBertClassifier(nn.Module):
-    """A product, activated and normed, and another."""
+    """ModernBERT classifier: dense layer, activation, norm, output projection."""
 
     def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""MPT and DBRX, under names of their own."""
+"""MPT and DBRX: Llama layers with other checkpoint names."""
 
 from quire.models import llama
 from quire.models.decoder import Decoder, MakesLayer
@@ -6,13 +6,13 @@ from quire.models.gpt2 import NemotronLayer
 
 
 class Attention(llama.Attention):
-    """Llama's under other names."""
+    """Llama attention with MPT's names."""
 
     fused_name, out_name = "Wqkv", "out_proj"
 
 
 class MPTLayer(NemotronLayer):
-    """The same with a plain feed-forward half."""
+    """Llama layer with a plain MLP and MPT's names."""
 
     Mixer = Attention
     attention_name, norm_names = "attn", ("norm_1", "norm_2")
@@ -20,14 +20,14 @@ class MPTLayer(NemotronLayer):
 
 
 class MPT(Decoder):
-    """The model."""
+    """MPT decoder."""
 
     Layer: MakesLayer = MPTLayer
     body, embedding, stack, last = "transformer", "wte", "blocks", "norm_f"
 
 
 class DBRXLayer(llama.Layer):
-    """Llama's with experts."""
+    """Llama layer with experts and DBRX's names."""
 
     Mixer = Attention
     attention_name = "norm_attn_norm.attn"
@@ -35,6 +35,6 @@ class DBRXLayer(llama.Layer):
 
 
 class DBRX(MPT):
-    """The model."""
+    """DBRX decoder."""
 
     Layer = DBRXLayer

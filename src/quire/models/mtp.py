@@ -1,4 +1,4 @@
-"""MTP: the layer of a checkpoint that predicts the next token but one."""
+"""MTP: the multi-token prediction layer of a checkpoint, as a draft model."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from quire.models.draft_head import DraftHead
 
 
 class MtpNames(NamedTuple):
-    """What a checkpoint calls the parts. `{}` is the number of layers in front."""
+    """Checkpoint names of the MTP layer's parts. `{}` is the number of the model's layers."""
 
     layer: str
     join: str
@@ -24,7 +24,7 @@ class MtpNames(NamedTuple):
     states_norm: str
     last: str
     gives_normed: bool = False
-    """Whether the states for the next token are those behind the last norm."""
+    """Whether the states for the next token are the outputs of the final norm."""
 
 
 _DEEPSEEK = MtpNames(
@@ -40,12 +40,12 @@ _QWEN = MtpNames(
 _STEP = _DEEPSEEK._replace(last="model.layers.{}.transformer.shared_head.norm")
 _NAMES = {"Step3p5ForCausalLM": _STEP}
 _NAMES |= {"Qwen3NextForCausalLM": _QWEN, "Qwen3_5ForCausalLM": _QWEN, "Qwen3_5MoeForCausalLM": _QWEN}
-"""By architecture; all others have DeepSeek's."""
+"""Names by architecture; all others have DeepSeek's names."""
 
 
 class MTP(DraftHead):
-    """A token and the states before it, each behind a norm, joined; one layer of the target's kind. Embedding
-    and head are the target's."""
+    """Norms of token embedding and states, a joint projection, and one layer of the target's kind. It uses
+    the target's embedding and LM head."""
 
     embed = None
 

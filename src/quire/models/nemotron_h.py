@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: each layer is one thing, Mamba-2, attention, experts or a plain feed-forward."""
+"""Nemotron-H and Nemotron 3: each layer is either Mamba-2, attention, experts or a plain MLP."""
 
 from torch import Tensor, nn
 
@@ -15,12 +15,12 @@ from quire.models.llama import Attention
 
 
 class Layer(nn.Module):
-    """It stands behind a norm and beside a residual."""
+    """Pre-norm layer with one mixer and a residual."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.norm = norm_of(facts, scope / "norm")
-        self.looks_back = layer.mixer != "none"
+        self.takes_batch = layer.mixer != "none"
         self.mixer: nn.Module
         if layer.mixer == "mamba":
             assert facts.state is not None
@@ -34,11 +34,11 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.norm(x, residual)
-        return self.mixer(x, batch) if self.looks_back else self.mixer(x), residual
+        return self.mixer(x, batch) if self.takes_batch else self.mixer(x), residual
 
 
 class NemotronH(Decoder):
-    """The model."""
+    """Nemotron-H decoder."""
 
     Layer = Layer
     body, embedding, last = "backbone", "embeddings", "norm_f"

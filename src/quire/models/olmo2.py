@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, EXAONE 4: no norm in front of attention and feed-forward, but one behind each."""
+"""OLMo 2 and 3, EXAONE 4: norms after attention and MLP in place of norms before them."""
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from quire.models.llama import Attention, feed_forward
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward; what each says goes through a norm before it is added."""
+    """Attention, then MLP; the output of each is normed before the residual addition."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -29,6 +29,6 @@ class Layer(nn.Module):
 
 
 class Olmo2(Decoder):
-    """The model."""
+    """OLMo 2 and 3 decoder."""
 
     Layer = Layer

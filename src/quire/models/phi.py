@@ -1,4 +1,4 @@
-"""Phi 1 and 2, GPT-J: attention and a plain feed-forward half side by side behind one norm."""
+"""Phi 1 and 2, GPT-J: attention and a plain MLP in parallel after one norm."""
 
 from torch import nn
 
@@ -10,14 +10,14 @@ from quire.models.decoder import Decoder, MakesLayer
 
 
 class Attention(llama.Attention):
-    """Llama's under another name."""
+    """Llama attention with Phi's names."""
 
     out_name = "dense"
     norm_names = ("q_layernorm", "k_layernorm")
 
 
 class Layer(cohere.Layer):
-    """The same with a plain feed-forward half."""
+    """Parallel layer with a plain MLP."""
 
     Mixer: MakesLayer = Attention
     mlp_names = ("mlp.fc1", "mlp.fc2")
@@ -27,20 +27,20 @@ class Layer(cohere.Layer):
 
 
 class Phi(Decoder):
-    """The model."""
+    """Phi 1 and 2 decoder."""
 
     Layer = Layer
     last = "final_layernorm"
 
 
 class GPTJAttention(llama.Attention):
-    """Llama's under another name."""
+    """Llama attention with GPT-J's names."""
 
     out_name = "out_proj"
 
 
 class GPTJLayer(Layer):
-    """Phi's under other names."""
+    """Phi layer with GPT-J's names."""
 
     Mixer = GPTJAttention
     attention_name, norm_name = "attn", "ln_1"
@@ -48,7 +48,7 @@ class GPTJLayer(Layer):
 
 
 class GPTJ(Decoder):
-    """The model."""
+    """GPT-J decoder."""
 
     Layer = GPTJLayer
     body, embedding, stack, last = "transformer", "wte", "h", "ln_f"

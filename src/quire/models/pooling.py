@@ -1,4 +1,4 @@
-"""PoolingModel: a model's body, and what makes classes of the states that are pooled from it."""
+"""PoolingModel: a model's body, and the classifier or projection of the pooled hidden states."""
 
 from collections.abc import Callable, Iterator
 
@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ClassifierHead(nn.Module):
-    """The classifier of a decoder: one product."""
+    """Classifier of a decoder: one projection."""
 
     name, bias = "score", False
 
@@ -40,19 +40,19 @@ class ClassifierHead(nn.Module):
 
 
 class EachScore(ClassifierHead):
-    """The same of tokens."""
+    """Token classifier of a decoder: one projection with a bias."""
 
     bias = True
 
 
 class Value(ClassifierHead):
-    """The same under another name: how good a token is."""
+    """Value head of a reward model: one projection to the reward of a token."""
 
     name = "v_head"
 
 
 class Reward(nn.Module):
-    """How good a token is, by two products."""
+    """Reward head: dense layer, ReLU, projection to the reward of a token."""
 
     def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Reward(nn.Module):
 
 
 class Dense(nn.Module):
-    """What sentence-transformers puts behind a model: a product and an activation, in float32."""
+    """Dense module of sentence-transformers: a linear layer and an activation, in float32."""
 
     def __init__(self, facts: DenseFacts, device: torch.device) -> None:
         super().__init__()
@@ -82,14 +82,14 @@ class Dense(nn.Module):
             yield Target(f"{self.name}.bias", self.bias)
 
     def finish(self) -> None:
-        """It is used as it was loaded."""
+        """Keep the weights as loaded."""
 
     def forward(self, states: Tensor) -> Tensor:
         return self.activate(F.linear(states, self.weight, self.bias))
 
 
 class Projection(nn.Module):
-    """What makes small vectors of states: one product."""
+    """Projection of hidden states to smaller embeddings."""
 
     def __init__(self, facts: ArchFacts, size: int, scope: Scope) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ class Projection(nn.Module):
 
 
 class TokenScore(nn.Module):
-    """A classifier out of the output head: the logits of some tokens, or of two how much the second is
-    above the first."""
+    """Classifier from the LM head: the logits of some tokens, or with `two_way` the logit of the second token
+    minus that of the first."""
 
     def __init__(self, head: Head, token_ids: list[int], *, two_way: bool) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class TokenScore(nn.Module):
         self.weight: Tensor | None = None
 
     def settle(self) -> None:
-        """The weights are loaded: keep the rows of these tokens."""
+        """Keep only the head's rows of these tokens, after loading."""
         assert self.head is not None
         rows = self.head.rows(self.token_ids)
         self.weight, self.head = (rows[1:] - rows[:1] if self.two_way else rows), None
@@ -123,7 +123,7 @@ class TokenScore(nn.Module):
 
 
 class PoolingModel(nn.Module):
-    """A body without its output head, and a classifier or another product where one is asked for."""
+    """A model's body without the LM head, with an optional classifier or projection."""
 
     def __init__(
         self, facts: ArchFacts, scope: Scope, *, pooling: PoolingFacts, label_ids: list[int]
@@ -131,30 +131,30 @@ class PoolingModel(nn.Module):
         super().__init__()
         self.hidden, self.dtype = facts.hidden, scope.dtype
         self.temperature = pooling.temperature
-        self.dense = nn.ModuleList(Dense(each, scope.device) for each in pooling.dense)
+        self.dense = nn.ModuleList(Dense(dense, scope.device) for dense in pooling.dense)
         self.body: nn.Module = MODELS[facts.architecture](facts, scope)
         head = _take_head(self.body)
         self.classifier: nn.Module | None = None
         if label_ids:
-            assert head is not None, "only a model with an output head has logits of tokens"
+            assert head is not None, "only a model with an LM head has token logits"
             self.classifier = TokenScore(head, label_ids, two_way=pooling.two_way)
         elif pooling.task == "classify":
-            self.classifier = _classifier(facts, pooling, scope)
+            self.classifier = _build_classifier(facts, pooling, scope)
         elif pooling.projection:
             self.classifier = Projection(facts, pooling.size, scope)
 
     def settle(self) -> None:
-        """Called once after loading."""
+        """Prepare the classifier once after loading."""
         if isinstance(self.classifier, TokenScore):
             self.classifier.settle()
 
     def forward(self, batch: Batch) -> Tensor:
-        """[T, hidden]"""
+        """Return hidden states [T, hidden]."""
         out: Tensor = self.body(batch)
         return out
 
     def vectors(self, states: Tensor) -> Tensor:
-        """[N, hidden] pooled states, in float32 or the model's own type -> [N, size]."""
+        """Return the output [N, size] of pooled states [N, hidden], in float32 or the model's dtype."""
         if self.classifier is None:
             for dense in self.dense:
                 states = dense(states.float())
@@ -163,13 +163,13 @@ class PoolingModel(nn.Module):
         return out if self.temperature == 1 else out / self.temperature
 
 
-def _classifier(facts: ArchFacts, pooling: PoolingFacts, scope: Scope) -> nn.Module:
-    known = TOKEN_CLASSIFIERS if pooling.head == "tokens" else CLASSIFIERS
-    if pooling.head in _HEADS and facts.architecture not in known:
-        made: nn.Module = _HEADS[pooling.head](facts, pooling.size, scope)
+def _build_classifier(facts: ArchFacts, pooling: PoolingFacts, scope: Scope) -> nn.Module:
+    table = TOKEN_CLASSIFIERS if pooling.head == "tokens" else CLASSIFIERS
+    if pooling.head in _HEADS and facts.architecture not in table:
+        classifier: nn.Module = _HEADS[pooling.head](facts, pooling.size, scope)
     else:
-        made = known[facts.architecture](facts, pooling.size, scope)
-    return made
+        classifier = table[facts.architecture](facts, pooling.size, scope)
+    return classifier
 
 
 _HEADS: dict[str, type[nn.Module]] = {
@@ -178,13 +178,13 @@ _HEADS: dict[str, type[nn.Module]] = {
     "reward": Reward,
     "value": Value,
 }
-"""What decoders have."""
+"""Classifiers of decoders, by `PoolingFacts.head`."""
 
 
 def _take_head(model: nn.Module) -> Head | None:
-    """The output head, no longer part of the model."""
-    found: Iterator[str] = (name for name, child in model.named_children() if isinstance(child, Head))
-    if (name := next(found, None)) is None:
+    """Remove the LM head from the model and return it; None if there is none."""
+    names: Iterator[str] = (name for name, child in model.named_children() if isinstance(child, Head))
+    if (name := next(names, None)) is None:
         return None
     head: Head = getattr(model, name)
     delattr(model, name)

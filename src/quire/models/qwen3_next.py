@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: layers of the gated delta rule, and every fourth gated attention."""
+"""Qwen3-Next and Qwen3.5: gated delta rule layers, with gated attention in every fourth layer."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from quire.quant.sharding import divided, of_heads
 
 
 class GatedAttention(nn.Module):
-    """Attention whose output passes a gate; each head's gate comes with its query."""
+    """Fused gate and QKV projection, paged attention, sigmoid gate, output projection."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class GatedAttention(nn.Module):
         both, keys = divided(group, 2 * facts.heads * head_dim), of_heads(group, facts.kv_heads, head_dim)
         inner = heads * head_dim
         queries, gates = apart(heads, inner, inner).chunk(2)
-        kept = apart(1, keys.size)
+        unchanged = apart(1, keys.size)
         self.split = (inner, inner + 2 * keys.size)
         self.gate_qkv = OrderedLinear(
             facts.hidden,
             {"q_proj": (both,), "k_proj": (keys,), "v_proj": (keys,)},
             scope,
-            # Gates first: what enters the attention is one piece then.
-            orders=[torch.cat((gates, queries)), kept, kept],
+            # Gates first, so that queries, keys and values are contiguous.
+            orders=[torch.cat((gates, queries)), unchanged, unchanged],
             bias=facts.qkv_bias,
         )
         norms = [norm_of(facts, scope / name, facts.head_dim) for name in ("q_norm", "k_norm")]
@@ -47,17 +47,17 @@ class GatedAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         gate, qkv = self.gate_qkv(x).split(self.split, 1)
-        seen = self.mix(qkv, self.ops.rotate_and_write, batch)
-        out: Tensor = self.out(self.gates.gate(seen, gate, "sigmoid"))
+        mixed = self.mix(qkv, self.ops.rotate_and_write, batch)
+        out: Tensor = self.out(self.gates.gate(mixed, gate, "sigmoid"))
         return out
 
 
 class Layer(llama.Layer):
-    """Gated delta or gated attention, then feed-forward, each behind a norm and beside a residual."""
+    """Pre-norm layer: gated delta rule or gated attention, then MLP or experts, each with a residual."""
 
     Mixer: MakesLayer = GatedAttention
     grouped = True
-    """Whether the projections of gated delta go by head of keys."""
+    """Whether the checkpoint groups the projections of the gated delta rule by key head."""
 
     def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
         if layer.mixer == "attention":
@@ -69,18 +69,18 @@ class Layer(llama.Layer):
 
 
 class Layer35(Layer):
-    """The same with a projection for each of queries with keys and values, gates, b and a."""
+    """Qwen3-Next layer with separate projections of QKV, gates, b and a."""
 
     grouped = False
 
 
 class Qwen3Next(Decoder):
-    """Qwen3-Next."""
+    """Qwen3-Next decoder."""
 
     Layer = Layer
 
 
 class Qwen35(Decoder):
-    """Qwen3.5, of its text."""
+    """Qwen3.5 text decoder."""
 
     Layer = Layer35

@@ -1,4 +1,4 @@
-"""Llama under other names: Baichuan, InternLM 2, EXAONE 3, ChatGLM, Qwen 1, Ling."""
+"""Llama with other checkpoint names: Baichuan, InternLM 2, EXAONE 3, ChatGLM, Qwen 1, Ling."""
 
 from torch import nn
 
@@ -10,43 +10,43 @@ from quire.models.decoder import Decoder
 
 
 class BaichuanAttention(llama.Attention):
-    """Llama's under another name."""
+    """Llama attention with Baichuan's names."""
 
     fused_name = "W_pack"
 
 
 class BaichuanLayer(llama.Layer):
-    """The same."""
+    """Llama layer with Baichuan's names."""
 
     Mixer = BaichuanAttention
 
 
 class Baichuan(Decoder):
-    """The model."""
+    """Baichuan decoder."""
 
     Layer = BaichuanLayer
 
 
 class NamedLayer(llama.Layer):
-    """Whose feed-forward half has names of its own."""
+    """Llama layer with other names in its MLP."""
 
     mlp_name = "mlp"
     mlp_names: tuple[str, ...] = ()
-    """Of gate, up and down, or of the first two as one."""
+    """Names of gate, up and down, or of a fused gate and up, and down."""
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
         return MLP(facts, scope / self.mlp_name, names=self.mlp_names)
 
 
 class InternLM2Attention(llama.Attention):
-    """Llama's under other names, head by head."""
+    """Llama attention with InternLM 2's names; the fused QKV is grouped by key head."""
 
     fused_name, out_name = "wqkv", "wo"
     by_head = True
 
 
 class InternLM2Layer(NamedLayer):
-    """The same."""
+    """Llama layer with InternLM 2's names."""
 
     Mixer = InternLM2Attention
     attention_name, norm_names = "attention", ("attention_norm", "ffn_norm")
@@ -54,20 +54,20 @@ class InternLM2Layer(NamedLayer):
 
 
 class InternLM2(Decoder):
-    """The model."""
+    """InternLM 2 decoder."""
 
     Layer = InternLM2Layer
     embedding, head_name = "tok_embeddings", "output"
 
 
 class ExaoneAttention(llama.Attention):
-    """Llama's under another name."""
+    """Llama attention with EXAONE's names."""
 
     out_name = "out_proj"
 
 
 class ExaoneLayer(NamedLayer):
-    """The same."""
+    """Llama layer with EXAONE's names."""
 
     Mixer = ExaoneAttention
     attention_name, norm_names = "attn.attention", ("ln_1", "ln_2")
@@ -75,21 +75,21 @@ class ExaoneLayer(NamedLayer):
 
 
 class Exaone(Decoder):
-    """The model."""
+    """EXAONE 3 decoder."""
 
     Layer = ExaoneLayer
     body, embedding, stack, last = "transformer", "wte", "h", "ln_f"
 
 
 class ChatGLMAttention(llama.Attention):
-    """Llama's under other names."""
+    """Llama attention with ChatGLM's names."""
 
     fused_name, out_name = "query_key_value", "dense"
     norm_names = ("query_layernorm", "key_layernorm")
 
 
 class ChatGLMLayer(NamedLayer):
-    """The same."""
+    """Llama layer with ChatGLM's names."""
 
     Mixer = ChatGLMAttention
     attention_name = "self_attention"
@@ -97,7 +97,7 @@ class ChatGLMLayer(NamedLayer):
 
 
 class ChatGLM(Decoder):
-    """The model."""
+    """ChatGLM decoder."""
 
     Layer = ChatGLMLayer
     body, embedding, stack = "transformer", "embedding.word_embeddings", "encoder.layers"
@@ -105,13 +105,13 @@ class ChatGLM(Decoder):
 
 
 class QwenAttention(llama.Attention):
-    """Llama's under other names."""
+    """Llama attention with Qwen 1's names."""
 
     fused_name, out_name = "c_attn", "c_proj"
 
 
 class QwenLayer(NamedLayer):
-    """The same."""
+    """Llama layer with Qwen 1's names."""
 
     Mixer = QwenAttention
     attention_name, norm_names = "attn", ("ln_1", "ln_2")
@@ -119,21 +119,21 @@ class QwenLayer(NamedLayer):
 
 
 class Qwen(Decoder):
-    """The first Qwen."""
+    """Qwen 1 decoder."""
 
     Layer = QwenLayer
     body, embedding, stack, last = "transformer", "wte", "h", "ln_f"
 
 
 class BailingLayer(llama.Layer):
-    """Llama's, with experts."""
+    """Llama layer with Bailing's names; some layers have experts."""
 
     Mixer = ChatGLMAttention
     attention_name = "attention"
 
 
 class Bailing(Decoder):
-    """Ling and Ring."""
+    """Bailing decoder (Ling, Ring)."""
 
     Layer = BailingLayer
     embedding = "word_embeddings"

@@ -1,4 +1,4 @@
-"""BERT whose heads turn: Nomic-BERT, GTE, Jina-embeddings-v3."""
+"""BERT with RoPE: Nomic-BERT, GTE, Jina-embeddings-v3."""
 
 from functools import cache
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from quire.models.bert import BertEmbeddings
 
 
 class RotaryBertNames(NamedTuple):
-    """What a checkpoint calls its parts."""
+    """Checkpoint names of the model's parts."""
 
     stack: str
     embed_norm: str
@@ -28,7 +28,7 @@ class RotaryBertNames(NamedTuple):
     qkv: tuple[str, ...]
     out: str
     gate_up: tuple[str, ...]
-    """Of one that is gated; one name: both, the gate last."""
+    """Names of gate and up of a gated MLP; one name for a fused tensor with the gate last."""
     down: str
 
 
@@ -42,7 +42,7 @@ TODAY = RotaryBertNames(
     ("gate_proj", "up_proj"),
     "down_proj",
 )
-"""As transformers has them; the others are older, and what it still writes."""
+"""Names of current transformers; the others are older, and transformers still writes them."""
 _NOMIC = RotaryBertNames(
     "encoder.layers", "emb_ln", ("norm1", "norm2"), "attn", ("Wqkv",), "out_proj", ("fc12", "fc11"), "fc2"
 )
@@ -60,7 +60,7 @@ _GTE = RotaryBertNames(
 
 
 def names_of(scope: Scope) -> RotaryBertNames:
-    """Those that the checkpoint has; the scope is the body's."""
+    """Return the names that the checkpoint uses; the scope is the body's."""
     for names in (_NOMIC, _JINA, _GTE):
         if scope.is_stored(f"{scope.name}.{names.stack}.0.{names.attention}.{names.out}.weight"):
             return names
@@ -68,7 +68,7 @@ def names_of(scope: Scope) -> RotaryBertNames:
 
 
 class UpGateLinear(GateUpLinear):
-    """One tensor of both, the gate last."""
+    """Fused up and gate projection, stored in one tensor with the gate last."""
 
     def orders(self) -> list[Tensor]:
         size = self.sizes_out[0] // 2
@@ -76,7 +76,7 @@ class UpGateLinear(GateUpLinear):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), of which only `down` may have a bias."""
+    """down(act(gate(x)) * up(x)); only `down` may have a bias."""
 
     def __init__(self, facts: ArchFacts, names: RotaryBertNames, scope: Scope) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class GatedMLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each with a norm behind the sum."""
+    """Post-norm layer: attention, then MLP, each followed by residual addition and norm."""
 
     def __init__(
         self, facts: ArchFacts, layer: LayerFacts, rope: Rope, names: RotaryBertNames, scope: Scope
@@ -114,7 +114,7 @@ class Layer(nn.Module):
 
 
 class RotaryBert(nn.Module):
-    """Embeddings and layers."""
+    """BERT encoder with RoPE: embeddings and layers."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class RotaryBert(nn.Module):
         )
 
     def forward(self, batch: Batch) -> Tensor:
-        """[T, hidden]"""
+        """Return hidden states [T, hidden]."""
         x: Tensor = self.embeddings(batch)
         texts = spans(batch)
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""StableLM: Llama with layer norms, or with both halves of a layer side by side."""
+"""StableLM: Llama with layer norms, with attention and MLP sequential or in parallel."""
 
 from torch import nn
 
@@ -10,25 +10,25 @@ from quire.models.decoder import Decoder
 
 
 class Attention(llama.Attention):
-    """Llama's under other names."""
+    """Llama attention with StableLM's names."""
 
     norm_names = ("q_layernorm", "k_layernorm")
 
 
 class InTurn(llama.Layer):
-    """Llama's."""
+    """Sequential layer: attention, then MLP."""
 
     Mixer = Attention
 
 
 class SideBySide(cohere.Layer):
-    """Cohere's."""
+    """Parallel layer: attention and MLP after one norm."""
 
     Mixer = Attention
 
 
 class StableLM(Decoder):
-    """The model."""
+    """StableLM decoder."""
 
     @staticmethod
     def Layer(facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Step-3.5, the decoder of Step-3.7: attention with a gate for each head."""
+"""Step-3.5, and the decoder of Step-3.7: attention with a gate for each head."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from quire.models.decoder import Decoder, MakesLayer
 
 
 class GatedHeads(llama.Attention):
-    """What each head has seen is weighed by one number of its own."""
+    """Llama attention with a scalar gate on the output of each head."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
@@ -21,19 +21,19 @@ class GatedHeads(llama.Attention):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         gate: Tensor = self.gate(x)
-        seen = self.mix(x, self.qkv, batch)
-        self.ops.weigh(seen.view(-1, self.head_dim), gate.view(-1, 1))
-        out: Tensor = self.out(seen)
+        mixed = self.mix(x, self.qkv, batch)
+        self.ops.weigh(mixed.view(-1, self.head_dim), gate.view(-1, 1))
+        out: Tensor = self.out(mixed)
         return out
 
 
 class Layer(llama.Layer):
-    """Attention with gates, then feed-forward."""
+    """Llama layer with gated attention heads."""
 
     Mixer: MakesLayer = GatedHeads
 
 
 class Step35(Decoder):
-    """The model."""
+    """Step-3.5 decoder."""
 
     Layer = Layer

@@ -1,4 +1,4 @@
-"""Any decoder of transformers: its own code, with the attention over our paged cache."""
+"""Transformers backend: any decoder of transformers, with attention over Quire's paged KV cache."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,15 +26,14 @@ logger = get_logger(__name__)
 
 
 class TransformersModel(nn.Module):
-    """A model of transformers in two halves: its body over the cache, and its own way to logits."""
+    """A model of transformers in two parts: its body over the paged cache, and its LM head."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         assert facts.borrowed is not None
         if scope.adapters is not None:
             raise ConfigError(
-                f"{facts.architecture} runs through transformers, and takes no adapters: enable_lora "
-                "cannot be had"
+                f"enable_lora is not supported with {facts.architecture}, which runs through transformers"
             )
         self.facts = facts
         self.scope = scope
@@ -43,42 +42,43 @@ class TransformersModel(nn.Module):
         self.body: nn.Module = self.tail.base_model
         warn_once(
             logger,
-            f"{self.name} runs through transformers, which is slower than a model of Quire's own: "
-            "without its fused kernels, graphs and quantized formats",
+            f"{self.name} runs through transformers, which is slower than a native model: without fused "
+            "kernels, CUDA graphs and quantized formats",
         )
 
     def targets(self) -> Iterator[Target]:
-        """Every tensor of the checkpoint, and the part of a parameter that it is."""
+        """Yield every checkpoint tensor with the part of a parameter that it fills."""
         yield from (Target(name, part) for name, part in stored_parts(self.tail).items())
 
     @torch.inference_mode()
     def finish(self) -> None:
-        """Give each attention its share of the cache, and see whether all comes out as in transformers."""
+        """Attach paged attention to the model and verify its logits against plain transformers."""
         tail: Any = self.tail
         if self.body is tail:
-            raise ConfigError(f"{self.name} has no body apart from its head, so that it cannot run here")
+            raise ConfigError(f"{self.name} is not supported: it has no base model separate from its head")
         trial = TrialRun.of(self.facts.vocab, self.scope.device)
         expected = trial.expected(tail)
         if expected.shape[1] != self.facts.vocab:
             raise ConfigError(
-                f"{self.name} has {expected.shape[1]} logits, by config.json {self.facts.vocab}"
+                f"{self.name} computes {expected.shape[1]} logits; vocab_size in config.json is "
+                f"{self.facts.vocab}"
             )
         bind_blank(place_attention(self.body, self.facts, self.scope, self.name), self.scope.device)
-        setattr(tail, tail.base_model_prefix, _Given())
-        found = [self._computed(batch) for batch in trial.steps()]
-        if not is_same(torch.cat(found), expected):
+        setattr(tail, tail.base_model_prefix, _PassThrough())
+        logits = [self._run(batch) for batch in trial.steps()]
+        if not is_same(torch.cat(logits), expected):
             raise ConfigError(
-                f"{self.name} gives other logits over the paged cache than by transformers alone, and cannot "
-                "run here: its attention or its positions depend on more than queries, keys and values"
+                f"{self.name} is not supported: over the paged cache it computes other logits than in plain "
+                "transformers. Its attention or its positions depend on more than queries, keys and values"
             )
 
-    def _computed(self, batch: Batch) -> Tensor:
+    def _run(self, batch: Batch) -> Tensor:
         with named(self.name):
             self.scope.backend.plan(batch)
             return self.logits(self(batch))
 
     def forward(self, batch: Batch) -> Tensor:
-        """[T, hidden], after the final norm."""
+        """Return hidden states [T, hidden] after the final norm."""
         out = self.body(
             **self._inputs(batch),
             position_ids=batch.positions[None],
@@ -97,20 +97,20 @@ class TransformersModel(nn.Module):
         return {"inputs_embeds": x.index_copy(0, tokens, vectors.to(x.dtype))[None]}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab]."""
+        """Return logits [N, vocab] of hidden states [N, hidden]."""
         logits: Tensor = self.tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
 
-class _Given(nn.Module):
-    """Stands in the body's place once that is called by itself: what comes in goes to the head."""
+class _PassThrough(nn.Module):
+    """Replaces the body inside of the model: passes `inputs_embeds` to the head unchanged."""
 
     def forward(self, *others: Any, inputs_embeds: Tensor, **rest: Any) -> "_Output":
         return _Output(inputs_embeds)
 
 
 class _Output:
-    """What a body returns, with nothing in it but the last hidden state."""
+    """Output of a body with only the last hidden state."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

@@ -1,4 +1,4 @@
-"""Whisper's decoder: three halves a layer, the second of which sees what the encoder made of a sound."""
+"""Whisper's decoder: self-attention, cross-attention to the audio encoder's output, MLP."""
 
 from torch import Tensor
 
@@ -14,13 +14,13 @@ from quire.models.gpt2 import OPTAttention, OPTLayer
 
 
 class Attention(OPTAttention):
-    """OPT's, whose keys have no bias."""
+    """OPT attention without a bias of keys."""
 
     Product = KeysWithoutBias
 
 
 class Layer(OPTLayer):
-    """Attention to tokens, attention to the sound, then feed-forward, each behind a norm."""
+    """Pre-norm layer: self-attention, cross-attention to the audio, MLP, each with a residual."""
 
     Mixer: MakesLayer = Attention
 
@@ -37,14 +37,14 @@ class Layer(OPTLayer):
 
 
 class WhisperModel(Decoder):
-    """The model."""
+    """Whisper decoder."""
 
     Layer = Layer
     body, last, head_name = "model.decoder", "layer_norm", "proj_out"
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
-        assert facts.media is not None, "it says what it hears"
+        assert facts.media is not None, "a Whisper model needs an audio encoder"
         layers = [layer.cross for layer in self.layers if isinstance(layer, Layer)]
         self.crossing = CrossAttentionCache(layers, facts.media.crossed, scope)
 

@@ -1,5 +1,5 @@
-"""Zamba2: layers of Mamba-2; in front of some of them stands a block of attention and feed-forward that they
-share, which reads the embedding beside what came of it."""
+"""Zamba2: Mamba-2 layers, some preceded by a shared block of attention and MLP that reads the hidden states
+concatenated with the token embeddings."""
 
 from functools import cache, partial
 from typing import Protocol
@@ -24,7 +24,7 @@ from quire.quant.sharding import Runs, divided, of_heads
 
 
 class SharedBlock(nn.Module):
-    """What layers share: norms, the products of attention, and feed-forward."""
+    """Weights shared by several layers: norms, QKV and output projections, MLP."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class SharedBlock(nn.Module):
 
 
 class Addition(nn.Module):
-    """What one use adds to a shared product: for each part down to a small rank, and up again."""
+    """Low-rank adapter of a shared linear layer for one use: for each part a down and an up projection."""
 
     def __init__(self, size_in: int, rank: int, parts: dict[str, Runs], scope: Scope) -> None:
         super().__init__()
@@ -49,12 +49,13 @@ class Addition(nn.Module):
 
     def forward(self, out: Tensor, x: Tensor) -> Tensor:
         ranks = self.down.multiply(x).split(self.rank, 1)
-        parts = [up.multiply(own) for up, own in zip(self.ups, ranks, strict=True)]
+        parts = [up.multiply(part) for up, part in zip(self.ups, ranks, strict=True)]
         return self.ops.add(out, parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
 
 class Use(nn.Module):
-    """A layer's use of a block, and the product behind it. The scope is the layer's."""
+    """Use of a shared block by one layer, with its own KV cache, adapters and output projection. The scope is
+    the layer's."""
 
     def __init__(
         self, facts: ArchFacts, layer: LayerFacts, rope: Rope, block: SharedBlock, scope: Scope
@@ -62,7 +63,7 @@ class Use(nn.Module):
         super().__init__()
         assert facts.shared is not None
         self.ops, self.block = scope.ops, block
-        group, rank, own = scope.group, facts.shared.rank, block.scope / "self_attn"
+        group, rank, shared = scope.group, facts.shared.rank, block.scope / "self_attn"
         spec = AttentionSpec(
             block.qkv.heads, block.qkv.kv_heads, facts.head_dim, scope.dtype, scale=facts.attention_scale
         )
@@ -71,49 +72,49 @@ class Use(nn.Module):
         if facts.shared.adapts_attention:
             q = divided(group, facts.heads * facts.head_dim)
             kv = of_heads(group, facts.kv_heads, facts.head_dim)
-            names = [f"{own.name}.linear_{part}_adapter_list.{layer.use}" for part in "qkv"]
+            names = [f"{shared.name}.linear_{part}_adapter_list.{layer.use}" for part in "qkv"]
             runs: list[Runs] = [(q,), (kv,), (kv,)]
             parts = dict(zip(names, runs, strict=True))
-            self.more_qkv = Addition(2 * facts.hidden, rank, parts, own)
-        own, inner = block.scope / "feed_forward", divided(group, facts.intermediate)
-        parts = {f"{own.name}.gate_up_proj_adapter_list.{layer.use}": (inner, inner)}
-        self.more_gate_up = Addition(facts.hidden, rank, parts, own)
+            self.more_qkv = Addition(2 * facts.hidden, rank, parts, shared)
+        shared, inner = block.scope / "feed_forward", divided(group, facts.intermediate)
+        parts = {f"{shared.name}.gate_up_proj_adapter_list.{layer.use}": (inner, inner)}
+        self.more_gate_up = Addition(facts.hidden, rank, parts, shared)
         self.linear = WholeLinear(facts.hidden, facts.hidden, scope / "linear")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         assert batch.first is not None
         block, mlp = self.block, self.block.mlp
-        seen = self.mix(block.norm.alone(torch.cat((x, batch.first), 1)), self._qkv, batch)
-        x = block.mlp_norm.alone(block.out(seen))
+        mixed = self.mix(block.norm.alone(torch.cat((x, batch.first), 1)), self._project_qkv, batch)
+        x = block.mlp_norm.alone(block.out(mixed))
         gate_up = self.more_gate_up(mlp.gate_up.multiply(x), x)
         out: Tensor = self.linear(mlp.down(self.ops.gated(gate_up, mlp.gate_up.activation)))
         return out
 
-    def _qkv(self, x: Tensor, entry: HeadEntry) -> Tensor:
+    def _project_qkv(self, x: Tensor, entry: HeadEntry) -> Tensor:
         qkv = self.block.qkv.multiply(x)
         return self.ops.rotate_and_write(qkv if self.more_qkv is None else self.more_qkv(qkv, x), entry)
 
 
 class MakesBlock(Protocol):
-    """Blocks by the number of the first layer that uses them."""
+    """Function that returns the shared block of the layer that first uses it."""
 
     def __call__(self, number: int, /) -> SharedBlock: ...
 
 
 class Layer(nn.Module):
-    """Mamba-2 behind a norm and beside a residual. What a block says is for Mamba alone."""
+    """Pre-norm Mamba-2 layer. The output of a shared block is an input of Mamba only, not of the residual."""
 
     def __init__(
         self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope, *, blocks: MakesBlock
     ) -> None:
         super().__init__()
         assert facts.state is not None
-        self.ops, own = scope.ops, scope
+        self.ops, inner = scope.ops, scope
         self.use: Use | None = None
         if layer.block >= 0:
-            self.use, own = Use(facts, layer, rope, blocks(layer.block), scope), scope / "mamba_decoder"
-        self.norm = norm_of(facts, own / "input_layernorm")
-        self.mamba = Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, own / "mamba")
+            self.use, inner = Use(facts, layer, rope, blocks(layer.block), scope), scope / "mamba_decoder"
+        self.norm = norm_of(facts, inner / "input_layernorm")
+        self.mamba = Mamba2Mixer(facts.hidden, facts.state, facts.norm_eps, inner / "mamba")
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         if self.use is None:
@@ -125,15 +126,15 @@ class Layer(nn.Module):
 
 
 class Zamba2(Decoder):
-    """The model."""
+    """Zamba2 decoder."""
 
     last = "final_layernorm"
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         if scope.stage.count > 1:
             raise ConfigError(
-                "pipeline_parallel_size has to be 1 for Zamba2: layers of all stages would share weights and "
-                "read the embedding; use tensor_parallel_size"
+                "pipeline_parallel_size > 1 is not supported with Zamba2, where layers of all stages share "
+                "weights and read the token embeddings: use tensor_parallel_size"
             )
         stack = scope / self.body / self.stack
         blocks = cache(lambda number: SharedBlock(facts, stack / number / "shared_transformer"))
