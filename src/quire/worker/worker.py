@@ -138,7 +138,7 @@ class Worker:
         asked = config.attention.attention_backend
         own = max((facts.of_layer(layer) for layer in facts.layers), key=lambda each: each.head_dim)
         sizes = own.heads, own.kv_heads, own.head_dim
-        has = {"sinks": facts.sinks, "leans": bool(facts.alibi_slopes), "reaches": self._reaches}
+        has = {"sinks": facts.sinks, "uses_alibi": bool(facts.alibi_slopes), "reaches": self._reaches}
         spec = AttentionSpec(*sizes, self.dtype, **has, cache_dtype=self.cache_dtype)
         backend = choose(None if asked == "AUTO" else asked, spec, config.machine)
         if config.speculation is not None and self.device.type == "cuda":
