@@ -40,7 +40,7 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[MaskedSampling]:
     made = MaskedSampling(ROWS, DRAWS, VOCAB, torch.device("cpu"))
     made.open()
     yield made
-    module._let_go(made._host._kept)
+    module._unpin_all(made._host._kept)
 
 
 def test_every_draw_finds_its_mask(draws: MaskedSampling) -> None:
