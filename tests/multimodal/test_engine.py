@@ -298,7 +298,9 @@ def test_settings_say_how_large_items_are(monkeypatch: pytest.MonkeyPatch) -> No
         "video": 7,
         "audio": 5,
     }
-    with pytest.raises(ConfigError, match="limit_mm_per_prompt.image has no depth=3; it takes count and"):
+    with pytest.raises(
+        ConfigError, match="limit_mm_per_prompt.image does not accept depth=3; it takes count,"
+    ):
         found(image={"depth": 3})
 
 

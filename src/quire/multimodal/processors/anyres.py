@@ -23,13 +23,13 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
-    asked,
     check_frames,
-    film_settings,
+    override_settings,
     resample_of,
     resized,
     stored_settings,
     tiled,
+    video_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem, Video
@@ -49,7 +49,7 @@ class AnyresProcessor(ImageProcessor):
         self.modalities = facts.modalities
         super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
         self.settings = stored_settings(path)
-        self.film = film_settings(path, stored_settings(path, "video_processor"))
+        self.film = video_settings(path, stored_settings(path, "video_processor"))
 
     def marks(self, modality: str) -> list[int]:
         video = self.facts.video_id
@@ -61,7 +61,7 @@ class AnyresProcessor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         stored = self.film if modality == "video" else self.settings
         try:
-            keys = asked(stored, arguments, IMAGE_ARGUMENTS)
+            keys = override_settings(stored, arguments, IMAGE_ARGUMENTS)
             finish = PixelScaling.read(keys, CLIP_MEAN, CLIP_STD)
             if isinstance(content, Video):
                 return self._film(content, finish, keys)

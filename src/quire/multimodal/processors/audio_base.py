@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.checkpoint.multimodal.whisper import WhisperFacts
 from quire.errors import ConfigError, RequestError
-from quire.multimodal.images import asked, stored_settings, wrong_argument
+from quire.multimodal.images import override_settings, stored_settings, wrong_argument
 from quire.multimodal.mel import Samples, log_mel, resampled
 from quire.multimodal.processors import Sound
 
@@ -33,7 +33,7 @@ class AudioProcessor:
         """In the rate that the encoder was trained with; of the `longest` sound, and the rest is cut off, if
         it may be."""
         try:
-            is_cut = asked(self.settings, arguments, ("truncation",)).flag("truncation", True)
+            is_cut = override_settings(self.settings, arguments, ("truncation",)).flag("truncation", True)
         except ConfigError as error:
             raise wrong_argument(error) from error
         sound = sound if sound.rate else Sound(sound.samples, self.rate)

@@ -16,9 +16,9 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     PixelScaling,
     Size,
-    asked,
+    override_settings,
+    processor_settings,
     stored_settings,
-    whole_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem
@@ -39,7 +39,7 @@ class AyaProcessor(ImageProcessor):
         image_id = self.facts.image_id
         super().__init__(image_id if mark is None else mark, image_id, self.facts.size_out, tokenizer)
         self.settings = stored_settings(path).but(crop_to_patches=True)  # whatever the file says
-        said = whole_settings(path)
+        said = processor_settings(path)
         self.begin = str(said.get("start_of_img_token") or "<|START_OF_IMG|>")
         self.end = str(said.get("end_of_img_token") or "<|END_OF_IMG|>")
         self.tile = str(said.get("tile_token") or "TILE")
@@ -57,7 +57,7 @@ class AyaProcessor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            keys = asked(self.settings, arguments, _KNOWN)
+            keys = override_settings(self.settings, arguments, _KNOWN)
             finish = PixelScaling.read(keys, CLIP_MEAN, CLIP_STD)
             tiles = tiles_of(content, keys, self.facts.vit.image, self.grid)
         except ConfigError as error:

@@ -17,9 +17,9 @@ from quire.multimodal.images import (
     HALF,
     IMAGE_ARGUMENTS,
     PixelScaling,
-    asked,
     count_of,
     fitted,
+    override_settings,
     resample_of,
     resized,
     size_of,
@@ -70,7 +70,7 @@ class Gemma3Processor(Newlines):
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
-        keys = asked(self.settings, arguments, _KNOWN)
+        keys = override_settings(self.settings, arguments, _KNOWN)
         try:
             images = [content, *crops(content, keys)]
             finish = PixelScaling.read(keys, HALF, HALF)

@@ -13,7 +13,7 @@ from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.gemma3n import Gemma3nFacts
 from quire.data.multimodal import Array
 from quire.errors import ConfigError, RequestError
-from quire.multimodal.images import asked, stored_settings, wrong_argument
+from quire.multimodal.images import override_settings, stored_settings, wrong_argument
 from quire.multimodal.mel import Samples, resampled
 from quire.multimodal.processors import Content, ProcessedItem, Sound
 from quire.multimodal.processors.gemma import Newlines
@@ -43,7 +43,7 @@ class Gemma3nProcessor(Newlines):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Sound)
         try:
-            is_cut = asked(self.settings, arguments, ("truncation",)).flag("truncation", True)
+            is_cut = override_settings(self.settings, arguments, ("truncation",)).flag("truncation", True)
         except ConfigError as error:
             raise wrong_argument(error) from error
         sound = content if content.rate else Sound(content.samples, self.rate)

@@ -17,9 +17,9 @@ from quire.multimodal.images import (
     CLIP_STD,
     HALF,
     PixelScaling,
-    film_settings,
     resample_of,
     stored_settings,
+    video_settings,
 )
 
 _MOST_UNEQUAL = 200
@@ -102,7 +102,7 @@ class GridSettings:
         steps = 1 if self.counts_frames else -(-self.max_frames // self.frames)
         return max(most, grown, _MOST_UNEQUAL) * steps
 
-    def told(self, arguments: Mapping[str, Any]) -> "GridSettings":
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "GridSettings":
         """With what a request says: `mm_processor_kwargs`."""
         changes: dict[str, Any] = {}
         for name, value in arguments.items():
@@ -205,7 +205,7 @@ _PIXELS = {
 def read_settings(path: Path, facts: MediaFacts) -> dict[str, GridSettings]:
     """By modality: processor_config.json, or preprocessor_config.json and that of videos."""
     images = stored_settings(path)
-    videos = film_settings(path, stored_settings(path, "video_processor"))
+    videos = video_settings(path, stored_settings(path, "video_processor"))
     return {
         "image": replace(_read(images, facts, "image"), samples=False, max_frames=1),
         "video": _read(videos, facts, "video"),

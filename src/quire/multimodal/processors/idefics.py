@@ -18,7 +18,7 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     PixelScaling,
     Size,
-    asked,
+    override_settings,
     resample_of,
     resized,
     size_of,
@@ -47,7 +47,7 @@ class Idefics3Processor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            keys = asked(self.settings, arguments, _KNOWN)
+            keys = override_settings(self.settings, arguments, _KNOWN)
             finish = PixelScaling.read(keys, HALF, HALF)
             tiles, grid = self._tiles(content, keys)
         except ConfigError as error:

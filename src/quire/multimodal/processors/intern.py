@@ -20,14 +20,14 @@ from quire.multimodal.images import (
     MOST_FRAMES,
     PixelScaling,
     Size,
-    asked,
     check_frames,
     count_of,
-    film_settings,
+    override_settings,
     resample_of,
     resized,
     stored_settings,
     tiled,
+    video_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem, Video
@@ -56,7 +56,7 @@ class InternVLProcessor(ImageProcessor):
         stored = stored_settings(path)
         most = stored.size("max_patches", self.facts.most_tiles)
         self.settings = stored.but(crop_to_patches=self.facts.is_tiled, max_patches=most)
-        self.film = film_settings(path, self.settings)
+        self.film = video_settings(path, self.settings)
 
     def marks(self, modality: str) -> list[int]:
         return [self.video if modality == "video" else self.mark]
@@ -69,7 +69,7 @@ class InternVLProcessor(ImageProcessor):
         return text if is_token else text.replace("<image>", _PLACE)
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        keys = asked(self.film if modality == "video" else self.settings, arguments, _KNOWN)
+        keys = override_settings(self.film if modality == "video" else self.settings, arguments, _KNOWN)
         keys = keys.but(**{_OLDER[name]: value for name, value in arguments.items() if name in _OLDER})
         try:
             finish = PixelScaling.read(keys, IMAGENET_MEAN, IMAGENET_STD)

@@ -20,13 +20,13 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
-    asked,
     center_cropped,
     check_frames,
-    film_settings,
+    override_settings,
     resample_of,
     resized,
     stored_settings,
+    video_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem, Video
@@ -59,7 +59,7 @@ class KimiVLProcessor(ImageProcessor):
         stored = stored.but(**inner) if isinstance(inner, dict) else stored
         self.settings = _told(stored, 16384)
         of_a_frame = stored.get("in_patch_limit_each_frame") or self.settings.get("max_patches")
-        self.film = _told(film_settings(path, self.settings.but(max_patches=of_a_frame, **_UNSAID)), 4096)
+        self.film = _told(video_settings(path, self.settings.but(max_patches=of_a_frame, **_UNSAID)), 4096)
         if self.film.size("temporal_patch_size", self.facts.frames) != self.facts.frames:
             raise self.film.wrong("temporal_patch_size", f"{self.facts.frames}, as the tower has it")
         begins = ("<|media_begin|>", "<|media_start|>")
@@ -98,7 +98,7 @@ class KimiVLProcessor(ImageProcessor):
         return ProcessedItem([self.image_id] * self._count(pixels.shape), arrays=finish(pixels))
 
     def _asked(self, modality: str, arguments: Mapping[str, Any]) -> ConfigReader:
-        keys = asked(self.film if modality == "video" else self.settings, arguments, _KNOWN)
+        keys = override_settings(self.film if modality == "video" else self.settings, arguments, _KNOWN)
         return keys.but(**{_SAME[name]: value for name, value in arguments.items() if name in _SAME})
 
     def _count(self, size: Sequence[int]) -> int:

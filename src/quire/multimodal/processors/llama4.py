@@ -19,8 +19,8 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     PixelScaling,
     Size,
-    asked,
     count_of,
+    override_settings,
     resample_of,
     resized,
     stored_settings,
@@ -46,7 +46,7 @@ class Llama4Processor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            keys = asked(self.settings, arguments, _KNOWN)
+            keys = override_settings(self.settings, arguments, _KNOWN)
             finish = PixelScaling.read(keys, HALF, HALF, is_narrow=True)
             tiles, grid = self._tiles(content, keys)
         except ConfigError as error:

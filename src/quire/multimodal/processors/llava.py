@@ -17,13 +17,13 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     Pixels,
     PixelScaling,
-    asked,
     center_cropped,
     fitted,
+    override_settings,
+    pad_to_square,
     resample_of,
     resized,
     size_of,
-    squared,
     stored_settings,
     wrong_argument,
 )
@@ -54,7 +54,7 @@ class LlavaProcessor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            pixels, finish = self._pixels(content, asked(self.settings, arguments, _KNOWN))
+            pixels, finish = self._pixels(content, override_settings(self.settings, arguments, _KNOWN))
         except ConfigError as error:
             raise wrong_argument(error) from error
         token_ids = [self.image_id] * self.facts.tokens
@@ -63,7 +63,7 @@ class LlavaProcessor(ImageProcessor):
     def _pixels(self, image: Image.Image, keys: ConfigReader) -> tuple[Pixels, PixelScaling]:
         finish = PixelScaling.read(keys, *self.norm)
         if keys.flag("do_pad") and keys.get("image_processor_type") != "CLIPImageProcessor":
-            image = squared(image, finish.mean or (0, 0, 0))
+            image = pad_to_square(image, finish.mean or (0, 0, 0))
         size = image.size[1], image.size[0]
         size = fitted(size_of(keys), size) if keys.flag("do_resize", True) else size
         pixels = resized(image, size, resample_of(keys, Image.Resampling.BICUBIC))

@@ -22,14 +22,14 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
-    asked,
     check_frames,
     count_of,
-    film_settings,
+    override_settings,
     resample_of,
     resized,
     stored_settings,
     tiled,
+    video_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem, Video
@@ -76,7 +76,7 @@ class MiniCPMVProcessor(ImageProcessor):
         stored = stored_settings(path)
         older = {new: stored.get(old) for old, new in _OLDER.items() if stored.get(old) is not None}
         self.settings = stored.but(**older)
-        self.film = film_settings(path, self.settings.but(max_slice_nums=_OF_A_FRAME))
+        self.film = video_settings(path, self.settings.but(max_slice_nums=_OF_A_FRAME))
         self.is_numbered = stored.flag("use_image_id", self.facts.image_id is not None)
         self.places = {
             "image": tokenizer.backend.id_to_token(image_id) or "",
@@ -109,7 +109,7 @@ class MiniCPMVProcessor(ImageProcessor):
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         try:
-            keys = asked(self.film if modality == "video" else self.settings, arguments, _KNOWN)
+            keys = override_settings(self.film if modality == "video" else self.settings, arguments, _KNOWN)
             finish, resample = (
                 PixelScaling.read(keys, HALF, HALF),
                 resample_of(keys, Image.Resampling.BICUBIC),
@@ -137,7 +137,7 @@ class MiniCPMVProcessor(ImageProcessor):
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
         try:
-            keys = asked(self.film, arguments, _KNOWN)
+            keys = override_settings(self.film, arguments, _KNOWN)
             cut = self._cut(video.frames.shape[1:3], keys)
         except ConfigError as error:
             raise wrong_argument(error) from error

@@ -54,7 +54,9 @@ class OmniProcessor(GridProcessor):
         if not isinstance(content, Sound):
             own = {name: value for name, value in arguments.items() if name not in _HEARS}
             return super().process(modality, content, own)
-        self.settings["image"].told({name: each for name, each in arguments.items() if name not in _HEARS})
+        self.settings["image"].with_arguments(
+            {name: each for name, each in arguments.items() if name not in _HEARS}
+        )
         said = {name: value for name, value in arguments.items() if name in _HEARS}
         samples = self.ear.samples(content, said, *self.largest("audio"))
         if len(samples) < self.fewest:

@@ -17,9 +17,9 @@ from quire.multimodal.images import (
     CLIP_STD,
     IMAGE_ARGUMENTS,
     PixelScaling,
-    asked,
     count_of,
     fitted,
+    override_settings,
     resample_of,
     resized,
     size_of,
@@ -48,7 +48,7 @@ class Ovis2Processor(ImageProcessor):
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
-        keys, side = asked(self.settings, arguments, _KNOWN), self.facts.vit.image
+        keys, side = override_settings(self.settings, arguments, _KNOWN), self.facts.vit.image
         try:
             finish = PixelScaling.read(keys, CLIP_MEAN, CLIP_STD)
             resample, most = resample_of(keys, Image.Resampling.BICUBIC), count_of(keys, "max_patches", 12)

@@ -13,8 +13,8 @@ from quire.multimodal.images import (
     HALF,
     IMAGE_ARGUMENTS,
     PixelScaling,
-    asked,
     fitted,
+    override_settings,
     resample_of,
     resized,
     size_of,
@@ -48,7 +48,7 @@ class PaliGemmaProcessor(ImageProcessor):
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
-        keys = asked(self.settings, arguments, IMAGE_ARGUMENTS)
+        keys = override_settings(self.settings, arguments, IMAGE_ARGUMENTS)
         try:
             finish = PixelScaling.read(keys, HALF, HALF)
             side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)

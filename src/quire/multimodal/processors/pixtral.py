@@ -16,12 +16,12 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     PixelScaling,
     Size,
-    asked,
+    override_settings,
+    processor_settings,
     resample_of,
     resized,
     size_of,
     stored_settings,
-    whole_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem
@@ -35,7 +35,7 @@ class PixtralProcessor(ImageProcessor):
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: PixtralFacts = facts.tower
         super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
-        said = whole_settings(path)
+        said = processor_settings(path)
         if self.facts.breaks:
             self.break_id = token_of(tokenizer, said.get("image_break_token") or "[IMG_BREAK]")
             self.end_id = token_of(tokenizer, said.get("image_end_token") or "[IMG_END]")
@@ -54,7 +54,7 @@ class PixtralProcessor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            keys = asked(self.settings, arguments, IMAGE_ARGUMENTS)
+            keys = override_settings(self.settings, arguments, IMAGE_ARGUMENTS)
             finish = PixelScaling.read(keys, CLIP_MEAN, CLIP_STD)
             size = self._size(keys, content.size[::-1])
             pixels = resized(content, size, resample_of(keys, Image.Resampling.BICUBIC))

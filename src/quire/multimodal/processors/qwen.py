@@ -55,17 +55,17 @@ class GridProcessor:
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert not isinstance(content, Sound), "these models do not hear"
-        settings = self.settings[modality].told(arguments)
+        settings = self.settings[modality].with_arguments(arguments)
         if isinstance(content, Video):
             return self._video(content, settings)
         size = settings.size_of(content.height, content.width)
         pixels = patches_of(resized(content, size, settings.resample)[None], settings)
         grid = PatchLayout(*pixels.shape[:3])
         span = [self.tower.image_id] * grid.num_vectors(settings.merge)
-        return _with(ProcessedItem(span, arrays=settings.finish.told(pixels=pixels)), grid)
+        return _with(ProcessedItem(span, arrays=settings.finish.to_arrays(pixels=pixels)), grid)
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
-        settings = self.settings["video"].told(arguments)
+        settings = self.settings["video"].with_arguments(arguments)
         topk_indices, _, _ = sampled(video, settings, self.tower.times)
         height, width = self._frame_size(video, len(topk_indices), settings)
         patches = (height // settings.patch, width // settings.patch)
@@ -87,7 +87,7 @@ class GridProcessor:
         rate = fps * len(indices) / total if fps else USUAL_FPS
         times = [index / (fps or USUAL_FPS) for index in indices]
         processed = self._spread(grid, times, settings.frames / rate)
-        processed.arrays = settings.finish.told(pixels=pixels)
+        processed.arrays = settings.finish.to_arrays(pixels=pixels)
         return _with(processed, grid)
 
     def _spread(self, grid: PatchLayout, times: list[float], seconds: float) -> ProcessedItem:

@@ -10,7 +10,7 @@ from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.qwen_audio import QwenAudioFacts
 from quire.data.multimodal import Array
 from quire.errors import RequestError
-from quire.multimodal.images import whole_settings
+from quire.multimodal.images import processor_settings
 from quire.multimodal.mel import Samples
 from quire.multimodal.processors import Content, ProcessedItem, Sound
 from quire.multimodal.processors.audio_base import AudioProcessor
@@ -76,7 +76,7 @@ class AudioFlamingoProcessor(QwenAudioProcessor):
     """Some minutes, in pieces, each as loud as its own loudest."""
 
     def num_pieces(self, path: Path) -> int:
-        seconds = whole_settings(path).size("max_audio_len", 600)
+        seconds = processor_settings(path).size("max_audio_len", 600)
         return max(1, seconds * self.ear.rate // self.ear.at_once)
 
     def text(self, modality: str, number: int) -> str:

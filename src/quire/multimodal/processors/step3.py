@@ -17,7 +17,7 @@ from quire.multimodal.images import (
     CLIP_STD,
     PixelScaling,
     Size,
-    asked,
+    override_settings,
     resized,
     stored_settings,
     wrong_argument,
@@ -67,7 +67,9 @@ class StepVLProcessor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            finish = PixelScaling.read(asked(self.settings, arguments, _KNOWN), CLIP_MEAN, CLIP_STD)
+            finish = PixelScaling.read(
+                override_settings(self.settings, arguments, _KNOWN), CLIP_MEAN, CLIP_STD
+            )
             if self._is_narrow(*content.size):
                 content = _squared(content)
             plan = self.plan(content.size[::-1])
@@ -75,14 +77,14 @@ class StepVLProcessor(ImageProcessor):
         except ConfigError as error:
             raise wrong_argument(error) from error
         rows, columns = plan.grid
-        arrays = {"pixels": Array.of(smoothed(finish.numbers(small), self.image))}
+        arrays = {"pixels": Array.of(smoothed(finish.normalized(small), self.image))}
         if rows:
             large = Image.fromarray(resized(Image.fromarray(small), plan.large, Image.Resampling.BILINEAR))
             boxes = [
                 (column * plan.side, row * plan.side) for row in range(rows) for column in range(columns)
             ]
             windows = [large.crop((x, y, x + plan.side, y + plan.side)) for x, y in boxes]
-            numbers = [smoothed(finish.numbers(np.asarray(each)), self.window) for each in windows]
+            numbers = [smoothed(finish.normalized(np.asarray(each)), self.window) for each in windows]
             arrays["windows"] = Array.of(np.stack(numbers))
         return self.spread(self._span(rows, columns), arrays=arrays)
 
