@@ -223,13 +223,13 @@ def test_the_key_is_of_the_content_and_how_it_is_read() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"image": "x.png"}, r"multi_modal_data\['image'\]\[0\]: str is nothing"),
-        ({"image": [IMAGE, None]}, r"\['image'\]\[1\] is None, and has no uuid"),
+        ({"image": "x.png"}, r"multi_modal_data\['image'\]\[0\]: the type str is not supported"),
+        ({"image": [IMAGE, None]}, r"\['image'\]\[1\] is None and has no uuid"),
         ({"image": [IMAGE] * 2}, "1 placeholders for media, and 2 image"),
         ({"image": [IMAGE] * 10}, r"At most 9 image\(s\) may be provided in one prompt\. Set `--limit-mm"),
         ({"pictures": IMAGE}, "multi_modal_data has no 'pictures'"),
-        ({"image": np.zeros((3, 3, 3, 3, 3))}, "is no image"),
-        ({"image": np.full((3, 3, 3), np.nan)}, "pixels that are no numbers"),
+        ({"image": np.zeros((3, 3, 3, 3, 3))}, "is not an image"),
+        ({"image": np.full((3, 3, 3), np.nan)}, "pixels that are not finite"),
         ({"image": [[[1], [2, 3]]]}, "not all of one length"),
         ({"image": np.zeros((3, 3, 3), np.longdouble)}, "no numbers"),
         ({"image": {"image_embeds": np.zeros((2, HIDDEN))}}, "You must set `--enable-mm-embeds`"),
@@ -296,7 +296,7 @@ def test_models_that_know_only_text_say_so() -> None:
         (MediaInputReader("org/llama"), "org/llama is not a multimodal model"),
         (
             MediaInputReader("org/vl", lacks_tokenizer=True),
-            "only with its tokenizer, and skip_tokenizer_init is set",
+            "needs its tokenizer for media, and skip_tokenizer_init is set",
         ),
         (
             MediaInputReader("org/vl", limits={"image": 0}),

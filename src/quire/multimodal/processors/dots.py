@@ -1,4 +1,4 @@
-"""dots.ocr's: an image in patches of a grid, one frame deep; its tokens count by one."""
+"""dots.ocr: an image as a grid of patches of one frame; positions are those of plain text."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class DotsProcessor(ImageProcessor):
-    """The mark is the token of a single place."""
+    """The mark is the image token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         tower: DotsFacts = facts.tower

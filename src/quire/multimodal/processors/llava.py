@@ -1,4 +1,4 @@
-"""LLaVA-1.5: the middle of an image, one square of patches."""
+"""LLaVA-1.5: the center of an image as one square of patches."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +35,7 @@ _KNOWN = (*IMAGE_ARGUMENTS, "do_center_crop", "crop_size", "do_pad")
 
 
 class LlavaProcessor(ImageProcessor):
-    """Resized, cropped, normed. What a request asks for must end in squares of the tower's size."""
+    """Resizes, crops and normalizes. The result must have the image size of the vision encoder."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: LlavaFacts = facts.tower
@@ -73,8 +73,8 @@ class LlavaProcessor(ImageProcessor):
         side = self.facts.vit.image
         if pixels.shape[:2] != (side, side):
             raise ConfigError(
-                f"{keys.source}: an image of {size[1]} x {size[0]} pixels becomes one of "
-                f"{pixels.shape[1]} x {pixels.shape[0]}, but the tower sees {side} x {side}"
+                f"{keys.source}: an image of {size[1]} x {size[0]} pixels is resized to "
+                f"{pixels.shape[1]} x {pixels.shape[0]}, but the vision encoder needs {side} x {side}"
             )
         return pixels, finish
 

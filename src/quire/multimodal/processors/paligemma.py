@@ -1,4 +1,4 @@
-"""PaliGemma: images in front of a text, each in one square."""
+"""PaliGemma: images before the text, each as one square."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,11 +26,11 @@ from quire.multimodal.processors.image_base import ImageProcessor, token_of
 from quire.text.tokenizer import Tokenizer
 
 _BEGIN = "<bos>"
-"""Begins the text, behind the last image."""
+"""First token of the text, after the last image."""
 
 
 class PaliGemmaProcessor(ImageProcessor):
-    """A text without a mark is that of one image, which goes in front of it."""
+    """A text without a mark gets one before it, for one image."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: PaliGemmaFacts = facts.tower
