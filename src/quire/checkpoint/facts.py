@@ -278,7 +278,7 @@ class MediaFacts:
     """The multimodal inputs of a model."""
 
     family: str
-    """Key of the tables in `multimodal/families/` and `models/towers/`."""
+    """Key of the tables in `multimodal/processors/` and `models/towers/`."""
     modalities: tuple[str, ...]
     """image | video | audio"""
     tower: Any
