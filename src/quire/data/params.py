@@ -362,7 +362,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
-                _fail("allowed_token_ids", "is not None and empty! Give at least one id or leave it out")
+                _fail("allowed_token_ids", "is not None and empty! Set at least one id or remove it")
         if self.logit_bias is not None:
             self.logit_bias = _bias(self.logit_bias)
         if self.trace_decode_token_ids is not None:

@@ -52,7 +52,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     preempted_at: float = 0.0
     """Monotonic time of its preemption; 0 unless it waits to be resumed."""
     has_run: bool = False
-    """Whether it had a row before, which the API process was told."""
+    """Whether it had a row before, which was reported to the API process."""
     num_cached: int = 0
     """Prompt tokens found in the prefix cache when it first ran."""
     num_prompt_logprobs: int = 0

@@ -37,9 +37,9 @@ HELLO_INTERVAL_S = 0.1
 CALL_TIMEOUT_S = 30.0
 MAX_BEHIND = 1000
 """Messages that are buffered on this side; the rest is buffered in the core, which handles slow clients."""
-TURN_S = 0.004
+READ_S = 0.004
 """Time for which messages are read before their outputs are delivered."""
-REST = 4
+YIELD_ROUNDS = 4
 """Iterations of the event loop between two reads, so that new requests progress while the core is faster than
 this process."""
 HEARTBEAT_MS = 1000
@@ -105,7 +105,7 @@ class CoreLink:
         self._stalled_s = 0.0
         """Time for which the core had work and finished no step, as last reported."""
         self._num_resets = 0
-        self._resting = False
+        self._is_scheduled = False
         """Whether the next read is already scheduled."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
@@ -234,26 +234,26 @@ class CoreLink:
 
     def _on_readable(self) -> None:
         """Handle the socket's event, which is triggered once for any number of messages."""
-        if not self._resting:
-            self._turn()
+        if not self._is_scheduled:
+            self._read_and_deliver()
 
-    def _turn(self) -> None:
+    def _read_and_deliver(self) -> None:
         """Read messages for a limited time, then deliver: a stream gets one output for several steps. If
         there is more to read, other tasks run first."""
-        self._resting = False  # so that the next message is read even after an error
+        self._is_scheduled = False  # so that the next message is read even after an error
         is_all = self._receive()
         self._owner.on_turn(self)
-        self._resting = not is_all
-        if self._resting:
-            self._rest(REST)
+        self._is_scheduled = not is_all
+        if self._is_scheduled:
+            self._schedule_read(YIELD_ROUNDS)
 
-    def _rest(self, rounds: int) -> None:
+    def _schedule_read(self, rounds: int) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_soon(self._rest, rounds - 1) if rounds else loop.call_soon(self._turn)
+        loop.call_soon(self._schedule_read, rounds - 1) if rounds else loop.call_soon(self._read_and_deliver)
 
     def _receive(self) -> bool:
         """Handle messages of the core for a limited time; return whether all were read."""
-        deadline = self._clock() + TURN_S
+        deadline = self._clock() + READ_S
         while self._socket is not None:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
