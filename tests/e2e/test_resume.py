@@ -183,7 +183,7 @@ def test_a_core_that_stays_away_ends_its_answers(start: Start, tiny: TextModel, 
         os.kill(server.core, signal.SIGKILL)
         found = list(chunks)
     assert found[-1] == "[DONE]" and isinstance(found[-2], dict)
-    assert found[-2]["error"]["code"] == 503 and "is not back" in found[-2]["error"]["message"]
+    assert found[-2]["error"]["code"] == 503 and "was not restarted" in found[-2]["error"]["message"]
     server.end_cleanly()
 
 

@@ -126,7 +126,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def running(engine: AsyncEngine) -> list[int]:
     """Sequences that this process has at each core."""
-    return [core.own for core in engine._router.cores]
+    return [core.num_local for core in engine._router.cores]
 
 
 def test_without_resumption_an_answer_that_was_shown_ends_with_its_core(with_cores: Run) -> None:
@@ -218,10 +218,10 @@ def test_a_core_that_stays_away_is_not_waited_for_longer_than_health_allows(with
         cores.kill(0)
         await until(lambda: engine._links[0].core is None)
         cores.clock.ahead_s += 0.5 * HEALTH_TIMEOUT_S
-        engine._send_the_lost()
+        engine._send_waiting()
         assert engine.num_in_flight == 1 and not waiting.done(), "it is waited for until the time is up"
         cores.clock.ahead_s += HEALTH_TIMEOUT_S
-        with pytest.raises(EngineDead, match="is not back"):
+        with pytest.raises(EngineDead, match="was not restarted"):
             await asyncio.wait_for(waiting, PATIENCE_S)
         assert engine.num_in_flight == 0
         assert engine.metrics.pages.value("request_success:error") == 1

@@ -53,7 +53,7 @@ class Cores:
 
     def die(self, place: int = 0) -> None:
         self.sent[place].clear()
-        self.engine._links[place]._died()
+        self.engine._links[place]._handle_death()
 
     def requests(self, place: int = 0) -> dict[str, Request]:
         """What was sent to a core, by the name that the test gave it."""
@@ -305,12 +305,12 @@ def test_a_slow_start_is_waited_for_and_one_that_never_ends_is_not() -> None:
         cores.step({"a": 50}, admitted={"a": FIRST})
         cores.die()
         cores.now += HEALTH_TIMEOUT_S + STARTS * 40.0 - 1.0
-        cores.engine._send_the_lost()
+        cores.engine._send_waiting()
         await settle()
         assert not reader.task.done()
         cores.now += 2.0
-        cores.engine._send_the_lost()
-        with pytest.raises(EngineDead, match="is not back"):
+        cores.engine._send_waiting()
+        with pytest.raises(EngineDead, match="was not restarted"):
             await reader.task
         assert reader.token_ids() == [50] and cores.engine.num_in_flight == 0
         assert cores.count("request_success:error") == 1 and cores.count("request_resumed") == 0
@@ -368,7 +368,7 @@ def test_a_request_that_ends_its_cores_is_found_among_others(poison: str) -> Non
         num_deaths = 0
         for _ in range(200):
             await settle()
-            cores.engine._send_the_lost()
+            cores.engine._send_waiting()
             running = [
                 flight.requests[0].id.rpartition("-")[0]
                 for flight in cores.engine._flights.values()

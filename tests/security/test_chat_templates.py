@@ -36,7 +36,9 @@ def test_template_variables_replace_no_argument(path: str, kwargs: dict[str, Any
     engine = FakeEngine()
     body = {"messages": MESSAGES, "chat_template_kwargs": kwargs}
     error = refused(ask("POST", path, engine=engine, json=body))
-    assert f"chat_template_kwargs may not hold {next(iter(kwargs))}" in error["message"] and not engine.seen
+    assert (
+        f"chat_template_kwargs may not contain {next(iter(kwargs))}" in error["message"] and not engine.seen
+    )
 
 
 @pytest.mark.parametrize(

@@ -141,4 +141,4 @@ def test_a_client_is_told_that_its_grammar_is_too_complex() -> None:
     request = Request(id="a", tokens=[1, 2], params=SamplingParams(), prompt_len=1, limit=9, seed=0)
     assert why_stopped(request, np.array([1, 2], np.int32), "limit") == ("error", TOO_COMPLEX)
     error = failure(FinishReason("error", TOO_COMPLEX))
-    assert error.status == 400 and "simplify" in str(error) and "nothing fits" not in str(error)
+    assert error.status == 400 and "simplify" in str(error) and "no token is valid" not in str(error)

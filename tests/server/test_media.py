@@ -154,7 +154,7 @@ SOUND = base64.b64encode(wav(np.zeros((10, 1), np.int16), rate=0)).decode()
         (image_part("http://[::ffff:169.254.169.254]/"), 422, "image_url", "private, local or otherwise"),
         ({"type": "image_url", "image_url": {"url": None}}, 400, "image_url", "needs a `url`"),
         ({"type": "image_url", "uuid": "gone"}, 400, "image_url", "nothing is cached for the uuid 'gone'"),
-        ({"type": "image_pil", "image_pil": "x"}, 400, "image_pil", "which only LLM.chat can be given"),
+        ({"type": "image_pil", "image_pil": "x"}, 400, "image_pil", "which only LLM.chat supports"),
         ({"type": "input_audio", "input_audio": {"data": SOUND}}, 400, "input_audio", "1 channels and 0 Hz"),
         ({"type": "video_url", "video_url": {"url": URL[:60]}}, 400, "video_url", "base64|broken"),
     ],

@@ -121,7 +121,7 @@ class Transcriber(Protocol):
 
     @property
     def no_speech(self) -> int | None:
-        """Return the token that stands in place of the language if there is no speech."""
+        """Return the token that replaces the language if there is no speech."""
 
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int

@@ -233,8 +233,8 @@ class MediaProcessor:
                 raise raw.item.wrong(error) from None
 
         raws = {item.key: item.raw for item in prepared if item.raw is not None}
-        made = await asyncio.gather(*(process_one(key, raw) for key, raw in raws.items()))
-        return {key: arrays for key, arrays in zip(raws, made, strict=True) if arrays is not None}
+        results = await asyncio.gather(*(process_one(key, raw) for key, raw in raws.items()))
+        return {key: arrays for key, arrays in zip(raws, results, strict=True) if arrays is not None}
 
     async def hear(self, data: bytes, rate: int, max_seconds: float) -> Samples:
         """Decode an audio file to samples at this rate."""

@@ -68,7 +68,7 @@ class Processor(Protocol):
     modalities: tuple[str, ...]
 
     def marks(self, modality: str) -> list[int]:
-        """Return the mark: the tokens that stand for one item in a prompt as chat templates write it, mostly
+        """Return the mark: the placeholder tokens of one item in a prompt as chat templates write it, mostly
         one. Empty for models that cross-attend to the item."""
 
     def text(self, modality: str, number: int) -> str:

@@ -59,19 +59,19 @@ class Gemma3nProcessor(Newlines):
                 f"the audio is too short: it has {len(samples)} samples at {self.rate} Hz, and "
                 f"{self.frame + 1} are the minimum"
             )
-        return self.spread(self._span, arrays={"mel": Array.of(self._log_mel(samples))})
+        return self.build_item(self._span, arrays={"mel": Array.of(self._log_mel(samples))})
 
     @cached_property
     def _span(self) -> list[int]:
         facts, newlines = self.facts, self.tokenizer.encode("\n\n", add_special_tokens=False)
         return [*newlines, facts.start_id, *[facts.audio_id] * facts.tokens, facts.end_id, *newlines]
 
-    def spread(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
+    def build_item(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
         """Build the item: the end token has a vector, too."""
         first = token_ids.index(self.facts.audio_id)
         return ProcessedItem(token_ids, [(first, self.facts.tokens + 1)], **more)
 
-    def brought(self, num_vectors: int) -> list[int]:
+    def embeds_span(self, num_vectors: int) -> list[int]:
         if num_vectors != self.facts.tokens + 1:
             raise RequestError(
                 f"audio_embeds: {num_vectors} vectors, expected {self.facts.tokens + 1}, one for the end",
