@@ -66,7 +66,7 @@ class MoonViT(nn.Module):
         """RoPE frequencies: even pairs rotate by the column, odd pairs by the row."""
 
     def forward(self, images: Sequence[Tensor], clips: Sequence[Clip]) -> Tensor:
-        """Encode clips [frames, 3, height, width] to [patches of all, hidden], with attention in each clip."""
+        """Encode clips [frames, 3, height, width] to [patches of all, hidden]; attention is per clip."""
         flat = torch.cat([patches_of(frames, self.facts.patch).flatten(0, 1) for frames in images])
         x = self.patches(flat) + torch.cat([self.clip_positions(clip) for clip in clips])
         spans = spans_of(np.array([math.prod(clip) for clip in clips], np.int32), x.device)
