@@ -105,7 +105,7 @@ class Eagle3(DraftHead):
         self.embed = _build_embedding(facts, body)
         self.fc = WholeLinear(len(drafts.aux_layers) * drafts.target_hidden, facts.hidden, body / "fc")
         scopes = [body / "midlayer", body / "layers" / 0]
-        stored = (each for inner in scopes if scope.is_stored(f"{inner.name}.hidden_norm.weight"))
+        stored = (inner for inner in scopes if scope.is_stored(f"{inner.name}.hidden_norm.weight"))
         inner, layer = next(stored, scopes[0]), facts.layers[0]
         self.layer = Layer3(_with_qkv_bias(facts, inner), layer, Rope(layer.rope, scope), inner)
         self.norm = norm_of(facts, body / "norm")
