@@ -21,7 +21,7 @@ from quire.kernels.cpu.ops import CPUOps
 from quire.kernels.cpu.tape import Tape, record
 
 HIDDEN, INNER, EXPERTS, CHOSEN, LAYERS, ROUNDS = 1024, 512, 64, 8, 4, 40
-"""As large as four layers of a model with 1B parameters, 0.3B of them active."""
+"""Sizes of four layers of a model with 1B parameters, 0.3B of them active."""
 
 
 def make(kind: str, rows: int, columns: int) -> Matrix:
@@ -31,7 +31,7 @@ def make(kind: str, rows: int, columns: int) -> Matrix:
 
 
 def least(tapes: tuple[Tape, Tape], logits: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Seconds of each tape by the clock and by the CPU's time."""
+    """Return the least seconds of each tape, by wall clock and by CPU time."""
     wall, cpu = [1e9, 1e9], [1e9, 1e9]
     for _ in range(ROUNDS):
         logits.normal_()

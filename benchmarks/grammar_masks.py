@@ -59,7 +59,7 @@ def text(kind: str, draw: random.Random) -> str:
 
 
 def draw_tokens(grammars: Grammars, matcher: Matcher, draw: random.Random) -> list[int]:
-    """Some that are allowed."""
+    """Return up to NUM_TOKENS random tokens that the grammar allows."""
     bits, token_ids = np.zeros((1, grammars.num_words), np.uint32), []
     for _ in range(NUM_TOKENS):
         grammars.fill([(matcher, 0)], bits)
@@ -71,7 +71,7 @@ def draw_tokens(grammars: Grammars, matcher: Matcher, draw: random.Random) -> li
 
 
 def follow(grammars: Grammars, matcher: Matcher, token_ids: list[int]) -> list[float]:
-    """Microseconds of each mask."""
+    """Return the microseconds of each mask."""
     bits, spent = np.zeros((1, grammars.num_words), np.uint32), []
     for token_id in token_ids:
         started = time.thread_time()

@@ -30,7 +30,7 @@ CPU, VOCAB = torch.device("cpu"), 50
 
 
 class Blank(CudaDevice):
-    """Prompts compute nothing either."""
+    """Device that computes nothing for prompts, either."""
 
     def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> DeviceStep:
         rows = len(plan.sampling_rows)

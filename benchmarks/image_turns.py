@@ -19,7 +19,7 @@ ROUNDS = 6
 
 
 def image(side: int, seed: int) -> dict[str, Any]:
-    """Blurred noise, as a photograph's file is large, of its own content."""
+    """Return an image of blurred noise, unique per seed, with a file as large as a photograph's."""
     small = np.random.default_rng(seed).integers(0, 255, (side // 16, side // 16, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(small).resize((side, side)).save(file, "JPEG", quality=90)
@@ -28,7 +28,7 @@ def image(side: int, seed: int) -> dict[str, Any]:
 
 
 def ask(url: str, model: str, messages: list[Any]) -> tuple[float, str]:
-    """Seconds to the first text, and all of it."""
+    """Return the seconds to the first text, and the whole text."""
     body = {"model": model, "messages": messages, "max_tokens": 16, "stream": True, "temperature": 0}
     data = json.dumps(body | {"ignore_eos": True}).encode()
     started, first, text = time.perf_counter(), 0.0, ""

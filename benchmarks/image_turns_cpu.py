@@ -4,7 +4,7 @@
 
 A tiny Qwen2.5-VL with the published processor runs against a core without a model in a process of its own,
 so the figure covers the way from the socket to the core and back. A SIDE of 0 is a turn of text; a negative
-one is a PNG of noise, whose body has megabytes. TURNS_PROFILE=FILE writes a profile of the last side.
+one is a PNG of noise, with a request body of megabytes. TURNS_PROFILE=FILE writes a profile of the last side.
 """
 
 import asyncio
@@ -65,7 +65,8 @@ def run_core(address: str) -> None:
 
 
 def run_client(port: int, side: int, pipe: Any) -> None:
-    """Second turns, so many at each word; the length of a body first."""
+    """Send the length of a request body, then send as many second turns as each message on the pipe
+    requests."""
     parts: list[Any] = [{"type": "text", "text": "What is it?"}]
     if side:
         parts = [image(side, 1) if side > 0 else noise(-side), *parts]

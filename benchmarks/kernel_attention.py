@@ -24,7 +24,7 @@ MODELS = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}
 CONTEXT = 576
 BLOCK = 16
 COLD_BYTES = 256 << 20
-"""Caches are taken in turn so that this much lies between two uses of one."""
+"""Caches are used in turn, so that this many bytes are read between two uses of one."""
 
 SHARE_SHAPES = [
     AttentionShape(16, 32, 1, 3),
@@ -45,7 +45,7 @@ TILE_SHAPES = [
 
 
 class Load:
-    """Sequences of equal length over several caches."""
+    """Batch of sequences of equal length over several caches."""
 
     def __init__(
         self, model: str, num_seqs: int, num_queries: int, length: int, cache_dtype: torch.dtype
@@ -92,7 +92,7 @@ class Load:
 
 
 def seconds(run: Callable[[Cache], None], caches: list[Cache], repeats: int = 5) -> float:
-    """Of one launch, in a graph of one launch per cache."""
+    """Return the seconds of one launch, in a CUDA graph of one launch per cache."""
     run(caches[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -112,7 +112,7 @@ def seconds(run: Callable[[Cache], None], caches: list[Cache], repeats: int = 5)
 
 
 def measured(load: Load, runs: Mapping[Any, Callable[[Cache], None]]) -> Iterator[tuple[Any, float, float]]:
-    """(name, seconds, greatest difference from the first) of each run that fits the device."""
+    """Yield name, seconds and largest difference from the first run for each run that fits the device."""
     reference: Tensor | None = None
     for name, run in runs.items():
         try:
@@ -128,7 +128,7 @@ def measured(load: Load, runs: Mapping[Any, Callable[[Cache], None]]) -> Iterato
 def decode_rows(
     shapes: list[AttentionShape], short: bool, cache_dtype: torch.dtype
 ) -> Iterator[dict[str, Any]]:
-    """Equal lengths, lengths of 300 to 1,700, and one long sequence among short ones."""
+    """Yield results for equal lengths, lengths of 300 to 1,700, and one long sequence among short ones."""
     batches = (1, 8, 16, 32, 64, 128, 256)
     works = [(model, n, lens) for model in MODELS for n in batches for lens in ("equal", "spread")]
     works += [("8B", 1, "long"), ("8B", 16, "long"), ("8B", 64, "long")]
@@ -185,7 +185,7 @@ def prefill_rows(shapes: list[AttentionShape], cache_dtype: torch.dtype) -> Iter
 
 
 def host_seconds() -> float:
-    """What the host spends on one launch, while the device is not waited for."""
+    """Return the host's seconds of one launch, without waiting for the device."""
     load = Load("8B", 8, 1, CONTEXT, torch.bfloat16)
     load.decode(load.caches[0])
     torch.cuda.synchronize()

@@ -46,7 +46,7 @@ def random(*shape: int) -> Tensor:
 
 
 def graph_us(run: Callable[[], object], repeats: int = 9) -> float:
-    """The median time of a replay."""
+    """Return the median microseconds of a replay."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -67,7 +67,7 @@ def graph_us(run: Callable[[], object], repeats: int = 9) -> float:
 
 
 class Model:
-    """All of a step but the attention itself, which here leaves the queries as they are."""
+    """All of a decode step but the attention itself; queries stand in for its output."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.kernels.triton import gguf_launch, int4
 from quire.kernels.triton.activations import gated as gated_of
-from quire.kernels.triton.gguf_layout import Planes, _unfilled
+from quire.kernels.triton.gguf_layout import Planes, _allocate
 from quire.kernels.triton.gguf_rows import WholeRows
 from quire.kernels.triton.launch import compiling
 from quire.kernels.triton.matmul import TilesPlan
@@ -32,7 +32,7 @@ SHAPES = {
     "head": (128256, 4096, ""),
 }
 TB_S = 4.28e6
-"""Bytes in a microsecond."""
+"""Bytes per microsecond."""
 ENOUGH_BYTES = 4e8
 SWEEP: dict[int, list[WholeRows | TilesPlan]] = {
     1: [WholeRows(132 * per, warps, two) for per in (2, 3, 4) for warps in (4, 8) for two in (False, True)],
@@ -43,19 +43,19 @@ SWEEP: dict[int, list[WholeRows | TilesPlan]] = {
     256: [TilesPlan(128, 64, 128, s, 4, 3) for s in (1, 2)]
     + [TilesPlan(256, 128, 128, s, 8, 3) for s in (1, 2, 4)],
 }
-"""By rows of x; lengths are those of 4 bits."""
+"""Plans by rows of x; lengths are for 4-bit codes."""
 Weight = Planes | int4.GroupedWeight
 
 
 def made(kind: str, rows: int, columns: int) -> Weight:
-    """Of random bytes, with small scales."""
+    """Return a weight of random bytes with small scales."""
     if kind == "awq":
         words = torch.randint(-(2**31), 2**31, (rows, columns // 32, 4), dtype=torch.int32, device="cuda")
         scales = torch.rand(rows, columns // 128, device="cuda") * 0.01
         zeros = torch.randint(0, 16, scales.shape, device="cuda")
         few = torch.zeros(rows, columns, dtype=torch.uint8, device="cuda")
         return int4.pack(few, scales, zeros, bits=4, dtype=torch.bfloat16)._replace(codes=words)
-    planes = _unfilled(kind, rows, columns, torch.device("cuda"))
+    planes = _allocate(kind, rows, columns, torch.device("cuda"))
     planes.data.random_(0, 256)
     planes.subs.bitwise_and_(63)
     planes.scales.copy_(torch.randn(planes.scales.shape, device="cuda") * 0.01)

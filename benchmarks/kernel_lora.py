@@ -22,7 +22,7 @@ from quire.kernels.triton.qkv import enter
 
 
 class Adapters:
-    """A slot's memory is in one piece, as `AdapterSlots` has it."""
+    """LoRA weights of all layers; the memory of a slot is contiguous, as in `AdapterSlots`."""
 
     def __init__(self, model: Model, rank: int, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -52,7 +52,7 @@ class Adapters:
 def step(
     model: Model, adapters: Adapters, ids: Tensor, positions: Tensor, slots: Tensor, of: Tensor | None
 ) -> Tensor:
-    """`of`: the slot of each row's adapter."""
+    """Compute a step; `of` holds the adapter slot of each row."""
     x = residual = OPS.embed(ids, model.head)
     tokens = None if of is None else assign(of, adapters.num_slots)
     for i, (qkv, out, gate_up, down) in enumerate(model.weights):

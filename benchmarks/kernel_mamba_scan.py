@@ -19,7 +19,7 @@ BANDWIDTH = 4.8e12
 
 
 class Scan:
-    """Mamba's scan of a layer, over prompts that go on from a state."""
+    """Mamba's scan of a layer, over prompts that continue from a state."""
 
     def __init__(self, lens: list[int], channels: int) -> None:
         self.lens, self.num_tokens, self.channels = lens, sum(lens), channels
@@ -34,13 +34,13 @@ class Scan:
         )
         self.state = torch.randn(len(lens), channels, SIZE, device="cuda")
         self.seqs, self.singles = sequences(lens), sequences([1] * len(lens))
-        _ = self.seqs.split  # a copy that no graph holds
+        _ = self.seqs.split  # a host copy, which a CUDA graph cannot capture
 
     def run(self) -> torch.Tensor:
         return OPS.select(self.x, self.gate, self.given, self.state, self.seqs)
 
     def by_token(self, num_tokens: int) -> None:
-        """The first tokens of all sequences, then the second ones."""
+        """Scan one token of all sequences at a time."""
         rows = slice(0, len(self.lens))
         given = self.given._replace(dt=self.given.dt[rows], b=self.given.b[rows], c=self.given.c[rows])
         for _ in range(num_tokens):
@@ -61,7 +61,7 @@ def sequences(lens: list[int]) -> SSMSequences:
 
 
 def check() -> None:
-    """Before it is timed: the same numbers as in torch."""
+    """Check the results against torch before they are timed."""
     scan = Scan([1, 2, 63, 64, 65, 1000], 4112)
     twin = scan.state.clone()
     expected = StateReference().select(scan.x, scan.gate, scan.given, twin, scan.seqs)
@@ -71,16 +71,16 @@ def check() -> None:
 
 
 def report(lens: list[int], channels: int) -> None:
-    scan, some, chosen = Scan(lens, channels), 64, kernels._lanes
+    scan, some, chosen = Scan(lens, channels), 64, kernels._channels_per_warp
     by_token = graph_us(lambda: scan.by_token(some)) * lens[0] / some
-    widened = graph_us(lambda: kernels._widened(scan.given.b, scan.given.c))
+    widened = graph_us(lambda: kernels._pack_bc(scan.given.b, scan.given.c))
     print(f"{len(lens)} x {lens[0]} tokens, {channels} channels: floor {scan.floor_us:.0f} us", end=", ")
     print(f"by token {by_token:.0f} us, widening {widened:.0f} us", end="")
     for block in kernels._BLOCKS:
         own = " (chosen)" if block == chosen(len(lens) * channels) else ""
-        kernels._lanes = lambda num_channels, block=block: block
+        kernels._channels_per_warp = lambda num_channels, block=block: block
         print(f", {block} a warp{own} {graph_us(scan.run):.0f} us", end="", flush=True)
-    kernels._lanes = chosen
+    kernels._channels_per_warp = chosen
     print()
 
 

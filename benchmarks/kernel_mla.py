@@ -25,9 +25,9 @@ from quire.kernels.triton.launch import compiling
 MODELS = {"V2-Lite": 16, "V3": 128}
 BLOCK = 16
 COLD_BYTES = 256 << 20
-"""Caches are taken in turn so that this much lies between two uses of one."""
+"""Caches are used in turn, so that this many bytes are read between two uses of one."""
 PEAK = 4.28e12
-"""Bytes a second that an H200 copies."""
+"""Copy bandwidth of an H200 in bytes per second."""
 
 SHARE_SHAPES = {
     "V2-Lite": [
@@ -61,7 +61,7 @@ TILE_SHAPES = [
 
 
 class Load:
-    """Sequences of equal length over several caches of one layer."""
+    """Batch of sequences of equal length over several caches of one layer."""
 
     def __init__(self, model: str, num_seqs: int, length: int, num_queries: int = 1) -> None:
         heads = MODELS[model]
@@ -98,13 +98,13 @@ class Load:
         self.table, self.norm = random(length, spec.rope_dim), random(spec.rank)
 
     def decode(self, cache: Tensor, shape: AttentionShape | None = None) -> None:
-        """The two kernels alone."""
+        """Run only the two attention kernels."""
         sizes = launch.MLASizes(self.spec.heads, 512, 128, 64, 128, self.spec.scale)
         latents, rope = launch.latents_of(cache), self.q[..., self.spec.nope_dim :]
         launch.attend_shares(self.seen, self.latent, rope, latents, self.seqs, sizes, 1, shape)
 
     def layer(self, cache: Tensor) -> None:
-        """All from the projections to the output's."""
+        """Run everything between the input and output projections."""
         kv, batch = self.fused[:, -self.spec.width :], self.batch
         entry = MLAEntry(self.norm, 1e-6, self.table, batch.positions, batch.slots, cache)
         TritonMLA().enter(self.q, kv, entry, self.spec)
@@ -116,7 +116,7 @@ def random(*shape: int) -> Tensor:
 
 
 def seconds(run: Callable[[Tensor], None], caches: list[Tensor], repeats: int = 5) -> float:
-    """Of one launch, in a graph of one launch per cache."""
+    """Return the seconds of one launch, in a CUDA graph of one launch per cache."""
     run(caches[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

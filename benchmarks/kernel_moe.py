@@ -28,7 +28,7 @@ ROUTING = Routing(TOP, renormalized=True)
 EXPERT_BYTES = 2 * 3 * HIDDEN * INNER
 PARTS = ("choose", "sort", "up", "down", "sum", "mix", "both")
 TB_S = 4.28e6
-"""Bytes in a microsecond."""
+"""Bytes per microsecond."""
 
 
 class Layer(NamedTuple):
@@ -40,7 +40,8 @@ class Layer(NamedTuple):
 
 
 def layers(weights: list[ExpertWeights], num: int) -> list[Layer]:
-    """As many as a model has where a layer is quick: a graph itself takes some microseconds."""
+    """Return as many layers as a model has if a layer is quick, because a graph itself takes some
+    microseconds."""
     made = []
     for i in range(48 if num <= 8 else 16 if num <= 512 else LAYERS):
         router, x = random(EXPERTS, HIDDEN), 50 * random(num, HIDDEN)
@@ -50,7 +51,7 @@ def layers(weights: list[ExpertWeights], num: int) -> list[Layer]:
 
 
 def parts(of: list[Layer], plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Each for all layers."""
+    """Yield the name and a function of each part; it runs all layers."""
     num = len(of[0].x)
     between, apart, out = random(num * TOP, INNER), random(num * TOP, HIDDEN), random(num, HIDDEN)
 
@@ -150,7 +151,7 @@ def fits(num: int, tile: MoETile, parts: int) -> bool:
 
 
 def plans(num: int) -> Iterator[Plan]:
-    """Of up and down alike: each part is timed alone."""
+    """Yield plans with the same tile for up and down, because each part is timed alone."""
     if num <= 4:
         yield from ROWS
     for height in HEIGHTS.get(num, ()):

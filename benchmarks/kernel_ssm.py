@@ -26,7 +26,7 @@ BANDWIDTH = 4.28e12
 class Sizes(NamedTuple):
     state: tuple[int, int, int]
     groups: int
-    """Or heads of keys."""
+    """Number of groups, or of key heads."""
     delta: bool
 
     @property
@@ -44,7 +44,7 @@ MODELS = {
 
 
 class Layer:
-    """What a mixer computes between its two products."""
+    """Operations of a mixer between its two GEMMs."""
 
     def __init__(self, sizes: Sizes, num_rows: int, num_tokens: int) -> None:
         heads, first, second = sizes.state
@@ -83,7 +83,7 @@ def layer_us(
 ) -> float:
     seqs = sequences(lens)
     if not seqs.single:
-        _ = seqs.split  # a copy that no graph holds
+        _ = seqs.split  # a host copy, which a CUDA graph cannot capture
     every = [Layer(sizes, len(lens), sum(lens)) for _ in range(layers)]
     return graph_us(lambda: [part(layer, seqs) for layer in every]) / layers
 
@@ -116,7 +116,7 @@ TILES = list(itertools.product((1024, 2048, 4096, 8192), (2, 4, 8)))
 
 
 def sweep(name: str, sizes: Sizes) -> None:
-    """The shapes of programs, one after the other."""
+    """Measure all program shapes, one after the other."""
     which, shapes = ("_DELTA", DELTAS) if sizes.delta else ("_SCAN", SCANS)
     warps_of = f"{which}_WARPS"
     tries: list[dict[str, Any]] = [{which: kernels.SSMShape(*shape)} for shape in shapes]

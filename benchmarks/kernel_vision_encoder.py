@@ -27,7 +27,7 @@ from quire.worker.cuda.encoder_graphs import MOST_VECTORS, TIMES, TowerGraphs
 
 HEADS, DIM = 16, 80
 PEAK, BANDWIDTH = 989e12, 4.8e12
-"""Of an H200: products of bfloat16, and bytes."""
+"""Peak bfloat16 FLOP/s and bytes per second of an H200."""
 SHAPES = [
     EncoderShape(block_n, warps, stages)
     for block_n, warps, stages in [
@@ -58,7 +58,8 @@ def spans(length: int, num_tokens: int, height: int) -> Spans:
 
 
 def floor(length: int, num_tokens: int, dim: int = DIM) -> float:
-    """Products at the peak, or queries, keys, values and outputs once."""
+    """Return the seconds of the GEMMs at the peak, or of reading queries, keys and values and writing outputs
+    once."""
     flops = 4 * length * num_tokens * HEADS * dim
     return max(flops / PEAK, 4 * num_tokens * HEADS * dim * 2 / BANDWIDTH)
 
@@ -107,8 +108,8 @@ def chosen() -> None:
 
 @torch.inference_mode()
 def tower() -> None:
-    """Images of 336 pixels a side to 16 thousand patches through all of it, with random weights; small ones
-    as graphs, too."""
+    """Measure the whole vision encoder with random weights, for images from 336 pixels a side to 16 thousand
+    patches; small ones as CUDA graphs, too."""
     vision = {"out_hidden_size": 2048, "hidden_size": 1280, "num_heads": 16, "depth": 32}
     vision |= {"intermediate_size": 3420, "patch_size": 14, "in_chans": 3}
     text = {"hidden_size": 2048, "num_attention_heads": 16, "vision_config": vision}

@@ -25,7 +25,7 @@ REPEATS = 3
 
 
 def seconds(llm: LLM, prompts: list[list[int]], length: int, adapters: list[LoRARequest]) -> float:
-    """Until all outputs are there; the requests have these adapters in turns."""
+    """Return the seconds until all outputs are complete; requests use the adapters in turn."""
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
     own = [adapters[i % len(adapters)] if adapters else None for i in range(len(prompts))]
     with no_collections():
@@ -54,7 +54,8 @@ def prefill_rate(llm: LLM, adapters: list[LoRARequest]) -> float:
 
 
 def first_use_ms(llm: LLM, adapters: list[LoRARequest]) -> tuple[float, float]:
-    """Beyond what the same request takes without an adapter: read from disk, and from host memory."""
+    """Return the added milliseconds of an adapter's first use, read from disk, and of its second, from host
+    memory."""
     prompt, rng, plain, new = [[1, 2, 3]], chance.Random(2), [], []
     for _ in range(5):
         plain.append(seconds(llm, prompts_of(rng, 1, 16), 1, []))

@@ -33,7 +33,7 @@ MODEL = {
 
 
 def reader(rank: int) -> LoRAReader:
-    """Of the model's layers without their weights."""
+    """Return a reader for the model's layers, which have no weights."""
     slots = AdapterSlots(max_slots=1, max_rank=rank, dtype=torch.bfloat16, device=torch.device("cpu"))
     scope = Scope(torch.bfloat16, torch.device("meta"), TorchSDPA(), 8, adapters=slots) / "model" / "layers"
     for layer in range(LAYERS):

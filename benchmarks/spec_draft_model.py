@@ -4,8 +4,8 @@
 
 A step with K draft tokens should take one verification by the target and K decode steps of the draft model,
 and yields E = 1 + r + ... + r^K tokens per row at acceptance rate r. The ideal gain is E * plain / (verify
-+ K * draft). Each term is measured here: plain and draft as decode steps of engines of their own, verify as
-steps whose draft tokens cost nothing.
++ K * draft). Each term is measured here: plain and draft as decode steps of separate engines, verify as
+steps with free draft tokens.
 """
 
 import gc
@@ -25,7 +25,7 @@ LENGTH, PROMPT, WARM = 320, 256, 40
 
 
 class Clock:
-    """Tokens and times of decode steps."""
+    """Records tokens and times of decode steps."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -42,7 +42,7 @@ class Clock:
         scheduler.update = noted  # type: ignore[method-assign]
 
     def run(self, batch: int) -> tuple[float, float, float]:
-        """Milliseconds of a step, and tokens and drafts of a row in it, while all rows decode."""
+        """Return the milliseconds of a step, and tokens and drafts per row, while all rows decode."""
         self.steps.clear()
         params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
         prompts = prompts_of(random.Random(batch), batch, PROMPT)
@@ -81,7 +81,7 @@ def times(path: str) -> dict[int, float]:
 
 
 class Always:
-    """As many drafts as there are."""
+    """Pace that always allows all available drafts."""
 
     def admit(self, row: int) -> None: ...
 
@@ -110,7 +110,7 @@ def main(target: str, draft: str, most: int = 3, rate: float = 0.7) -> None:
     assert drafting is not None
     drafting._pace = Always()
     found |= {("always", batch): best(clock, batch) for batch in BATCHES}
-    # Drafts that are there, whatever they are.
+    # Draft tokens that exist at no cost, with any content.
     DraftGraphs.__call__ = lambda self, plan: self.known.num_drafts.fill_(most)  # type: ignore[method-assign, assignment]
     verify = {batch: best(clock, batch)[0] for batch in BATCHES}
     expected = sum(rate**at for at in range(most + 1))

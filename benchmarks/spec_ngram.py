@@ -1,4 +1,4 @@
-"""Time decodes with n-gram speculation against plain ones, with random weights, whose text soon repeats.
+"""Time decodes with n-gram speculation against plain ones, with random weights (their text soon repeats).
 
     python benchmarks/spec_ngram.py CONFIG_DIR [DRAFTS [wrong]]
 
@@ -27,11 +27,11 @@ BATCHES = (1, 8, 32)
 LENGTH, WRONG, ROUNDS = 767, 560, 5
 TRACED = 32
 FIRST, RECORDED = 40, 30
-"""Steps."""
+"""First recorded step, and number of recorded steps."""
 
 
 class Steps:
-    """Counts them; has some of them recorded."""
+    """Counts steps and records some of them."""
 
     def __init__(self) -> None:
         self.count = self.num_wide = 0
@@ -73,8 +73,8 @@ def rates(llm: LLM, steps: Steps, name: str) -> None:
 
 
 def traced(llm: LLM, steps: Steps, name: str) -> None:
-    """What the GPU did in some steps in the middle: recorded there alone, since the host is slowed down by
-    more."""
+    """Print the GPU's kernels of some steps in the middle; only these are recorded, because recording slows
+    the host."""
     steps.count, steps.recorder = 0, profile(activities=[ProfilerActivity.CUDA])
     generate(llm, TRACED, LENGTH)
     torch.cuda.synchronize()
@@ -120,7 +120,8 @@ def opened(config_dir: str, **more: Any) -> LLM:
 
 
 def wrong(config_dir: str, num_drafts: int) -> None:
-    """What drafts cost that never hold, from the first step of an engine on; plain and with them in turns."""
+    """Measure the cost of drafts that are never accepted, from an engine's first step on, alternating with
+    plain."""
     lookup = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 2}
     never = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0] * num_drafts}
     drafting = opened(config_dir, num_gpu_blocks_override=4000, speculative_config=lookup | never)

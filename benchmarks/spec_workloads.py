@@ -20,7 +20,7 @@ ROUNDS = 3
 
 
 def workloads(vocab: int, encode: Any) -> dict[str, tuple[list[int], dict[str, Any]]]:
-    """Prompts, and how they are asked."""
+    """Return prompts and their sampling parameters by workload."""
     code = HERE.with_name("benchmarks/structured_outputs.py").read_text()[1000:3200]
     prose = (HERE.parents[1] / "tests/engine/prose.txt").read_text()[:1500]
     numbers = random.Random(1)
@@ -38,7 +38,7 @@ def workloads(vocab: int, encode: Any) -> dict[str, tuple[list[int], dict[str, A
 
 
 def timed(llm: LLM, ids: list[int], asked: dict[str, Any], streams: int) -> tuple[float, list[RequestOutput]]:
-    """Tokens per second behind the first of each stream."""
+    """Return the tokens per second after the first token of each stream, and the outputs."""
     params = [
         SamplingParams(max_tokens=LENGTH, ignore_eos=True, **asked | {"seed": 7 + stream})
         for stream in range(streams)

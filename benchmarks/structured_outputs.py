@@ -37,7 +37,7 @@ RECORD = {
 
 
 def _unlimited(schema: Any) -> Any:
-    """The same with strings of any length."""
+    """Return the schema with strings of any length."""
     if isinstance(schema, list):
         return [_unlimited(each) for each in schema]
     if not isinstance(schema, dict):
@@ -46,7 +46,7 @@ def _unlimited(schema: Any) -> Any:
 
 
 def _many(schema: Any) -> dict[str, Any]:
-    """More than there is room for, so that no row ends early."""
+    """Return a schema of a longer array than max_tokens allows, so that no row ends early."""
     return {"type": "array", "items": schema, "minItems": 100}
 
 
@@ -59,14 +59,14 @@ ASKED: dict[str, dict[str, Any] | None] = {
     "times": {"json": _many({"type": "string", "format": "date-time"})},
     "regex, unrolled": {"regex": "([a-z]{2,9} ){400}"},
 }
-"""Most schemas are like "usual". Strings with a bound, and repetitions that are counted, are the worst cases:
-for each number of characters that are left another part of the vocabulary is tried, token by token."""
+"""Most schemas are like "usual". Bounded strings and counted repetitions are the worst cases: for each number
+of remaining characters another part of the vocabulary is tried, token by token."""
 SKIPPED = 4
-"""Steps at the beginning: prompts, and the first sight of everything."""
+"""Steps skipped at the beginning: prompts and warm-up."""
 
 
 class Clock:
-    """The time that a method takes in each step, however often it is called."""
+    """Time of a method per step, over all its calls in the step."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.name = name
@@ -83,19 +83,20 @@ class Clock:
         setattr(owner, name, call)
 
     def tick(self, is_full: bool) -> None:
-        """A step is over, which had all rows in it or not."""
+        """End a step; `is_full` if it had all rows."""
         if is_full:
             self.steps.append(self._seconds * 1e3)
         self._seconds = 0.0
 
     def take_ms(self) -> float:
-        """The median since it was last asked."""
+        """Return the median since the last call, and reset."""
         taken, self.steps[:] = self.steps[SKIPPED:], []
         return median(taken) if taken else 0.0
 
 
 def run(llm: LLM, kinds: list[str], num_tokens: int, clocks: list[Clock]) -> tuple[list[float], float]:
-    """Milliseconds of each step with all rows in it; and of processor time, in all threads, of one."""
+    """Return the milliseconds of each step that had all rows, and the CPU milliseconds of all threads per
+    step."""
     engine = llm.llm_engine
     for row, kind in enumerate(kinds):
         params = SamplingParams(
@@ -104,7 +105,7 @@ def run(llm: LLM, kinds: list[str], num_tokens: int, clocks: list[Clock]) -> tup
             max_tokens=num_tokens,
             ignore_eos=True,
             structured_outputs=ASKED[kind],
-            output_kind=RequestOutputKind.FINAL_ONLY,  # text is made in another process of a server
+            output_kind=RequestOutputKind.FINAL_ONLY,  # a server detokenizes in another process
         )
         engine.add_request(f"{kind}-{row}", [5 + row, 6, 7, 8], params)
     steps, last, spent, until = [], time.perf_counter(), 0.0, 0.0
@@ -142,7 +143,7 @@ def main() -> None:
         **args.settings,
     )
     constraints, pipeline = llm.llm_engine.core.scheduler.constraints, llm.llm_engine.core.pipeline
-    # "advance" may begin masks, "masks" waits for them.
+    # "advance" may start masks, "masks" waits for them.
     clocks = [Clock(constraints, name) for name in ("begin", "masks", "advance")] + [Clock(pipeline, "draw")]
     half = args.rows // 2
     batches = {name: [name] * args.rows for name in args.only}

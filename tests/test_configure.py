@@ -64,7 +64,7 @@ def downloaded(folder: Path) -> set[str]:
     [
         ({"architectures": ["NobodysForCausalLM"]}, {}, "'NobodysForCausalLM' is not supported"),
         ({"quantization_config": {"quant_method": "odd"}}, {}, "quant_method 'odd'"),
-        ({}, {"quantization": "gguf"}, "quantization='gguf' cannot be made of an unquantized checkpoint"),
+        ({}, {"quantization": "gguf"}, "quantization='gguf' is not supported for an unquantized"),
         ({}, {"max_model_len": 512}, "max_model_len=512 is above the 256"),
     ],
 )
@@ -103,7 +103,7 @@ def test_only_the_weights_of_the_asked_format_are_fetched(
 @pytest.mark.parametrize(
     ("draft", "asked", "words"),
     [
-        ({"vocab_size": 99}, {}, "knows 99 tokens and the target 320"),
+        ({"vocab_size": 99}, {}, "has a vocabulary of 99 tokens and the target of 320"),
         ({}, {"kv_cache_dtype": "fp8_e4m3"}, "speculative_config.kv_cache_dtype='fp8_e4m3'"),
         (
             {},

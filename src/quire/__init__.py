@@ -1,4 +1,4 @@
-"""Quire: an LLM inference and serving engine. Names are imported when first used."""
+"""Quire: an LLM inference and serving engine. Names are imported on first use."""
 
 from typing import Any
 

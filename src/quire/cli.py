@@ -1,4 +1,4 @@
-"""The `quire` command. A subcommand's module is imported, and its flags are built, only when it is called."""
+"""The `quire` command. The module of a subcommand is imported only when the subcommand is called."""
 
 import importlib
 import os
@@ -10,21 +10,21 @@ from quire.errors import QuireError, nearest
 from quire.version import __version__
 
 COMMANDS = {
-    "serve": ("answer the OpenAI API over HTTP", "quire.entrypoints.launch"),
-    "chat": ("talk to a model in the terminal", "quire.terminal.chat"),
-    "complete": ("continue texts in the terminal", "quire.terminal.complete"),
-    "bench throughput": ("requests and tokens a second, offline", "quire.bench.throughput"),
-    "bench latency": ("seconds of one batch", "quire.bench.latency"),
-    "bench serve": ("latencies and throughput of a running server", "quire.bench.serve"),
-    "bench startup": ("seconds until a model is ready", "quire.bench.startup"),
-    "bench on-off": ("what each optimization is worth here", "quire.bench.on_off"),
-    "plan": ("where a model fits, and how fast it can be", "quire.plan.command"),
-    "tune": ("find the settings that keep latencies, on this machine", "quire.bench.tune"),
-    "doctor": ("what is wrong with this machine for a model", "quire.plan.doctor"),
+    "serve": ("serve the OpenAI API over HTTP", "quire.entrypoints.launch"),
+    "chat": ("chat with a model in the terminal", "quire.terminal.chat"),
+    "complete": ("complete texts in the terminal", "quire.terminal.complete"),
+    "bench throughput": ("measure offline requests and tokens per second", "quire.bench.throughput"),
+    "bench latency": ("measure the latency of one batch", "quire.bench.latency"),
+    "bench serve": ("measure latency and throughput of a running server", "quire.bench.serve"),
+    "bench startup": ("measure the time until a model is ready", "quire.bench.startup"),
+    "bench on-off": ("measure the gain of each optimization on this machine", "quire.bench.on_off"),
+    "plan": ("show which devices a model fits, and its expected speed", "quire.plan.command"),
+    "tune": ("find settings that meet latency targets on this machine", "quire.bench.tune"),
+    "doctor": ("check this machine for problems with a model", "quire.plan.doctor"),
     "python": ("run a script that was written for vLLM", "quire.entrypoints.vllm_shim"),
     "run-batch": ("answer the requests of an OpenAI batch file", "quire.batch.run"),
-    "quantize": ("write a model in fewer bits", "quire.quantize.command"),
-    "save-sharded-state": ("write a model as the engine keeps it", "quire.terminal.save_state"),
+    "quantize": ("quantize a model", "quire.quantize.command"),
+    "save-sharded-state": ("save a model as the engine stores it", "quire.terminal.save_state"),
     "collect-env": ("describe this machine, for a bug report", "quire.terminal.collect_env"),
 }
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has enough
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

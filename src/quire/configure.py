@@ -1,4 +1,4 @@
-"""What an engine is made from: its settled configuration, its tokenizer, the ids that end an answer."""
+"""Builds the resolved configuration of an engine, its tokenizer and its EOS token ids."""
 
 import os
 from collections.abc import Mapping
@@ -29,25 +29,25 @@ from quire.text.tokenizer import Tokenizer, load_tokenizer
 logger = get_logger(__name__)
 
 
-def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
-    """Find the model that `given` asks for and settle every setting.
+def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
+    """Find the model of `settings` and resolve every setting.
 
-    What cannot be had is refused as early as it is known: most of it before anything is downloaded, what
-    depends on a hub model's config.json before its weights are.
+    Invalid settings are rejected as early as possible: most of them before anything is downloaded, those that
+    depend on a hub model's config.json before its weights are.
     """
     env = Env.read(os.environ)
     warn_unknown(os.environ)
-    values = checked(given)
+    values = checked(settings)
     limits = limits_of(
         values.get("limit_mm_per_prompt"), language_model_only=values.get("language_model_only", False)
     )
     check_cache(values)
-    drafts = asked(values)  # says what is wrong with it
+    drafts = asked(values)  # raises a ConfigError if it is invalid
     if ids := values.get("device_ids"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)  # before the driver is asked what there is
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)  # before the driver enumerates devices
     machine = detect(values.get("device", "auto"))
 
-    def settled(path: Path) -> EngineConfig:
+    def resolve_config(path: Path) -> EngineConfig:
         checkpoint = read_checkpoint(
             path,
             values.get("hf_overrides"),
@@ -59,11 +59,13 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         check_crossed(checkpoint.facts, values)
         if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
             checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
-        said = _said_of_draft(drafts, draft or config_path or path)
-        config = resolve(values, checkpoint=checkpoint, machine=machine, usage=usage, env=env, draft=said)
+        draft_config = _read_draft_config(drafts, draft or config_path or path)
+        config = resolve(
+            values, checkpoint=checkpoint, machine=machine, usage=usage, env=env, draft=draft_config
+        )
         return _with_draft(config, draft)
 
-    draft = _locate_draft(drafts, values, env, load_format="dummy")  # what says which model it is
+    draft = _locate_draft(drafts, values, env, load_format="dummy")  # config only, without weights
     config_path = _locate_config(values, env)
     path = locate(
         values.get("model"),
@@ -76,12 +78,12 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         gguf_file=values.get("gguf_file"),
         with_code=values.get("trust_remote_code", False),
         needs_config=config_path is None,
-        check=settled,
+        check=resolve_config,
     )
-    config = settled(path)
+    config = resolve_config(path)
     if draft is not None:
         draft = _locate_draft(drafts, values, env, load_format=values.get("load_format", "auto"))
-        config = settled(path)
+        config = resolve_config(path)
     if config.scheduler.enable_chunked_prefill:
         tokens = config.scheduler.max_num_batched_tokens
         logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
@@ -89,7 +91,7 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
 
 
 def _locate_config(values: Mapping[str, Any], env: Env) -> Path | None:
-    """The directory whose config.json is read in place of the model's own; None if none was named."""
+    """Return the directory with the config.json that replaces the model's; None if none is set."""
     if values.get("hf_config_path") is None:
         return None
     return locate(
@@ -105,7 +107,7 @@ def _locate_config(values: Mapping[str, Any], env: Env) -> Path | None:
 def _locate_draft(
     drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env, *, load_format: str
 ) -> Path | None:
-    """Where the model lies that drafts; None if none was named."""
+    """Return the directory of the draft model; None if none is set."""
     if drafts.get("model") is None or drafts["method"] in ("ngram", "suffix", "mtp"):
         return None
     return locate(
@@ -119,42 +121,42 @@ def _locate_draft(
     )
 
 
-def _said_of_draft(drafts: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
-    """Its config.json."""
+def _read_draft_config(drafts: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
+    """Return the config.json of the draft model."""
     return read_json(path / "config.json") if drafts and path.is_dir() else None
 
 
 def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
-    """The same with the model that drafts, if one does: it has to fit the target."""
+    """Return the config with the draft model, if there is one. It must match the target."""
     if config.speculation is None:
         return config
     target = config.checkpoint
     check_target(target.facts)
     if config.machine.device == "cpu" and config.speculation.rejection_sample_method == "synthetic":
-        raise ConfigError("rejection_sample_method='synthetic' is for measuring GPUs: leave it out on a CPU")
+        raise ConfigError("rejection_sample_method='synthetic' is for GPU benchmarks: leave it out on a CPU")
     if config.parallel.pipeline_parallel_size > 1 or steps_together(config.parallel):
         raise ConfigError(
-            "speculation is not supported with pipeline stages, or with experts over several engines, yet: "
-            "leave speculative_config out"
+            "speculative decoding is not supported yet with pipeline parallelism, or with expert parallelism "
+            "over several engines: leave speculative_config out"
         )
     if config.speculation.method not in DRAFT_METHODS:
         return config
-    asked, tp_size = config.speculation, config.parallel.tensor_parallel_size
-    draft = read_draft(asked.method, target, asked.num_speculative_tokens, path)
+    speculation, tp_size = config.speculation, config.parallel.tensor_parallel_size
+    draft = read_draft(speculation.method, target, speculation.num_speculative_tokens, path)
     alike = {
         "kv_cache_dtype": config.cache.kv_cache_dtype,
         "attention_backend": config.attention.attention_backend,
         "draft_tensor_parallel_size": tp_size,
     }
-    check_alike(draft, {name: getattr(asked, name) for name in ("quantization", *alike)}, alike)
+    check_alike(draft, {name: getattr(speculation, name) for name in ("quantization", *alike)}, alike)
     check_shares(draft.facts, tp_size)
-    vocabs = [None if each is None else each.get_vocab() for each in _tokenizers(config, draft)]
+    vocabs = [None if x is None else x.get_vocab() for x in _tokenizers(config, draft)]
     check_tokens(draft, target.facts, *vocabs)
     return replace(config, draft=draft)
 
 
 def _tokenizers(config: EngineConfig, draft: Draft) -> tuple[Tokenizer | None, Tokenizer | None]:
-    """The target's and the draft's, where they have to be alike and there are any."""
+    """Return the tokenizers of target and draft if they must match and exist."""
     path = draft.checkpoint.path
     if draft.method != "draft_model" or not (path.is_file() or (path / "tokenizer.json").is_file()):
         return None, None
@@ -181,40 +183,44 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
 
 def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokenizer's own comes first: an answer that ends with it needs no other reason."""
-    own = tokenizer.eos_token_id if tokenizer is not None else None
-    return tuple(dict.fromkeys([*([] if own is None else [own]), *config.checkpoint.eos_ids]))
+    """Return the EOS ids. The tokenizer's comes first: an output that ends with it has no stop_reason."""
+    tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
+    return tuple(
+        dict.fromkeys([*([] if tokenizer_eos is None else [tokenizer_eos]), *config.checkpoint.eos_ids])
+    )
 
 
 def open_grammars(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Grammars | None:
-    """None if there is no tokenizer to have them for. Without one given, it is opened when it is needed."""
+    """Return the grammars, or None without a tokenizer. The tokenizer is opened on first use if none is
+    passed."""
     if config.model.skip_tokenizer_init or config.pooling is not None:
         return None
 
     def vocabulary() -> Vocabulary:
-        known = open_tokenizer(config) if tokenizer is None else tokenizer
-        assert known is not None
-        return vocabulary_of(known, config.checkpoint.facts.vocab, eos_ids(config, known))
+        opened = open_tokenizer(config) if tokenizer is None else tokenizer
+        assert opened is not None
+        return vocabulary_of(opened, config.checkpoint.facts.vocab, eos_ids(config, opened))
 
-    computing = config.parallel.cpu_threads if config.machine.device == "cpu" else None
-    return Grammars(vocabulary, computing)
+    num_threads = config.parallel.cpu_threads if config.machine.device == "cpu" else None
+    return Grammars(vocabulary, num_threads)
 
 
-def vocabulary_of(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Vocabulary:
-    """Of a model with so many tokens. A ValueError if no grammar can be followed with it."""
+def vocabulary_of(tokenizer: Tokenizer, size: int, eos: tuple[int, ...]) -> Vocabulary:
+    """Return the vocabulary of a model of `size` tokens. Raises a ValueError if it does not support
+    grammars."""
     table = tokenizer.token_bytes
-    if table is None or not ends:
-        raise ValueError("it has no end token" if table else "its tokens have no text of their own")
+    if table is None or not eos:
+        raise ValueError("it has no EOS token" if table else "its decoder does not work token by token")
     return Vocabulary(
         tokens=[table[token_id] for token_id in range(max(size, tokenizer.max_token_id + 1))],
         special_ids=tokenizer.all_special_ids,
-        eos_ids=ends,
+        eos_ids=eos,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
 
 
 def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dict[str, Any]:
-    """The labels of `vllm:cache_config_info`."""
+    """Return the labels of `vllm:cache_config_info`."""
     cache = config.cache
     return {
         "block_size": cache.block_size,
@@ -227,9 +233,9 @@ def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dic
 
 
 def settings_of(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Every setting as it came out, by section; what nobody is to read is left out."""
+    """Return every resolved setting by section, without hidden ones."""
     return {
-        name: {each.name: getattr(section, each.name) for each in fields(section) if each.repr}
+        name: {field.name: getattr(section, field.name) for field in fields(section) if field.repr}
         for name in SECTIONS
         if (section := getattr(config, name)) is not None
     }

@@ -1,4 +1,4 @@
-"""The exception tree. Every error that a caller can cause names the value, the limit and the way out."""
+"""The exceptions of Quire. Errors that a caller causes name the value, the limit and the remedy."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,15 +6,15 @@ from typing import Any
 
 
 class QuireError(Exception):
-    """The root: catch this to catch everything that Quire raises on purpose."""
+    """Base class of all exceptions that Quire raises on purpose."""
 
 
 class ConfigError(QuireError, ValueError):
-    """The launch is wrong: a flag, a model file, a combination. Nothing has started."""
+    """Raised if the configuration is invalid: a flag, a model file, a combination. Nothing has started."""
 
 
 class RequestError(QuireError, ValueError):
-    """One request is wrong; the engine is untouched. `param` names the field at fault."""
+    """Raised if one request is invalid; the engine is not affected. `param` names the invalid field."""
 
     status = 400
 
@@ -24,28 +24,28 @@ class RequestError(QuireError, ValueError):
 
 
 class Unreachable(RequestError):
-    """What one request points to cannot be had from there."""
+    """Raised if a resource that a request refers to cannot be fetched."""
 
     status = 422
 
 
 class EngineError(QuireError, RuntimeError):
-    """The engine failed while working on a request."""
+    """Raised if the engine failed while it processed a request."""
 
     status = 500
 
 
 class EngineDead(EngineError):
-    """The engine is not there: starting, dead or hung. The same request may succeed later."""
+    """Raised if the engine is not available: starting, dead or hung. The same request may succeed later."""
 
     status = 503
 
 
 class RequestsFailed(EngineError):
-    """Some requests of one offline call failed, and the others are done.
+    """Raised if some requests of one offline call failed; the others are finished.
 
-    `outputs` has the outputs of all requests in the order of the prompts, also what the failed ones had so
-    far. `errors` has the error of every failed request by the index of its prompt.
+    `outputs` has the outputs of all requests in the order of the prompts, including the partial outputs of
+    failed ones. `errors` has the error of every failed request by the index of its prompt.
     """
 
     def __init__(self, outputs: Sequence[Any], errors: Mapping[int, Exception]) -> None:
@@ -59,6 +59,6 @@ class RequestsFailed(EngineError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` when something in `known` is close to `name`, else the empty string."""
+    """Return `; did you mean 'x'?` if an entry of `known` is close to `name`, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

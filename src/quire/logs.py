@@ -1,4 +1,4 @@
-"""Loggers: one format, a process prefix, and warnings that speak once."""
+"""Loggers: one format, a process prefix, and warnings that are logged once."""
 
 import functools
 import logging
@@ -8,7 +8,7 @@ import sys
 _FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 _prefix = ""
 _MAX_WARNED = 1024
-"""Warnings that are remembered: some name what a client has sent."""
+"""Number of remembered warnings. It is limited since some contain text of clients."""
 
 
 class _Formatter(logging.Formatter):
@@ -17,7 +17,7 @@ class _Formatter(logging.Formatter):
 
 
 def name_process(role: str) -> None:
-    """Prefix every later line of this process with its role and pid."""
+    """Add the role and pid of this process as a prefix to its log lines."""
     global _prefix
     _prefix = f"({role} pid={os.getpid()}) "
 
@@ -40,15 +40,15 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def printable(text: str, max_chars: int = 256) -> str:
-    """Return text of a client as one line that is safe to print, cut to `max_chars`."""
-    cut = text[:max_chars]
-    shown = cut if cut.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
+    """Return text of a client as one printable line, truncated to `max_chars`."""
+    head = text[:max_chars]
+    shown = head if head.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in head)
     return shown if len(text) <= max_chars else shown + "..."
 
 
 class FirstWarning:
-    """Logs its first message as a warning and all later ones for debugging: a peer that can connect to a port
-    can repeat what causes them."""
+    """Logs its first message as a warning and later ones at debug level, since a peer that can connect to
+    a port can repeat them."""
 
     def __init__(self, logger: logging.Logger, prefix: str) -> None:
         self._logger, self._prefix = logger, prefix

@@ -1,4 +1,5 @@
-"""Bytes: what activations and cache take, and how many blocks fit. Pure arithmetic, no device."""
+"""Memory estimates: bytes of activations, CUDA graphs and KV cache, and the number of blocks. Uses no
+device."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -11,25 +12,26 @@ from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 
 LOGITS_AT_ONCE = 1 << 24
-"""How many logits are worked on together for rows that ask for more than a plain sample: what that takes is
-bounded, whatever the batch."""
+"""Maximum number of logits that are processed together for rows with more than plain sampling. It bounds
+the memory for any batch size."""
 _COPIES = 8
-"""Of these in float32, at most, one beside the other: `tests/sampling/test_memory_probe.py` counts them."""
+"""Maximum number of float32 copies of these logits (counted by `tests/sampling/test_memory_probe.py`)."""
 _PAIRS_AT_ONCE = 8192
-"""Tokens beside an expert that a CPU works on together."""
+"""Number of (token, expert) pairs that a CPU processes together."""
 MAX_DRAWS = 512
-"""Of a step with drafts on a GPU: with more it computes longer for a draft than it would without."""
+"""Maximum sampled positions of a step with drafts on a GPU. Above it, verifying drafts costs more than it
+saves."""
 GRAPH_BYTES = 8 << 20
-"""What the driver keeps for a captured graph, about."""
+"""Approximate memory of the driver for one CUDA graph."""
 _SHORT = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens of the steps with prompts that are captured."""
+"""Token counts of the captured steps with prompts."""
 _MOST_SEQS = 128
 _LAUNCH_FLOPS = 7 * 10**12
-"""What a GPU computes while its host launches, one by one, what a step with prompts does."""
+"""FLOPs that a GPU computes while the host launches the kernels of a step with prompts."""
 MAX_TAPED = 64
-"""Decodes of up to so many sequences are taped; larger ones have work enough to hide the calls."""
+"""Maximum sequences of a decode that is recorded on a CPU. Larger ones hide the call overhead."""
 _TAPED_TIMES = 2
-"""Blocks of their pool are powers of two, and smaller decodes may come first."""
+"""Factor for the memory pool: its blocks are powers of two, and smaller decodes may come first."""
 
 
 def human(num_bytes: float) -> str:
@@ -37,14 +39,15 @@ def human(num_bytes: float) -> str:
 
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:
-    """Peak of one step: the widest layer for every token, float32 logits, and what sampling makes of them."""
+    """Return the peak of one step: the widest layer of all tokens, float32 logits, and copies for
+    sampling."""
     special = _COPIES * min(num_seqs, rows_at_once(facts.vocab))
     logits = (num_seqs + special) * facts.vocab * 4
     return num_tokens * _widest(facts) * DTYPE_BYTES[dtype] + _expert_bytes(facts, num_tokens) + logits
 
 
 def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
-    """Of decodes on a CPU that are played again, of as many sequences as that is done for."""
+    """Return the memory of the recorded decodes on a CPU."""
     taped = 0 if config.model.enforce_eager else min(config.scheduler.max_num_seqs, max_taped)
     return _TAPED_TIMES * activation_bytes(
         config.own_facts, config.model.dtype, num_tokens=taped, num_seqs=taped
@@ -52,74 +55,76 @@ def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
 
 
 def ladder(largest: int) -> list[int]:
-    """The batch sizes whose decodes a GPU captures: close together where one sequence more costs. Up to 128
-    what is read takes longer than what is computed, and a tile of the products lacks no rows."""
+    """Return the batch sizes of the captured decodes. They are dense where one more sequence costs time.
+    Up to 128, decodes are limited by memory bandwidth, and a GEMM tile has spare rows."""
     sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, 209, 16), *range(256, 513, 64), *range(640, 1025, 128)]
     return sorted({min(size, largest) for size in sizes})
 
 
 def short_shapes(largest: int, most_tokens: int) -> list[tuple[int, int]]:
-    """The steps with prompts that it captures, where none has more tokens: up to so many sequences and draws,
-    and fewer tokens in all than that."""
+    """Return (sequences, tokens) of the captured steps with prompts, of at most `most_tokens` tokens."""
     return [(min(largest, tokens // 2, _MOST_SEQS), tokens) for tokens in _SHORT if tokens <= most_tokens]
 
 
 def longest_short(config: EngineConfig) -> int:
-    """Tokens of the longest of them: it is done before the host would have launched it."""
+    """Return the maximum tokens of a captured step with prompts: the GPU finishes it before the host would
+    have launched it."""
     flops = 2 * count(config.checkpoint.facts).active // config.parallel.tensor_parallel_size
     return min(config.scheduler.max_num_batched_tokens, _LAUNCH_FLOPS // flops)
 
 
 def graph_bytes(config: EngineConfig) -> int:
-    """Of all that it captures, each of which keeps its results."""
+    """Return the memory of all CUDA graphs; each keeps its outputs."""
     facts, largest = config.checkpoint.facts, config.scheduler.max_num_seqs
     largest = 0 if config.model.enforce_eager else -(-largest // config.parallel.pipeline_parallel_size)
     if not largest:
         return 0
-    short = sum(short_bytes(config, *each) for each in short_shapes(largest, longest_short(config)))
+    short = sum(short_bytes(config, *shape) for shape in short_shapes(largest, longest_short(config)))
     sizes, item = ladder(largest), DTYPE_BYTES[config.model.dtype]
     return short + len(sizes) * GRAPH_BYTES + sum(sizes) * (facts.vocab + facts.hidden) * item
 
 
 def short_bytes(config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
-    """Of one with prompts: what it gives, and the vectors that tokens may stand for."""
-    facts, each = config.checkpoint.facts, config.checkpoint.facts.hidden
+    """Return the memory of one captured step with prompts: its outputs and its input embeddings."""
+    facts, width = config.checkpoint.facts, config.checkpoint.facts.hidden
     if facts.media is not None:
-        each += facts.hidden * (1 + facts.media.levels)
-    numbers = num_seqs * facts.vocab + num_tokens * each
+        width += facts.hidden * (1 + facts.media.levels)
+    numbers = num_seqs * facts.vocab + num_tokens * width
     return GRAPH_BYTES + numbers * DTYPE_BYTES[config.model.dtype]
 
 
 def embeds_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int) -> int:
-    """Of prompts that are vectors: as they came, in float32 at most, and in the model's own type."""
+    """Return the memory of prompt embeddings: the input, in float32 at most, and a copy in the model's
+    dtype."""
     return num_tokens * facts.hidden * (4 + DTYPE_BYTES[dtype])
 
 
 def max_vectors(config: EngineConfig) -> int:
-    """Of images, videos and sounds: the most that one step makes."""
+    """Return the maximum number of item embeddings (images, videos, audio) that one step computes."""
     return max([config.scheduler.max_num_batched_tokens, *config.largest_items.values()])
 
 
 def max_kept(config: EngineConfig) -> int:
-    """The most that are kept: of items that no tokens stand for one for each row."""
+    """Return the maximum number of item embeddings that are kept. For cross-attention models it is per
+    row."""
     media = config.checkpoint.facts.media
     crossed = 0 if media is None else media.crossed
     return config.scheduler.max_num_seqs * crossed or max_vectors(config)
 
 
 def max_span(config: EngineConfig) -> int | None:
-    """The most tokens that one image, video or sound can stand for; None: any number, since steps divide
-    them."""
+    """Return the maximum placeholder tokens of one item; None: no limit, since an item may be split over
+    steps."""
     media = config.checkpoint.facts.media
     is_whole = media is not None and (media.is_whole or config.multimodal.disable_chunked_mm_input)
     return config.scheduler.max_chunk if is_whole else None
 
 
 def _widest(facts: ArchFacts) -> int:
-    """Numbers of a token that exist side by side in the widest half of a layer."""
-    own = [facts, *{facts.of_layer(layer) for layer in facts.layers}]
-    widths = [3 * max(each.intermediate for each in own)]
-    widths.append(2 * max((each.heads + 2 * each.kv_heads) * each.head_dim for each in own))
+    """Return the number of values per token that exist at the same time in the widest half of a layer."""
+    variants = [facts, *{facts.of_layer(layer) for layer in facts.layers}]
+    widths = [3 * max(x.intermediate for x in variants)]
+    widths.append(2 * max((x.heads + 2 * x.kv_heads) * x.head_dim for x in variants))
     if facts.moe is not None:
         widths.append(3 * facts.moe.shared_intermediate)
     if (state := facts.state) is not None:
@@ -129,7 +134,7 @@ def _widest(facts: ArchFacts) -> int:
 
 
 def _expert_bytes(facts: ArchFacts, num_tokens: int) -> int:
-    """A token beside each of its experts: in, between and out, in float32."""
+    """Return the float32 memory of the (token, expert) pairs: input, intermediate and output."""
     if facts.moe is None:
         return 0
     pairs = min(num_tokens * facts.moe.routing.per_token, _PAIRS_AT_ONCE)
@@ -137,28 +142,29 @@ def _expert_bytes(facts: ArchFacts, num_tokens: int) -> int:
 
 
 def rows_at_once(vocab: int) -> int:
-    """For `LOGITS_AT_ONCE`; a multiple of 16, so that parts of columns are aligned as the whole is."""
+    """Return the rows for `LOGITS_AT_ONCE` logits; a multiple of 16, so that slices of columns stay
+    aligned."""
     return max(LOGITS_AT_ONCE // vocab // 16 * 16, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """How large a cache came out, and the longest request that it holds."""
+    """The size of the KV cache and the longest request that fits."""
 
     num_blocks: int
-    """Block 0, which holds nothing, counted in."""
+    """Number of blocks, including the unused block 0."""
     max_model_len: int
     num_tokens: int
-    """Of requests of `max_model_len` that decode, all together. A token takes a slot in each group of layers,
-    for as long as it is seen."""
+    """Tokens of decoding requests of `max_model_len` that fit. A token takes a slot in each group of
+    layers while it is within the group's window."""
     windows: tuple[int | None, ...] = (None,)
-    """How far back each group of layers looks."""
+    """Sliding window of each group of layers; None: full attention."""
     num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """What may be spent on the cache, and how the user could change it."""
+    """Memory for the KV cache, and the settings that determine it."""
 
     kv_bytes: int
     """Bytes for the cache."""
@@ -168,8 +174,7 @@ class CacheRoom:
     """Memory of the device."""
     num_blocks_override: int | None = None
     soft: bool = False
-    """`kv_bytes` is a default that nobody asked for: a cache larger than all rows can ever fill is cut to
-    that."""
+    """Whether `kv_bytes` is a default: the cache is reduced to what all rows can fill."""
 
 
 def size_cache(
@@ -183,8 +188,8 @@ def size_cache(
     auto_fit: bool,
     room: CacheRoom,
 ) -> CacheSize:
-    """As many blocks as fit beside the states of all rows. They must hold one request of `max_model_len`,
-    whatever chunks it is computed in; with `auto_fit` that length gives way."""
+    """Return the largest cache that fits together with the states of all rows. It must hold one request of
+    `max_model_len` with any chunking; with `auto_fit` that length is reduced instead."""
 
     def blocks_of(num_tokens: int, chunk: int = max_chunk) -> int:
         return layout.blocks_of(num_tokens, block_size=block_size, max_chunk=chunk)
@@ -194,10 +199,10 @@ def size_cache(
     states = per_row * (num_rows + 1)
     num_blocks = room.num_blocks_override
     if num_blocks is None:
-        most = (num_rows - 1) * blocks_of(max_model_len, 1) + blocks_of(max_model_len) + 1
-        num_blocks = max(room.kv_bytes - states, 0) // per_block if per_block else most
+        max_blocks = (num_rows - 1) * blocks_of(max_model_len, 1) + blocks_of(max_model_len) + 1
+        num_blocks = max(room.kv_bytes - states, 0) // per_block if per_block else max_blocks
         if room.soft:
-            num_blocks = min(num_blocks, most)
+            num_blocks = min(num_blocks, max_blocks)
     usable = max(num_blocks - 1, 0)
     longest = bisect_right(range(1, max_model_len + 1), usable, key=blocks_of)
     if longest < max_model_len and not (auto_fit and longest > 0):
@@ -220,16 +225,16 @@ def _too_small(
             f"num_gpu_blocks_override={room.num_blocks_override}. Use --num-gpu-blocks-override "
             f"{needed_blocks}" + (f" or more, or {shorter}." if shorter else " or more.")
         )
-    have = max(room.kv_bytes, 0)
-    ways = [way for way in (fewer, shorter) if way]
+    available = max(room.kv_bytes, 0)
+    remedies = [flag for flag in (fewer, shorter) if flag]
     share = (needed + room.other_bytes) / room.total_bytes
     if share <= 1.0:
-        ways.append(f"--gpu-memory-utilization {min(1.0, share + 0.0051):.2f}")
-        ways.append(f"--kv-cache-memory-bytes {needed}")
+        remedies.append(f"--gpu-memory-utilization {min(1.0, share + 0.0051):.2f}")
+        remedies.append(f"--kv-cache-memory-bytes {needed}")
     return (
         f"To serve at least one request with the model's max seq len ({max_model_len}), {human(needed)} "
         f"of KV cache is "
-        f"needed, but {human(have)} is available: {needed - have} bytes are missing. "
+        f"needed, but {human(available)} is available: {needed - available} bytes are missing. "
         f"The estimated maximum model length is {longest}. "
-        + (f"Try {', or '.join(ways)}." if ways else "This model needs a device with more memory.")
+        + (f"Try {', or '.join(remedies)}." if remedies else "This model needs a device with more memory.")
     )

@@ -1,4 +1,4 @@
-"""Tables of names to classes that are imported only when asked for."""
+"""Tables of classes by name that are imported on first use."""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,8 @@ from quire.errors import ConfigError
 
 
 class LazyTable(Mapping[str, Any]):
-    """`"module:Class"` strings by name. A miss is a ConfigError that lists the known names."""
+    """Table of `"module:Class"` strings by name. An unknown name is a ConfigError that lists the known
+    names."""
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self.kind = kind

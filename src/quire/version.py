@@ -1,3 +1,3 @@
-"""The version, for whoever reports it."""
+"""The version of Quire."""
 
 __version__ = "0.1.0"

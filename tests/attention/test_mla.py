@@ -176,7 +176,7 @@ def test_more_sequences_than_are_counted_at_once(monkeypatch: pytest.MonkeyPatch
     count = 262
     if DEVICE == "cpu":  # in the interpreter, where constants are not compiled in
         count = 10
-        monkeypatch.setattr(split_kv, "_SOME", tl.constexpr(4))
+        monkeypatch.setattr(split_kv, "_SEQS_AT_ONCE", tl.constexpr(4))
     chunks: Chunks = [(1, 3 + 7 * index % 50) for index in range(count)]
     check(TritonMLA(), chunks, SPEC, torch.float32, DEVICE)
 

@@ -56,7 +56,7 @@ def test_a_wrong_line_says_why(tmp_path: Path, content: str, custom_id: str | No
 def test_the_second_of_two_equal_ids_is_the_wrong_one(tmp_path: Path) -> None:
     first, other, second = index(write(tmp_path, line("a"), line("b"), line("a")))
     assert first.error is None and other.error is None
-    assert second.error == "line 3: custom_id 'a' is taken by line 1"
+    assert second.error == "line 3: custom_id 'a' is already used by line 1"
 
 
 def test_no_file(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_bad_lines_get_error_lines_in_their_place(tmp_path: Path, capsys: Captur
     assert good["response"]["status_code"] == 200
     assert refused["response"]["status_code"] == 400 and "asked to refuse" in str(refused["response"]["body"])
     assert torn["response"] is None and "line 3" in torn["error"]["message"]
-    assert double["custom_id"] == "a" and "taken by line 1" in double["error"]["message"]
+    assert double["custom_id"] == "a" and "used by line 1" in double["error"]["message"]
     assert "2 requests answered, 2 refused" in capsys.readouterr().out
 
 

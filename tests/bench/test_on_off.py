@@ -38,7 +38,7 @@ def test_each_part_is_measured_off_and_on(
         assert found["why_not"] == "" and found["off"]["rate"] > 0 and found["on"]["rate"] > 0, found
     assert (tmp_path / "bars.svg").read_text().count("<rect") == 1 + 2 + 2 * len(parts)
     chunks = figures[parts.index("chunks")]
-    assert chunks["off"]["gap_s"] > 0 and "longest wait" in "\n".join(lines)
+    assert chunks["off"]["gap_s"] > 0 and "longest gap" in "\n".join(lines)
 
 
 @pytest.mark.slow

@@ -196,7 +196,7 @@ def test_layouts_are_read_as_they_are_written(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "tp", "tp0", "8tp", "tp8-pp2", "cp2"])
 def test_no_layout(text: str) -> None:
-    with pytest.raises(ConfigError, match="no layout"):
+    with pytest.raises(ConfigError, match="not a layout"):
         GpuLayout.of(text)
 
 

@@ -31,7 +31,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], int
         return tokens / 10, level * 2.0, tokens * level / 4
 
     monkeypatch.setattr(tune, "served", served)
-    monkeypatch.setattr(tune, "_measured", measure)
+    monkeypatch.setattr(tune, "_measure", measure)
     return seen
 
 

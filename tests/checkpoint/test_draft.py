@@ -66,7 +66,11 @@ def test_heads_are_read_whatever_they_call_themselves(tmp_path: Path) -> None:
             {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [2, 12]},
             "numbers of the target's 12 layers",
         ),
-        ("draft_model", GRANITE, "GraniteMoeHybridForCausalLM, which has layers whose state cannot go back"),
+        (
+            "draft_model",
+            GRANITE,
+            "GraniteMoeHybridForCausalLM, which has recurrent state that cannot be rolled back",
+        ),
         ("mtp", {}, "a LlamaForCausalLM has no layers for multi-token prediction"),
     ],
 )
@@ -76,7 +80,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, method: str, config: dict[st
 
 
 def test_a_target_with_states_cannot_be_speculated_with(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="state cannot go back"):
+    with pytest.raises(ConfigError, match="recurrent state, which cannot be rolled back"):
         check_target(checkpoint(tmp_path, GRANITE).facts)
     check_target(checkpoint(tmp_path, LLAMA).facts)
 
@@ -87,9 +91,13 @@ def test_a_draft_needs_the_tokens_of_its_target(tmp_path: Path) -> None:
     ours = {"a": 0, "b": 1, "c": 2}
     check_tokens(larger, target, ours, {"a": 0, "b": 1})
     check_tokens(read(tmp_path, "draft_model"), target, None, None)
-    with pytest.raises(ConfigError, match="knows 160 tokens and the target 128"):
+    with pytest.raises(ConfigError, match="has a vocabulary of 160 tokens and the target of 128"):
         check_tokens(larger, target, ours, None)
-    with pytest.raises(ConfigError, match="token 1 is 'x' in its own, and is 'b' in the target's"):
+    with pytest.raises(
+        ConfigError, match="token 1 is 'x' in the draft's tokenizer and is 'b' in the target's"
+    ):
         check_tokens(larger, target, ours, {"a": 0, "x": 1})
-    with pytest.raises(ConfigError, match="token 3 is 'd' in its own, and does not exist in the target's"):
+    with pytest.raises(
+        ConfigError, match="token 3 is 'd' in the draft's tokenizer and does not exist in the target's"
+    ):
         check_tokens(larger, target, ours, {"d": 3})

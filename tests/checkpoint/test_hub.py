@@ -184,8 +184,8 @@ def test_what_a_directory_stands_for(files: list[str], found: str, tmp_path: Pat
     [
         ([], "neither a config.json nor a .gguf"),
         (["a.gguf", "b.gguf"], r"name one of them: a\.gguf, b\.gguf"),
-        (["a-00001-of-00002.gguf"], r"one of 2 parts; beside it are missing: a-00002-of-00002\.gguf"),
-        (["a-00002-of-00002.gguf"], r"one of 2 parts; beside it are missing: a-00001-of-00002\.gguf"),
+        (["a-00001-of-00002.gguf"], r"one of 2 parts; missing in the same directory: a-00002-of-00002\.gguf"),
+        (["a-00002-of-00002.gguf"], r"one of 2 parts; missing in the same directory: a-00001-of-00002\.gguf"),
         (
             ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf"],
             r"name one .*: a-00001-of-00002\.gguf, b",

@@ -119,7 +119,7 @@ def test_numbers_that_are_no_count_are_refused(text: str) -> None:
     [
         (["--max-model-lenn", "4"], "unknown flag --max-model-lenn; did you mean '--max-model-len'?"),
         (["--gpu-memory-utilisation=1"], "did you mean '--gpu-memory-utilization'?"),
-        (["--dtype", "fp7"], "'fp7' is none of auto, half"),
+        (["--dtype", "fp7"], "'fp7' is not one of auto, half"),
         (["--max-num-batched-tokens", "1.5K"], "fraction of a binary unit"),
         (["MODEL", "OTHER"], "unexpected argument 'OTHER'"),
         (["--max-num", "4"], "ambiguous option"),
@@ -171,7 +171,7 @@ def test_config_file_loses_against_the_command_line(tmp_path: Path) -> None:
     [
         ("max-num-seq: 4", "unknown flag 'max-num-seq'; did you mean '--max-num-seqs'?"),
         ("enforce-eager: 3", "enforce-eager must be true or false, not 3"),
-        ("dtype: fp7", "'fp7' is none of"),
+        ("dtype: fp7", "'fp7' is not one of"),
         ("- a", "must hold `flag: value` lines"),
         ("a: [", "cannot be read"),
     ],

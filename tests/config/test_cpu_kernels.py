@@ -40,9 +40,9 @@ def test_what_a_cpu_lacks_is_named_with_the_remedy() -> None:
         check_cpu_kernels("avx512", x86(HASWELL))
     with pytest.raises(ConfigError, match="=avx512: this CPU has no avx512vl; unset .* set it to c or torch"):
         check_cpu_kernels("avx512", x86(SKYLAKE.replace(" avx512vl", "")))
-    with pytest.raises(ConfigError, match="QUIRE_CPU_KERNELS=avx2: this is aarch64, and avx2 is of x86; un"):
+    with pytest.raises(ConfigError, match="QUIRE_CPU_KERNELS=avx2: this CPU is aarch64, and avx2 is for x86"):
         check_cpu_kernels("avx2", ARM)
-    with pytest.raises(ConfigError, match="QUIRE_CPU_KERNELS=avx2: this system does not tell .*; unset"):
+    with pytest.raises(ConfigError, match="QUIRE_CPU_KERNELS=avx2: this system does not list .*; unset"):
         compiler_flags("avx2", Cpu("x86_64", None))
 
 

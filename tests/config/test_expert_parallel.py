@@ -65,7 +65,7 @@ def test_what_cannot_be_is_said(given: dict[str, Any], message: str) -> None:
 def test_models_without_experts_and_pooling_models() -> None:
     with pytest.raises(ConfigError, match="a LlamaForCausalLM has no experts to spread"):
         settle(DENSE, enable_expert_parallel=True, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="with data_parallel_size > 1 cannot be had with a pooling model"):
+    with pytest.raises(ConfigError, match="data_parallel_size > 1 is not supported for a pooling model"):
         settle(pools=True, enable_expert_parallel=True, data_parallel_size=2)
     assert settle(DENSE, tensor_parallel_size=2).tensor_parallel_size == 2
 

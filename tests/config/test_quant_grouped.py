@@ -85,7 +85,7 @@ def test_what_older_tools_wrote_beside_config_json(
         ("awq", {"bits": 4, "group_size": "x"}, "group_size is 'x'"),
         ("gptq", {"bits": 4, "checkpoint_format": "marlin"}, "gptq and gptq_v2 are"),
         ("gptq", {"bits": 4, "is_marlin_format": True}, "'marlin', which is not supported"),
-        ("gptq", {"bits": 4, "dynamic": {"-:(": {}}}, "no pattern"),
+        ("gptq", {"bits": 4, "dynamic": {"-:(": {}}}, "not a valid pattern"),
         ("gptq", {"bits": 4, "dynamic": []}, None),
     ],
 )

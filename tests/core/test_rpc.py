@@ -226,7 +226,7 @@ def test_sleep_is_tried_again_after_it_failed() -> None:
     rooms = [Room(), Room()]
     rooms[1].failing["sleep"] = MemoryError("no host memory")
     operation = operation_of(*rooms)
-    with pytest.raises(EngineError, match="it may be tried again, or woken up: no host memory"):
+    with pytest.raises(EngineError, match="try again, or call wake_up: no host memory"):
         asyncio.run(operation.sleep(2))
     assert asyncio.run(operation.is_sleeping()) and rooms[1].answer("resume").is_request
     asyncio.run(operation.sleep(2))

@@ -86,7 +86,7 @@ def test_a_section_is_what_an_engine_argument_takes(tiny: TextModel) -> None:
     section = vllm_shim.Section(method="ngram", num_speculative_tokens=3)
     llm = LLM(str(tiny.path), speculative_config=section, max_model_len=64, num_gpu_blocks_override=8)
     assert llm.config.speculation is not None and section.num_speculative_tokens == 3
-    with pytest.raises(AttributeError, match=r"model was not given; there is method, num_"):
+    with pytest.raises(AttributeError, match=r"model is not set; set are: method, num_"):
         _ = section.model
 
 

@@ -53,9 +53,9 @@ def _flat(done: ForwardResult | Passed | Tensor) -> list[Tensor]:
         return [done]
     if not isinstance(done, ForwardResult):
         return [*done]
-    assert done.token_ids is not None and done.asked is not None
-    found = [] if done.found is None else [done.found]
-    return [done.hidden, done.logits, done.token_ids, *done.asked, *found]
+    assert done.token_ids is not None and done.sampling is not None
+    found = [] if done.verified is None else [done.verified]
+    return [done.hidden, done.logits, done.token_ids, *done.sampling, *found]
 
 
 @contextmanager
@@ -93,8 +93,8 @@ class WithGraphs(OnCPU):
             short=[(min(16, config.scheduler.max_num_seqs * self._most_draws), 32)] * self.captures_prompts,
             follow=self._follow,
         )
-        if self._fronts is not None:
-            self._capture_fronts(self._fronts, config.scheduler.max_num_seqs)
+        if self._draft_graphs is not None:
+            self._capture_draft_graphs(self._draft_graphs, config.scheduler.max_num_seqs)
 
 
 class WithPrompts(WithGraphs):

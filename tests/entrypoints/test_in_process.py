@@ -79,6 +79,6 @@ def test_requests_that_can_never_run_end_the_call_and_not_the_engine(
     llm = open_text(model)
     with monkeypatch.context() as patch:
         patch.setattr(llm.llm_engine.core.scheduler, "plan", lambda: None)
-        with pytest.raises(EngineError, match="none of them can run"):
+        with pytest.raises(EngineError, match="none of them can be scheduled"):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert len(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == 6

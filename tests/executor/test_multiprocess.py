@@ -181,7 +181,7 @@ def test_a_rank_that_cannot_start_says_so_and_takes_all_along(tiny: Path, tmp_pa
 WARM_UP = """
 import os, sys
 import torch.distributed
-from quire.executor import rank
+from quire.executor import worker_process
 from quire.worker.worker import Worker
 
 def warm_up(self):
@@ -190,7 +190,7 @@ def warm_up(self):
     torch.distributed.barrier()
 
 Worker.warm_up = warm_up
-rank.main()
+worker_process.main()
 """
 
 

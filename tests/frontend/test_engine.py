@@ -433,7 +433,7 @@ def test_an_item_that_is_nowhere_any_more_ends_its_request(with_cores: Run) -> N
         empty = await engine.inputs.parse_beside(named)
         await seeing.ask(empty)
         await seeing.link.call("reset_mm_cache")
-        with pytest.raises(RequestError, match="nothing is kept of the uuid 'cat'"):
+        with pytest.raises(RequestError, match="nothing is cached for the uuid 'cat'"):
             await seeing.ask(empty)
         assert running(engine) == [0] and engine.num_in_flight == 0
         await seeing.ask(full)

@@ -193,7 +193,7 @@ def test_requests_take_their_vectors_to_the_core() -> None:
         assert torch.equal(back(request.embeds), TENSORS["plain"])
     with pytest.raises(RequestError, match="prompt_logprobs is not compatible with prompt embeds"):
         requests(prompt_logprobs=1)
-    with pytest.raises(RequestError, match="prompt_token_ids beside prompt_embeds"):
+    with pytest.raises(RequestError, match="prompt_token_ids together with prompt_embeds"):
         processor().parse({"prompt_embeds": TENSORS["plain"], "prompt_token_ids": [1]})
 
 

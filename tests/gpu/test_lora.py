@@ -10,7 +10,7 @@ import torch
 from lora_oracle import save_adapter
 from on_gpu import SETTINGS
 from oracle import make_tiny
-from test_zoo_adapters import RANK, chosen
+from test_lora_all_families import RANK, chosen
 from tiny import check_against, open_tiny, prompts_of
 
 from quire import LoRARequest, SamplingParams

@@ -154,7 +154,9 @@ def test_a_file_in_parts_is_the_whole(tmp_path: Path) -> None:
         parts = load_tiny(given).state_dict()
         assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
     middle.unlink()
-    with pytest.raises(ConfigError, match=r"one of 3 parts; beside it are missing: s-00002-of-00003\.gguf"):
+    with pytest.raises(
+        ConfigError, match=r"one of 3 parts; missing in the same directory: s-00002-of-00003\.gguf"
+    ):
         GGUFFile(first)
 
 
@@ -194,7 +196,7 @@ def test_a_type_that_cannot_be_unpacked_is_named(tmp_path: Path, monkeypatch: py
         raise NotImplementedError(kind)
 
     monkeypatch.setattr("gguf.quants.dequantize", refuse)
-    with pytest.raises(ConfigError, match=r"m\.gguf: .* is (Q8_0|F32), which cannot be unpacked"):
+    with pytest.raises(ConfigError, match=r"m\.gguf: .* is (Q8_0|F32), which cannot be dequantized"):
         load_tiny(path)
 
 

@@ -117,4 +117,4 @@ def test_what_cannot_be_saved_is_refused(
     assert "not an empty directory" in capsys.readouterr().err
     monkeypatch.setattr(PlainWeight, "finish", PlainWeight.find_kernels)
     assert save(path, tmp_path / "state") == 1
-    assert "weights of the kind Plain cannot be saved" in capsys.readouterr().err
+    assert "weights of the kind PlainWeight cannot be saved" in capsys.readouterr().err

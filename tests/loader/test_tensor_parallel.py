@@ -9,7 +9,7 @@ import torch
 from gguf_files import make_tiny_gguf
 from oracle import load_tiny, make_tiny
 from safetensors.torch import load_file, save_file
-from test_divided_models import compare, logits
+from test_tensor_parallel_models import compare, logits
 from threads import tp_worlds
 from torch import Tensor
 
@@ -101,7 +101,7 @@ def test_mapped_columns_are_read_within_their_rows(tmp_path: Path) -> None:
 def test_gguf_rows_are_taken_out_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = make_tiny_gguf("qwen3", tmp_path, "Q8_0", intermediate_size=128)
     num_bytes: dict[str, int] = {}
-    taken = gguf._taken
+    taken = gguf._select
 
     def counted(packed: Any, span: slice, axis: int, order: Any) -> Any:
         found = taken(packed, span, axis, order)
@@ -109,7 +109,7 @@ def test_gguf_rows_are_taken_out_of_the_file(tmp_path: Path, monkeypatch: pytest
         assert found.base is not None, "a copy of more than the share"
         return found
 
-    monkeypatch.setattr(gguf, "_taken", counted)
+    monkeypatch.setattr(gguf, "_select", counted)
     load_tiny(path, world=tp_worlds(2)[1], packed=True)
     row = 34 * 2  # bytes of 64 numbers
     ends, heads, up = 2 * 64 * row, 2 * (32 + 2 * 16) * row, 2 * 2 * 64 * row

@@ -129,14 +129,14 @@ def test_older_weights_of_modules_and_what_they_must_fit(
         opened(tmp_path)
     config = tmp_path / "2_Dense" / "config.json"
     config.write_text(config.read_text().replace('"in_features": ', '"in_features": 1'))
-    with pytest.raises(ConfigError, match="2_Dense takes"):
+    with pytest.raises(ConfigError, match="2_Dense expects"):
         opened(tmp_path)
     config.write_text(config.read_text().replace("Identity", "Softsign"))
     with pytest.raises(ConfigError, match="activation_function"):
         opened(tmp_path)
     modules = json.loads((tmp_path / "modules.json").read_text())
     (tmp_path / "modules.json").write_text(json.dumps(modules[::-1]))
-    with pytest.raises(ConfigError, match="behind Pooling and in front of Normalize"):
+    with pytest.raises(ConfigError, match="between Pooling and Normalize"):
         opened(tmp_path)
 
 
@@ -208,7 +208,10 @@ def test_what_cannot_look_ahead(tmp_path: Path) -> None:
     both = {"is_causal": False}
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(16\).*both directions reads a whole"):
         opened(llama, runner="pooling", hf_overrides=both, max_num_batched_tokens=16)
-    for family, why in (("mistral", "how far they reach ahead"), ("mamba2", "only look back")):
+    for family, why in (
+        ("mistral", "without a defined extent to the right"),
+        ("mamba2", "causal layers without attention"),
+    ):
         path, _ = make_tiny(family, tmp_path, **({"sliding_window": 8} if family == "mistral" else {}))
         with pytest.raises(ConfigError, match=why):
             opened(path, runner="pooling", hf_overrides=both)

@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({"intermediate_size": 96}, "Bert.* over the paged cache it computes other logits"),
     "diffllama": (GROUPED, "DiffLlama.* some twice"),
     "deepseek_v3": (LATENT, "Deepseek.* keys .* and values .* differ in size"),
-    "t5": ({}, "expected false: T5ForConditionalGeneration is .* not built yet"),
+    "t5": ({}, "expected false: T5ForConditionalGeneration is .* not supported yet"),
     "mamba": ({}, "Mamba.* 0 attention modules were called"),
     "bart": (BART, "'BartForCausalLM' is not supported.* num_attention_heads"),
     "git": ({"vision_config": SEEN}, "GitForCausalLM .* its own table of attention classes"),
@@ -193,11 +193,11 @@ def test_our_own_table_can_be_asked_for(model_impl: str, helium: tuple[Path, Any
 def test_without_transformers_the_families_are_listed(
     helium: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transformers_backend._known_to_transformers.cache_clear()
+    transformers_backend._read_model_tables.cache_clear()
     monkeypatch.setattr(transformers_backend, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"known: .*LlamaForCausalLM.*transformers package installed"):
         read_checkpoint(helium[0])
-    transformers_backend._known_to_transformers.cache_clear()
+    transformers_backend._read_model_tables.cache_clear()
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -61,7 +61,7 @@ def test_all_items_of_a_request_count_together() -> None:
     url, reader = data_url(file), media({"image": 9}, env={"media_max_mb": 1.5 * len(file) / 2**20})
     parts = [image_part(url), image_part(url)]
     assert chat_prompt(inputs(reader), _turn(*parts[:1])).media is not None
-    with pytest.raises(RequestError, match=r"content\[\d\]: with it the media of the request have at least"):
+    with pytest.raises(RequestError, match=r"content\[\d\]: the media of the request have at least"):
         chat_prompt(inputs(reader), _turn(*parts))
 
 
@@ -83,4 +83,4 @@ def test_many_requests_wait_for_room_and_all_are_served() -> None:
     with hostile_server() as server:
         asyncio.run(go(server.url))
     assert reader._media_processor is not None
-    assert not reader._media_processor._room._holds
+    assert not reader._media_processor._fetching._holds

@@ -125,7 +125,7 @@ def test_the_same_image_twice_in_a_prompt_is_processed_once(max_bytes: int, hits
 def test_who_has_a_uuid_need_not_send_its_content_again() -> None:
     reader = media(processor_cache=ProcessorCache(1 << 20))
     empty = {"type": "image_url", "image_url": None, "uuid": "cat"}
-    with pytest.raises(RequestError, match="nothing is kept of the uuid 'cat'"):
+    with pytest.raises(RequestError, match="nothing is cached for the uuid 'cat'"):
         see(reader, empty)
     first = see(reader, image_of(0) | {"uuid": "cat"})
     again = see(reader, empty)

@@ -96,16 +96,16 @@ def gif(width: int, height: int, frames: int = 1, comment: int = 0) -> bytes:
     [
         (huge_png(), "20000 x 20000 are 400000000 pixels|more than 178956970 pixels"),
         (gif(60000, 60000), "pixels"),
-        (gif(4, 4, frames=10_001), "more than 10000 pictures"),
-        (gif(4, 4, comment=300), "more blocks than are read"),
+        (gif(4, 4, frames=10_001), "more than 10000 frames"),
+        (gif(4, 4, comment=300), "too many blocks"),
         (b"<svg></svg>", "an SVG"),
         (b'\xef\xbb\xbf<?xml version="1.0"?><svg/>', "an SVG"),
         (b"  <!doctype html>", "markup"),
         (b"%PDF-1.7", "not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
         (b"", "not an image"),
-        (file_of(picture(64, 64))[:900], "broken or cut off"),
-        (file_of(picture(64, 64), "JPEG")[:500], "broken or cut off"),
+        (file_of(picture(64, 64))[:900], "broken or truncated"),
+        (file_of(picture(64, 64), "JPEG")[:500], "broken or truncated"),
     ],
 )
 def test_bombs_and_broken_images_are_refused(data: bytes, words: str) -> None:
@@ -150,8 +150,8 @@ def test_a_video_may_come_as_frames() -> None:
 @pytest.mark.parametrize(
     ("data", "options", "words"),
     [
-        (moving(10, "GIF", (100, 100)), {"max_pixels": 10_001}, "10 pictures of 100 x 100"),
-        (moving(3, "PNG", (100, 100)), {"max_pixels": 10_001}, "3 pictures of 100 x 100"),
+        (moving(10, "GIF", (100, 100)), {"max_pixels": 10_001}, "10 frames of 100 x 100"),
+        (moving(3, "PNG", (100, 100)), {"max_pixels": 10_001}, "3 frames of 100 x 100"),
         (moving(2, "GIF"), {"num_frames": 0}, "num_frames must be"),
         (moving(2, "GIF"), {"fps": "fast"}, "fps must be a number"),
         (b"#EXTM3U\n/etc/passwd\n", {}, "not a video"),
@@ -200,13 +200,13 @@ def test_channels_are_mixed_and_lengths_that_lie_are_cut() -> None:
     ("data", "words"),
     [
         (wav(np.zeros((4, 1), np.int16), rate=0), "0 Hz"),
-        (wav(np.zeros((4, 1), np.int16), rate=2**30), "sample rate of 1073741824 Hz is not possible"),
+        (wav(np.zeros((4, 1), np.int16), rate=2**30), "sample rate of 1073741824 Hz is not supported"),
         (wav(np.zeros((0, 1), np.int16)), "has no samples"),
         (wav(np.zeros((4, 1), np.int16), kind=7), "format 7 with 16 bits"),
-        (wav(np.full((4, 1), np.nan, np.float32), kind=3), "samples that are no numbers"),
-        (wav(np.zeros((4, 1), np.int16))[:30], "broken or cut off"),
+        (wav(np.full((4, 1), np.nan, np.float32), kind=3), "samples that are NaN"),
+        (wav(np.zeros((4, 1), np.int16))[:30], "broken or truncated"),
         (b"RIFX\0\0\0\0WAVE", "RIFX"),
-        (b"hello", "not a sound"),
+        (b"hello", "not audio"),
     ],
 )
 def test_sounds_that_cannot_be_read_are_refused(data: bytes, words: str) -> None:

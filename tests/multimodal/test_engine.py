@@ -170,7 +170,7 @@ def test_what_no_step_can_hold_is_refused_at_the_door() -> None:
     given = {"prompt": "see <i> and <i>", "multi_modal_data": {"image": [picture(20, 10), picture(20, 16)]}}
     assert inputs(reader).parse(given).media is not None
     given["multi_modal_data"] = {"image": [picture(20, 10), picture(20, 17)]}
-    with pytest.raises(RequestError, match="One image stands for 6 tokens.* a step holds 4: take a smaller"):
+    with pytest.raises(RequestError, match="One image has 6 tokens.* step holds 4: use a smaller"):
         inputs(reader).parse(given)
 
 
@@ -298,7 +298,9 @@ def test_settings_say_how_large_items_are(monkeypatch: pytest.MonkeyPatch) -> No
         "video": 7,
         "audio": 5,
     }
-    with pytest.raises(ConfigError, match="limit_mm_per_prompt.image has no depth=3; it takes count and"):
+    with pytest.raises(
+        ConfigError, match="limit_mm_per_prompt.image does not accept depth=3; it takes count,"
+    ):
         found(image={"depth": 3})
 
 

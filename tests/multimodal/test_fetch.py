@@ -51,14 +51,14 @@ def test_what_is_there_is_fetched(server: Any, path: str) -> None:
         ("/missing", "answered with HTTP status 404"),
         ("/metadata", "169.254.169.254 is not one of the hosts of --allowed-media-domains"),
         ("/elsewhere", "127.0.0.3 is not one of the hosts"),
-        ("/etc", "is no url that can be fetched"),
+        ("/etc", "is not a url that can be fetched"),
         ("/nowhere", "answered with HTTP status 302"),
         ("/round", "more than 5 redirects"),
-        ("/short", "closed before the answer was complete"),
+        ("/short", "closed before the response was complete"),
         ("/claims", "it has more bytes, and an item may have 1048576"),
         ("/endless", "it has more bytes, and an item may have 1048576"),
-        ("/packed", "compressed, which was not asked for"),
-        ("/garbage", "not an answer of HTTP"),
+        ("/packed", "compressed, which was not requested"),
+        ("/garbage", "not an HTTP response"),
     ],
 )
 def test_what_a_server_does_wrong_is_one_error(server: Any, path: str, words: str) -> None:
@@ -67,7 +67,7 @@ def test_what_a_server_does_wrong_is_one_error(server: Any, path: str, words: st
 
 
 def test_a_server_that_drips_has_no_more_time_than_others(server: Any) -> None:
-    with pytest.raises(Unreachable, match=r"was not there in full after 0\.3 s"):
+    with pytest.raises(Unreachable, match=r"was not fetched completely within 0\.3 s"):
         fetch(server.url + "/drips", video_fetch_timeout=0.3, modality="video")
 
 
@@ -138,7 +138,7 @@ def test_names_that_nobody_answers_for_hold_up_no_others(
             lost = await asyncio.gather(
                 *(fetcher.fetch(url, "image", hold) for url in urls), return_exceptions=True
             )
-            assert all(isinstance(each, Unreachable) and "after 0.2 s" in str(each) for each in lost)
+            assert all(isinstance(each, Unreachable) and "within 0.2 s" in str(each) for each in lost)
             found = await fetcher.fetch(f"http://quick.example:{port}/image.png", "audio", hold)
             assert found.parts == (IMAGE,)
 
@@ -163,7 +163,7 @@ def test_only_so_many_names_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatc
         lookups = Lookups(2)
         same = [asyncio.create_task(lookups.find(host, 1)) for host in ("a", "b", "a")]
         await asyncio.sleep(0)
-        with pytest.raises(OSError, match="2 names are looked up already"):
+        with pytest.raises(OSError, match="2 host names are being looked up already"):
             await lookups.find("c", 1)
         over.set()
         assert await asyncio.gather(*same) == [["a"], ["b"], ["a"]] and sorted(asked) == ["a", "b"]
@@ -174,12 +174,12 @@ def test_only_so_many_names_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://", "no url that can be fetched"),
-        ("http://a:b@127.0.0.1/x", "a user's name in it"),
-        ("http://127.0.0.1:99999/x", "no url that can be fetched"),
-        ("gopher://x", "no url that starts with"),
-        ("", "no url that starts with"),
-        ("http://[::1/x", "no url that can be fetched"),
+        ("http://", "not a url that can be fetched"),
+        ("http://a:b@127.0.0.1/x", "contains a user name"),
+        ("http://127.0.0.1:99999/x", "not a url that can be fetched"),
+        ("gopher://x", "does not start with"),
+        ("", "does not start with"),
+        ("http://[::1/x", "not a url that can be fetched"),
         ("http://other.example/x", "not one of the hosts of --allowed-media-domains"),
     ],
 )
@@ -199,14 +199,14 @@ def test_files_are_read_below_one_directory_only(tmp_path: Path) -> None:
     os.mkfifo(root / "pipe")
     assert fetch(f"file://{root}/a%20b.png", path=str(root)) == IMAGE
     for name, words in {
-        f"{root}/out": "must lie in the directory",
-        f"{root}/up/media-secret": "must lie in the directory",
-        f"{root}/../media-secret": "must lie in the directory",
-        f"{secret}": "must lie in the directory",
+        f"{root}/out": "must be in the directory",
+        f"{root}/up/media-secret": "must be in the directory",
+        f"{root}/../media-secret": "must be in the directory",
+        f"{secret}": "must be in the directory",
         f"{root}/none": "No such file",
-        f"{root}/%00": "its name is none",
+        f"{root}/%00": "its name is invalid",
         f"{root}/pipe": "it is not a file",
-        f"{root}/": "must lie in the directory|Is a directory|not a file",
+        f"{root}/": "must be in the directory|Is a directory|not a file",
         f"{root}/big": "it has more bytes",
     }.items():
         with pytest.raises(Unreachable, match=words):

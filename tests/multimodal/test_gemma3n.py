@@ -158,7 +158,7 @@ def test_moments_and_spans_are_those_of_transformers(twin: Twin) -> None:
         assert (place(ids, ready, twin.ours)[0] if ready else ids) == twin.token_ids(text, counts)
     with pytest.raises(RequestError, match="too short: it has 512 samples at 16000 Hz, and 513"):
         twin.ours.process("audio", sound(512), {})
-    with pytest.raises(RequestError, match="30.1 seconds long, and 30.0 are the most"):
+    with pytest.raises(RequestError, match="30.1 seconds long, and 30.0 are the maximum"):
         twin.ours.process("audio", sound(481000), {"truncation": False})
 
 

@@ -30,7 +30,7 @@ from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt
 from quire.frontend.inputs import Prompt
 from quire.frontend.multimodal import MediaInputReader
-from quire.multimodal.placeholders import _spans_in
+from quire.multimodal.placeholders import _find_spans
 from quire.multimodal.processing import MediaProcessor, PreparedItem
 from quire.multimodal.processors import ProcessedItem, Video
 
@@ -166,14 +166,14 @@ def test_spans_are_looked_for_token_by_token_and_soon() -> None:
     """Tokens whose bytes hold the span, but not in its place; and such that begin like it everywhere."""
     whole = PreparedItem("image", b"", ProcessedItem([1, 1]))
     ready = replace(whole, processed=ProcessedItem([256, 256]))
-    assert _spans_in([1, 1, 1, 7], [ready]) is None and offsets([1, 256, 256], [ready]) == [(1, 2)]
+    assert _find_spans([1, 1, 1, 7], [ready]) is None and offsets([1, 256, 256], [ready]) == [(1, 2)]
     assert offsets([1, 1, 1, 1], [whole, whole]) == [(0, 2), (2, 2)]
     long = replace(whole, processed=ProcessedItem([5] * 16000))
-    assert _spans_in(([5] * 15999 + [6]) * 8, [long]) is None
+    assert _find_spans(([5] * 15999 + [6]) * 8, [long]) is None
 
 
 def offsets(token_ids: list[int], prepared: list[PreparedItem], *more: Any) -> list[tuple[int, int]] | None:
-    found = _spans_in(token_ids, prepared, *more)
+    found = _find_spans(token_ids, prepared, *more)
     return found and [(item.offset, item.length) for item in found]
 
 
@@ -223,13 +223,13 @@ def test_the_key_is_of_the_content_and_how_it_is_read() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"image": "x.png"}, r"multi_modal_data\['image'\]\[0\]: str is nothing"),
-        ({"image": [IMAGE, None]}, r"\['image'\]\[1\] is None, and has no uuid"),
-        ({"image": [IMAGE] * 2}, "1 places for media, and 2 image"),
+        ({"image": "x.png"}, r"multi_modal_data\['image'\]\[0\]: the type str is not supported"),
+        ({"image": [IMAGE, None]}, r"\['image'\]\[1\] is None and has no uuid"),
+        ({"image": [IMAGE] * 2}, "1 placeholders for media, and 2 image"),
         ({"image": [IMAGE] * 10}, r"At most 9 image\(s\) may be provided in one prompt\. Set `--limit-mm"),
         ({"pictures": IMAGE}, "multi_modal_data has no 'pictures'"),
-        ({"image": np.zeros((3, 3, 3, 3, 3))}, "is no image"),
-        ({"image": np.full((3, 3, 3), np.nan)}, "pixels that are no numbers"),
+        ({"image": np.zeros((3, 3, 3, 3, 3))}, "is not an image"),
+        ({"image": np.full((3, 3, 3), np.nan)}, "pixels that are not finite"),
         ({"image": [[[1], [2, 3]]]}, "not all of one length"),
         ({"image": np.zeros((3, 3, 3), np.longdouble)}, "no numbers"),
         ({"image": {"image_embeds": np.zeros((2, HIDDEN))}}, "You must set `--enable-mm-embeds`"),
@@ -268,9 +268,7 @@ def test_a_span_counts_against_the_length_of_the_prompt() -> None:
 def test_no_more_is_made_of_media_than_a_prompt_can_hold() -> None:
     """Each of many small files may become megabytes: the rest is not even decoded."""
     reader = media({"image": 99}, max_tokens=40)
-    with pytest.raises(
-        RequestError, match=r"content\[\d+\]: with it the media of the prompt stand for at least"
-    ):
+    with pytest.raises(RequestError, match=r"content\[\d+\]: the media of the prompt have at least"):
         chat_prompt(inputs(reader, max_model_len=4096), turn(*[image_part()] * 9 * 8), chat_template=PARTS)
 
 
@@ -288,7 +286,7 @@ def test_a_video_that_no_prompt_can_hold_is_not_decoded() -> None:
     frames = [picture(90, 90, seed=seed).quantize(4) for seed in range(3)]
     film = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
     part = {"type": "video_url", "video_url": {"url": data_url(film, "video/gif")}}
-    with pytest.raises(RequestError, match="3 frames of 90 x 90 pixels stand for at least 24300 tokens"):
+    with pytest.raises(RequestError, match="3 frames of 90 x 90 pixels need at least 24300 tokens"):
         chat_prompt(inputs(reader), turn(part), chat_template=PARTS)
     assert not processor.seen
 
@@ -298,7 +296,7 @@ def test_models_that_know_only_text_say_so() -> None:
         (MediaInputReader("org/llama"), "org/llama is not a multimodal model"),
         (
             MediaInputReader("org/vl", lacks_tokenizer=True),
-            "only with its tokenizer, and skip_tokenizer_init is set",
+            "needs its tokenizer for media, and skip_tokenizer_init is set",
         ),
         (
             MediaInputReader("org/vl", limits={"image": 0}),

@@ -63,7 +63,7 @@ def test_moments_and_spans_are_those_of_transformers(omni: Omni) -> None:
         omni.ours.process("audio", sound(1000), {"max_pixel": 3})
     if omni.is_long:
         return
-    with pytest.raises(RequestError, match="2.2 seconds long, and 2.0 are the most"):
+    with pytest.raises(RequestError, match="2.2 seconds long, and 2.0 are the maximum"):
         omni.ours.process("audio", sound(36000), {"truncation": False, "max_pixels": 512})
 
 

@@ -15,11 +15,11 @@ import torch
 from hearing import save_qwen_audio, save_whisper, sound
 from PIL import Image
 from seeing import Twin as Seeing
-from test_hearing import MARK
-from test_hearing import Twin as Hearing
+from test_audio_models import MARK
+from test_audio_models import Twin as Hearing
 from test_qwen import LARGE, SEES, SMALL, WIDE, Content, asked, open_llm, prompts
 from test_qwen import Twin as Qwen
-from test_seeing_engine import prompts as seen_prompts
+from test_vision_engine import prompts as seen_prompts
 
 from quire import LLM
 from quire.configure import configure

@@ -177,7 +177,7 @@ def test_wrong_arguments_and_vectors_are_named(tmp_path: Path) -> None:
     image = picture(30, 30)
     with pytest.raises(RequestError, match="do_pan_and_scan"):
         twin.ours.process("image", image, {"do_pan_and_scan": True})
-    with pytest.raises(RequestError, match="the tower sees 28 x 28"):
+    with pytest.raises(RequestError, match="the vision encoder needs 28 x 28"):
         twin.ours.process("image", image, {"crop_size": {"height": 14, "width": 14}})
     rows = torch.zeros(3, 32).numpy()
     brought = twin.ours.process_embeds("image", {"embeds": rows})

@@ -23,7 +23,7 @@ def test_pixels_are_those_of_transformers(twin: Twin) -> None:
     if isinstance(twin.processor, Stand) and not twin.processor.pixels(picture(5, 5)):
         pytest.skip("transformers resizes these with torchvision alone")
     if twin.least > 5:
-        with pytest.raises(RequestError, match="7 x 40 pixels becomes .* and 14 x 14 are the least"):
+        with pytest.raises(RequestError, match="7 x 40 pixels is resized .* and 14 x 14 are the minimum"):
             twin.ours.process("image", picture(7, 40), {})
     for width, height in sizes(least=twin.least):
         image = picture(width, height)

@@ -99,7 +99,7 @@ def test_a_prompt_that_sees_itself_must_fit_into_a_step(tmp_path: Path) -> None:
     twin = Twin(tmp_path, "paligemma")
     content = "describe", [SMALL]
     llm = LLM(str(tmp_path), dtype="float32", max_model_len=64, max_num_batched_tokens=32, max_num_seqs=2)
-    with pytest.raises(RequestError, match="The prompt has 36 tokens, .* and a step holds 32"):
+    with pytest.raises(RequestError, match="The prompt has 36 tokens .* and a step holds 32"):
         generate(llm, [("x" * 30, [SMALL])])
     (output,) = generate(llm, [content])
     assert output.outputs[0].token_ids == says(twin, content)[0]

@@ -118,7 +118,7 @@ def test_features_are_those_of_transformers(twin: Twin) -> None:
         assert (made.token_ids, made.runs) == ([], [(0, media.crossed)])
     with pytest.raises(RequestError, match="seconds long"):
         ours.process("audio", sound(SECONDS * RATE + 777), {"truncation": False})
-    with pytest.raises(RequestError, match="not their vectors"):
+    with pytest.raises(RequestError, match="not its embeddings"):
         ours.process_embeds("audio", {})
 
 
@@ -188,9 +188,9 @@ def test_what_cannot_be_written_down_is_said(twin: Twin, llm: LLM) -> None:
     heard = asked(STARTS, SOUNDS[1])
     both = {"prompt": STARTS, "multi_modal_data": {"audio": [tuple(SOUNDS[0]), tuple(SOUNDS[1])]}}
     for prompt, message in (
-        (STARTS, "writes down a sound, and there is none"),
-        ({"prompt_token_ids": [107, 108]}, "writes down a sound, and there is none"),
-        ([107, 108], "writes down a sound, and there is none"),
+        (STARTS, "transcribes audio, and there is none"),
+        ({"prompt_token_ids": [107, 108]}, "transcribes audio, and there is none"),
+        ([107, 108], "transcribes audio, and there is none"),
         (both, r"At most 1 audio\(s\) may be provided in one prompt.$"),
         ({"prompt": STARTS, "multi_modal_data": {"image": np.zeros((8, 8, 3))}}, r"At most 0 image"),
         ({"encoder_prompt": "what", "decoder_prompt": STARTS}, "encoder_prompt must be a dict"),
@@ -199,13 +199,13 @@ def test_what_cannot_be_written_down_is_said(twin: Twin, llm: LLM) -> None:
         with pytest.raises(RequestError, match=message):
             llm.generate([prompt], PARAMS, use_tqdm=False)
     for settings, message in (
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size cannot be had with WhisperFor"),
-        ({"enable_lora": True}, "enable_lora cannot be had with WhisperFor"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is not supported for WhisperFor"),
+        ({"enable_lora": True}, "enable_lora is not supported for WhisperFor"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative_config cannot",
+            "speculative_config is not supported",
         ),
-        ({"limit_mm_per_prompt": {"audio": 0}}, "does nothing but hear"),
+        ({"limit_mm_per_prompt": {"audio": 0}}, "needs audio in every prompt"),
     ):
         with pytest.raises(ConfigError, match=message):
             engine(twin, **settings)

@@ -147,10 +147,10 @@ def test_the_command_says_what_to_type(capsys: pytest.CaptureFixture[str], tmp_p
     ("words", "said"),
     [
         (["layers=80"], "needs hidden, heads, intermediate, vocab"),
-        (["layers=eighty"], "is no size of a model"),
+        (["layers=eighty"], "is not a size of a model"),
         ([LLAMA_70B, "--gpu", "h2000"], "did you mean"),
         ([LLAMA_70B, "--precision", "int3"], "known: fp32"),
-        ([LLAMA_70B, "--gpus", "0"], "at least one"),
+        ([LLAMA_70B, "--gpus", "0"], "at least 1"),
     ],
 )
 def test_what_is_wrong_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,4 +150,4 @@ def test_a_checkpoint_with_an_ignored_layer(tmp_path: Path) -> None:
     model = loaded(path)
     assert error_of(model, twin) < 2e-3
     dtypes = {type(module).__name__ for module in model.modules() if hasattr(module, "parts")}
-    assert dtypes == {"Stored", "Plain"}
+    assert dtypes == {"Int8Stored", "PlainWeight"}

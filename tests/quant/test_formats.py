@@ -80,7 +80,7 @@ def test_parts_that_disagree_are_computed_side_by_side() -> None:
     assert torch.allclose(weight.product(x), x @ whole[rows].t() + biases[rows], atol=1e-4)
     shape = ExpertShape(2, 32, 16, "silu", False, torch.float32, torch.device("cpu"))
     with pytest.raises(
-        ConfigError, match=r"not stored alike: q_proj \(Grouped.*z_proj \(Fp8.*v_proj \(plain"
+        ConfigError, match=r"same quantization scheme: q_proj \(Grouped.*z_proj \(Fp8.*v_proj \(plain"
     ):
         format.experts(("q_proj", "z_proj", "v_proj"), shape)
 
@@ -91,7 +91,7 @@ def test_the_flag_agrees_with_the_checkpoint() -> None:
     assert choose_quant("fp8", None) is ONLINE["fp8"] and choose_quant(None, None) is None
     with pytest.raises(ConfigError, match="'awq' contradicts the checkpoint.* stored as gptq"):
         choose_quant("awq", stored)
-    with pytest.raises(ConfigError, match="fp8, int8 can; gguf needs a checkpoint stored like that"):
+    with pytest.raises(ConfigError, match="use fp8 or int8; gguf needs a checkpoint in that format"):
         choose_quant("gguf", None)
 
 

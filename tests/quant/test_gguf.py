@@ -191,7 +191,7 @@ def test_what_no_kernel_reads_is_said_once(caplog: pytest.LogCaptureFixture) -> 
         linear_of([("F16", 16, 256)])
     said = [record.getMessage() for record in caplog.records]
     if native.library() is not None:
-        assert said == ["Weights of the type IQ1_M are unpacked: no cpu kernel reads them"]
+        assert said == ["Weights of the type IQ1_M are dequantized: no cpu kernel supports them"]
 
 
 @needs_native

@@ -10,7 +10,7 @@ from formats import SIZES, STORED, gpt_oss
 from gguf_files import make_tiny_gguf
 from group_files import rounded, shuffled, stored, values
 from requantized import requantize
-from test_divided_models import compare, logits
+from test_tensor_parallel_models import compare, logits
 
 from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.quant import ONLINE
@@ -93,9 +93,9 @@ def test_a_block_of_a_gguf_file_is_not_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fp8 block", "gate_proj: blocks of 128 do not fit into shares of 192 out of 384; .* 1 or 3,"),
-        ("awq", "down_proj: groups of 32 do not fit into shares of 48 out of 96; .* 1 or 3,"),
-        ("nf4", "down_proj: blocks of 64 do not fit into shares of 96 out of 192; .* 1 or 3,"),
+        ("fp8 block", "gate_proj: blocks of 128 do not fit into shards of 192 out of 384; .* 1 or 3,"),
+        ("awq", "down_proj: groups of 32 do not fit into shards of 48 out of 96; .* 1 or 3,"),
+        ("nf4", "down_proj: blocks of 64 do not fit into shards of 96 out of 192; .* 1 or 3,"),
     ],
 )
 def test_misfits_are_named_before_anything_is_read(
@@ -126,7 +126,7 @@ def test_a_share_of_inputs_in_another_order(kind: str) -> None:
     share, order = int4_layouts.read(scheme, tensors, own)
     assert share.group == {"with zeros that no code is": 1, "one group": 64}.get(kind, 32)
     assert (order is None) == (kind in ("in order", "one group", "with zeros that no code is"))
-    torch.testing.assert_close(int4._in_order(share, order, 64), values(codes, group_of)[:, 64:128])
+    torch.testing.assert_close(int4._values_in_order(share, order, 64), values(codes, group_of)[:, 64:128])
 
 
 def test_inputs_in_another_order_cut_groups(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Room(Engine):
     def check_left(self) -> None:
         self.check_empty()
         assert all(not slot.num_rows and slot.next is None for slot in self.gate.slots)
-        assert not self.gate.running_names and not self.gate.waiting_names and not self.gate._of
+        assert not self.gate.running_names and not self.gate.waiting_names and not self.gate._by_request
 
 
 def test_who_waits_for_its_adapter_is_passed_by_and_read_is_what_was_asked_for() -> None:

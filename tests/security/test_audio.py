@@ -35,11 +35,11 @@ def silence(num_samples: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (wav(SHORT, rate=2**30), "sample rate of 1073741824 Hz is not possible"),
+        (wav(SHORT, rate=2**30), "sample rate of 1073741824 Hz is not supported"),
         (wav(SHORT, rate=0), "0 Hz"),
         (wav(np.zeros((4, 65), np.int16)), "65 channels"),
-        (wav(np.full((4, 1), np.nan, np.float32), kind=3), "samples that are no numbers"),
-        (wav(SHORT)[:30], "broken or cut off"),
+        (wav(np.full((4, 1), np.nan, np.float32), kind=3), "samples that are NaN"),
+        (wav(SHORT)[:30], "broken or truncated"),
     ],
     ids=["rate", "no rate", "channels", "not a number", "cut off"],
 )

@@ -115,7 +115,7 @@ def test_an_icon_that_lies_about_its_size_is_refused() -> None:
     assert decode("image", Blob((good,)), {}, DecodeLimits(10**6))
     png = huge_png(9000, 9000)
     bad = struct.pack("<HHHBBBBHHII", 0, 1, 1, 32, 32, 0, 0, 1, 32, len(png), 22) + png
-    with pytest.raises(RequestError, match="another size than its directory says"):
+    with pytest.raises(RequestError, match="another size than its directory has"):
         decode("image", Blob((bad,)), {}, DecodeLimits(10**9))
 
 
@@ -161,7 +161,7 @@ def test_an_item_that_needs_more_than_all_may_take_is_a_bad_request() -> None:
     engine = seeing(reader(3 * SIDE * SIDE))
     body = {"messages": [{"role": "user", "content": [image_part(url)]}]}
     message = refused(ask("POST", CHAT, engine=engine, json=body))["message"]
-    assert f"at least {4 * SIDE * SIDE} bytes" in message and f"may take {3 * SIDE * SIDE}" in message
+    assert f"at least {4 * SIDE * SIDE} bytes" in message and f"may use {3 * SIDE * SIDE}" in message
     assert "QUIRE_MEDIA_MAX_MB" in message and "smaller" in message
     assert ask("POST", CHAT, engine=seeing(reader(4 * SIDE * SIDE)), json=body).status_code == 200
 
@@ -188,6 +188,6 @@ def test_room_is_given_back_when_decoding_fails() -> None:
     assert eyes._media_processor is not None
     broken = file_of(flat("RGB"))[:-60]
     for _ in range(5):
-        with pytest.raises(RequestError, match="broken or cut off"):
+        with pytest.raises(RequestError, match="broken or truncated"):
             eyes.prepare_now([MediaInput("image", MediaLink(data_url(broken)), "here")])
     assert eyes._media_processor._decoding._left == 10 * SIDE * SIDE

@@ -53,7 +53,7 @@ def test_media_are_read_below_the_open_directory_only(tmp_path: Path) -> None:
         "/proc/self/environ",
     ):
         error = refused(look(engine, f"file://{path}"), 422)
-        assert "must lie in the directory of `--allowed-local-media-path`" in error["message"], path
+        assert "must be in the directory of `--allowed-local-media-path`" in error["message"], path
     assert len(engine.seen) == 1
 
 

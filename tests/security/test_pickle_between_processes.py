@@ -93,6 +93,6 @@ def test_pickles_are_loaded_nowhere_else() -> None:
                 name = str(path.relative_to(SOURCE))
                 counts[name] = counts.get(name, 0) + 1
     assert counts == ALLOWED
-    network = ast.parse((SOURCE / "executor" / "remote.py").read_text())
+    network = ast.parse((SOURCE / "executor" / "tcp.py").read_text())
     read = {node.attr for node in ast.walk(network) if isinstance(node, ast.Attribute)}
     assert "recv_pyobj" not in read and "recv_bytes" in read

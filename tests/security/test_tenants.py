@@ -191,7 +191,7 @@ def test_a_uuid_of_another_key_stands_for_nothing(sighted: Server) -> None:
     for path in (CHAT, f"{CHAT}/render", "/tokenize"):
         for key in ("key-b", "plain", "key-c"):
             reply = asyncio.run(sighted.post(key, path, json=talk))
-            assert reply.status_code == 400 and "nothing is kept of the uuid" in reply.text
+            assert reply.status_code == 400 and "nothing is cached for the uuid" in reply.text
         assert asyncio.run(sighted.post("key-a", path, json=talk)).status_code == 200
 
 

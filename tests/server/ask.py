@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from quire.checkpoint.pooling import PoolingFacts
 from quire.config.env import Env
 from quire.server.api_keys import Ledger
-from quire.server.app import Application, _surrounded
+from quire.server.app import Application, _wrap
 from quire.server.settings import make_settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -40,7 +40,7 @@ def application_of(engine: FakeEngine, settings: dict[str, Any]) -> Application:
         # The routes refer to this object of Api and to this feed: both get the new engine in place.
         application.api.__init__(engine, made)  # type: ignore[misc]
         application.feed.__init__(engine)  # type: ignore[misc]
-        application.asgi = _surrounded(application.routes, application.api, made, Ledger(made.keys, None))
+        application.asgi = _wrap(application.routes, application.api, made, Ledger(made.keys, None))
     return application
 
 

@@ -72,14 +72,14 @@ def test_bodies_that_hold_too_much_are_refused(value: str, words: str) -> None:
 
 
 def test_others_are_answered_while_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, over, read = threading.Event(), threading.Event(), fast_path._read
+    begun, over, read = threading.Event(), threading.Event(), fast_path._parse_large
 
     def slowly(*given: Any) -> Any:
         begun.set()
         assert over.wait(60)
         return read(*given)
 
-    monkeypatch.setattr(fast_path, "_read", slowly)
+    monkeypatch.setattr(fast_path, "_parse_large", slowly)
 
     async def go() -> None:
         body = json.dumps({"prompt": "ab", "note": LONG})

@@ -236,7 +236,7 @@ def test_named_chat_templates() -> None:
                 "tokenizer.ggml.tokens": ["a"],
                 "tokenizer.ggml.merges": ["x y"],
             },
-            "do not fit",
+            "do not match",
         ),
     ],
 )

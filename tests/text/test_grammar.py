@@ -87,7 +87,7 @@ def test_long_texts_that_grammars_force_are_not_remembered(vocabulary: Vocabular
         asked.append(len(text))
         return vocabulary.encode(text)
 
-    wrapped = grammar._Wrapped(replace(vocabulary, encode=encode))
+    wrapped = grammar._WrappedVocabulary(replace(vocabulary, encode=encode))
     for text in ("short", "long" * grammar.MAX_KEPT_CHARS) * 2:
         assert wrapped(text) == vocabulary.encode(text)
     assert asked == [5, 4 * grammar.MAX_KEPT_CHARS, 4 * grammar.MAX_KEPT_CHARS]

@@ -236,7 +236,7 @@ def test_a_closed_worker_holds_neither_weights_nor_slots(tiny: Tiny) -> None:
     memory = worker.adapters.slots._memory
     assert memory is not None
     held = [weakref.ref(each) for each in (worker.model, memory)]
-    worker._stowed = SimpleNamespace(drop=lambda: dropped.append(True))  # type: ignore[assignment]
+    worker._offloaded = SimpleNamespace(drop=lambda: dropped.append(True))  # type: ignore[assignment]
     worker.balancer = SimpleNamespace(layers=[worker.model])  # type: ignore[assignment]
     del memory
     worker.close()

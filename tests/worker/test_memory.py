@@ -111,7 +111,7 @@ def test_a_draft_lies_beside_the_groups_of_its_target() -> None:
 
 
 def test_a_layer_that_keeps_other_than_was_planned_is_our_bug() -> None:
-    with pytest.raises(AssertionError, match="layer 1 keeps"):
+    with pytest.raises(AssertionError, match="layer 1 has cache spec"):
         cpu = torch.device("cpu")
         sizes = {"num_blocks": 2, "num_rows": 3, "block_size": 4, "cache_dtype": torch.float32, "device": cpu}
         bind([Fake(FULL), Fake(NARROW)], layout([FULL, FULL], 100), **sizes)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Files of requests, answered line by line: OpenAI's batch format."""
+"""Batch files in OpenAI's format: JSON lines of requests."""

@@ -1,4 +1,4 @@
-"""Answers on disk as they come, so that a run that was killed goes on where it stopped."""
+"""Journal of finished answers on disk, from which a killed run resumes."""
 
 import fcntl
 import os
@@ -22,18 +22,18 @@ _read = msgspec.json.Decoder(_Entry).decode
 
 
 class Journal:
-    """The file of finished answers. One process may hold it at a time."""
+    """The file of finished answers. One process may open it at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.finished: dict[str, tuple[int, int]] = {}
-        """Where the answer of each custom_id is: offset and bytes."""
+        """Offset and size of the answer of each custom_id."""
         self._file = self._open()
         self._end = self._load()
         self._synced_at = time.monotonic()
 
     def add(self, custom_id: str, line: bytes) -> None:
-        """Keep an answer. It survives the process at once, and the machine a second later."""
+        """Store an answer. It survives a crash of the process at once, and of the machine a second later."""
         self._file.seek(self._end)
         self._file.write(line)
         self._file.flush()
@@ -49,10 +49,10 @@ class Journal:
         return self._file.read(num_bytes)
 
     def check(self, known: Iterable[str]) -> None:
-        """A journal of another batch must not be mixed into this one."""
-        if strange := next(iter(self.finished.keys() - set(known)), None):
+        """Raise a ConfigError if the journal belongs to another batch."""
+        if foreign := next(iter(self.finished.keys() - set(known)), None):
             raise ConfigError(
-                f"{self.path} holds an answer to {strange!r}, which is not in this batch: "
+                f"{self.path} contains an answer to {foreign!r}, which is not in this batch: "
                 "delete it, or choose another output file"
             )
 
@@ -73,11 +73,11 @@ class Journal:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.close()
-            raise ConfigError(f"{self.path} is in use by another run; wait for it, or end it") from None
+            raise ConfigError(f"{self.path} is in use by another run; wait for it or stop it") from None
         return file
 
     def _load(self) -> int:
-        """Find the answers that are there; from the first damaged line on, all is dropped."""
+        """Read the finished answers. The file is truncated at the first damaged line."""
         self._file.seek(0)
         end = 0
         for line in self._file:

@@ -1,4 +1,4 @@
-"""The lines of a batch file: where each request is, and what is wrong with those that are none."""
+"""The lines of a batch file: positions and errors of the requests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/score", "
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """A line of the input file, as its writer meant it."""
+    """A parsed request of the input file."""
 
     custom_id: str
     url: str
     body: msgspec.Raw
-    """As it stands in the file."""
+    """Unparsed JSON."""
     method: str = "POST"
 
 
@@ -29,13 +29,13 @@ class _Body(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input file: where it is, and what is wrong with it if anything is."""
+    """A line of the input file: its position, and its error if it is invalid."""
 
     offset: int
     num_bytes: int
     custom_id: str | None
     error: str | None
-    """Why it is not answered."""
+    """Reason why the line is rejected."""
 
 
 _read = msgspec.json.Decoder(BatchRequest).decode
@@ -44,10 +44,10 @@ _read_any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def index(path: Path) -> list[Line]:
-    """Every line that is not blank. Bodies stay in the file: it may be larger than memory."""
+    """Return all lines that are not blank. Bodies are not kept: the file may be larger than memory."""
     try:
         with path.open("rb") as file:
-            return list(_indexed(file))
+            return list(_index_lines(file))
     except OSError as error:
         raise ConfigError(f"the batch file {path} cannot be read: {error.strerror}") from None
 
@@ -71,23 +71,23 @@ def _output(custom_id: str | None, response: dict[str, Any] | None, error: dict[
     return msgspec.json.encode(entry) + b"\n"
 
 
-def _indexed(file: BinaryIO) -> Iterator[Line]:
+def _index_lines(file: BinaryIO) -> Iterator[Line]:
     seen: dict[str, int] = {}
     offset = 0
     for number, content in enumerate(file, 1):
         start, offset = offset, offset + len(content)
         if not content.strip():
             continue
-        custom_id, error = _checked(content)
+        custom_id, error = _check_line(content)
         if custom_id is not None and custom_id in seen:
-            error = f"custom_id {custom_id!r} is taken by line {seen[custom_id]}"
+            error = f"custom_id {custom_id!r} is already used by line {seen[custom_id]}"
         elif custom_id is not None:
             seen[custom_id] = number
         yield Line(start, len(content), custom_id, f"line {number}: {error}" if error else None)
 
 
-def _checked(content: bytes) -> tuple[str | None, str | None]:
-    """The id of a line, if it has one, and what is wrong with it, if anything is."""
+def _check_line(content: bytes) -> tuple[str | None, str | None]:
+    """Return the custom_id of a line, if it has one, and its error, if there is one."""
     try:
         request = _read(content)
         body = _read_body(request.body)
@@ -98,14 +98,14 @@ def _checked(content: bytes) -> tuple[str | None, str | None]:
     if request.url not in URLS:
         return request.custom_id, f"unknown url {request.url!r}; known: {', '.join(URLS)}"
     if body.stream:
-        return request.custom_id, "an answer in a batch cannot be streamed: leave `stream` out"
+        return request.custom_id, "batch answers cannot be streamed: leave `stream` out"
     return request.custom_id, None
 
 
 def _id_of(content: bytes) -> str | None:
-    """The custom_id of a line that has other mistakes."""
+    """Return the custom_id of an invalid line."""
     try:
-        found = _read_any(content).get("custom_id")
+        value = _read_any(content).get("custom_id")
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return found if isinstance(found, str) else None
+    return value if isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""`quire run-batch`: answer the requests of a file. A run that was killed is finished by the same command."""
+"""`quire run-batch`: answers the requests of a file. The same command resumes a killed run."""
 
 import argparse
 import asyncio
@@ -25,32 +25,38 @@ from quire.server.app import Application
 from quire.server.settings import add_api_flags, server_settings, settings_given
 
 FIRST_WAIT_S = 0.25
-_PASSING = (429, 500, 502, 503, 504)
-"""Statuses of a server that may do better a little later."""
+_RETRIED = (429, 500, 502, 503, 504)
+"""HTTP statuses after which a request is retried."""
 
 
 def add_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Batch", "What is answered, and where to.")
+    group = parser.add_argument_group("Batch", "Input, output and server.")
     group.add_argument("-i", "--input-file", required=True, metavar="FILE", help="Requests as JSON lines.")
     group.add_argument("-o", "--output-file", required=True, metavar="FILE", help="Answers as JSON lines.")
     group.add_argument(
         "--output-tmp-dir",
         metavar="DIR",
-        help="Where answers are kept until all are there. Default: beside the output file.",
+        help="Directory of the journal of finished answers. Default: that of the output file.",
     )
     group.add_argument(
-        "--url", help="A running server to ask, such as http://localhost:8000. Default: the model runs here."
+        "--url", help="URL of a running server, such as http://localhost:8000. Default: run the model here."
     )
-    group.add_argument("--api-key", metavar="KEY", help="Its key. Default: the variable OPENAI_API_KEY.")
     group.add_argument(
-        "--max-concurrency", type=int, default=256, metavar="N", help="Requests at a time. Default: 256."
+        "--api-key", metavar="KEY", help="API key of the server. Default: the variable OPENAI_API_KEY."
+    )
+    group.add_argument(
+        "--max-concurrency",
+        type=int,
+        default=256,
+        metavar="N",
+        help="Maximum concurrent requests. Default: 256.",
     )
     group.add_argument(
         "--max-retries",
         type=int,
         default=5,
         metavar="N",
-        help="More tries, ever later, for what a busy or broken server refused. Default: 5.",
+        help="Retries, with backoff, of requests that a busy or failed server rejected. Default: 5.",
     )
     add_api_flags(parser)
     add_engine_flags(parser)
@@ -60,36 +66,36 @@ def run(args: argparse.Namespace) -> int:
     if args.max_concurrency < 1 or args.max_retries < 0:
         raise ConfigError("--max-concurrency must be at least 1 and --max-retries at least 0")
     source, output = Path(args.input_file), Path(args.output_file)
-    found = index(source)
+    lines = index(source)
     journal = Journal(Path(args.output_tmp_dir or output.parent) / f"{output.name}.part")
     try:
-        journal.check(line.custom_id for line in found if line.custom_id is not None)
-        work = [line for line in found if line.error is None and line.custom_id not in journal.finished]
+        journal.check(line.custom_id for line in lines if line.custom_id is not None)
+        work = [line for line in lines if line.error is None and line.custom_id not in journal.finished]
         if work:
             asyncio.run(_answer(args, source, work, journal))
-        write_output(output, found, journal)
+        write_output(output, lines, journal)
         journal.remove()
     except BaseException:
         journal.close()
         raise
-    num_bad = sum(line.error is not None for line in found)
-    print(f"{len(found) - num_bad} requests answered, {num_bad} refused: {output}")
+    num_bad = sum(line.error is not None for line in lines)
+    print(f"{len(lines) - num_bad} requests answered, {num_bad} refused: {output}")
     return 0
 
 
 @asynccontextmanager
 async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
-    """The way to whoever answers, open as long as the batch runs."""
-    given, settings = given_from(args), server_settings(args)
+    """Open the transport to the server or to an engine of this process."""
+    engine_args, settings = given_from(args), server_settings(args)
     if args.url is None:
-        async with private_engine(configure(given, usage="server")) as engine:
+        async with private_engine(configure(engine_args, usage="server")) as engine:
             application = Application(engine, settings)
             await application.api.adapters.read_all()
             yield AsgiTransport(application.asgi)
         return
-    given |= settings_given(args)
-    if given:
-        flag = "--" + next(iter(given)).replace("_", "-")
+    engine_args |= settings_given(args)
+    if engine_args:
+        flag = "--" + next(iter(engine_args)).replace("_", "-")
         raise ConfigError(f"{flag} has no meaning with --url: the server has its own settings")
     headers = bearer(args.api_key or os.environ.get("OPENAI_API_KEY"))
     client = HttpClient(args.url.rstrip("/").removesuffix("/v1"), headers=headers)
@@ -100,7 +106,7 @@ async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
 
 
 async def _answer(args: argparse.Namespace, source: Path, work: Sequence[Line], journal: Journal) -> None:
-    """Answer what is left to do. ServerGone says how far it got."""
+    """Answer the remaining requests. A ServerGone error reports the progress."""
     num_before = len(journal.finished)
     total = num_before + len(work)
     async with open_transport(args) as transport:
@@ -112,11 +118,11 @@ async def _answer(args: argparse.Namespace, source: Path, work: Sequence[Line], 
                 await batch.answer(work, args.max_concurrency)
             except ServerGone as error:
                 done = f"{len(journal.finished)} of {total} requests are answered"
-                raise ServerGone(f"{error}; {done}, the same command goes on from there") from None
+                raise ServerGone(f"{error}; {done}, run the same command again to resume") from None
 
 
 class BatchRun:
-    """The requests of a file, some at a time, into a journal."""
+    """Sends the requests of a file concurrently and stores the answers in a journal."""
 
     def __init__(
         self,
@@ -146,33 +152,33 @@ class BatchRun:
         for line in rest:
             request = read_request(self._file, line)
             request_id = f"batch-{uuid4().hex}"
-            answer = await self._patiently(request.url, bytes(request.body), request_id)
+            answer = await self._send_with_retries(request.url, bytes(request.body), request_id)
             entry = answer_line(
-                request.custom_id, status=answer.status, request_id=request_id, body=_json(answer.body)
+                request.custom_id, status=answer.status, request_id=request_id, body=_parse_json(answer.body)
             )
             self._journal.add(request.custom_id, entry)
             self._on_done()
 
-    async def _patiently(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
-        """Try again, each time later, while the server is gone or asks for patience."""
+    async def _send_with_retries(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
+        """Send a request, with retries and exponential backoff while the server is gone or overloaded."""
         for attempt in range(self._max_retries):
             try:
                 answer = await self._transport.send(url, body, request_id)
             except ServerGone:
                 pass
             else:
-                if answer.status not in _PASSING:
+                if answer.status not in _RETRIED:
                     return answer
             await asyncio.sleep(FIRST_WAIT_S * 2**attempt)
         return await self._transport.send(url, body, request_id)
 
 
-def write_output(path: Path, found: Sequence[Line], journal: Journal) -> None:
-    """All answers in the order of the requests. The file appears whole or not at all."""
+def write_output(path: Path, lines: Sequence[Line], journal: Journal) -> None:
+    """Write all answers in the order of the requests. The file is replaced atomically."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
         with unfinished.open("wb") as file:
-            for line in found:
+            for line in lines:
                 valid = line.error is None and line.custom_id is not None
                 file.write(journal.read(str(line.custom_id)) if valid else error_line(line))
             file.flush()
@@ -182,8 +188,8 @@ def write_output(path: Path, found: Sequence[Line], journal: Journal) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _json(body: bytes) -> Any:
-    """The answer's content; as text where it is no JSON."""
+def _parse_json(body: bytes) -> Any:
+    """Return the parsed JSON of an answer; its text if it is not JSON."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

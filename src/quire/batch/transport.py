@@ -1,4 +1,4 @@
-"""How a request of a batch reaches an engine: over HTTP, or into a server's application in this process."""
+"""Transports of batch requests: HTTP to a server, or ASGI calls to an application in this process."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -15,22 +15,22 @@ AsgiApp = Callable[
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """What came back for one request."""
+    """The response to one request."""
 
     status: int
     body: bytes
 
 
 class Transport(Protocol):
-    """A way to an engine."""
+    """Sends requests to an engine."""
 
     async def send(self, url: str, body: bytes, request_id: str) -> BatchAnswer:
-        """Post JSON and wait for the whole answer. ServerGone if there is none."""
+        """Post JSON and return the whole answer. Raises ServerGone if there is none."""
         ...
 
 
 class HttpTransport:
-    """To a running server."""
+    """Sends requests to a running server."""
 
     def __init__(self, client: HttpClient) -> None:
         self._client = client
@@ -41,7 +41,7 @@ class HttpTransport:
 
 
 class AsgiTransport:
-    """To an ASGI application, by calling it: no socket, no second process, the very same request models."""
+    """Calls an ASGI application directly: no socket, no second process, the same request models."""
 
     def __init__(self, app: AsgiApp, *, headers: dict[str, str] | None = None) -> None:
         self._app = app
@@ -54,17 +54,17 @@ class AsgiTransport:
         async def receive() -> Message:
             if unread:
                 return {"type": "http.request", "body": unread.pop(), "more_body": False}
-            await asyncio.Event().wait()  # the client never hangs up
+            await asyncio.Event().wait()  # the client never disconnects
             raise AssertionError
 
-        async def take(message: Message) -> None:
+        async def collect(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif message["type"] == "http.response.body":
                 parts.append(message.get("body", b""))
 
-        await self._app(self._scope(url, body, request_id), receive, take)
+        await self._app(self._scope(url, body, request_id), receive, collect)
         return BatchAnswer(status, b"".join(parts))
 
     def _scope(self, url: str, body: bytes, request_id: str) -> Message:

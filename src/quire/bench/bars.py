@@ -1,4 +1,4 @@
-"""Bars beside each other, as a picture."""
+"""A bar chart as SVG."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -9,17 +9,17 @@ _COLOURS = ("#b0b7c3", "#4c72b0", "#55a868", "#dd8452", "#937860")
 
 
 class BarGroup(NamedTuple):
-    """The bars that are compared with each other."""
+    """Bars that are compared with each other."""
 
     label: str
     values: Mapping[str, float]
-    """By series; where one has no value there is no bar."""
+    """By series; a series without a value has no bar."""
     texts: Mapping[str, str]
-    """What is written behind each."""
+    """Labels behind the bars, by series."""
 
 
 def svg(title: str, groups: Sequence[BarGroup], *, mark: float | None = None) -> str:
-    """A bar for each value, all on one scale; `mark` is a dashed line across them."""
+    """Draw a bar for each value, all on one scale; `mark` is a dashed line across them."""
     series = list(dict.fromkeys(name for group in groups for name in group.values))
     first = 1 if len(series) == 1 else 0
     colours = {name: _COLOURS[(first + number) % len(_COLOURS)] for number, name in enumerate(series)}

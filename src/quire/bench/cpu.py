@@ -1,4 +1,4 @@
-"""CPU time of processes during a run: who spent how much of a core."""
+"""CPU time of processes during a run."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,40 +21,42 @@ class CpuUsage:
 
 
 class CpuWatch:
-    """Reads the clocks of processes and their children now, and again when asked."""
+    """Reads the CPU times of processes and their children at the start, and again on request."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        self._before = {each.pid: each for each in _usages(pids)}
+        self._before = {usage.pid: usage for usage in _usages(pids)}
 
     def spent(self) -> list[CpuUsage]:
-        """What each process, also those that came since, has used since the beginning."""
-        found = []
+        """Return the CPU time of each process since the start, including processes that started later."""
+        spent = []
         for now in _usages(list(self._before)):
-            then = self._before.get(now.pid, CpuUsage(now.pid, now.role, 0.0, 0.0))
-            found.append(CpuUsage(now.pid, now.role, now.user_s - then.user_s, now.system_s - then.system_s))
-        return found
+            before = self._before.get(now.pid, CpuUsage(now.pid, now.role, 0.0, 0.0))
+            spent.append(
+                CpuUsage(now.pid, now.role, now.user_s - before.user_s, now.system_s - before.system_s)
+            )
+        return spent
 
 
 def listening_pids(port: int) -> list[int]:
-    """Processes of this machine, as far as we may see them, that listen on a TCP port. Of several that share
-    a socket only the eldest: the others are among its children."""
+    """Return the visible processes that listen on a TCP port. If several share a socket, only their common
+    ancestor is returned, since the others are its children."""
     try:
         sockets = psutil.net_connections(kind="tcp")
     except psutil.AccessDenied:
         return []
-    pids = {each.pid for each in sockets if _is_listening(each, port) and each.pid is not None}
-    return sorted({_eldest(psutil.Process(pid), port).pid for pid in pids})
+    pids = {sock.pid for sock in sockets if _is_listening(sock, port) and sock.pid is not None}
+    return sorted({_oldest_listener(psutil.Process(pid), port).pid for pid in pids})
 
 
-def _eldest(process: psutil.Process, port: int) -> psutil.Process:
+def _oldest_listener(process: psutil.Process, port: int) -> psutil.Process:
     try:
         parent = process.parent()
         shares = parent is not None and any(
-            _is_listening(each, port) for each in parent.net_connections(kind="tcp")
+            _is_listening(sock, port) for sock in parent.net_connections(kind="tcp")
         )
     except (psutil.AccessDenied, psutil.NoSuchProcess):
         return process
-    return _eldest(parent, port) if parent is not None and shares else process
+    return _oldest_listener(parent, port) if parent is not None and shares else process
 
 
 def _is_listening(socket: Any, port: int) -> bool:
@@ -62,14 +64,14 @@ def _is_listening(socket: Any, port: int) -> bool:
 
 
 def report(usages: Sequence[CpuUsage], *, seconds: float, num_tokens: int) -> list[str]:
-    """A table of who spent how much during a run of `seconds` that streamed `num_tokens`."""
+    """Return a table of the CPU time of processes during a run of `seconds` that streamed `num_tokens`."""
     shown = [
         f"{'process':<28} {'pid':>8} {'user s':>9} {'system s':>9} {'of one core':>12} {'us/token':>9}",
     ]
-    for each in usages:
-        spent = each.user_s + each.system_s
+    for usage in usages:
+        spent = usage.user_s + usage.system_s
         shown.append(
-            f"{each.role:<28.28} {each.pid:>8} {each.user_s:>9.2f} {each.system_s:>9.2f} "
+            f"{usage.role:<28.28} {usage.pid:>8} {usage.user_s:>9.2f} {usage.system_s:>9.2f} "
             f"{spent / seconds:>12.1%} {spent / max(1, num_tokens) * 1e6:>9.1f}"
         )
     return shown
@@ -95,7 +97,7 @@ def _usages(pids: Iterable[int]) -> Iterator[CpuUsage]:
 
 
 def _role(process: psutil.Process) -> str:
-    """The name a process gave itself, else the end of its command line."""
+    """Return the title of a process, or the end of its command line."""
     if process.pid == os.getpid():
         return "client (this process)"
     name = process.name()

@@ -1,4 +1,4 @@
-"""Prompts to measure with."""
+"""Prompts for benchmarks."""
 
 import json
 import random
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A prompt as token ids, and how many tokens are to be generated for it."""
+    """A prompt as token ids, and the number of tokens to generate."""
 
     prompt_ids: list[int]
     output_len: int
@@ -23,14 +23,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A prompt as a server gets it, and how many tokens are to be generated for it."""
+    """A prompt as sent to a server, and the number of tokens to generate."""
 
     prompt: str | list[int]
     prompt_len: int
-    """Its tokens, as far as they can be counted here: 0 for a text without a tokenizer."""
+    """Tokens of the prompt; 0 for a text without a tokenizer."""
     output_len: int
     media: Sequence[dict[str, Any]] = ()
-    """Parts of a chat's message beside it."""
+    """Media parts of the chat message."""
 
 
 def random_samples(
@@ -43,8 +43,8 @@ def random_samples(
     prefix_len: int = 0,
     seed: int = 0,
 ) -> list[Sample]:
-    """Random ids. Lengths vary by `range_ratio` around their mean; the first `prefix_len` ids are common
-    to all."""
+    """Return prompts of random ids. Lengths vary by `range_ratio` around their mean; the first `prefix_len`
+    ids are common to all."""
     draw = random.Random(seed)
     prefix = [draw.randrange(vocab) for _ in range(prefix_len)]
 
@@ -67,7 +67,8 @@ def prefix_samples(
     output_len: int,
     seed: int = 0,
 ) -> list[Sample]:
-    """Random ids in any order: each of the prefixes equally often, with another end every time."""
+    """Return prompts of random ids in random order: each prefix equally often, with a different suffix every
+    time."""
     draw = random.Random(seed)
     prefixes = [[draw.randrange(vocab) for _ in range(prefix_len)] for _ in range(num_prefixes)]
     samples = [
@@ -81,33 +82,36 @@ def prefix_samples(
 def sharegpt_samples(
     count: int, path: Path, tokenizer: Tokenizer, *, output_len: int | None = None, seed: int = 0
 ) -> list[Sample]:
-    """First question and answer of ShareGPT-style conversations, too short and too long ones left out."""
+    """Return the first question and answer of ShareGPT-style conversations, without very short or long
+    ones."""
     samples: list[Sample] = []
     for question, answer in _first_turns(path, seed):
         if len(samples) == count:
             break
-        prompt, wanted = tokenizer.encode(question), output_len or len(tokenizer.encode(answer))
-        if _usable(len(prompt), wanted):
-            samples.append(Sample(prompt, wanted))
-    return _repeated(samples, count, path)
+        prompt, num_wanted = tokenizer.encode(question), output_len or len(tokenizer.encode(answer))
+        if _usable(len(prompt), num_wanted):
+            samples.append(Sample(prompt, num_wanted))
+    return _repeat_to(samples, count, path)
 
 
 def random_queries(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[Query]:
-    """As token ids; with a tokenizer as texts that have the same number of tokens, where there are such."""
+    """Convert samples to queries of token ids or, with a tokenizer, of texts with the same number of tokens
+    where possible."""
     if tokenizer is None:
-        return [Query(each.prompt_ids, len(each.prompt_ids), each.output_len) for each in samples]
+        return [Query(sample.prompt_ids, len(sample.prompt_ids), sample.output_len) for sample in samples]
     plain = _plain_ids(tokenizer)
     queries = []
-    for each in samples:
-        text = _text_of([plain[token_id % len(plain)] for token_id in each.prompt_ids], tokenizer)
-        queries.append(Query(text, len(tokenizer.encode(text)), each.output_len))
+    for sample in samples:
+        text = _text_of([plain[token_id % len(plain)] for token_id in sample.prompt_ids], tokenizer)
+        queries.append(Query(text, len(tokenizer.encode(text)), sample.output_len))
     return queries
 
 
 def sharegpt_queries(
     count: int, path: Path, tokenizer: Tokenizer | None, *, output_len: int | None = None, seed: int = 0
 ) -> list[Query]:
-    """The texts of first questions. Without a tokenizer four bytes count as a token, to choose by length."""
+    """Return the texts of first questions. Without a tokenizer, four bytes count as a token for the length
+    limits."""
     queries: list[Query] = []
 
     def num_tokens(text: str) -> int:
@@ -116,29 +120,31 @@ def sharegpt_queries(
     for question, answer in _first_turns(path, seed):
         if len(queries) == count:
             break
-        length, wanted = num_tokens(question), output_len or num_tokens(answer)
-        if _usable(length, wanted):
-            queries.append(Query(question, length if tokenizer is not None else 0, wanted))
-    return _repeated(queries, count, path)
+        length, num_wanted = num_tokens(question), output_len or num_tokens(answer)
+        if _usable(length, num_wanted):
+            queries.append(Query(question, length if tokenizer is not None else 0, num_wanted))
+    return _repeat_to(queries, count, path)
 
 
 def custom_queries(
     count: int, path: Path, tokenizer: Tokenizer | None, *, output_len: int, seed: int = 0
 ) -> list[Query]:
-    """JSON lines, each with a `prompt` and, if it likes, how many `output_tokens` it wants."""
+    """Read queries from JSON lines, each with a `prompt` and optionally `output_tokens`."""
     queries = []
     for number, line in enumerate(_lines(path), 1):
         try:
             entry = json.loads(line)
-            prompt, wanted = entry["prompt"], int(entry.get("output_tokens") or output_len)
+            prompt, num_wanted = entry["prompt"], int(entry.get("output_tokens") or output_len)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise ConfigError(f"{path}, line {number}: not an object with a `prompt` ({reason})") from None
         if not isinstance(prompt, str):
             raise ConfigError(f"{path}, line {number}: `prompt` must be a text, got {prompt!r:.40}")
-        queries.append(Query(prompt, len(tokenizer.encode(prompt)) if tokenizer is not None else 0, wanted))
+        queries.append(
+            Query(prompt, len(tokenizer.encode(prompt)) if tokenizer is not None else 0, num_wanted)
+        )
     random.Random(seed).shuffle(queries)
-    return _repeated(queries, count, path)
+    return _repeat_to(queries, count, path)
 
 
 def _first_turns(path: Path, seed: int) -> list[tuple[str, str]]:
@@ -156,15 +162,15 @@ def _first_turns(path: Path, seed: int) -> list[tuple[str, str]]:
 
 
 def _usable(prompt_len: int, output_len: int) -> bool:
-    """Neither too short nor too long: the limits that published ShareGPT numbers use."""
+    """Whether the lengths are within the limits of published ShareGPT results."""
     return 4 <= prompt_len <= 1024 and output_len >= 4 and prompt_len + output_len <= 2048
 
 
-def _repeated(found: list[T], count: int, path: Path) -> list[T]:
-    """The first `count`, from the beginning again where there are fewer."""
-    if not found:
+def _repeat_to(entries: list[T], count: int, path: Path) -> list[T]:
+    """Return `count` entries, starting over if there are fewer."""
+    if not entries:
         raise ConfigError(f"{path} has no prompt of a usable length")
-    return [found[i % len(found)] for i in range(count)]
+    return [entries[i % len(entries)] for i in range(count)]
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -176,14 +182,14 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _plain_ids(tokenizer: Tokenizer) -> list[int]:
-    """Tokens of printable ASCII: no special ones, and no parts of characters."""
+    """Return the tokens of printable ASCII, without special tokens and partial characters."""
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
     return [i for i, text in texts.items() if text and text.isascii() and text.isprintable()]
 
 
 def _text_of(token_ids: list[int], tokenizer: Tokenizer) -> str:
-    """A text of `len(token_ids)` tokens. Encoding may join what decoding wrote side by side: what comes
-    back is filled up or cut a few times, which mostly ends at the length wanted."""
+    """Return a text of `len(token_ids)` tokens. Encoding may merge decoded tokens, so the result is padded or
+    cut a few times, which mostly reaches that length."""
     ids = token_ids
     for _ in range(10):
         text = tokenizer.decode(ids)

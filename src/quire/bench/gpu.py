@@ -1,8 +1,7 @@
-"""`python -m quire.bench.gpu`: an engine with random weights on one GPU, as JSON lines.
+"""`python -m quire.bench.gpu`: benchmarks an engine with random weights on one GPU; prints JSON lines.
 
-Start, decode step by batch size, prefill and offline throughput. The lines name what was measured, so that a
-run of another engine on the same machine can stand beside them.
-"""
+It measures startup, decode steps by batch size, prefill and offline throughput. The lines name their
+workload, so that results of another engine on the same machine can be compared."""
 
 import argparse
 import gc
@@ -29,35 +28,35 @@ REPEATS = 3
 
 
 def parser() -> FlagParser:
-    made = FlagParser(prog="python -m quire.bench.gpu", description=__doc__)
-    made.add_argument("--config-dir", required=True, metavar="DIR", help="Folder with a config.json.")
-    made.add_argument("--batch-sizes", default="1,8,32,128,256", help="Batch sizes of decode steps.")
-    made.add_argument("--workloads", default=",".join(WORKLOADS), help="Which of: decode, prefill, offline.")
-    made.add_argument("--trace", metavar="FILE", help="Also write a profiler trace of decode steps.")
-    add_engine_flags(made)
-    return made
+    flags = FlagParser(prog="python -m quire.bench.gpu", description=__doc__)
+    flags.add_argument("--config-dir", required=True, metavar="DIR", help="Folder with a config.json.")
+    flags.add_argument("--batch-sizes", default="1,8,32,128,256", help="Batch sizes of decode steps.")
+    flags.add_argument("--workloads", default=",".join(WORKLOADS), help="Which of: decode, prefill, offline.")
+    flags.add_argument("--trace", metavar="FILE", help="Also write a profiler trace of decode steps.")
+    add_engine_flags(flags)
+    return flags
 
 
 def main(argv: list[str] | None = None, *, began: float | None = None) -> int:
     args = parser().parse_args(argv)
     began = process_start() if began is None else began
     llm, name = open_engine(args), Path(args.config_dir).resolve().name
-    say("startup", name, seconds=time.time() - began)
-    wanted = args.workloads.split(",")
-    if "decode" in wanted:
+    print_result("startup", name, seconds=time.time() - began)
+    workloads = args.workloads.split(",")
+    if "decode" in workloads:
         for batch in (int(size) for size in args.batch_sizes.split(",")):
-            say("decode", name, batch=batch, ms=1000 * decode_step(llm, batch))
-    if "prefill" in wanted:
-        say("prefill", name, tok_s=prefill_rate(llm))
-    if "offline" in wanted:
-        say("offline", name, **offline(llm))
+            print_result("decode", name, batch=batch, ms=1000 * decode_step(llm, batch))
+    if "prefill" in workloads:
+        print_result("prefill", name, tok_s=prefill_rate(llm))
+    if "offline" in workloads:
+        print_result("offline", name, **offline(llm))
     if args.trace:
-        say("trace", name, **trace(llm, args.trace))
+        print_result("trace", name, **trace(llm, args.trace))
     return 0
 
 
 def open_engine(args: argparse.Namespace) -> LLM:
-    """Ready means that a first token has been made."""
+    """Open the engine and generate a first token."""
     settings = {
         "model": args.config_dir,
         "load_format": "dummy",
@@ -72,31 +71,31 @@ def open_engine(args: argparse.Namespace) -> LLM:
     return llm
 
 
-def say(workload: str, model: str, **figures: Any) -> None:
+def print_result(workload: str, model: str, **figures: Any) -> None:
     rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
     print(json.dumps({"workload": workload, "model": model, **rounded}), flush=True)
 
 
 def process_start() -> float:
-    """When this process was started, in seconds since 1970."""
+    """Return the time at which this process was started, in seconds since 1970."""
     import psutil
 
     return psutil.Process().create_time()
 
 
 def generate(llm: LLM, prompts: list[list[int]], length: int | list[int], temperature: float = 0.0) -> float:
-    """Seconds until all outputs are there."""
+    """Generate tokens for all prompts and return the seconds taken."""
     lengths = [length] * len(prompts) if isinstance(length, int) else length
     params = [
-        SamplingParams(temperature=temperature, max_tokens=each, ignore_eos=True, detokenize=False)
-        for each in lengths
+        SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        for max_tokens in lengths
     ]
     with no_collections():
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         took = time.perf_counter() - began
-    made = [len(output.outputs[0].token_ids) for output in outputs]
-    assert made == lengths, f"asked for {lengths} tokens, got {made}"
+    num_generated = [len(output.outputs[0].token_ids) for output in outputs]
+    assert num_generated == lengths, f"expected {lengths} tokens, got {num_generated}"
     return took
 
 
@@ -115,19 +114,19 @@ def prompts_of(rng: random.Random, count: int, length: int) -> list[list[int]]:
 
 
 def decode_step(llm: LLM, batch: int) -> float:
-    """Seconds of one step: what 128 tokens take longer than one."""
-    rng, found = random.Random(batch), []
+    """Return the seconds of one step: the time of 128 tokens minus that of one, per step."""
+    rng, times = random.Random(batch), []
     generate(llm, prompts_of(rng, batch, DECODE_PROMPT), 4)
     for _ in range(REPEATS):
         prompts = prompts_of(rng, batch, DECODE_PROMPT)
         one = generate(llm, prompts, 1)
         all_steps = generate(llm, prompts, DECODE_STEPS)
-        found.append((all_steps - one) / (DECODE_STEPS - 1))
-    return statistics.median(found)
+        times.append((all_steps - one) / (DECODE_STEPS - 1))
+    return statistics.median(times)
 
 
 def prefill_rate(llm: LLM) -> float:
-    """Prompt tokens a second."""
+    """Return the prompt tokens per second."""
     rng = random.Random(1)
     generate(llm, prompts_of(rng, PREFILL_PROMPTS, PREFILL_LEN), 1)
     took = [generate(llm, prompts_of(rng, PREFILL_PROMPTS, PREFILL_LEN), 1) for _ in range(REPEATS)]
@@ -151,7 +150,7 @@ def offline(llm: LLM) -> dict[str, Any]:
 
 
 def trace(llm: LLM, path: str, batch: int = 256, steps: int = 128) -> dict[str, Any]:
-    """Profile decode steps; how much of the time the GPU stood idle while all sequences were decoding."""
+    """Profile decode steps; return the share of idle GPU time while all sequences decode."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -165,8 +164,8 @@ def trace(llm: LLM, path: str, batch: int = 256, steps: int = 128) -> dict[str, 
 
 
 def idle_share(path: str) -> float:
-    """Of the third quarter of a trace, behind the prompts and before the first sequence ends: the share of
-    time in which no kernel or copy ran."""
+    """Return the share of time without a kernel or copy in the third quarter of a trace, after the prompts
+    and before the first sequence ends."""
     events = json.loads(Path(path).read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     spans: list[tuple[float, float]] = sorted(

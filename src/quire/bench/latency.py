@@ -1,4 +1,4 @@
-"""`quire bench latency`: how long one batch takes, again and again."""
+"""`quire bench latency`: the latency of one batch, measured repeatedly."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def add_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Benchmark", "What is measured.")
+    group = parser.add_argument_group("Benchmark", "The workload to measure.")
     group.add_argument("--input-len", type=int, default=32, help="Prompt tokens.")
     group.add_argument("--output-len", type=int, default=128, help="Tokens generated.")
     group.add_argument("--batch-size", type=int, default=8, help="Requests in the batch.")
@@ -25,7 +25,7 @@ def add_flags(parser: FlagParser) -> None:
     group.add_argument("--use-beam-search", action="store_true", help="Beam search of width n.")
     group.add_argument("--num-iters-warmup", type=int, default=10, help="Runs that are not counted.")
     group.add_argument("--num-iters", type=int, default=30, help="Runs that are counted.")
-    group.add_argument("--disable-detokenize", action="store_true", help="Leave text out.")
+    group.add_argument("--disable-detokenize", action="store_true", help="Do not detokenize.")
     group.add_argument("--output-json", help="File to write the result to.")
     add_engine_flags(parser)
 

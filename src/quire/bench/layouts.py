@@ -1,4 +1,4 @@
-"""Layouts: a model over many GPUs; seconds of a step there, and whether it fits."""
+"""Layouts: a model over many GPUs, the duration of its steps, and whether it fits."""
 
 import re
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from quire.config.parallel import stage_layers
 from quire.errors import ConfigError
 
 GPU_BYTES, USED_SHARE, OTHER_BYTES = 150e9, 0.9, 4e9
-"""Memory of an H200; how much of it is used; activations, graphs and libraries."""
+"""Memory of an H200; the share of it that is used; activations, graphs and libraries."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLayout:
-    """Over how many GPUs a model is spread, and how."""
+    """Parallel sizes of a deployment."""
 
     dp: int = 1
     tp: int = 1
@@ -32,15 +32,15 @@ class GpuLayout:
 
     @staticmethod
     def of(text: str) -> "GpuLayout":
-        """`dp2tp8`, `tp8pp2`, `dp16tp1ep`: parts in any order."""
+        """Parse `dp2tp8`, `tp8pp2` or `dp16tp1ep`; parts may be in any order."""
         parts = re.findall(r"(dp|tp|pp)([1-9][0-9]*)|(ep)", text)
         if not parts or "".join("".join(part) for part in parts) != text:
-            raise ConfigError(f"{text!r} is no layout, such as tp8, tp8pp2, dp16tp8 or dp8tp1ep")
+            raise ConfigError(f"{text!r} is not a layout such as tp8, tp8pp2, dp16tp8 or dp8tp1ep")
         return GpuLayout(**{name: int(size) for name, size, _ in parts if name}, ep="ep" in text)
 
 
 class StepCost:
-    """Seconds of a step of a core: what was measured of its share, and the collectives between."""
+    """Duration of a core's step: the measured time of its shard, and the collectives between GPUs."""
 
     def __init__(self, model: str, layout: GpuLayout, links: Links, all_to_all: bool = False) -> None:
         self.layout, self.links, self.all_to_all = layout, links, all_to_all
@@ -51,19 +51,21 @@ class StepCost:
         self.stages = stage_layers(shape.layers, layout.pp)
 
     def stage_s(self, step: StepShape, all_tokens: float = 0.0) -> list[float]:
-        """Of each stage, what it sends to the next included. `all_tokens` are those of all cores in
-        lockstep."""
+        """Return the seconds of each stage, including its send to the next. `all_tokens` are those of all
+        cores in lockstep."""
         factor = self.correction.at(step.num_tokens)
         shared = self.layout.ep and self.layout.dp > 1
         meeting = max(all_tokens, step.num_tokens) if shared else step.num_tokens
         by_kind = [self._layer_s(layer, step, meeting, factor) for layer in (0, self.shape.layers - 1)]
-        found = []
+        stage_times = []
         for number, layers in enumerate(self.stages):
             plain = sum(layer < self.shape.dense_layers for layer in layers)
             took_s = plain * by_kind[0] + (len(layers) - plain) * by_kind[1]
             is_last = number == len(self.stages) - 1
-            found.append(took_s + (self._head_s(step, factor) if is_last else self._send_s(number, step)))
-        return found
+            stage_times.append(
+                took_s + (self._head_s(step, factor) if is_last else self._send_s(number, step))
+            )
+        return stage_times
 
     def _layer_s(self, layer: int, step: StepShape, meeting: float, factor: float) -> float:
         shape, tp, dp = self.shape, self.layout.tp, self.layout.dp
@@ -75,7 +77,8 @@ class StepCost:
         return factor * computed_s + self.layer.attention_s(step) + sums_s
 
     def _dispatch_s(self, step: StepShape, meeting: float) -> float:
-        """Tokens to the experts, or back: all to everybody, or each only to where its experts are."""
+        """Return the seconds to send tokens to the experts, or back: to all ranks, or only to those with
+        their experts."""
         layout, row_bytes = self.layout, 2 * self.shape.hidden
         size = layout.tp * layout.dp
         if self.all_to_all:
@@ -88,7 +91,7 @@ class StepCost:
         return factor * self.layer.head_s(step) + self.links.exchange_s(logits, self.layout.tp)
 
     def _send_s(self, number: int, step: StepShape) -> float:
-        """Hidden states and residuals, from each device to its peer."""
+        """Return the seconds to send hidden states and residuals from each device to its peer."""
         tp, node = self.layout.tp, self.links.gpus_per_node
         other_node = (number * tp + tp - 1) // node != ((number + 2) * tp - 1) // node
         return self.links.sent_s(2 * 2 * step.num_tokens * self.shape.hidden, other_node=other_node)
@@ -96,7 +99,7 @@ class StepCost:
     # ---- memory
 
     def weights_bytes(self) -> float:
-        """Of the GPU that has most."""
+        """Return the weight bytes of the GPU that has the most."""
         return max(self._stage_bytes(number) for number in range(len(self.stages)))
 
     def _stage_bytes(self, number: int) -> float:
@@ -111,12 +114,12 @@ class StepCost:
         return numbers * shape.weight_bytes + times * 2 * shape.head_weights / tp
 
     def kv_tokens(self) -> int:
-        """That fit beside the weights; negative if not even those do."""
+        """Return the tokens of KV cache that fit beside the weights; negative if the weights do not fit."""
         room = USED_SHARE * GPU_BYTES - OTHER_BYTES - self.weights_bytes()
         return int(room // (max(map(len, self.stages)) * self.shape.kv_bytes(self.layout.tp)))
 
     def why_not(self, longest: int) -> str | None:
-        """Why this layout cannot run requests of so many tokens; None if it can."""
+        """Return why this layout cannot run requests of `longest` tokens; None if it can."""
         shape, tp = self.shape, self.layout.tp
         if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
             return f"tp {tp} does not divide {shape.heads} heads and {shape.kv_heads} KV heads"

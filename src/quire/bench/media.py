@@ -1,4 +1,4 @@
-"""Random images and videos to measure with, as parts of chat messages."""
+"""Random images and videos for benchmarks, as parts of chat messages."""
 
 import base64
 import io
@@ -12,7 +12,7 @@ from PIL import Image
 from quire.errors import ConfigError
 
 Bucket = tuple[int, int, int]
-"""Height, width and frames: with one frame an image, with more a video."""
+"""Height, width and frames; an image has one frame, a video more."""
 BUCKETS: dict[Bucket, float] = {(256, 256, 1): 0.5, (720, 1280, 1): 0.5, (720, 1280, 16): 0.0}
 LIMITS = {"image": 255, "video": 1}
 
@@ -30,12 +30,15 @@ def random_media(
     buckets: Mapping[Bucket, float],
     seed: int = 0,
 ) -> list[list[dict[str, Any]]]:
-    """The items of `count` requests: each of a bucket as likely as its weight says, and at most `limits` of a
-    modality. Their number varies by `range_ratio` around `num_items`."""
+    """Return the items of `count` requests: buckets are drawn by weight, with at most `limits` of a modality.
+    Their number varies by `range_ratio` around `num_items`."""
     draw = np.random.default_rng(seed)
     least, most = _range(num_items, range_ratio, sum(limits.values()))
     counts = [int(draw.integers(least, most + 1)) for _ in range(count)]
-    return [[_part(bucket, draw) for bucket in _chosen(each, limits, buckets, draw)] for each in counts]
+    return [
+        [_random_part(bucket, draw) for bucket in _choose_buckets(num_chosen, limits, buckets, draw)]
+        for num_chosen in counts
+    ]
 
 
 def _range(num_items: int, ratio: float, limit: int) -> tuple[int, int]:
@@ -47,27 +50,29 @@ def _range(num_items: int, ratio: float, limit: int) -> tuple[int, int]:
     least, most = math.floor(num_items * (1 - ratio)), min(math.ceil(num_items * (1 + ratio)), limit)
     if least > most:
         raise ConfigError(
-            f"requests are to have at least {least} items, but --random-mm-limit-mm-per-prompt allows {limit}"
+            f"requests have at least {least} items, but --random-mm-limit-mm-per-prompt allows {limit}"
         )
     return least, most
 
 
-def _chosen(
+def _choose_buckets(
     count: int, limits: Mapping[str, int], buckets: Mapping[Bucket, float], draw: np.random.Generator
 ) -> list[Bucket]:
     left, chosen = dict(limits), list[Bucket]()
     while len(chosen) < count:
-        open_ones = [each for each, weight in buckets.items() if weight > 0 and left.get(modality(each), 0)]
-        if not open_ones:
+        available = [
+            bucket for bucket, weight in buckets.items() if weight > 0 and left.get(modality(bucket), 0)
+        ]
+        if not available:
             break
-        weights = np.array([buckets[each] for each in open_ones])
-        chosen.append(open_ones[int(draw.choice(len(open_ones), p=weights / weights.sum()))])
+        weights = np.array([buckets[bucket] for bucket in available])
+        chosen.append(available[int(draw.choice(len(available), p=weights / weights.sum()))])
         left[modality(chosen[-1])] -= 1
     return chosen
 
 
-def _part(bucket: Bucket, draw: np.random.Generator) -> dict[str, Any]:
-    """Noise, so that no two items are the same and none is small for its size."""
+def _random_part(bucket: Bucket, draw: np.random.Generator) -> dict[str, Any]:
+    """Return an item of random noise, so that no two items are equal and none compresses well."""
     height, width, num_frames = bucket
     frames = (draw.integers(0, 256, (height, width, 3), np.uint8) for _ in range(num_frames))
     kind = modality(bucket)

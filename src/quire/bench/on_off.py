@@ -1,4 +1,4 @@
-"""`quire bench on-off`: what each optimization is worth on this machine, turned off and on in turns."""
+"""`quire bench on-off`: measures each optimization on this machine, switched off and on in turns."""
 
 import argparse
 import gc
@@ -25,12 +25,12 @@ Settings = Mapping[str, Any]
 
 
 class WorkloadSizes(NamedTuple):
-    """How large the workloads are, in tokens and requests."""
+    """Sizes of the workloads, in tokens and requests."""
 
     longest: int
-    """Of a request; a step has a quarter of it, but for prompts that are not cut."""
+    """Longest request; a step holds a quarter of it, except without chunked prefill."""
     prefix: int
-    """What requests share."""
+    """Tokens that requests share."""
     sharing: int
     streams: int
     """Requests that decode beside long prompts, and with long contexts."""
@@ -51,32 +51,32 @@ SIZES = {
 
 
 class OnOffRun(NamedTuple):
-    """What came of one run of a workload."""
+    """Results of one run of a workload."""
 
     ttft_s: float
-    """The mean until a first token."""
+    """Mean time to first token."""
     rate: float
-    """Tokens a second that came out; images a second, where those are seen."""
+    """Output tokens per second; images per second for the encoder."""
     gap_s: float = 0.0
-    """The longest time between two tokens of a stream, where that is looked at."""
+    """The longest time between two tokens of a stream, if measured."""
 
 
 class OnOffPart(NamedTuple):
-    """An optimization, and the workload that it is for."""
+    """An optimization and its workload."""
 
     name: str
     claim: str
-    """Of vLLM's guide."""
+    """Gain stated in vLLM's guide."""
     off: Settings
     on: Settings
     workload: str
     measure: Callable[[LLM, WorkloadSizes, int], OnOffRun]
     opened: Callable[[Settings, WorkloadSizes], LLM] | None = None
-    """By default the model that was asked for, with these settings."""
+    """Opens the engine; by default the requested model with these settings."""
 
 
 class Row(NamedTuple):
-    """A part, measured; without figures the reason why not."""
+    """A measured part, or the reason why it was not measured."""
 
     part: OnOffPart
     off: OnOffRun | None = None
@@ -91,25 +91,25 @@ class Row(NamedTuple):
 
 
 def add_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Benchmark", "What is measured.")
+    group = parser.add_argument_group("Benchmark", "The workloads to measure.")
     group.add_argument("--parts", help=f"Which of: {', '.join(PARTS)}. Default: all.")
-    group.add_argument("--rounds", type=int, default=3, help="Turns of each; the table has medians.")
-    group.add_argument("--size", choices=SIZES, help="Of the workloads. Default: by the device.")
-    group.add_argument("--svg", type=Path, help="File for a picture.")
-    group.add_argument("--output-json", type=Path, help="File for the figures.")
+    group.add_argument("--rounds", type=int, default=3, help="Repetitions; the table shows medians.")
+    group.add_argument("--size", choices=SIZES, help="Size of the workloads. Default: by device.")
+    group.add_argument("--svg", type=Path, help="File for an SVG chart.")
+    group.add_argument("--output-json", type=Path, help="File for the results.")
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    wanted = args.parts.split(",") if args.parts else list(PARTS)
-    if unknown := [name for name in wanted if name not in PARTS]:
+    names = args.parts.split(",") if args.parts else list(PARTS)
+    if unknown := [name for name in names if name not in PARTS]:
         raise ConfigError(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    given = given_from(args)
-    if given.get("load_format") == "dummy":
-        given["skip_tokenizer_init"] = True
+    engine_args = given_from(args)
+    if engine_args.get("load_format") == "dummy":
+        engine_args["skip_tokenizer_init"] = True
     began = time.perf_counter()
-    bench = Bench(given, args.size)
-    rows = [bench.row(PARTS[name](bench), args.rounds) for name in wanted]
+    bench = Bench(engine_args, args.size)
+    rows = [bench.row(PARTS[name](bench), args.rounds) for name in names]
     print("\n".join(table(rows)))
     total = f"{bench.name} on {bench.machine.name}, {time.perf_counter() - began:.0f} s in all"
     print(f"\n{total}: " + ", ".join(f"{row.part.name} {row.seconds:.0f}" for row in rows))
@@ -121,16 +121,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Bench:
-    """The engine as it is by default, and others beside it for as long as they are measured."""
+    """The default engine, and other engines while they are measured."""
 
-    def __init__(self, given: Settings, size: str | None) -> None:
-        self._given = dict(given)
-        config = configure({"model": None} | self._given)
+    def __init__(self, engine_args: Settings, size: str | None) -> None:
+        self._engine_args = dict(engine_args)
+        config = configure({"model": None} | self._engine_args)
         self.machine, self.is_gguf = config.machine, config.checkpoint.path.is_file()
         self.name = Path(config.model.served_model_name[0]).name
         self.sizes = SIZES[size or self.machine.device]
         self.first_sizes = self.sizes if self.machine.device == "cuda" else SIZES["tiny"]
-        """Of the run that is not counted: a GPU compiles kernels for what it meets."""
+        """Sizes of the warm-up run, in which a GPU compiles kernels."""
         self._plain = self.open({}, self.sizes)
 
     def open(self, change: Settings, sizes: WorkloadSizes) -> LLM:
@@ -141,10 +141,10 @@ class Bench:
             "kv_cache_memory_bytes": sizes.cache_bytes,
             "use_tqdm_on_load": False,
         }
-        return LLM(**(settings | self._given | dict(change)))
+        return LLM(**(settings | self._engine_args | dict(change)))
 
     def row(self, part: OnOffPart, rounds: int) -> Row:
-        """In turns, so that a busy moment of the machine meets both."""
+        """Measure a part in alternating turns, so that a disturbance of the machine affects both."""
         began = time.perf_counter()
         print(f"{part.name}: {part.workload} ...", file=sys.stderr, flush=True)
         engines: list[LLM] = []
@@ -155,7 +155,7 @@ class Bench:
             for llm in engines:
                 part.measure(llm, self.first_sizes, -1)
             turns = [[part.measure(llm, self.sizes, turn) for llm in engines] for turn in range(rounds)]
-            off, on = (_middle([turn[which] for turn in turns]) for which in (0, 1))
+            off, on = (_median_run([turn[side] for turn in turns]) for side in (0, 1))
         except ConfigError as error:
             return Row(part, why_not=str(error), seconds=time.perf_counter() - began)
         finally:
@@ -170,61 +170,61 @@ def _close(llm: LLM) -> None:
     gc.collect()
 
 
-def _middle(found: Sequence[OnOffRun]) -> OnOffRun:
-    return OnOffRun(*(median(column) for column in zip(*found, strict=True)))
+def _median_run(runs: Sequence[OnOffRun]) -> OnOffRun:
+    return OnOffRun(*(median(column) for column in zip(*runs, strict=True)))
 
 
-# ---- the workloads
+# ---- workloads
 
 
 def _prompt(draw: random.Random, length: int) -> list[int]:
     return [draw.randrange(10, 250) for _ in range(length)]
 
 
-def _asked(length: int) -> SamplingParams:
+def _greedy_params(length: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
 
 
 def _run(llm: LLM, prompts: Sequence[Any], length: int) -> OnOffRun:
-    """All at once: the mean of first tokens, and the tokens a second."""
+    """Run all prompts at once; return the mean time to first token and the tokens per second."""
     began = time.perf_counter()
-    outputs = llm.generate(prompts, _asked(length), use_tqdm=False)
+    outputs = llm.generate(prompts, _greedy_params(length), use_tqdm=False)
     took = time.perf_counter() - began
     return OnOffRun(_ttft(outputs), len(prompts) * length / took)
 
 
 def _ttft(outputs: Sequence[RequestOutput]) -> float:
-    return mean(each.metrics.first_token_latency for each in outputs if each.metrics is not None)
+    return mean(output.metrics.first_token_latency for output in outputs if output.metrics is not None)
 
 
 def _decode(llm: LLM, prompts: Sequence[list[int]], length: int) -> OnOffRun:
-    """The steps behind the first tokens, of prompts that are known by then."""
-    llm.generate(prompts, _asked(1), use_tqdm=False)
-    outputs = llm.generate(prompts, _asked(length), use_tqdm=False)
-    times = [each.metrics for each in outputs if each.metrics is not None]
-    took = max(each.last_token_ts for each in times) - min(each.first_token_ts for each in times)
+    """Measure the steps after the first tokens, with prompts that are cached by then."""
+    llm.generate(prompts, _greedy_params(1), use_tqdm=False)
+    outputs = llm.generate(prompts, _greedy_params(length), use_tqdm=False)
+    times = [output.metrics for output in outputs if output.metrics is not None]
+    took = max(stats.last_token_ts for stats in times) - min(stats.first_token_ts for stats in times)
     return OnOffRun(_ttft(outputs), len(prompts) * (length - 1) / took)
 
 
 def _sharing(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
     draw = random.Random(turn)
     prefix = _prompt(draw, sizes.prefix)
-    llm.generate([prefix], _asked(1), use_tqdm=False)
+    llm.generate([prefix], _greedy_params(1), use_tqdm=False)
     return _run(llm, [prefix + _prompt(draw, 16) for _ in range(sizes.sharing)], 8)
 
 
 def _beside_long_prompts(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
-    """Streams while long prompts are computed: their tokens a second, and their longest wait."""
+    """Decode streams while long prompts are computed; measure their tokens per second and longest gap."""
     engine, draw = llm.llm_engine, random.Random(turn)
     names = [f"stream {turn} {number}" for number in range(sizes.streams)]
     longs = [f"long {turn} {number}" for number in range(sizes.long_prompts)]
     for name in names:
-        engine.add_request(name, _prompt(draw, 16), _asked(sizes.longest - 32))
+        engine.add_request(name, _prompt(draw, 16), _greedy_params(sizes.longest - 32))
     counts = dict.fromkeys(names, 0)
     while min(counts.values()) < 4:
         _step(llm, counts)
     for name in longs:
-        engine.add_request(name, _prompt(draw, sizes.longest - 16), _asked(1))
+        engine.add_request(name, _prompt(draw, sizes.longest - 16), _greedy_params(1))
     before, waiting = dict(counts), set(longs)
     began = last = time.perf_counter()
     ttfts, gaps = [], []
@@ -234,15 +234,15 @@ def _beside_long_prompts(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
             ttfts.append(time.perf_counter() - began)
         gaps.append(time.perf_counter() - last)
         last = time.perf_counter()
-    made = sum(counts[name] - before[name] for name in names)
+    num_generated = sum(counts[name] - before[name] for name in names)
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
-    return OnOffRun(mean(ttfts), made / (last - began), max(gaps))
+    return OnOffRun(mean(ttfts), num_generated / (last - began), max(gaps))
 
 
 def _step(llm: LLM, counts: dict[str, int]) -> set[str]:
-    """Who has got something."""
+    """Run a step and return the ids of requests with new output."""
     outputs = llm.llm_engine.step()
     for output in outputs:
         if output.request_id in counts:
@@ -256,14 +256,14 @@ def _one_stream(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
 
 
 def _long_contexts(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
-    """The same prompts in each turn, so that only the first computes them."""
+    """Use the same prompts in each turn, so that only the first computes them."""
     draw = random.Random(0)
     prompts = [_prompt(draw, sizes.context) for _ in range(sizes.streams)]
     return _decode(llm, prompts, sizes.answer // 2)
 
 
 def _quoting(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
-    """A text that is said again. A model of random weights has no text; what it says soon repeats itself."""
+    """Generate a text that repeats the prompt. With random weights the output soon repeats itself anyway."""
     if llm.config.model.skip_tokenizer_init:
         return _one_stream(llm, sizes, turn)
     text = Path(__file__).read_text(encoding="utf-8")[400 + turn : 2000 + turn]
@@ -272,15 +272,15 @@ def _quoting(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
     return _decode(llm, [ids], sizes.answer)
 
 
-def _looking(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
+def _encode_images(llm: LLM, sizes: WorkloadSizes, turn: int) -> OnOffRun:
     return _run(llm, images(sizes.num_images, sizes.image_edge, turn), 1)
 
 
-# ---- the parts
+# ---- parts
 
 
 def _weights(bench: Bench) -> OnOffPart:
-    """A GGUF file is kept as it is packed, or not; other weights are narrowed, or not."""
+    """Compare packed and dequantized weights of a GGUF file, or fp8 and unquantized weights of others."""
     if bench.is_gguf:
         change: dict[str, Settings] = {"off": {"quantization": "none"}, "on": {}}
         name = "packed weights (GGUF)"
@@ -304,8 +304,8 @@ def _encoder(bench: Bench) -> OnOffPart:
         "+10 to 40 %",
         {"mm_encoder_tp_mode": "weights"},
         {"mm_encoder_tp_mode": "data"},
-        f"two ranks, {bench.sizes.num_images} images of {bench.sizes.image_edge} pixels; images a second",
-        _looking,
+        f"two ranks, {bench.sizes.num_images} images of {bench.sizes.image_edge} pixels; images per second",
+        _encode_images,
         opened,
     )
 
@@ -323,10 +323,10 @@ def _plain_part(
 
 def _whole_prompts(bench: Bench) -> OnOffPart:
     sizes = bench.sizes
-    # a prompt that is not cut needs room beside the streams, or waits until they are done
+    # A whole prompt needs token budget beside the streams, otherwise it waits until they are done.
     off = {"enable_chunked_prefill": False, "max_num_batched_tokens": sizes.longest + sizes.streams}
     text = (
-        f"{sizes.streams} streams while {sizes.long_prompts} prompts of {sizes.longest - 16} tokens come;"
+        f"{sizes.streams} streams while {sizes.long_prompts} prompts of {sizes.longest - 16} tokens arrive;"
         f" chunks of {sizes.longest // 4}"
     )
     return OnOffPart("chunked prefill", "+30 %", off, {}, text, _beside_long_prompts)
@@ -339,7 +339,7 @@ PARTS: dict[str, Callable[[Bench], OnOffPart]] = {
         "+400 %",
         {"enable_prefix_caching": False},
         {},
-        "{sharing} requests that share {prefix} tokens, 16 of their own, 8 out",
+        "{sharing} requests with {prefix} shared and 16 own tokens, 8 output tokens",
         _sharing,
     ),
     "chunks": _whole_prompts,
@@ -357,7 +357,7 @@ PARTS: dict[str, Callable[[Bench], OnOffPart]] = {
         "+50 %",
         {},
         {"kv_cache_dtype": "fp8"},
-        "{streams} streams with {context} tokens behind them",
+        "{streams} streams with {context} tokens of context",
         _long_contexts,
     ),
     "drafts": _plain_part(
@@ -372,13 +372,13 @@ PARTS: dict[str, Callable[[Bench], OnOffPart]] = {
 }
 
 
-# ---- what is shown
+# ---- output
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown."""
+    """Return the results as a Markdown table."""
     lines = [
-        "| optimization | workload | first token, ms: off / on | out a second: off / on | gain | guide |",
+        "| optimization | workload | first token, ms: off / on | output/s: off / on | gain | guide |",
         "|---|---|--:|--:|--:|--:|",
     ]
     for row in rows:
@@ -388,7 +388,7 @@ def table(rows: Sequence[Row]) -> list[str]:
             continue
         workload = part.workload
         if row.off.gap_s:
-            workload += f"; longest wait {1000 * row.off.gap_s:,.0f} / {1000 * row.on.gap_s:,.0f} ms"
+            workload += f"; longest gap {1000 * row.off.gap_s:,.0f} / {1000 * row.on.gap_s:,.0f} ms"
         first = f"{1000 * row.off.ttft_s:,.1f} / {1000 * row.on.ttft_s:,.1f}"
         rates = f"{row.off.rate:,.1f} / {row.on.rate:,.1f}"
         gain = f"{100 * (row.ratio - 1):+.0f} %"
@@ -397,12 +397,12 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def picture(rows: Sequence[Row], title: str) -> str:
-    """Rates, each against its own without."""
+    """Draw the rates relative to those without the optimization."""
     groups = [
         BarGroup(
             row.part.name.partition(" (")[0],
             {"off": 1.0, "on": row.ratio},
-            {"off": f"{row.off.rate:,.0f} a second", "on": f"{row.on.rate:,.0f}, {row.ratio:.2f} x"},
+            {"off": f"{row.off.rate:,.0f} per second", "on": f"{row.on.rate:,.0f}, {row.ratio:.2f} x"},
         )
         for row in rows
         if row.off is not None and row.on is not None
@@ -411,6 +411,6 @@ def picture(rows: Sequence[Row], title: str) -> str:
 
 
 def _figures(row: Row) -> dict[str, Any]:
-    seen = {"off": row.off, "on": row.on}
-    figures = {name: found._asdict() for name, found in seen.items() if found is not None}
+    runs = {"off": row.off, "on": row.on}
+    figures = {name: result._asdict() for name, result in runs.items() if result is not None}
     return {"part": row.part.name, "workload": row.part.workload, **figures, "why_not": row.why_not}

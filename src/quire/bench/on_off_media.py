@@ -1,4 +1,4 @@
-"""A model of random weights that sees, over two ranks, and images for it."""
+"""A vision-language model with random weights over two ranks, and images for it."""
 
 import json
 from collections.abc import Mapping
@@ -54,7 +54,8 @@ _PROCESSOR = {"patch_size": _PATCH, "temporal_patch_size": 2, "merge_size": _MER
 
 
 def open_seeing(folder: Path, change: Mapping[str, Any], edge: int, count: int) -> LLM:
-    """Qwen2.5-VL's shape, the tower far larger than the rest. Nothing of an image is kept for the next."""
+    """Open a model shaped like Qwen2.5-VL, with most weights in the vision encoder and without caches for
+    images."""
     size = {"shortest_edge": 56 * 56, "longest_edge": edge * edge}
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR | {"size": size}))
@@ -77,10 +78,10 @@ def open_seeing(folder: Path, change: Mapping[str, Any], edge: int, count: int) 
 
 
 def images(count: int, edge: int, turn: int) -> list[dict[str, Any]]:
-    """Prompts of one image each; in no two turns the same."""
+    """Return prompts of one image each, which differ in every turn."""
     draw = np.random.default_rng(turn + 1)
     pixels = [draw.integers(0, 256, (edge, edge, 3), np.uint8) for _ in range(count)]
     ids = [_MARKS["<begin>"], _MARKS["<image>"], _MARKS["<end>"]]
     return [
-        {"prompt_token_ids": ids, "multi_modal_data": {"image": [Image.fromarray(each)]}} for each in pixels
+        {"prompt_token_ids": ids, "multi_modal_data": {"image": [Image.fromarray(image)]}} for image in pixels
     ]

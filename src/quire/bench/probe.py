@@ -1,4 +1,4 @@
-"""`python -m quire.bench.probe`: one start of an engine, timed from inside. `bench startup` runs it."""
+"""`python -m quire.bench.probe`: times one start of an engine from inside; used by `bench startup`."""
 
 import json
 import sys
@@ -11,8 +11,8 @@ from quire.entrypoints.llm import LLM
 
 
 def main() -> None:
-    """Engine arguments come in as JSON; one line of JSON goes out. Clocks are the machine's monotonic one,
-    so that the parent can set them against the moment it started this process."""
+    """Read engine arguments as JSON and print the times as one line of JSON. Clocks are monotonic, so that
+    the parent can compare them with the start of this process."""
     imported = time.monotonic()
     llm = LLM(**json.loads(sys.argv[1]))
     ready = time.monotonic()

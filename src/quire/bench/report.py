@@ -1,4 +1,4 @@
-"""Records of requests become the numbers that are printed and saved, under vLLM's names."""
+"""Computes the printed and saved results from records of requests, under vLLM's names."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,11 @@ def summarise(
     percentiles: Sequence[float],
     goodput: Mapping[str, float],
 ) -> dict[str, Any]:
-    """All numbers of a run. `goodput` is the most milliseconds of each metric that a good request takes."""
+    """Return all results of a run. `goodput` is the limit of each metric, in milliseconds, for good
+    requests."""
     done = [record for record in records if not record.error]
-    num_in, num_out = sum(each.prompt_len for each in done), sum(each.output_len for each in done)
-    num_good = sum(_is_good(each, goodput) for each in done)
+    num_in, num_out = sum(record.prompt_len for record in done), sum(record.output_len for record in done)
+    num_good = sum(_is_good(record, goodput) for record in done)
     result: dict[str, Any] = {
         "duration": duration,
         "completed": len(done),
@@ -44,47 +45,47 @@ def summarise(
         "max_concurrent_requests": peak_concurrency(done),
     }
     for name in metrics:
-        result |= _spread(name, _milliseconds(done)[name], percentiles)
+        result |= _statistics(name, _milliseconds(done)[name], percentiles)
     return result
 
 
 def detailed(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """One entry per request, for `--save-detailed`."""
+    """Return one entry per request, for `--save-detailed`."""
     return {
-        "input_lens": [each.prompt_len for each in records],
-        "output_lens": [each.output_len for each in records],
-        "ttfts": [0.0 if each.error else each.ttft for each in records],
-        "itls": [each.itls for each in records],
-        "generated_texts": ["".join(each.pieces) for each in records],
-        "errors": [each.error for each in records],
-        "start_times": [each.start for each in records],
+        "input_lens": [record.prompt_len for record in records],
+        "output_lens": [record.output_len for record in records],
+        "ttfts": [0.0 if record.error else record.ttft for record in records],
+        "itls": [record.itls for record in records],
+        "generated_texts": ["".join(record.pieces) for record in records],
+        "errors": [record.error for record in records],
+        "start_times": [record.start for record in records],
     }
 
 
 def peak_rate(records: Sequence[Record], duration: float) -> float:
-    """Tokens a second in the busiest second. Of a run that does not last whole seconds it is the busiest
-    whole part of it, so that the peak is never below the mean."""
+    """Return the tokens per second in the busiest second. If the run does not last whole seconds, windows are
+    slightly shorter, so that the peak is never below the mean."""
     window = duration / math.ceil(duration)
-    found = sorted(token_times(records))
+    arrivals = sorted(token_times(records))
     most = within = 0.0
     first = 0
-    for at, num_tokens in found:
+    for at, num_tokens in arrivals:
         within += num_tokens
-        while found[first][0] < at - window:
-            within -= found[first][1]
+        while arrivals[first][0] < at - window:
+            within -= arrivals[first][1]
             first += 1
         most = max(most, within)
     return most / window
 
 
 def peak_concurrency(records: Sequence[Record]) -> int:
-    """Most requests that were under way at the same time."""
-    changes = sorted([(each.start, 1) for each in records] + [(each.end, -1) for each in records])
+    """Return the highest number of concurrent requests."""
+    changes = sorted([(record.start, 1) for record in records] + [(record.end, -1) for record in records])
     return int(np.cumsum([change for _, change in changes]).max()) if changes else 0
 
 
 def lines(result: Mapping[str, Any], *, metrics: Sequence[str], percentiles: Sequence[float]) -> list[str]:
-    """The block that is printed after a run."""
+    """Return the lines that are printed after a run."""
 
     def row(title: str, key: str, form: str = "<10.2f") -> list[str]:
         return [f"{title:<40} {result[key]:{form}}"] if result.get(key) is not None else []
@@ -142,18 +143,18 @@ def _is_good(record: Record, goodput: Mapping[str, float]) -> bool:
 
 def _milliseconds(records: Sequence[Record]) -> dict[str, list[float]]:
     return {
-        "ttft": [each.ttft * 1e3 for each in records],
-        "tpot": [each.tpot * 1e3 for each in records if each.tpot is not None],
-        "itl": [gap * 1e3 for each in records for gap in each.itls],
-        "e2el": [each.latency * 1e3 for each in records],
+        "ttft": [record.ttft * 1e3 for record in records],
+        "tpot": [record.tpot * 1e3 for record in records if record.tpot is not None],
+        "itl": [gap * 1e3 for record in records for gap in record.itls],
+        "e2el": [record.latency * 1e3 for record in records],
     }
 
 
-def _spread(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    found = np.array(values or [0.0])
+def _statistics(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+    array = np.array(values or [0.0])
     return {
-        f"mean_{name}_ms": float(found.mean()),
-        f"median_{name}_ms": float(np.median(found)),
-        f"std_{name}_ms": float(found.std()),
-        **{f"p{percent:g}_{name}_ms": float(np.percentile(found, percent)) for percent in percentiles},
+        f"mean_{name}_ms": float(array.mean()),
+        f"median_{name}_ms": float(np.median(array)),
+        f"std_{name}_ms": float(array.std()),
+        **{f"p{percent:g}_{name}_ms": float(np.percentile(array, percent)) for percent in percentiles},
     }

@@ -1,5 +1,5 @@
-"""`python -m quire.bench.sched`: what planning costs, without a model. Also how much of the cache's memory
-is idle."""
+"""`python -m quire.bench.sched`: the cost of scheduling without a model, and the unused part of the KV
+cache."""
 
 import argparse
 import itertools
@@ -56,8 +56,8 @@ def measure(
     depth: int = 1,
     windows: tuple[int | None, ...] = (None,),
 ) -> np.ndarray:
-    """Seconds of plan() and of update() in each step in which all requests decode: [steps, 2]. With a depth
-    of 2 the next step is planned before the last one is updated."""
+    """Return the seconds of plan() and update() in each step in which all requests decode: [steps, 2]. With a
+    depth of 2 the next step is planned before the last one is updated."""
     scheduler = make_scheduler(num_running, prefix_caching=prefix_caching, windows=windows)
     draw = random.Random(1)
     add_requests(scheduler, [(draw.randint(100, 1024), 2 * num_steps) for _ in range(num_running)])
@@ -80,11 +80,10 @@ def measure(
 
 
 def measure_waste(num_requests: int = 512) -> float:
-    """Share of the allocated slots that hold no token, over a run with ShareGPT-like lengths.
+    """Return the share of allocated slots without a token, over a run with ShareGPT-like lengths.
 
-    Log-normal lengths with the means and spreads that the PagedAttention paper gives for ShareGPT: 161 in,
-    338 out.
-    """
+    Lengths are log-normal, with the means and spreads of ShareGPT in the PagedAttention paper: 161 in, 338
+    out."""
     scheduler = make_scheduler(256, prefix_caching=True)
     draw = np.random.default_rng(0)
     num_in = np.clip(draw.lognormal(4.3, 1.2, num_requests), 4, 1024).astype(int).tolist()
@@ -118,12 +117,12 @@ def main() -> None:
         type=int,
         nargs="+",
         default=[0],
-        help="how many tokens back each group of layers looks; 0: to the first",
+        help="attention window of each group of layers in tokens; 0: none",
     )
     args = parser.parse_args()
     windows = tuple(window or None for window in args.windows)
     for num_running in args.num_running:
-        print(f"{num_running} running requests, {args.num_steps} decode steps; median milliseconds a step")
+        print(f"{num_running} running requests, {args.num_steps} decode steps; median milliseconds per step")
         print(f"{'overlapped':>10} {'prefix caching':>14} {'plan':>8} {'update':>8} {'both':>8} {'p99':>8}")
         for depth, prefix_caching in itertools.product((1, 2), (True, False)):
             times = 1e3 * measure(

@@ -1,4 +1,4 @@
-"""`quire bench serve`: how a server answers many clients. Works with any OpenAI-compatible server."""
+"""`quire bench serve`: benchmarks any OpenAI-compatible server with many clients."""
 
 import argparse
 import asyncio
@@ -64,7 +64,7 @@ async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Recor
     client = HttpClient(base_url(args), headers=bearer(key) | dict(args.header), timeout_s=TIMEOUT_S)
     path = args.endpoint or ENDPOINTS[args.backend]
     try:
-        await _until_listening(client, args.ready_check_timeout_sec)
+        await _wait_until_listening(client, args.ready_check_timeout_sec)
         model, root = await _model(client, args.model)
         tokenizer = _tokenizer(args, root)
         options = request_options(args)
@@ -72,12 +72,12 @@ async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Recor
             (request_body(query, backend=args.backend, model=model, options=options), query.prompt_len)
             for query in queries(args, tokenizer)
         ]
-        await _until_ready(client, path, requests[0], args.ready_check_timeout_sec)
+        await _wait_until_ready(client, path, requests[0], args.ready_check_timeout_sec)
         await _warm_up(client, path, requests[0], args.num_warmups, args.max_concurrency)
         before = await _metrics_page(client)
         watch = CpuWatch(_server_pids(args)) if args.cpu_report else None
         records, duration = await _run(client, path, requests, args)
-        # Read at once: whatever comes later is no part of the run.
+        # Read at once, so that later activity is not counted.
         spent = watch.spent() if watch is not None else []
         after = await _metrics_page(client)
     finally:
@@ -91,7 +91,7 @@ async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Recor
     )
     if watch is not None:
         print("\n".join(report(spent, seconds=duration, num_tokens=numbers["total_output_tokens"])))
-        numbers["cpu"] = [asdict(each) for each in spent]
+        numbers["cpu"] = [asdict(usage) for usage in spent]
     numbers |= draft_summary(draft_counters(before), draft_counters(after))
     return _heading(args, model) | numbers | prefix_summary(before, after), records
 
@@ -146,8 +146,8 @@ def base_url(args: argparse.Namespace) -> str:
     return str(args.base_url or f"http://{args.host}:{args.port}")
 
 
-async def _until_listening(client: HttpClient, seconds: float) -> None:
-    """Wait for the port to open, at most `seconds`; 0 does not wait."""
+async def _wait_until_listening(client: HttpClient, seconds: float) -> None:
+    """Wait until the port is open, at most `seconds`; 0 does not wait."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -159,8 +159,10 @@ async def _until_listening(client: HttpClient, seconds: float) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _until_ready(client: HttpClient, path: str, request: tuple[bytes, int], seconds: float) -> None:
-    """Repeat one request until it succeeds, at most `seconds`; 0 leaves the check out."""
+async def _wait_until_ready(
+    client: HttpClient, path: str, request: tuple[bytes, int], seconds: float
+) -> None:
+    """Repeat one request until it succeeds, at most `seconds`; 0 skips the check."""
     deadline = time.monotonic() + seconds
     while seconds > 0:
         record = await send(client, path, *request)
@@ -185,20 +187,21 @@ async def _warm_up(
         )
 
 
-async def _model(client: HttpClient, asked: str | None) -> tuple[str, str | None]:
-    """The model to ask for, and where its files are if the server says so."""
+async def _model(client: HttpClient, requested: str | None) -> tuple[str, str | None]:
+    """Return the model to request, and the path of its files if the server reports it."""
     try:
         cards = await models(client)
     except BadAnswer:
-        if asked is None:
+        if requested is None:
             raise
-        return asked, None
-    card = next((each for each in cards if each.id == asked), cards[0])
-    return asked or card.id, card.root
+        return requested, None
+    card = next((entry for entry in cards if entry.id == requested), cards[0])
+    return requested or card.id, card.root
 
 
 def _tokenizer(args: argparse.Namespace, root: str | None) -> Tokenizer | None:
-    """The one asked for; else the served model's, where prompts must be text and its files are here."""
+    """Load the requested tokenizer, or that of the served model if prompts must be text and its files are
+    local."""
     source = args.tokenizer
     if source is None and (args.backend == "openai-chat" or args.dataset_name == "sharegpt"):
         source = root if root and Path(root).exists() else None
@@ -231,8 +234,8 @@ def queries(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Query
             prefix_len=args.random_prefix_len,
             seed=args.seed,
         )
-        asked = random_queries(samples, tokenizer)
-        return asked if args.dataset_name == "random" else _with_media(asked, args)
+        prompts = random_queries(samples, tokenizer)
+        return prompts if args.dataset_name == "random" else _with_media(prompts, args)
     if not args.dataset_path:
         raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path FILE")
     count, path = args.num_prompts, Path(args.dataset_path)
@@ -241,22 +244,22 @@ def queries(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Query
     return sharegpt_queries(count, path, tokenizer, output_len=args.sharegpt_output_len, seed=args.seed)
 
 
-def _with_media(asked: Sequence[Query], args: argparse.Namespace) -> list[Query]:
+def _with_media(prompts: Sequence[Query], args: argparse.Namespace) -> list[Query]:
     items = random_media(
-        len(asked),
+        len(prompts),
         num_items=args.random_mm_base_items_per_request,
         range_ratio=args.random_mm_num_mm_items_range_ratio,
         limits=args.random_mm_limit_mm_per_prompt,
         buckets=args.random_mm_bucket_config,
         seed=args.seed,
     )
-    return [replace(query, media=media) for query, media in zip(asked, items, strict=True)]
+    return [replace(query, media=media) for query, media in zip(prompts, items, strict=True)]
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What is laid over the body of every request."""
-    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    return given | ({"ignore_eos": True} if args.ignore_eos else {}) | (args.extra_body or {})
+    """Return the fields added to the body of every request."""
+    options = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    return options | ({"ignore_eos": True} if args.ignore_eos else {}) | (args.extra_body or {})
 
 
 def _server_pids(args: argparse.Namespace) -> list[int]:
@@ -267,7 +270,7 @@ def _server_pids(args: argparse.Namespace) -> list[int]:
 
 
 async def _metrics_page(client: HttpClient) -> str:
-    """Empty where the server has none."""
+    """Return the metrics page; empty if the server has none."""
     try:
         response = await client.request("GET", "/metrics")
     except ServerGone:
@@ -275,7 +278,7 @@ async def _metrics_page(client: HttpClient) -> str:
     return response.body.decode(errors="replace") if response.status == 200 else ""
 
 
-# ---- after it
+# ---- after the run
 
 
 def _heading(args: argparse.Namespace, model: str) -> dict[str, Any]:

@@ -24,15 +24,17 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def _server_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Server", "Who is asked.")
+    group = parser.add_argument_group("Server", "The server to benchmark.")
     group.add_argument(
         "--backend", choices=tuple(ENDPOINTS), default="openai", help="Kind of API: completions, or chat."
     )
     group.add_argument("--base-url", metavar="URL", help="Address of the server. Replaces host and port.")
     group.add_argument("--host", default="127.0.0.1", help="Host of the server. Default: 127.0.0.1.")
-    group.add_argument("--port", type=int, default=8000, metavar="N", help="Its port. Default: 8000.")
+    group.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="Port of the server. Default: 8000."
+    )
     group.add_argument("--endpoint", metavar="PATH", help="Path of the API. Default: the backend's.")
-    group.add_argument("--model", metavar="NAME", help="Model to ask for. Default: the first one served.")
+    group.add_argument("--model", metavar="NAME", help="Model to request. Default: the first one served.")
     group.add_argument("--api-key", metavar="KEY", help="Default: the variable OPENAI_API_KEY.")
     group.add_argument(
         "--header",
@@ -52,42 +54,44 @@ def _server_flags(parser: FlagParser) -> None:
 
 
 def _traffic_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Traffic", "How many requests, and when.")
+    group = parser.add_argument_group("Traffic", "Number and timing of requests.")
     group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="Requests. Default: 1000.")
     group.add_argument(
         "--request-rate",
         type=float,
         default=float("inf"),
         metavar="R",
-        help="Requests a second. Default: inf.",
+        help="Requests per second. Default: inf.",
     )
     group.add_argument(
         "--burstiness",
         type=float,
         default=1.0,
         metavar="B",
-        help="Evenness of arrivals: 1 is a Poisson process, less comes in bursts. Default: 1.",
+        help="Evenness of arrivals: 1 is a Poisson process, less is burstier. Default: 1.",
     )
-    group.add_argument("--max-concurrency", type=int, metavar="N", help="Most requests at a time.")
-    group.add_argument("--num-warmups", type=int, default=0, metavar="N", help="Requests before. Default: 0.")
+    group.add_argument("--max-concurrency", type=int, metavar="N", help="Most concurrent requests.")
     group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Of prompts and arrivals. Default: 0."
+        "--num-warmups", type=int, default=0, metavar="N", help="Warm-up requests. Default: 0."
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="Seed of prompts and arrivals. Default: 0."
     )
 
 
 def _dataset_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Prompts", "What is asked.")
+    group = parser.add_argument_group("Prompts", "The prompts to send.")
     group.add_argument(
         "--dataset-name",
         choices=("random", "random-mm", "prefix_repetition", "sharegpt", "custom"),
         default="random",
-        help="Kind of prompts; those of prefix_repetition begin alike in groups, random-mm has media.",
+        help="Kind of prompts; prefix_repetition has groups with a common prefix, random-mm has media.",
     )
     group.add_argument("--dataset-path", metavar="FILE", help="JSON of sharegpt, JSON lines of custom.")
     group.add_argument(
         "--tokenizer",
         metavar="MODEL",
-        help="Makes random prompts texts of the length asked for. Without it they are sent as token ids.",
+        help="Makes random prompts texts of the requested length. Without it they are sent as token ids.",
     )
     for name, default, text in (
         ("input", 1024, "Prompt tokens of a random request, prefix not counted."),
@@ -111,7 +115,7 @@ def _dataset_flags(parser: FlagParser) -> None:
         "--random-vocab",
         type=int,
         metavar="N",
-        help="Random ids are below it. Default: the tokenizer's size, else 256, which every model has.",
+        help="Upper bound of random ids. Default: the tokenizer's size, or 256 without one.",
     )
     _media_flags(group)
     _prefix_flags(group)
@@ -128,7 +132,7 @@ def _dataset_flags(parser: FlagParser) -> None:
 
 
 def _media_flags(group: argparse._ArgumentGroup) -> None:
-    """Of images and videos beside random texts."""
+    """Add flags for images and videos beside random texts."""
     group.add_argument(
         "--random-mm-base-items-per-request",
         type=int,
@@ -141,30 +145,30 @@ def _media_flags(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=0.0,
         metavar="X",
-        help="Spread of their number, 0 to 1. Default: 0.",
+        help="Relative spread of that number, 0 to 1. Default: 0.",
     )
     group.add_argument(
         "--random-mm-limit-mm-per-prompt",
         type=_limits,
         default=LIMITS,
         metavar="JSON",
-        help='Most of each in a request. Default: {"image": 255, "video": 1}.',
+        help='Most items of each modality in a request. Default: {"image": 255, "video": 1}.',
     )
     group.add_argument(
         "--random-mm-bucket-config",
         type=_buckets,
         default=BUCKETS,
         metavar="DICT",
-        help="How likely which sizes are, as {(height, width, frames): weight}; of one frame is an image. "
+        help="Weights of sizes, as {(height, width, frames): weight}; one frame is an image. "
         "Default: {(256, 256, 1): 0.5, (720, 1280, 1): 0.5}.",
     )
 
 
 def _prefix_flags(group: argparse._ArgumentGroup) -> None:
-    """Of prompts that begin alike."""
+    """Add flags for prompts with common prefixes."""
     for name, default, text in (
-        ("prefix", 256, "Tokens of a common beginning."),
-        ("suffix", 256, "Tokens after it, which no two requests share."),
+        ("prefix", 256, "Tokens of a common prefix."),
+        ("suffix", 256, "Tokens after it, different in each request."),
         ("output", 128, "Tokens generated for each request."),
     ):
         flag = f"--prefix-repetition-{name}-len"
@@ -174,12 +178,12 @@ def _prefix_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=10,
         metavar="N",
-        help="Common beginnings. Default: 10.",
+        help="Number of common prefixes. Default: 10.",
     )
 
 
 def _sampling_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Sampling", "How it is answered. What is not given is not sent.")
+    group = parser.add_argument_group("Sampling", "Sampling parameters. Those not set are not sent.")
     for name in (
         "temperature",
         "top-p",
@@ -191,20 +195,20 @@ def _sampling_flags(parser: FlagParser) -> None:
         group.add_argument(f"--{name}", type=float, metavar="X", help=f"The field {name.replace('-', '_')}.")
     group.add_argument("--top-k", type=int, metavar="N", help="The field top_k.")
     group.add_argument("--logprobs", type=int, metavar="N", help="The field logprobs.")
-    group.add_argument("--ignore-eos", action="store_true", help="Generate all tokens asked for.")
+    group.add_argument("--ignore-eos", action="store_true", help="Generate all requested tokens.")
     group.add_argument(
-        "--extra-body", action=JsonFlag, metavar="JSON", help="Further fields of each request."
+        "--extra-body", action=JsonFlag, metavar="JSON", help="Additional fields of each request."
     )
 
 
 def _result_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Result", "What is computed, shown and saved.")
+    group = parser.add_argument_group("Result", "Results to compute, print and save.")
     group.add_argument(
         "--percentile-metrics",
         type=_names,
         default=["ttft", "tpot", "itl"],
         metavar="A,B",
-        help="Of ttft, tpot, itl, e2el. Default: ttft,tpot,itl.",
+        help="Among ttft, tpot, itl, e2el. Default: ttft,tpot,itl.",
     )
     group.add_argument(
         "--metric-percentiles", type=_percents, default=[99.0], metavar="P,Q", help="Default: 99."
@@ -218,18 +222,18 @@ def _result_flags(parser: FlagParser) -> None:
         help="Requests within these limits are good: ttft, tpot, e2el in milliseconds.",
     )
     group.add_argument("--save-result", action="store_true", help="Write the numbers to a JSON file.")
-    group.add_argument("--append-result", action="store_true", help="Append them to it as a line.")
-    group.add_argument("--save-detailed", action="store_true", help="With an entry for each request.")
-    group.add_argument("--result-dir", metavar="DIR", help="Where the file goes. Default: here.")
+    group.add_argument("--append-result", action="store_true", help="Append the numbers as a line.")
+    group.add_argument("--save-detailed", action="store_true", help="Save an entry for each request.")
+    group.add_argument("--result-dir", metavar="DIR", help="Directory of the file. Default: the current one.")
     group.add_argument("--result-filename", metavar="NAME", help="Default: named by rate, model and time.")
-    group.add_argument("--label", metavar="TEXT", help="Begins the file's name, and is kept in it.")
+    group.add_argument("--label", metavar="TEXT", help="Prefix of the file name, also saved in it.")
     group.add_argument(
         "--metadata",
         nargs="+",
         type=_pair,
         default=[],
         metavar="KEY=VALUE",
-        help="Further entries of the file.",
+        help="Additional entries of the file.",
     )
     group.add_argument("--disable-tqdm", action="store_true", help="No progress bar.")
     group.add_argument(
@@ -241,12 +245,12 @@ def _result_flags(parser: FlagParser) -> None:
         "--server-pid",
         type=int,
         metavar="PID",
-        help="The server's process; its children count too. Default: who listens on the port here.",
+        help="The server's process; its children are included. Default: the local listener on the port.",
     )
 
 
 class _Limits(argparse.Action):
-    """`ttft:200 tpot:50` as {"ttft": 200.0, "tpot": 50.0}."""
+    """Parse `ttft:200 tpot:50` as {"ttft": 200.0, "tpot": 50.0}."""
 
     def __call__(
         self,
@@ -267,29 +271,29 @@ class _Limits(argparse.Action):
 
 def _limits(text: str) -> dict[str, int]:
     try:
-        found: dict[str, int] = msgspec.convert(
+        limits: dict[str, int] = msgspec.convert(
             ast.literal_eval(text), dict[Literal["image", "video"], Count]
         )
-        return found
+        return limits
     except (ValueError, SyntaxError):
         form = '{"image": 3, "video": 1}'
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}") from None
 
 
 def _buckets(text: str) -> dict[Bucket, float]:
-    """The keys may be strings, as JSON has them."""
+    """Parse buckets; keys may be strings, as in JSON."""
     try:
-        given = ast.literal_eval(text)
-        keys = [ast.literal_eval(key) if isinstance(key, str) else key for key in given]
-        found = msgspec.convert(
-            dict(zip(keys, given.values(), strict=True)), dict[tuple[Size, Size, Size], Weight]
+        entries = ast.literal_eval(text)
+        keys = [ast.literal_eval(key) if isinstance(key, str) else key for key in entries]
+        buckets = msgspec.convert(
+            dict(zip(keys, entries.values(), strict=True)), dict[tuple[Size, Size, Size], Weight]
         )
     except (ValueError, SyntaxError, TypeError, AttributeError):
-        found = {}
-    if not 0 < sum(found.values()) < float("inf"):
+        buckets = {}
+    if not 0 < sum(buckets.values()) < float("inf"):
         form = "{(256, 256, 1): 0.5, (720, 1280, 16): 0.1}"
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
-    return found
+    return buckets
 
 
 def _pair(text: str) -> tuple[str, str]:

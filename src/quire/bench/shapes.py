@@ -1,4 +1,4 @@
-"""Shapes: what of a model decides how long its steps take, and what it needs of memory."""
+"""Model shapes: the sizes that determine step time and memory."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model. Weights are counted in numbers, `weight_bytes` each."""
+    """The sizes of a model. Weights are counted in elements of `weight_bytes` each."""
 
     layers: int
     hidden: int
@@ -16,18 +16,18 @@ class ModelShape:
     intermediate: int
     vocab: int
     tied: bool = False
-    """Embedding and head are one."""
+    """Whether embedding and head are shared."""
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
     shared_intermediate: int = 0
-    """Of the expert that every token goes to."""
+    """Intermediate size of the shared expert."""
     dense_layers: int = 0
-    """First layers of a mixture that are none."""
+    """Number of leading dense layers of an MoE model."""
     latent: int = 0
-    """Numbers that a token leaves in the cache of a layer, the same for all heads; 0: keys and values."""
+    """Latent values per token and layer in the KV cache, shared by all heads (MLA); 0: keys and values."""
     attention: int = 0
-    """Weights of a layer's attention, where the heads do not say."""
+    """Attention weights of a layer, if they do not follow from the heads."""
     weight_bytes: int = 2
 
     @property
@@ -43,7 +43,7 @@ class ModelShape:
         return self.vocab * self.hidden
 
     def mlp_weights(self, layer: int) -> int:
-        """Those that every token meets."""
+        """Return the MLP weights that every token uses."""
         if self.is_mixture(layer):
             return self.hidden * self.experts + 3 * self.hidden * self.shared_intermediate
         return 3 * self.hidden * self.intermediate
@@ -52,16 +52,17 @@ class ModelShape:
         return self.experts > 0 and layer >= self.dense_layers
 
     def experts_met(self, num_tokens: float) -> float:
-        """By so many tokens of uniform routing, in one layer."""
+        """Return the expected number of experts of a layer that `num_tokens` are routed to, with uniform
+        routing."""
         missed: float = (1 - self.experts_per_token / self.experts) ** num_tokens
         return self.experts * (1 - missed)
 
     def kv_heads_of(self, tp: int) -> int:
-        """Of one device; heads are held twice where there are fewer than devices."""
+        """Return the KV heads of one device; heads are replicated if there are fewer than devices."""
         return max(self.kv_heads // tp, 1)
 
     def kv_bytes(self, tp: int) -> int:
-        """Of a token in one layer on one device, in 16 bits."""
+        """Return the KV cache bytes of a token in one layer on one device, in 16 bits."""
         return 2 * (self.latent or 2 * self.kv_heads_of(tp) * self.head_dim)
 
 
@@ -87,14 +88,14 @@ SHAPES = {
 
 
 class Measured(NamedTuple):
-    """Rows of `quire.bench.gpu` on one H200, bf16."""
+    """Results of `quire.bench.gpu` on one H200, in bf16."""
 
     model: str
     tp: int
-    """The share of the model that was on the GPU: heads, KV heads, intermediate and vocabulary divided by
-    it, nothing said to other shares."""
+    """The shard of the model on the GPU: heads, KV heads, intermediate size and vocabulary divided by it,
+    without communication."""
     decode_ms: tuple[float, ...]
-    """At `BATCHES`, with `CONTEXT` tokens a sequence."""
+    """At `BATCHES`, with `CONTEXT` tokens per sequence."""
     prefill_tok_s: float
 
 

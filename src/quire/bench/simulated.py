@@ -1,4 +1,4 @@
-"""A deployment in virtual time: real schedulers, steps that take as long as computed, a router."""
+"""A deployment in virtual time: real schedulers, steps of computed duration, and a router."""
 
 import itertools
 import random
@@ -19,23 +19,23 @@ from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 
 MOST_CORES, MOST_IN_LOCKSTEP = 2, 8
-"""Of cores with equal shares of the traffic, how many are simulated; the others do the same."""
+"""Number of cores simulated out of those with equal traffic; the others behave the same."""
 BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What comes to the cores that are simulated."""
+    """The traffic to the simulated cores."""
 
     num_requests: int
     input_len: int
     output_len: int
     concurrency: int = 0
-    """So many requests at all times, a new one for each that ends; 0: at a rate instead."""
+    """Number of concurrent requests, a new one for each that ends; 0: use the rate instead."""
     rate: float = 0.0
-    """Requests a second, Poisson."""
+    """Requests per second, Poisson."""
     spread: float = 0.5
-    """Lengths are uniform, up to this part of themselves shorter and longer."""
+    """Lengths are uniform within this fraction below and above the mean."""
     seed: int = 0
 
     @property
@@ -43,7 +43,7 @@ class Traffic:
         return int((1 + self.spread) * (self.input_len + self.output_len)) + 2
 
     def requests(self) -> Iterator[tuple[float, Request]]:
-        """In the order of their arrival; the time is 0 where concurrency decides."""
+        """Yield requests in the order of arrival; times are 0 if concurrency decides."""
         draw, at = random.Random(self.seed), 0.0
         for number in range(self.num_requests):
             at += draw.expovariate(self.rate) if self.rate else 0.0
@@ -65,7 +65,7 @@ class Traffic:
 
 
 class SimulatedCore:
-    """The scheduler of a core, and the stages that compute its plans."""
+    """The scheduler of a core, and the pipeline stages that compute its plans."""
 
     def __init__(
         self, cost: StepCost, *, max_len: int, max_num_seqs: int, max_num_batched_tokens: int
@@ -86,7 +86,7 @@ class SimulatedCore:
         )
         self._depth = max(num_stages, 2)
         self._free_at = [0.0] * num_stages
-        """When each stage is done with what it has."""
+        """Time at which each stage has finished its work."""
         self._flights: deque[tuple[StepPlan, float]] = deque()
 
     @property
@@ -95,11 +95,11 @@ class SimulatedCore:
 
     @property
     def next_at(self) -> float:
-        """When the oldest step is done."""
+        """Return the time at which the oldest step is done."""
         return self._flights[0][1] if self._flights else float("inf")
 
     def told(self) -> dict[str, Any]:
-        """What a core tells routers of its load."""
+        """Return the load that a core reports to routers."""
         scheduler = self.scheduler
         running, waiting = len(scheduler.running), len(scheduler.admitter.waiting)
         return {"num_running": running, "num_waiting": waiting, "kv_usage": scheduler.kv.pool.usage}
@@ -109,15 +109,18 @@ class SimulatedCore:
         if plan is None:
             return None
         reached = self.scheduler.running.num_computed[plan.rows].astype(np.float64)
-        one = plan.num_tokens == 1
+        is_decode = plan.num_tokens == 1
         pairs = plan.num_tokens * (reached - plan.num_tokens / 2)
         step = StepShape(
-            plan.total_tokens, len(plan.sampling_rows), float(reached[one].sum()), float(pairs[~one].sum())
+            plan.total_tokens,
+            len(plan.sampling_rows),
+            float(reached[is_decode].sum()),
+            float(pairs[~is_decode].sum()),
         )
         return plan, step
 
     def launch(self, now: float) -> None:
-        """Plans as far ahead as a core does, each through all stages."""
+        """Plan as many steps ahead as a core does, each through all stages."""
         while len(self._flights) < self._depth and (planned := self.plan()) is not None:
             plan, step = planned
             arrives = now
@@ -134,10 +137,10 @@ class SimulatedCore:
 
 @dataclass(slots=True)
 class Watch:
-    """What clients see: when each request came, and each of its tokens."""
+    """Timings seen by clients: the arrival of each request and of its tokens."""
 
     steady_from: int
-    """Number of the first request that comes while others are answered: what is before it is a start."""
+    """Number of the first request in steady state; earlier ones are part of the ramp-up."""
     came: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
     first_s: list[float] = field(default_factory=list)
@@ -165,23 +168,23 @@ class Watch:
                 self.gaps_s.append(now - before)
 
     def tokens_s(self) -> float:
-        """Between the start and the last arrival: as many requests are there all the time."""
+        """Return the tokens per second between the ramp-up and the last arrival, at constant load."""
         within = sum(count for at, count in self.landed if self.steady_at < at <= self.ends_at)
         return within / max(self.ends_at - self.steady_at, 1e-9)
 
 
 Outputs = list[tuple[SimulatedCore, StepOutput]]
 Stepping = Callable[[float, float], tuple[float, Outputs]]
-"""From a time on, until something happens, or the next request comes: that time, and what came of it."""
+"""Advances from a time until the next event or arrival; returns that time and the outputs."""
 
 
-def _apart(cores: list[SimulatedCore]) -> Stepping:
-    """Each core steps by itself."""
+def _independent(cores: list[SimulatedCore]) -> Stepping:
+    """Step each core independently."""
 
     def step(now: float, next_arrival: float) -> tuple[float, Outputs]:
         for core in cores:
             core.launch(now)
-        first = min(cores, key=lambda each: each.next_at)
+        first = min(cores, key=lambda core: core.next_at)
         if next_arrival < first.next_at:
             return max(now, next_arrival), []
         return first.next_at, [(first, first.land())]
@@ -190,10 +193,10 @@ def _apart(cores: list[SimulatedCore]) -> Stepping:
 
 
 def _lockstep(cores: list[SimulatedCore], dp: int) -> Stepping:
-    """All cores at once, as long as the slowest takes; their tokens meet in the experts."""
+    """Step all cores together, for the time of the slowest; the experts process the tokens of all."""
 
     def step(now: float, next_arrival: float) -> tuple[float, Outputs]:
-        planned = [(core, *made) for core in cores if (made := core.plan()) is not None]
+        planned = [(core, *result) for core in cores if (result := core.plan()) is not None]
         if not planned:
             return max(now, next_arrival), []
         all_tokens = sum(step.num_tokens for _, _, step in planned) * dp / len(cores)
@@ -204,13 +207,13 @@ def _lockstep(cores: list[SimulatedCore], dp: int) -> Stepping:
 
 
 def run(cores: list[SimulatedCore], traffic: Traffic, lockstep_dp: int = 0) -> Watch:
-    """Until all are answered. With `lockstep_dp` the cores are some of so many that step together."""
+    """Run until all requests are answered. With `lockstep_dp`, the cores represent that many in lockstep."""
     watch = Watch(traffic.concurrency or traffic.num_requests // 5)
     rows = cores[0].scheduler.limits.max_rows
     router = Router(len(cores), block_size=BLOCK_SIZE, max_num_seqs=rows, policy="load")
     coming = traffic.requests()
     due = deque(itertools.islice(coming, traffic.concurrency or 1))
-    stepping = _lockstep(cores, lockstep_dp) if lockstep_dp else _apart(cores)
+    stepping = _lockstep(cores, lockstep_dp) if lockstep_dp else _independent(cores)
     now = 0.0
     while due or any(core.load for core in cores):
         if not any(core.load for core in cores):

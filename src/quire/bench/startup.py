@@ -1,7 +1,6 @@
-"""`quire bench startup`: how long a fresh process takes until a model is ready, and until its first token.
+"""`quire bench startup`: the time of a fresh process until a model is ready, and until its first token.
 
-A cold start finds no compiled kernels and none of the model's files in memory; a warm one finds both.
-"""
+A cold start has no compiled kernels, and none of the model's files in memory; a warm one has both."""
 
 import argparse
 import json
@@ -41,7 +40,7 @@ class Start:
 
 
 def add_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Benchmark", "What is measured.")
+    group = parser.add_argument_group("Benchmark", "The starts to measure.")
     group.add_argument("--num-iters-cold", type=int, default=3, metavar="N", help="Cold starts. Default: 3.")
     group.add_argument(
         "--num-iters-warmup", type=int, default=1, metavar="N", help="Warm starts not counted. Default: 1."
@@ -55,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
     counts = (args.num_iters_cold, args.num_iters_warmup, args.num_iters_warm)
     if min(counts) < 0 or not args.num_iters_cold + args.num_iters_warm:
         raise ConfigError(f"there is nothing to measure with {counts} cold, warm-up and warm starts")
-    given = given_from(args)
-    files = model_files(given)
-    cold = _repeat("Cold starts", args.num_iters_cold, lambda: cold_start(given, files))
-    _repeat("Warmup starts", args.num_iters_warmup, lambda: start(given, {}))
-    warm = _repeat("Warm starts", args.num_iters_warm, lambda: start(given, {}))
+    engine_args = given_from(args)
+    files = model_files(engine_args)
+    cold = _repeat("Cold starts", args.num_iters_cold, lambda: cold_start(engine_args, files))
+    _repeat("Warmup starts", args.num_iters_warmup, lambda: start(engine_args, {}))
+    warm = _repeat("Warm starts", args.num_iters_warm, lambda: start(engine_args, {}))
     result = summary("cold", cold) | summary("warm", warm)
     print("\n".join(lines(result)))
     if args.output_json:
@@ -72,9 +71,9 @@ def _repeat(title: str, count: int, once: Callable[[], Start]) -> list[Start]:
         return [once() for _ in bar]
 
 
-def start(given: Mapping[str, Any], environment: Mapping[str, str]) -> Start:
+def start(engine_args: Mapping[str, Any], environment: Mapping[str, str]) -> Start:
     """Start a process with an engine and wait for its first token."""
-    command = [sys.executable, "-m", "quire.bench.probe", json.dumps(dict(given))]
+    command = [sys.executable, "-m", "quire.bench.probe", json.dumps(dict(engine_args))]
     began = time.monotonic()
     done = subprocess.run(command, env=os.environ | dict(environment), capture_output=True, text=True)
     if done.returncode != 0:
@@ -89,16 +88,16 @@ def start(given: Mapping[str, Any], environment: Mapping[str, str]) -> Start:
     )
 
 
-def cold_start(given: Mapping[str, Any], files: Sequence[Path]) -> Start:
+def cold_start(engine_args: Mapping[str, Any], files: Sequence[Path]) -> Start:
     for file in files:
         forget(file)
     with empty_caches() as environment:
-        return start(given, environment)
+        return start(engine_args, environment)
 
 
-def model_files(given: Mapping[str, Any]) -> list[Path]:
-    """The model's files, downloaded where they are not here: that is no part of a start."""
-    values = checked(given)
+def model_files(engine_args: Mapping[str, Any]) -> list[Path]:
+    """Return the model's files, downloading them if needed, which does not count as startup."""
+    values = checked(engine_args)
     path = locate(
         values.get("model"),
         revision=values.get("revision"),
@@ -112,7 +111,7 @@ def model_files(given: Mapping[str, Any]) -> list[Path]:
 
 
 def forget(file: Path) -> None:
-    """Ask the kernel to drop a file from memory, so that the next reader takes it from the disk."""
+    """Drop a file from the page cache, so that the next reader takes it from the disk."""
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
         if hasattr(os, "posix_fadvise"):
@@ -121,7 +120,7 @@ def forget(file: Path) -> None:
 
 @contextmanager
 def empty_caches() -> Iterator[dict[str, str]]:
-    """Variables that point at caches of compiled code with nothing in them; downloaded models stay."""
+    """Yield environment variables for empty caches of compiled code; downloaded models stay."""
     models = Env.read(os.environ).cache_root / "models"
     with tempfile.TemporaryDirectory(prefix="quire-cold-") as folder:
         if models.is_dir():
@@ -134,17 +133,17 @@ def empty_caches() -> Iterator[dict[str, str]]:
 
 
 def summary(kind: str, starts: Sequence[Start]) -> dict[str, Any]:
-    """Averages, percentiles and single values, under names that begin with `avg_cold_`, `cold_` and so on."""
+    """Return averages, percentiles and single values, under names like `avg_cold_` and `cold_`."""
     if not starts:
         return {}
-    columns = {name: [asdict(each)[name] for each in starts] for name in (*NAMES, "rss_bytes")}
-    found: dict[str, Any] = {}
+    columns = {name: [asdict(entry)[name] for entry in starts] for name in (*NAMES, "rss_bytes")}
+    result: dict[str, Any] = {}
     for name, values in columns.items():
-        found[f"avg_{kind}_{name}"] = float(np.mean(values))
-        found[f"{kind}_{name}s"] = values
+        result[f"avg_{kind}_{name}"] = float(np.mean(values))
+        result[f"{kind}_{name}s"] = values
         ranks = np.percentile(values, PERCENTILES).tolist()
-        found[f"{kind}_{name}_percentiles"] = dict(zip(map(str, PERCENTILES), ranks, strict=True))
-    return found
+        result[f"{kind}_{name}_percentiles"] = dict(zip(map(str, PERCENTILES), ranks, strict=True))
+    return result
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:

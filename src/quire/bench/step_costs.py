@@ -1,4 +1,4 @@
-"""How long a step takes: rates fitted to what one GPU was measured at, and what is assumed of links."""
+"""Duration of a step: rates fitted to measurements of one GPU, and assumptions about links."""
 
 import functools
 import math
@@ -22,42 +22,42 @@ from quire.bench.shapes import (
 
 Floats = NDArray[np.float64]
 KV_BYTES_S = 3.94e12
-"""What decode attention reads: 92 per cent of a copy's 4.28 TB/s, measured by itself at 256 sequences."""
+"""Bandwidth of decode attention: 92 % of a copy's 4.28 TB/s, measured separately at 256 sequences."""
 ATTENTION_FLOPS = 400e12
-"""Of prompts of thousands of tokens."""
+"""Attention compute of prompts of thousands of tokens."""
 _WHOLE = 3.0
-"""How much rows of whole models weigh in the fit."""
+"""Weight of unsharded models in the fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What lies between GPUs. Assumed, not measured."""
+    """Links between GPUs. Assumed, not measured."""
 
     nvlink_bytes_s: float = 450e9
     nic_bytes_s: float = 50e9
-    """One 400 Gb/s card for each GPU."""
+    """One 400 Gb/s NIC per GPU."""
     efficiency: float = 0.75
-    """Of either, for large messages."""
+    """Reached fraction of both bandwidths, for large messages."""
     one_shot_s: float = 8e-6
-    """A small sum: 4.5 us of it were measured, of a GPU with itself in a graph."""
+    """A small all-reduce; 4.5 us were measured, for a GPU with itself in a CUDA graph."""
     two_shot_s: float = 13e-6
     ring_s: float = 25e-6
-    """A sum by NCCL within a node."""
+    """An all-reduce by NCCL within a node."""
     node_ring_s: float = 60e-6
-    """One over several nodes."""
+    """An all-reduce over several nodes."""
     send_s: float = 12e-6
     node_send_s: float = 20e-6
     gpus_per_node: int = 8
 
     def bytes_s(self, num_gpus: int) -> float:
-        """Around a ring of this many GPUs. Over nodes there are as many rings as a node has NICs."""
+        """Return the bandwidth of a ring of GPUs. Across nodes there are as many rings as a node has NICs."""
         rings = (
             self.nvlink_bytes_s if num_gpus <= self.gpus_per_node else self.gpus_per_node * self.nic_bytes_s
         )
         return self.efficiency * min(rings, self.nvlink_bytes_s)
 
     def all_reduce_s(self, num_bytes: float, num_gpus: int) -> float:
-        """As `parallel/symmetric.py` chooses."""
+        """Return the seconds of an all-reduce, with the algorithm that `parallel/symmetric.py` chooses."""
         if num_gpus == 1:
             return 0.0
         rate, part = self.bytes_s(num_gpus), (num_gpus - 1) / num_gpus
@@ -69,14 +69,14 @@ class Links:
         return start_s + 2 * part * num_bytes / rate
 
     def exchange_s(self, num_bytes: float, num_gpus: int) -> float:
-        """Everybody gets so many bytes from the others: half of a ring."""
+        """Return the seconds for every GPU to receive `num_bytes` from the others: half of an all-reduce."""
         if num_gpus == 1:
             return 0.0
         start_s = self.ring_s if num_gpus <= self.gpus_per_node else self.node_ring_s
         return start_s / 2 + num_bytes / self.bytes_s(num_gpus)
 
     def scattered_s(self, num_bytes: float, num_gpus: int) -> float:
-        """Everybody sends so many bytes, another part of them to each."""
+        """Return the seconds of an all-to-all in which every GPU sends `num_bytes`."""
         away = max(1 - self.gpus_per_node / num_gpus, 0.0)
         near_s = num_bytes * (1 - away) / (self.efficiency * self.nvlink_bytes_s)
         far_s = num_bytes * away / (self.efficiency * self.nic_bytes_s)
@@ -90,52 +90,51 @@ class Links:
 
 
 class StepShape(NamedTuple):
-    """What of a plan decides how long it takes."""
+    """Properties of a plan that determine its duration."""
 
     num_tokens: int
     num_sampled: int
     kv_tokens: float
-    """In the caches of rows that decode."""
+    """Tokens in the KV cache of rows that decode."""
     prompt_pairs: float = 0.0
-    """Of a prompt's token and one before it."""
+    """Pairs of a prompt token and a token before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRates:
-    """What a GPU does in a second, by the number of rows: `BATCHES`."""
+    """Rates of a GPU by the number of rows, at `BATCHES`."""
 
     weight_bytes_s: Floats
     layer_s: Floats
-    """What a layer takes beside its weights and its cache."""
+    """Seconds of a layer beside its weights and its KV cache."""
     expert_bytes_s: float
     mixture_s: float
-    """What routing adds to a layer."""
+    """Seconds that routing adds to a layer."""
     flops: float
     element_s: float
-    """Of a hidden number in a layer, in steps of many tokens."""
+    """Seconds per hidden element and layer, in steps of many tokens."""
 
     def read_s(self, num_bytes: float, rows: float) -> float:
-        return num_bytes * _between(rows, BATCHES, 1 / self.weight_bytes_s)
+        return num_bytes * _interpolate(rows, BATCHES, 1 / self.weight_bytes_s)
 
     def fixed_s(self, rows: float) -> float:
-        return _between(rows, BATCHES, self.layer_s)
+        return _interpolate(rows, BATCHES, self.layer_s)
 
 
-def _between(rows: float, at: Sequence[int], values: Floats) -> float:
+def _interpolate(rows: float, at: Sequence[int], values: Floats) -> float:
     return float(np.interp(math.log(max(rows, 1)), np.log(at), values))
 
 
 class LayerCost:
-    """Seconds of one layer, or of the head, on one of `tp` devices that share it; nothing said to others.
+    """Seconds of one layer, or of the head, on one of `tp` devices that share it, without communication.
 
-    Of a mixture's experts, each of `ep` devices has some whole ones; with 1 all have a part of each.
-    """
+    With `ep` above 1 each device has some whole experts; otherwise all have a shard of each."""
 
     def __init__(self, shape: ModelShape, tp: int, rates: GpuRates, ep: int = 1) -> None:
         self.shape, self.tp, self.rates, self.ep = shape, tp, rates, ep
 
     def products_s(self, layer: int, step: StepShape) -> float:
-        """All but attention over the cache, and experts."""
+        """Return the seconds of everything except attention over the cache, and experts."""
         shape, rows, rates = self.shape, step.num_tokens, self.rates
         weights = (shape.attention_weights + shape.mlp_weights(layer)) / self.tp
         read_s = rates.read_s(weights * shape.weight_bytes, rows)
@@ -143,7 +142,7 @@ class LayerCost:
         return max(read_s, 2 * rows * weights / rates.flops) + rates.fixed_s(rows) + elements_s
 
     def experts_s(self, layer: int, num_tokens: float) -> float:
-        """`num_tokens` of all cores whose tokens meet in these experts."""
+        """Return the seconds of the experts for `num_tokens` of all cores that share them."""
         shape, rates = self.shape, self.rates
         if not shape.is_mixture(layer):
             return 0.0
@@ -153,7 +152,8 @@ class LayerCost:
         return max(met * shape.weight_bytes / rates.expert_bytes_s, flops / rates.flops) + rates.mixture_s
 
     def attention_s(self, step: StepShape) -> float:
-        """Decodes read the cache, or multiply with latents; prompts multiply."""
+        """Return the seconds of attention. Decodes read the cache, or multiply with latents; prompts
+        multiply."""
         shape, heads = self.shape, self.shape.heads / self.tp
         latent_s = 4 * heads * shape.latent / ATTENTION_FLOPS
         decodes_s = step.kv_tokens * max(shape.kv_bytes(self.tp) / KV_BYTES_S, latent_s)
@@ -168,7 +168,7 @@ class LayerCost:
 
 
 def decode_of(batch: int) -> StepShape:
-    """A step of `quire.bench.gpu`'s decodes."""
+    """Return a decode step of `quire.bench.gpu`."""
     return StepShape(batch, batch, batch * CONTEXT)
 
 
@@ -177,9 +177,9 @@ PREFILL = StepShape(PREFILL_STEP, PREFILL_STEP // PREFILL_LEN, 0.0, PREFILL_STEP
 
 @functools.cache
 def fitted() -> GpuRates:
-    """Least squares of relative errors, over all that was measured."""
+    """Fit the rates by least squares of relative errors, over all measurements."""
     flops, element_s = _fit_prefill()
-    columns, wanted = [], []
+    columns, targets = [], []
     for row in MEASURED:
         shape, rates = SHAPES[row.model], GpuRates(np.ones(5), np.ones(5), 1, 1, flops, element_s)
         cost = LayerCost(shape, row.tp, rates)
@@ -193,46 +193,48 @@ def fitted() -> GpuRates:
                 column[10:] = shape.layers * met, shape.layers
             weight = (_WHOLE if row.tp == 1 else 1.0) / (ms / 1e3)
             columns.append(weight * column)
-            wanted.append(weight * (ms / 1e3 - known_s))
-    found = np.linalg.lstsq(np.array(columns), np.array(wanted), rcond=None)[0]
-    return GpuRates(1 / found[:5], found[5:10], float(1 / found[10]), float(found[11]), flops, element_s)
+            targets.append(weight * (ms / 1e3 - known_s))
+    solution = np.linalg.lstsq(np.array(columns), np.array(targets), rcond=None)[0]
+    return GpuRates(
+        1 / solution[:5], solution[5:10], float(1 / solution[10]), float(solution[11]), flops, element_s
+    )
 
 
 def _fit_prefill() -> tuple[float, float]:
-    """Out of the shares of one model: flops divide by tp, what is done for each hidden number does not."""
+    """Fit prefill rates from the shards of one model: FLOPs are divided by tp, elementwise work is not."""
     rows = [row for row in MEASURED if row.model == "llama-3.1-8b"]
     shape = SHAPES["llama-3.1-8b"]
-    products = 2 * shape.layers * (shape.attention_weights + shape.mlp_weights(0))
+    matmul_flops = 2 * shape.layers * (shape.attention_weights + shape.mlp_weights(0))
     pairs_s = shape.layers * 4 * shape.heads * shape.head_dim * PREFILL_LEN / 2 / ATTENTION_FLOPS
-    columns = np.array([[products / row.tp, shape.layers * shape.hidden] for row in rows])
+    columns = np.array([[matmul_flops / row.tp, shape.layers * shape.hidden] for row in rows])
     token_s = np.array([1 / row.prefill_tok_s - pairs_s / row.tp for row in rows])
-    found = np.linalg.lstsq(columns / token_s[:, None], np.ones(len(rows)), rcond=None)[0]
-    return float(1 / found[0]), float(found[1])
+    solution = np.linalg.lstsq(columns / token_s[:, None], np.ones(len(rows)), rcond=None)[0]
+    return float(1 / solution[0]), float(solution[1])
 
 
 def _bytes_of(shape: ModelShape) -> float:
-    """All weights that each step reads, the head in 16 bits."""
+    """Return the bytes of all weights that each step reads, with the head in 16 bits."""
     layers = sum(shape.attention_weights + shape.mlp_weights(layer) for layer in range(shape.layers))
     return layers * shape.weight_bytes + 2 * shape.head_weights
 
 
 class Correction(NamedTuple):
-    """What was measured over what the rates say, attention apart, by rows of a step."""
+    """Ratio of measured to computed time, without attention, by rows of a step."""
 
     rows: tuple[int, ...] = (1,)
     ratios: tuple[float, ...] = (1.0,)
 
     def at(self, rows: float) -> float:
-        return _between(rows, self.rows, np.array(self.ratios))
+        return _interpolate(rows, self.rows, np.array(self.ratios))
 
 
 @functools.cache
 def correction(model: str, tp: int) -> Correction:
-    """Of the nearest share of this model that was measured; 1 if none was."""
+    """Return the correction of the nearest measured shard of this model; 1 if there is none."""
     measured = [row for row in MEASURED if row.model == model]
     if not measured:
         return Correction()
-    row = min(measured, key=lambda each: abs(math.log(each.tp / tp)))
+    row = min(measured, key=lambda row: abs(math.log(row.tp / tp)))
     steps = [decode_of(batch) for batch in BATCHES[: len(row.decode_ms)]] + [PREFILL]
     took_s = [ms / 1e3 for ms in row.decode_ms] + [PREFILL_STEP / row.prefill_tok_s]
     ratios = [_ratio(row, step, at_s) for step, at_s in zip(steps, took_s, strict=True)]

@@ -1,4 +1,4 @@
-"""`quire bench throughput`: how many requests and tokens a second, everything queued at once."""
+"""`quire bench throughput`: requests and tokens per second with all requests queued at once."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 
 
 def add_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Benchmark", "What is measured.")
+    group = parser.add_argument_group("Benchmark", "The workload to measure.")
     group.add_argument(
         "--dataset-name", choices=("random", "sharegpt"), default="random", help="Kind of prompts."
     )
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     outputs = llm.generate([sample.prompt_ids for sample in samples], params)
     elapsed = time.perf_counter() - start
     num_in = sum(len(output.prompt_token_ids or ()) for output in outputs)
-    num_out = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    num_out = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     result = {
         "elapsed_time": elapsed,
         "num_requests": len(outputs),

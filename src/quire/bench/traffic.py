@@ -1,4 +1,4 @@
-"""Requests sent to a server at a given pace, and when each of their tokens came back."""
+"""Sends requests to a server at a given rate, and records when their tokens arrive."""
 
 import asyncio
 import time
@@ -20,23 +20,23 @@ ENDPOINTS = {
     "vllm": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
 }
-"""The backends, and where each sends its requests if not told otherwise."""
+"""The backends and their default endpoints."""
 
 
 @dataclass(slots=True)
 class Record:
-    """What one request experienced. Times are seconds of `time.perf_counter()`."""
+    """Timings of one request, in seconds of `time.perf_counter()`."""
 
     prompt_len: int
     start: float = 0.0
     end: float = 0.0
     arrivals: list[float] = field(default_factory=list)
-    """When each piece of the answer came: one token, or several that came together."""
+    """Arrival of each piece of the output: one token, or several together."""
     pieces: list[str] = field(default_factory=list)
     counted: list[int] = field(default_factory=list)
-    """Tokens of each piece, from a server that counts in every chunk; else empty."""
+    """Tokens of each piece, if the server reports usage in every chunk; otherwise empty."""
     num_tokens: int | None = None
-    """As the server counts them."""
+    """Number of output tokens reported by the server."""
     error: str = ""
 
     def take(self, chunk: Chunk) -> None:
@@ -48,8 +48,8 @@ class Record:
             return
         text, choice = chunk.text, chunk.choices[0]
         ended = choice.finish_reason is not None
-        # Chats begin with a chunk that only names the role, and some servers end with one without text, in
-        # which an answer without any text (special tokens) may have come.
+        # Chats begin with a chunk that only has the role. Some servers end with a chunk without text, which
+        # may stand for an output without text (special tokens).
         if text or (choice.delta is None and not ended) or (ended and not self.arrivals):
             self.arrivals.append(time.perf_counter())
             self.pieces.append(text)
@@ -85,23 +85,23 @@ def request_body(query: Query, *, backend: str, model: str, options: dict[str, A
         text = {"type": "text", "text": query.prompt}
         content = [text, *query.media] if query.media else query.prompt
         messages = [{"role": "user", "content": content}]
-        asked: dict[str, Any] = {"messages": messages, "max_completion_tokens": query.output_len}
+        fields: dict[str, Any] = {"messages": messages, "max_completion_tokens": query.output_len}
     else:
-        asked = {"prompt": query.prompt, "max_tokens": query.output_len}
-    return msgspec.json.encode(shared | asked | options)
+        fields = {"prompt": query.prompt, "max_tokens": query.output_len}
+    return msgspec.json.encode(shared | fields | options)
 
 
 def send_times(count: int, *, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start at which each request leaves. Gaps are gamma-distributed, which at a
-    burstiness of 1 makes a Poisson process; they are scaled to take `count / rate` seconds in all."""
+    """Return the seconds after the start at which each request is sent. Gaps are gamma-distributed, a Poisson
+    process at a burstiness of 1, and scaled to `count / rate` seconds in total."""
     if rate == float("inf"):
         return [0.0] * count
     times = np.cumsum(np.random.default_rng(seed).gamma(burstiness, size=count))
-    return [float(each) for each in times * (count / rate / times[-1])]
+    return [float(seconds) for seconds in times * (count / rate / times[-1])]
 
 
 async def send(client: HttpClient, path: str, body: bytes, prompt_len: int) -> Record:
-    """One request. Its failure is part of the record."""
+    """Send one request. A failure becomes part of the record."""
     record = Record(prompt_len, start=time.perf_counter())
     try:
         await stream(client, path, body, record.take)
@@ -120,7 +120,7 @@ async def drive(
     max_concurrency: int | None,
     on_done: Callable[[Record], object],
 ) -> list[Record]:
-    """Send bodies (each with its prompt's length) at their times; the records in the same order."""
+    """Send bodies (each with its prompt's length) at their times; return the records in the same order."""
     slots: AbstractAsyncContextManager[Any] = nullcontext()
     if max_concurrency is not None:
         slots = asyncio.Semaphore(max_concurrency)
@@ -142,17 +142,18 @@ async def drive(
 
 
 def token_times(records: Sequence[Record]) -> Iterator[tuple[float, float]]:
-    """Every arrival with the number of tokens it brought, as far as can be known."""
+    """Yield every arrival with its number of tokens, as far as it is known."""
     for record in records:
-        yield from zip(record.arrivals, _shares(record), strict=True)
+        yield from zip(record.arrivals, _tokens_per_piece(record), strict=True)
 
 
-def _shares(record: Record) -> Sequence[float]:
-    """Tokens of each piece: as the server counted, or one each and the rest by length of text."""
+def _tokens_per_piece(record: Record) -> Sequence[float]:
+    """Return the tokens of each piece: as reported by the server, or one each and the rest by length of
+    text."""
     count, num_tokens = len(record.arrivals), record.output_len
     if count and len(record.counted) == count and sum(record.counted) == num_tokens:
         return record.counted
     letters = [len(piece) for piece in record.pieces]
     if num_tokens < count or not sum(letters) or len(letters) != count:
         return [num_tokens / count] * count if count else []
-    return [1 + (num_tokens - count) * each / sum(letters) for each in letters]
+    return [1 + (num_tokens - count) * length / sum(letters) for length in letters]

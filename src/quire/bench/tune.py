@@ -28,7 +28,7 @@ _TOKENS, _SEQS, _CONCURRENCY = "512,2048,8192", "32,128,256", "1,8,32,128"
 
 
 class Setting(NamedTuple):
-    """How a server is started."""
+    """Scheduler settings of a server."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -40,12 +40,12 @@ class Setting(NamedTuple):
 
 
 class TunePoint(NamedTuple):
-    """What came of one setting with so many requests at once."""
+    """Results of one setting at one concurrency."""
 
     setting: Setting
     concurrency: int
     ttft_ms: float
-    """At the 95th percentile, as is the next."""
+    """95th percentile, like the next field."""
     itl_ms: float
     tok_s: float
 
@@ -55,41 +55,41 @@ class TunePoint(NamedTuple):
 
 def add_flags(parser: FlagParser) -> None:
     parser.add_argument("model", nargs="?", default="default", help="as for `quire serve`")
-    parser.add_argument("--ttft", default="500ms", help="first tokens come within this (p95); default 500ms")
-    parser.add_argument("--itl", default="50ms", help="and tokens follow each other within this (p95)")
-    parser.add_argument("--max-num-batched-tokens", default=_TOKENS, help=f"tried; default {_TOKENS}")
-    parser.add_argument("--max-num-seqs", default=_SEQS, help=f"tried; default {_SEQS}")
-    parser.add_argument("--concurrency", default=_CONCURRENCY, help=f"tried; default {_CONCURRENCY}")
+    parser.add_argument(
+        "--ttft", default="500ms", help="limit of the time to first token (p95); default 500ms"
+    )
+    parser.add_argument("--itl", default="50ms", help="limit of the inter-token latency (p95)")
+    parser.add_argument("--max-num-batched-tokens", default=_TOKENS, help=f"values to try; default {_TOKENS}")
+    parser.add_argument("--max-num-seqs", default=_SEQS, help=f"values to try; default {_SEQS}")
+    parser.add_argument("--concurrency", default=_CONCURRENCY, help=f"values to try; default {_CONCURRENCY}")
     parser.add_argument("--input-len", type=int, default=512, help="tokens of a prompt; default 512")
     parser.add_argument("--output-len", type=int, default=128, help="tokens of an answer; default 128")
-    parser.add_argument(
-        "--requests", type=int, default=4, help="requests for each that run at once; default 4"
-    )
+    parser.add_argument("--requests", type=int, default=4, help="requests per concurrent client; default 4")
     parser.add_argument(
         "--journal",
         type=Path,
         default=Path("tune.jsonl"),
-        help="where results go, one a line; what it has is not measured again",
+        help="file of results, one per line; known points are not measured again",
     )
-    parser.add_argument("--svg", type=Path, default=Path("tune.svg"), help="the picture")
-    parser.add_argument("--serve-args", default="", help="further flags of `quire serve`, in one string")
+    parser.add_argument("--svg", type=Path, default=Path("tune.svg"), help="file of the SVG chart")
+    parser.add_argument("--serve-args", default="", help="additional flags of `quire serve`, in one string")
 
 
 def run(args: argparse.Namespace) -> int:
     limits = _milliseconds(args.ttft), _milliseconds(args.itl)
-    tried = itertools.product(_numbers(args.max_num_batched_tokens), _numbers(args.max_num_seqs))
-    settings = [Setting(tokens, seqs) for tokens, seqs in tried if tokens >= seqs]
-    found = sweep(args, settings, _numbers(args.concurrency))
-    args.svg.write_text(svg(found, *limits), encoding="utf-8")
-    good = [point for point in found if point.keeps(*limits)]
-    for point in sorted(found, key=lambda point: -point.tok_s):
+    candidates = itertools.product(_numbers(args.max_num_batched_tokens), _numbers(args.max_num_seqs))
+    settings = [Setting(tokens, seqs) for tokens, seqs in candidates if tokens >= seqs]
+    points = sweep(args, settings, _numbers(args.concurrency))
+    args.svg.write_text(svg(points, *limits), encoding="utf-8")
+    good = [point for point in points if point.keeps(*limits)]
+    for point in sorted(points, key=lambda point: -point.tok_s):
         mark = "*" if point in good else " "
         print(
-            f"{mark} {_named(point):<44} {point.ttft_ms:9.1f} {point.itl_ms:8.1f} {point.tok_s:10,.0f} tok/s"
+            f"{mark} {_title(point):<44} {point.ttft_ms:9.1f} {point.itl_ms:8.1f} {point.tok_s:10,.0f} tok/s"
         )
-    print(f"(p95 of first tokens and between tokens in ms; the picture is {args.svg})")
+    print(f"(p95 of TTFT and ITL in ms; chart: {args.svg})")
     if not good:
-        print(f"Nothing keeps {args.ttft} and {args.itl}: fewer requests at once, or a faster machine.")
+        print(f"Nothing keeps {args.ttft} and {args.itl}: try fewer concurrent requests or a faster machine.")
         return 1
     best = max(good, key=lambda point: point.tok_s)
     words = ["quire", "serve", args.model, *best.setting.flags, *shlex.split(args.serve_args)]
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sweep(args: argparse.Namespace, settings: Sequence[Setting], levels: Sequence[int]) -> list[TunePoint]:
-    """All points; those in the journal are taken from there, each new one goes into it at once."""
+    """Return all points; those in the journal are reused, and each new one is appended to it at once."""
     key = [args.model, args.input_len, args.output_len, args.requests, args.serve_args]
     known = {(point.setting, point.concurrency): point for point in _journal(args.journal, key)}
     total, done = len(settings) * len(levels), 0
@@ -111,7 +111,7 @@ def sweep(args: argparse.Namespace, settings: Sequence[Setting], levels: Sequenc
             for level in missing:
                 done += 1
                 print(f"[{done}/{total}] {' '.join(setting.flags)}, {level} at once ...", file=sys.stderr)
-                point = TunePoint(setting, level, *_measured(args, url, level))
+                point = TunePoint(setting, level, *_measure(args, url, level))
                 known[setting, level] = point
                 with args.journal.open("a", encoding="utf-8") as journal:
                     journal.write(json.dumps({"of": key, "point": point}) + "\n")
@@ -119,7 +119,7 @@ def sweep(args: argparse.Namespace, settings: Sequence[Setting], levels: Sequenc
 
 
 def _journal(path: Path, key: list[Any]) -> Iterator[TunePoint]:
-    """What an earlier run has measured; a line that was cut off is no result."""
+    """Yield the points that an earlier run has measured; truncated lines are skipped."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -134,7 +134,7 @@ def _journal(path: Path, key: list[Any]) -> Iterator[TunePoint]:
 
 @contextmanager
 def served(model: str, flags: Sequence[str]) -> Iterator[str]:
-    """A server with these flags, from when it is healthy on; gone afterwards."""
+    """Run a server with these flags; yield its URL when it is healthy, and stop it afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -143,7 +143,7 @@ def served(model: str, flags: Sequence[str]) -> Iterator[str]:
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
         try:
-            _until_healthy(f"http://127.0.0.1:{port}", process, log)
+            _wait_until_healthy(f"http://127.0.0.1:{port}", process, log)
             yield f"http://127.0.0.1:{port}"
         finally:
             if process.poll() is None:
@@ -151,13 +151,13 @@ def served(model: str, flags: Sequence[str]) -> Iterator[str]:
             process.wait()
 
 
-def _until_healthy(url: str, process: "subprocess.Popen[bytes]", log: Any) -> None:
+def _wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", log: Any) -> None:
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             log.seek(0)
-            said = log.read().decode(errors="replace").strip().splitlines()
-            last = said[-1] if said else "without a word"
+            log_lines = log.read().decode(errors="replace").strip().splitlines()
+            last = log_lines[-1] if log_lines else "without output"
             raise ConfigError(f"the server ended while it was starting: {last}")
         try:
             with urlopen(f"{url}/health", timeout=5) as answer:
@@ -168,8 +168,8 @@ def _until_healthy(url: str, process: "subprocess.Popen[bytes]", log: Any) -> No
     raise ConfigError(f"the server is not healthy after {_START_S:g} s")
 
 
-def _measured(args: argparse.Namespace, url: str, level: int) -> tuple[float, float, float]:
-    """First tokens, between tokens, and tokens a second, by `quire bench serve`."""
+def _measure(args: argparse.Namespace, url: str, level: int) -> tuple[float, float, float]:
+    """Return TTFT, ITL and tokens per second, measured by `quire bench serve`."""
     with tempfile.TemporaryDirectory() as folder:
         words = [
             *(sys.executable, "-m", "quire", "bench", "serve", "--base-url", url, "--ignore-eos"),
@@ -187,7 +187,7 @@ def _measured(args: argparse.Namespace, url: str, level: int) -> tuple[float, fl
     return result["p95_ttft_ms"], result["p95_itl_ms"], result["output_throughput"]
 
 
-def _named(point: TunePoint) -> str:
+def _title(point: TunePoint) -> str:
     tokens, seqs = point.setting
     return f"tokens {tokens}, seqs {seqs}, {point.concurrency} at once"
 
@@ -197,14 +197,14 @@ def _milliseconds(text: str) -> float:
     try:
         value = float(text.removesuffix(unit)) * _UNITS[unit]
     except ValueError:
-        raise ConfigError(f"{text!r} is no time, such as 500ms or 0.5s") from None
+        raise ConfigError(f"{text!r} is not a time such as 500ms or 0.5s") from None
     if not value > 0:
-        raise ConfigError(f"{text!r} is no time above 0")
+        raise ConfigError(f"{text!r} must be above 0")
     return value
 
 
 def _numbers(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{text!r} is no list of numbers, such as 512,2048")
+        raise ConfigError(f"{text!r} is not a list of numbers such as 512,2048")
     return [int(part) for part in parts]

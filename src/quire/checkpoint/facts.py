@@ -1,4 +1,4 @@
-"""The shape of a model, as plain facts: what a model file may ask for."""
+"""Dataclasses that describe the architecture of a model: all that its model code reads of the config."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -6,17 +6,18 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class RopeFacts:
-    """Rotary embedding as the checkpoint describes it; `kind` is a key of the table in `layers/rope.py`."""
+    """Rotary position embedding of the checkpoint; `kind` is a key of the table in `layers/rope.py`."""
 
     theta: float = 10000.0
     dim: int = 0
-    """How many of the head's dimensions rotate."""
+    """Number of rotated dimensions per head."""
     max_len: int = 2048
     """The checkpoint's max_position_embeddings."""
     kind: str = "default"
     """default | linear | dynamic | llama3 | yarn | longrope | factors"""
     pairs: bool = False
-    """Neighbouring numbers of a head turn together, not the numbers of its two halves."""
+    """Whether dimensions 2i and 2i + 1 rotate as a pair (GPT-J style), not dimensions i and i + dim / 2
+    (NeoX)."""
     factor: float = 1.0
     original_max_len: int = 0
     low_freq_factor: float = 1.0
@@ -28,287 +29,292 @@ class RopeFacts:
     mscale_all_dim: float | None = None
     truncate: bool = True
     factors: tuple[float, ...] = ()
-    """The divisor of each frequency: for `factors`, as a GGUF file's rope_freqs tensor carries them, and for
-    `longrope` within the original length."""
+    """Divisor of each frequency: for `factors` from the rope_freqs tensor of a GGUF file, for `longrope` the
+    factors within the original length."""
     long_factors: tuple[float, ...] = ()
-    """`longrope` only: the divisors of an engine for longer sequences than the original length."""
+    """`longrope` only: the divisors of an engine with a max length above the original length."""
     sections: tuple[int, ...] = ()
-    """How many of the dim / 2 frequencies turn by time, by height and by width; empty: all by the token's
-    place."""
+    """M-RoPE: how many of the dim / 2 frequencies rotate by time, height and width; empty: all rotate by the
+    token position."""
     interleaved: bool = False
-    """Whether those of the three take turns, as long as there are some of each, not one after the other."""
+    """M-RoPE: whether the frequencies of the three sections alternate instead of following one another."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What one layer may have other than its neighbours."""
+    """Properties that may differ from layer to layer."""
 
     rope: RopeFacts | None
-    """None: its heads do not turn."""
+    """None: no rotary embedding (NoPE)."""
     window: int | None = None
-    """How many tokens back it looks; None: to the first."""
+    """Sliding window in tokens; None: full attention."""
     mixer: str = "attention"
-    """How it looks back: attention | latent | selective (Mamba) | mamba (Mamba-2) | delta | conv, or by two
-    side by side: attention+mamba, or not at all: none"""
+    """Token mixer: attention | latent (MLA) | selective (Mamba) | mamba (Mamba-2) | delta | conv;
+    attention+mamba in parallel; none for a layer without one."""
     moe: bool = False
-    """Whether its feed-forward half is a mixture of experts."""
+    """Whether the feed-forward part is a mixture of experts."""
     heads: int = 0
-    """Of its queries; 0: as many as the model says."""
+    """Number of query heads; 0: the model's number."""
     kv_heads: int = 0
-    """Of its keys and values, likewise."""
+    """Number of key/value heads; 0: the model's number."""
     head_dim: int = 0
-    """Of these, likewise."""
+    """Head dimension; 0: the model's."""
     intermediate: int = 0
-    """The width of its feed-forward half, likewise."""
+    """Intermediate size of the feed-forward part; 0: the model's."""
     keys_are_values: bool = False
-    """Whether its values are its keys as they come, before norm and rotation."""
+    """Whether the value projection is the key projection, before norm and rotation."""
     activation: str = ""
-    """That of its feed-forward half, and of the expert that every token is given to; empty: the model's."""
+    """Activation of the feed-forward part and of the shared expert; empty: the model's."""
     expert_activation: str = ""
-    """That of the experts; empty: theirs."""
+    """Activation of the routed experts; empty: that of the mixture."""
     keys_of: int | None = None
-    """The layer whose keys and values it sees, and keeps none itself; None: its own."""
+    """Number of the layer with the KV cache that this layer attends to (KV sharing); None: it has one
+    itself."""
     picks: bool = True
-    """Whether it has an indexer of its own, where layers have; else it sees what the last one picked."""
+    """Whether the layer has an indexer, in models with indexers; otherwise it uses the last indexer's
+    tokens."""
     sparsity: float = 0.0
-    """About what part of the gates of its feed-forward half is 0."""
+    """Approximate fraction of feed-forward gates that are set to 0."""
     block: int = -1
-    """The number of the layer whose attention and feed-forward it uses, where layers share these; else -1."""
+    """Number of the layer that holds the shared attention and feed-forward weights (Zamba2); -1: not
+    shared."""
     use: int = 0
-    """How many have used one of them before it."""
+    """Number of layers before this one that use a shared block."""
 
 
 class Routing(NamedTuple):
-    """How the experts of a token are chosen and weighed."""
+    """How the experts of a token are selected and weighted."""
 
     per_token: int
-    """How many are chosen."""
+    """Number of selected experts (top-k)."""
     scoring: str = "softmax"
-    """What a logit counts: `softmax` over all experts, or `sigmoid` of itself."""
+    """Router scores: `softmax` over all experts, or `sigmoid` of each logit."""
     renormalized: bool = False
-    """Whether the weights of the chosen sum to 1."""
+    """Whether the weights of the selected experts are scaled to sum to 1."""
     scale: float = 1.0
-    """Factor on the weights, last of all."""
+    """Factor on the final weights."""
     num_groups: int = 1
-    """Experts stand in so many groups of equal size, and are chosen from the best `top_groups` of them."""
+    """Number of equal expert groups; experts are selected from the best `top_groups` groups."""
     top_groups: int = 1
     group_best: int = 1
-    """A group is as good as the sum of its so many best experts."""
+    """Number of best experts with scores that are summed for the score of a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeFacts:
-    """A mixture of experts, and how its checkpoints name it."""
+    """A mixture of experts, and the tensor names of its checkpoints."""
 
     experts: int
     intermediate: int
-    """The width of one expert."""
+    """Intermediate size of one expert."""
     routing: Routing
     idle: int = 0
-    """How many more there are to choose from that say what they are given."""
+    """Number of additional identity experts (LongCat-Flash)."""
     spread: float = 0.0
-    """Of two experts that are chosen one after the other: how far, relative to itself, logits may be from the
-    best to count in its weight."""
+    """SparseMixer (Phi-3.5-MoE) threshold: logits further from the maximum than this fraction of themselves
+    are masked."""
     choice_bias: bool = False
-    """Whether a bias counts in the choice of the experts, and not in their weights."""
+    """Whether a bias is added to the scores for the selection of experts only, not for their weights."""
     router_bias: bool = False
     wide_router: bool = False
-    """Whether its logits are in float32, whatever type the model has."""
+    """Whether router logits are computed in float32 regardless of the model dtype."""
     expert_bias: bool = False
     activation: str = ""
-    """Where experts have another than the rest of the model."""
+    """Activation of the experts, if it differs from the model's."""
     plain: bool = False
-    """Whether experts, and the shared one, have no gate."""
+    """Whether the experts and the shared expert have no gate projection."""
     latent: int = 0
-    """The width of what experts see and say; 0: that of the model."""
+    """Input and output size of the experts; 0: the hidden size."""
     shared_intermediate: int = 0
-    """The width of the expert that every token is given to; 0: there is none."""
+    """Intermediate size of the shared expert; 0: there is none."""
     shared_gate: bool = False
-    """Whether what that one says is weighed by a gate."""
+    """Whether the output of the shared expert is multiplied by a gate."""
     shared_mean: bool = False
-    """Whether the mean is taken of what that one and the others say, not the sum."""
+    """Whether the outputs of the shared and the routed experts are averaged, not added."""
     weighs_input: bool = False
-    """Whether the weights are for what goes into the experts, not for what comes out."""
+    """Whether the router weights multiply the input of the experts, not the output."""
     names: str = "mlp"
-    """A key of the table of names in `layers/moe.py`."""
+    """Key of the table of tensor names in `layers/moe.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexFacts:
-    """An indexer: of all tokens before it a token sees those alone whose keys, kept for that, it scores
-    best."""
+    """Indexer of sparse attention (DSA): a token attends only to the top-scored tokens before it."""
 
     heads: int
-    """Of its queries; all share one key."""
+    """Number of indexer query heads; all share one key."""
     dim: int
     most: int
-    """How many tokens are seen."""
+    """Number of tokens that are attended to (top-k)."""
     neighbours: bool
-    """Numbers 2i and 2i + 1 turn as a pair; otherwise half against half."""
+    """Whether dimensions 2i and 2i + 1 rotate as a pair; otherwise i and i + dim / 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class MlaFacts:
-    """Latent attention: what is kept of a token is one latent, from which all heads make their own."""
+    """Multi-head latent attention (MLA): the cache holds one latent per token, shared by all heads."""
 
     kv_latent: int
     nope_dim: int
-    """Of each head's queries and keys: those that do not turn."""
+    """Dimensions of each query and key head that are not rotated."""
     rope_dim: int
-    """Those that do; their keys are the same for all heads."""
+    """Rotated dimensions; their keys are shared by all heads."""
     v_dim: int
     q_latent: int | None = None
-    """None: queries come straight from the hidden state."""
+    """Rank of the query compression; None: queries are projected directly from the hidden state."""
     index: IndexFacts | None = None
-    """None: all tokens are seen."""
+    """Sparse-attention indexer; None: full attention."""
     scales: tuple[float, float] = (1.0, 1.0)
-    """Factors on queries, and on latents behind their norm."""
+    """Factors on the queries and on the normed KV latents."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """Layers that keep a state of fixed size: Mamba, Mamba-2, gated delta, or a convolution alone."""
+    """Layers with a state of fixed size: Mamba, Mamba-2, gated delta net, or a convolution alone."""
 
     heads: int
-    """Of the state; for gated delta those of the values; for Mamba and a convolution alone the channels."""
+    """Number of state heads; gated delta: value heads; Mamba and a convolution alone: channels."""
     head_dim: int
     state: int
-    """Numbers per head and head dimension; for gated delta the size of a key head."""
+    """State size per head and head dimension; gated delta: size of a key head."""
     groups: int
-    """How many share the same input and output weights; for gated delta the heads of the keys. 0 where the
-    convolution sees nothing of these."""
+    """Number of groups that share B and C; gated delta: number of key heads. 0 if B and C do not pass through
+    the convolution."""
     conv: int
-    """Tokens that the convolution in front sees."""
+    """Kernel size of the convolution."""
     conv_bias: bool = True
     proj_bias: bool = False
     norm_groups: int = 1
-    """Mamba-2: how many parts of what it says have a norm each."""
+    """Mamba-2: number of groups of the output norm."""
     norm: str = "gate_first"
-    """Mamba-2: whether the gate comes before that norm, `gate_last`, or there is no norm: `none`. Mamba: the
-    norms of what the scan is given: `none`, `bare` ones without weights, or `weighed`."""
+    """Mamba-2: whether the gate is applied before the output norm (`gate_first`), after it (`gate_last`), or
+    there is no norm (`none`). Mamba: norms of dt, B and C: `none`, `bare` without weights, or `weighed`."""
     norm_eps: float = 0.0
-    """Of these; 0: as the model's other norms have it."""
+    """Epsilon of these norms; 0: that of the model's other norms."""
     rank: int = 0
-    """Mamba: numbers of a token that the time steps of all channels are made of."""
+    """Mamba: rank of the time-step projection."""
     scales: tuple[float, ...] = ()
     """Mamba-2: factors on gate, input, B, C and time steps; empty: none."""
     time_limits: tuple[float, float] = (0.0, float("inf"))
-    """Mamba-2: the least and the most that a time step may be."""
+    """Mamba-2: smallest and largest time step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedFacts:
-    """Blocks of attention and feed-forward that layers use in turn. They read the embedding, too; each use
-    has products of a small rank of its own beside those that are shared."""
+    """Attention and feed-forward blocks shared by several layers (Zamba2). They also read the embedding; each
+    use adds low-rank weights to the shared ones."""
 
     blocks: int
     rank: int
     adapts_attention: bool
-    """Whether queries, keys and values have such products; the feed-forward half always has."""
+    """Whether queries, keys and values have low-rank weights per use; the feed-forward part always has."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderFacts:
-    """A model that reads a whole text in both directions, keeps nothing of it and generates nothing. Its
-    windows reach as far ahead as back."""
+    """An encoder-only model with bidirectional attention and no KV cache. Its sliding windows extend in both
+    directions."""
 
     prefix: str
-    """What its checkpoints call all but the classifier."""
+    """Prefix of the tensor names, except those of the classifier."""
     positions: int = 0
-    """Learned ones; 0: none, its heads turn."""
+    """Number of learned positions; 0: rotary embedding instead."""
     first_position: int = 0
     """The position of the first token."""
     padding: int | None = None
-    """The token that has the position in front of the first, and does not count."""
+    """Token id of padding, which has the position before the first one and is not counted."""
     token_types: int = 0
-    """Of how many texts in one prompt each has a vector of its own."""
+    """Number of token-type embeddings (segments of a prompt)."""
     distances: int = 0
-    """Classes of them, of each of which heads have a number that scores gain."""
+    """Number of relative-position buckets with a learned attention bias per head (MPNet)."""
     task_types: int = 0
-    """Vectors of tasks, of which the first is added to all tokens."""
+    """Number of task-type embeddings; the first is added to all tokens."""
     gated: bool = False
-    """Whether its feed-forward half is, of families that have both."""
+    """Whether the feed-forward part has a gate, in families with both forms."""
     classifier_bias: bool = False
     classifier_activation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class AltUpFacts:
-    """Several states of each token, of which layers read one; what each layer is given of the token itself;
-    and a product of low rank beside attention (arXiv 2301.13310, 2411.07501)."""
+    """AltUp: several hidden states per token, per-layer embeddings, and a low-rank branch beside attention
+    (LAuReL). See arXiv 2301.13310 and 2411.07501."""
 
     inputs: int
-    """How many states; 1: there is nothing but what each layer is given."""
+    """Number of hidden states per token; 1: only per-layer embeddings are used."""
     active: int
-    """Which of them layers read."""
+    """Index of the hidden state that layers read."""
     is_scaled: bool
-    """Whether a layer's own embedding is gated by what was scaled first."""
+    """Whether the corrected state is scaled before it gates the per-layer embedding (altup_correct_scale)."""
     rank: int
-    """Of the product beside attention."""
+    """Rank of the LAuReL branch."""
     per_layer: int
-    """Numbers of a token's embedding for one layer."""
+    """Size of a token's per-layer embedding."""
     vocab: int
-    """Tokens that have one; others have that of the first."""
+    """Vocabulary of the per-layer embedding; larger token ids use the embedding of token 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts:
-    """A model that drafts on what another one makes of the same tokens: what it takes of that one."""
+    """A draft head: what it reads of the target model."""
 
     target_hidden: int
     aux_layers: tuple[int, ...] = ()
-    """It takes what goes into these layers of the target, side by side; the number behind that of the last
-    layer is what comes out of that. None: what the target's head sees."""
+    """Target layers with inputs that are concatenated as the input of the draft; the number of layers selects
+    the last layer's output. Empty: the input of the target's output head."""
     vocab: int = 0
-    """How many tokens its own output head knows; 0: it has none, or one of all tokens."""
+    """Size of the draft's output vocabulary; 0: the target's head or all tokens."""
     keeps_normed: bool = False
-    """Whether what it adds to is what it took after a norm."""
+    """Whether the residual stream starts from the normed hidden state."""
     layers_of: str = ""
-    """The architecture whose layers it has, for one that is a part of the target's own checkpoint."""
+    """Target architecture with layers like the draft's, if the draft is part of the target's checkpoint
+    (MTP)."""
     first: int = 0
-    """The number of layers in front of it there."""
+    """Number of target layers before the draft layer in the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaFacts:
-    """What a model takes in beside text."""
+    """The multimodal inputs of a model."""
 
     family: str
-    """A key of the tables in `multimodal/families/` and `models/towers/`."""
+    """Key of the tables in `multimodal/processors/` and `models/towers/`."""
     modalities: tuple[str, ...]
     """image | video | audio"""
     tower: Any
-    """The shape of its towers: a frozen dataclass of the family's own, in `config/media/`."""
+    """Shape of the encoders: a frozen dataclass of the family in `checkpoint/multimodal/`."""
     levels: int = 0
-    """How many layers, from the first on, are given further vectors of an item to add to their states."""
+    """Number of first layers that add further encoder outputs to their hidden states (DeepStack)."""
     is_whole: bool = False
-    """Whether the tokens of an item see each other in both directions: no step may divide one."""
+    """Whether the tokens of an item attend to each other in both directions; chunked prefill must not split
+    an item."""
     is_prefix: bool = False
-    """Whether all tokens of a prompt with items do: no step may divide such a prompt."""
+    """Whether all prompt tokens of a request with items attend in both directions; chunked prefill must not
+    split the prompt."""
     crossed: int = 0
-    """Where no tokens stand for an item, and all of the sequence see its vectors: how many these are. Each
-    prompt has one item then. 0: tokens stand for items."""
+    """Number of encoder states that all tokens cross-attend to, instead of placeholder tokens (Whisper). Each
+    prompt then has one item. 0: no cross-attention."""
     scale: float = 1.0
-    """By which the vectors of items are multiplied, for a decoder that does so with all that goes into it."""
+    """Factor on the item embeddings, for decoders that scale their input embeddings."""
     transcribes: bool = False
-    """Whether it writes down what it hears: what /v1/audio/transcriptions and /translations are for."""
+    """Whether the model transcribes audio and serves /v1/audio/transcriptions and /translations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """A model whose code is not Quire's: what builds it."""
+    """A model that runs through the code of transformers or of its checkpoint."""
 
     config: str
-    """Its config.json, hf_overrides laid over it."""
+    """JSON text of config.json with hf_overrides applied."""
     path: str
     """The directory of the checkpoint."""
     remote: bool = False
-    """The code lies in the checkpoint and may be run; else transformers has it."""
+    """Whether to run the model code of the checkpoint; otherwise transformers' own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArchFacts:
-    """The shape of a model: all that a model file may ask for."""
+    """The architecture of a model: all that its model code reads."""
 
     architecture: str
     """A key of the model table, such as LlamaForCausalLM."""
@@ -321,14 +327,15 @@ class ArchFacts:
     norm_eps: float
     layers: tuple[LayerFacts, ...]
     v_dim: int = 0
-    """The size of a head's values, where it is less than that of its keys; 0: the same. They are kept as wide
-    as keys."""
+    """Size of a value head if smaller than a key head; 0: equal. The KV cache stores values padded to the key
+    size."""
     max_len: int = 2048
-    """The longest sequence that the checkpoint was made for, rope scaling counted in."""
+    """Maximum sequence length of the checkpoint, rope scaling included."""
     activation: str = "silu"
-    """A name of `kernels/reference/activations.py`."""
+    """Name of an activation in `kernels/reference/activations.py`."""
     norm: str = "rms"
-    """rms | layer, each also as _plus_one: a weight of 0 multiplies by 1; layer_bare has no weight at all"""
+    """rms | layer, also with the suffix _plus_one: the norm multiplies by 1 + weight; layer_bare has no
+    weight"""
     norm_bias: bool = False
     tied: bool = False
     """Whether the output head shares the embedding's weight."""
@@ -337,47 +344,48 @@ class ArchFacts:
     mlp_bias: bool = False
     head_bias: bool = False
     unit_head: bool = False
-    """Whether the rows of the output head are made of one length."""
+    """Whether the rows of the output head are normalized to unit length."""
     qk_norm: str = ""
-    """Norms of queries and keys: none, of each `head`, of `each` by weights of its own, or of `all` heads as
-    one."""
+    """Norm of queries and keys: empty for none, `head` per head, `each` with separate weights per head, or
+    `all` over all heads at once."""
     qkv_clip: float | None = None
-    """How far queries, keys and values may be from 0."""
+    """Absolute limit on the values of queries, keys and values."""
     unit_heads: bool = False
-    """Whether queries and keys that turn are first made of one length."""
+    """Whether rotated queries and keys are L2-normalized first (Llama 4)."""
     query_growth: tuple[float, float] | None = None
-    """After every so many positions queries grow, by this weight."""
+    """Attention temperature (Llama 4): interval in positions and weight of its log term, a factor on
+    queries."""
     fused_qkv: bool = False
-    """Whether query, key and value are one tensor of the checkpoint."""
+    """Whether query, key and value are one tensor in the checkpoint."""
     fused_gate_up: bool = False
-    """Whether gate and up are one."""
+    """Whether gate and up are one tensor in the checkpoint."""
     across: bool = False
-    """Whether the checkpoint has the weights of linear layers with inputs before outputs."""
+    """Whether the checkpoint stores linear weights transposed, as (inputs, outputs)."""
     sinks: bool = False
-    """Whether each head has a logit that takes part in its softmax and has no value."""
+    """Whether each head has a sink logit: it takes part in the softmax and has no value."""
     alibi_slopes: tuple[float, ...] = ()
-    """What the scores of each head lose for each token between query and key (ALiBi); empty: nothing."""
+    """ALiBi slope of each head; empty: no ALiBi."""
     output_gate: bool = False
-    """Whether each head's output is weighed by a gate that comes with its query."""
+    """Whether the attention output is multiplied by a gate that is projected with the query."""
     head_gate: bool = False
-    """Whether it is weighed by one number."""
+    """Whether the attention output is multiplied by one gate value per head."""
     attention_scale: float | None = None
-    """Factor on the scores; None: 1 / sqrt(head_dim)."""
+    """Factor on the attention scores; None: 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     attention_scales: tuple[float, float] = (1.0, 1.0)
-    """Factors on what goes into attention and on what comes out; of families that have them, as the next."""
+    """Factors on the input and output of attention; only some families use this and the next two."""
     mlp_scales: tuple[float, float] = (1.0, 1.0)
-    """Factors on the gate and on what comes out."""
+    """Factors on the gate and the output of the feed-forward part."""
     state_scale: float = 1.0
-    """Factor on what comes out of layers with a state."""
+    """Factor on the output of SSM layers."""
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     learned_positions: bool = False
     side_by_side: int = 0
-    """How many norms stand in front of attention and feed-forward where both read the same; 0: the second
-    reads what the first has said. Of families that have both."""
+    """Number of input norms if attention and feed-forward run in parallel; 0: they run one after the other.
+    Only for families with both forms."""
     moe: MoeFacts | None = None
     mla: MlaFacts | None = None
     state: StateFacts | None = None
@@ -385,20 +393,20 @@ class ArchFacts:
     shared: SharedFacts | None = None
     encoder: EncoderFacts | None = None
     unused: str = ""
-    """An expression that finds the tensors of the checkpoint which are passed over on purpose."""
+    """Regular expression of checkpoint tensors that are skipped on purpose."""
     media: MediaFacts | None = None
-    """Set of a model that takes in more than text, unless nobody asked for that."""
+    """Multimodal inputs; None for text-only models, or if they are disabled."""
     predicting: LayerFacts | None = None
-    """The layer of the checkpoint that predicts the next token but one, where it is not like the last."""
+    """The MTP layer, if it is not like the last layer."""
     drafts: HeadFacts | None = None
-    """Set of a model that only drafts."""
+    """Set for draft heads only."""
     borrowed: Borrowed | None = None
-    """Set where transformers runs the model."""
+    """Set if transformers runs the model."""
 
     def of_layer(self, layer: LayerFacts) -> "ArchFacts":
-        """The same with what a layer has of its own in the place of what most have."""
+        """Return these facts with the values of one layer in place of the model's."""
         names = ("heads", "kv_heads", "head_dim", "intermediate", "activation")
-        own: dict[str, Any] = {name: getattr(layer, name) for name in names if getattr(layer, name)}
+        changes: dict[str, Any] = {name: getattr(layer, name) for name in names if getattr(layer, name)}
         if self.moe is not None and layer.expert_activation:
-            own["moe"] = replace(self.moe, activation=layer.expert_activation)
-        return replace(self, **own) if own else self
+            changes["moe"] = replace(self.moe, activation=layer.expert_activation)
+        return replace(self, **changes) if changes else self

@@ -1,4 +1,4 @@
-"""GGUFFile: the header of a .gguf file and, memory-mapped, its tensors. Nothing in the file is trusted."""
+"""Reading .gguf files: the header and the memory-mapped tensors. All values in the file are validated."""
 
 import mmap
 import re
@@ -20,7 +20,7 @@ _MAX_ARRAY_DEPTH = 8
 _MAX_ALIGNMENT = 1 << 20
 _NUM_NAMED = 5
 
-# Value types of the format, by number: numpy code of the scalars, and the two that are not scalars.
+# Value types of the format by number: numpy dtypes of the scalars; strings and arrays follow.
 _SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
@@ -82,11 +82,11 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where one tensor lies in the file."""
+    """Location of one tensor in the file."""
 
     name: str
     shape: tuple[int, ...]
-    """Outermost dimension first, as torch counts."""
+    """Outermost dimension first, as in torch."""
     type: str
     """The ggml type's name, such as Q4_1."""
     offset: int
@@ -95,8 +95,8 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file (version 2 or 3, little endian), mapped read-only while it or a view of it lives. Of one
-    that was split, any part stands for all: metadata are in the first, tensors in each."""
+    """A GGUF file (version 2 or 3, little endian), mapped read-only while it or a view of it lives. Any part
+    of a split file opens all parts: the first has the metadata, each has tensors."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -109,7 +109,7 @@ class GGUFFile:
             metadata = header.metadata()
             tensors = header.tensors(metadata.get("general.alignment", 32))
             if twice := next((name for name in tensors if name in self.tensors), None):
-                raise header.bad(f"tensor {twice} is in another part, too")
+                raise header.bad(f"tensor {twice} is also in another part")
             if number == 0:
                 self.version, self.metadata = header.version, metadata
             self.tensors |= tensors
@@ -121,19 +121,19 @@ class GGUFFile:
             )
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """The tensor's bytes as they lie in the file: a read-only view, nothing is copied."""
+        """Return the tensor's bytes as a read-only view of the file, without a copy."""
         tensor, data = self.tensors[name], self._maps[self._part_of[name]]
         return np.frombuffer(data, np.uint8, count=tensor.nbytes, offset=tensor.offset)
 
     def forget(self) -> None:
-        """Let go of the memory of what was read; it is read again where it is needed again."""
+        """Release the memory of the pages that were read; the file is read again on the next access."""
         for data in self._maps:
             if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
                 data.madvise(mmap.MADV_DONTNEED)
 
 
 def part_names(name: str) -> list[str]:
-    """Of a file that is one of several (`-00001-of-00003.gguf`) the names of all; else its own."""
+    """Return the names of all parts of a split file (`-00001-of-00003.gguf`), or the name itself."""
     match = _PART.search(name)
     if match is None:
         return [name]
@@ -141,13 +141,15 @@ def part_names(name: str) -> list[str]:
 
 
 def split_parts(path: Path) -> list[Path]:
-    """The same on this disk, where all must be."""
+    """Return the paths of all parts of a split file, and raise if one is missing."""
     parts = [path.with_name(name) for name in part_names(path.name)]
     missing = [part.name for part in parts if not part.is_file()] if len(parts) > 1 else []
     if missing:
         named = ", ".join(missing[:_NUM_NAMED])
         more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
-        raise ConfigError(f"{path} is one of {len(parts)} parts; beside it are missing: {named}{more}")
+        raise ConfigError(
+            f"{path} is one of {len(parts)} parts; missing in the same directory: {named}{more}"
+        )
     return parts
 
 
@@ -199,7 +201,7 @@ class _Header:
         return start
 
     def count(self, of: str, number: int, item_bytes: int) -> int:
-        """`number`, if that many items of at least `item_bytes` can still be in the file."""
+        """Return `number` if that many items of at least `item_bytes` fit in the rest of the file."""
         remaining = self.size - self.at
         if number > remaining // item_bytes:
             raise self.bad(
@@ -219,7 +221,7 @@ class _Header:
         return self.data[start : self.at].decode("utf-8", "replace")
 
     def strings(self, number: int, what: str) -> list[str]:
-        """An array of strings. A vocabulary has 150k of them, so the loop works on local names only."""
+        """Read an array of strings. A vocabulary has 150k of them, so the loop uses local names only."""
         data, at, size = self.data, self.at, self.size
         unpack = _U64.unpack_from
         out: list[str] = []
@@ -290,7 +292,7 @@ class _Header:
         return out
 
     def tensor(self, index: int) -> GGUFTensor:
-        """One entry of the tensor list; its offset still counts from the start of the data."""
+        """Read one entry of the tensor list; its offset is relative to the start of the data."""
         name = self.string(f"the name of tensor {index}")
         num_dims = self.u32(name)
         if num_dims > _MAX_DIMS:
@@ -298,7 +300,7 @@ class _Header:
         dims = [self.u64(name) for _ in range(num_dims)]
         number = self.u32(name)
         if number not in GGML_TYPES:
-            raise self.bad(f"tensor {name} has the ggml type {number}, which Quire does not know")
+            raise self.bad(f"tensor {name} has the ggml type {number}, which Quire does not support")
         kind, block_len, block_bytes = GGML_TYPES[number]
         if dims and dims[0] % block_len:
             raise self.bad(f"tensor {name} ({kind}) has rows of {dims[0]}, not a multiple of {block_len}")

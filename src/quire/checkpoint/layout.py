@@ -1,4 +1,4 @@
-"""The layout of the cache: what each layer keeps, and how all of them share one pool of equal blocks."""
+"""The KV cache layout: what each layer stores, and how all layers share one pool of equal blocks."""
 
 import math
 from collections import Counter
@@ -8,62 +8,63 @@ from itertools import accumulate
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, StateFacts
 
-_WORTH = 0.75
-"""Layers lie side by side in slabs where that takes less than such a part of the memory."""
+_MAX_SHARED_FRACTION = 0.75
+"""Layers share slabs side by side if that takes less than this fraction of the memory."""
 _MAX_WASTE = 1.25
-"""Groups may be as large as the largest kind of layers if it has fewer than so many times the smallest's."""
+"""Groups have the size of the largest kind of layer if it has fewer than this factor times the smallest's
+layers."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 OF_ROWS = ("state", "crossed")
-"""Kinds of which a row has a fixed size."""
+"""Kinds of cache with a fixed size per row."""
 CROSSED_BLOCK = 16
-"""Vectors of an item that no tokens stand for, where they are kept."""
+"""Block size of cross-attention states: their number is rounded up to a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What one layer keeps of the tokens that it has seen."""
+    """The cache of one layer: its size per token or per row."""
 
     kind: str
-    """full | window | latent: pages of tokens; state, crossed: a fixed size for each row"""
+    """full | window | latent: paged, per token; state | crossed: a fixed size per row"""
     planes: int = 2
-    """Tensors of its own that each page lies in: keys and values, or one latent."""
+    """Number of tensors of the layer's pages: two for keys and values, one for MLA latents."""
     numbers: int = 0
-    """Of one token in one plane; of one row, where all layers see an item that no tokens stand for."""
+    """Elements per token and plane; for `crossed` per row."""
     window: int | None = None
-    """How many tokens, itself included, a token sees; None: all before it."""
+    """Sliding window in tokens, the token itself included; None: full attention."""
     bytes_per_row: int = 0
-    """Of a `state`, which may also stand beside pages."""
+    """Size of an SSM state, which a layer may have in addition to pages."""
 
     @property
     def is_paged(self) -> bool:
         return self.kind not in OF_ROWS
 
     def row_bytes(self, bytes_per_number: int) -> int:
-        """What a row has of its own, where each has."""
+        """Return the bytes of one row: SSM state and cross-attention states."""
         crossed = self.planes * self.numbers * bytes_per_number if self.kind == "crossed" else 0
         return self.bytes_per_row + crossed
 
     @property
     def parts(self) -> tuple["CacheSpec", ...]:
-        """Pages and the state beside them, if there are both."""
+        """Return the pages and the state as separate specs, if there are both."""
         if not (self.is_paged and self.bytes_per_row):
             return (self,)
         return replace(self, bytes_per_row=0), CacheSpec("state", bytes_per_row=self.bytes_per_row)
 
     @property
     def page(self) -> tuple[int, int]:
-        """Layers with equal ones can lie in the same memory."""
+        """Return planes and elements; layers with equal pages can share memory."""
         return self.planes, self.numbers
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers whose pages come and go together: a block of the group is a page in each of them."""
+    """Layers that allocate blocks together: a block of the group is one page in each of them."""
 
     window: int | None
     layers: tuple[int, ...]
-    """Numbers of layers of the model, and behind them of its draft; the j-th with pages of one kind lies in
-    slab j of those with such pages."""
+    """Layer numbers of the model, followed by those of its draft; the j-th layer of a page kind uses slab j
+    of that kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,11 @@ class CacheLayout:
     one request at a time."""
 
     specs: tuple[CacheSpec | None, ...]
-    """By layer; None: it keeps nothing."""
+    """Spec of each layer; None: it has no cache."""
     groups: tuple[CacheGroup, ...]
     largest: int = 0
-    """Numbers of a token in each of two planes of every slab, where layers with smaller pages lie side by
-    side in one; 0: each kind of page has slabs of its own."""
+    """Elements per token in each of the two planes of a slab, if layers with smaller pages lie side by side
+    in one slab; 0: each page kind has separate slabs."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -84,24 +85,26 @@ class CacheLayout:
 
     @property
     def slabs(self) -> tuple[int, ...]:
-        """Numbers of a token in each piece of memory that a layer of every group lies in, those with pages of
-        one kind side by side."""
+        """Return the elements per token of each slab, ordered by page kind. Each group has one layer in a
+        slab, or several side by side."""
         if self.largest:
-            most = max((-(-len(group.layers) // self._beside(group)) for group in self.groups), default=0)
+            most = max(
+                (-(-len(group.layers) // self._layers_per_slab(group)) for group in self.groups), default=0
+            )
             return (2 * self.largest,) * most
         return tuple(math.prod(page) for page, count in self._pages.items() for _ in range(count))
 
     @property
     def parts(self) -> dict[int, tuple[int, int]]:
-        """Which of how many layers that lie side by side in its slab each layer with pages is."""
+        """Return for each layer with pages its index among the layers in its slab, and their number."""
         return {
-            layer: (at % self._beside(group), self._beside(group))
+            layer: (at % self._layers_per_slab(group), self._layers_per_slab(group))
             for group in self.groups
             for at, layer in enumerate(group.layers)
         }
 
-    def _beside(self, group: CacheGroup) -> int:
-        """Layers of a group in one slab. Where these are several, all of it have pages of one kind."""
+    def _layers_per_slab(self, group: CacheGroup) -> int:
+        """Return how many layers of a group share one slab. If several, the group has one page kind."""
         if not self.largest or not group.layers:
             return 1
         _, numbers = self._page(group.layers[0])
@@ -109,10 +112,10 @@ class CacheLayout:
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
-        """Group and slab of each layer with pages."""
+        """Return the group and slab of each layer with pages."""
         if self.largest:
             return {
-                layer: (number, at // self._beside(group))
+                layer: (number, at // self._layers_per_slab(group))
                 for number, group in enumerate(self.groups)
                 for at, layer in enumerate(group.layers)
             }
@@ -127,7 +130,7 @@ class CacheLayout:
 
     @property
     def _pages(self) -> dict[tuple[int, int], int]:
-        """How many slabs there are for each kind of page: what the group with the most such layers needs."""
+        """Return the number of slabs of each page kind: the largest number of such layers in one group."""
         most = Counter[tuple[int, int]]()
         for group in self.groups:
             most |= Counter(self._page(layer) for layer in group.layers)
@@ -135,11 +138,12 @@ class CacheLayout:
 
     def _page(self, layer: int) -> tuple[int, int]:
         spec = self.specs[layer]
-        assert spec is not None, f"layer {layer} keeps nothing"
+        assert spec is not None, f"layer {layer} has no cache"
         return spec.page
 
     def of(self, layers: Container[int]) -> "CacheLayout":
-        """What a stage of these layers has of it: as many groups, of which some may be empty there."""
+        """Return the layout of a pipeline stage with these layers. It has as many groups, and some may be
+        empty."""
         specs = tuple(spec if number in layers else None for number, spec in enumerate(self.specs))
         groups = (
             CacheGroup(group.window, tuple(number for number in group.layers if number in layers))
@@ -148,26 +152,26 @@ class CacheLayout:
         return CacheLayout(specs, tuple(groups), self.largest)
 
     def keeping(self, more: int) -> "CacheLayout":
-        """The same with windows that keep so many tokens more than are seen."""
+        """Return the layout with sliding windows that keep `more` additional tokens."""
         groups = (replace(group, window=group.window and group.window + more) for group in self.groups)
         return CacheLayout(self.specs, tuple(groups), self.largest)
 
     def row_bytes(self, bytes_per_number: int) -> int:
-        """What one row takes beside pages."""
+        """Return the bytes of one row besides its pages."""
         return row_bytes(self.specs, bytes_per_number)
 
     def block_bytes(self, block_size: int, bytes_per_number: int) -> int:
         return sum(self.slabs) * block_size * bytes_per_number
 
     def blocks_of(self, num_tokens: int, *, block_size: int, max_chunk: int) -> int:
-        """The most blocks that a request of so many tokens ever holds."""
+        """Return the largest number of blocks that a request of `num_tokens` holds at any time."""
         sizes = {"block_size": block_size, "max_chunk": max_chunk}
         return sum(most_blocks(num_tokens, group.window, **sizes) for group in self.groups)
 
 
 def most_blocks(num_tokens: int, window: int | None, *, block_size: int, max_chunk: int) -> int:
-    """The same in one group. With a window these are the blocks that a chunk lies in and its first token
-    sees, wherever in a block they begin."""
+    """Return the largest number of blocks in one group. With a window these are the blocks of a chunk and of
+    the tokens that its first token attends to, at any offset in a block."""
     blocks = -(-num_tokens // block_size)
     return blocks if window is None else min(blocks, (window + max_chunk - 3) // block_size + 2)
 
@@ -177,39 +181,43 @@ def has_states(specs: Sequence[CacheSpec | None]) -> bool:
 
 
 def row_bytes(specs: Sequence[CacheSpec | None], bytes_per_number: int) -> int:
-    """What each row has of its own, beside pages."""
+    """Return the bytes of one row besides pages, over all layers."""
     return sum(spec.row_bytes(bytes_per_number) for spec in specs if spec is not None)
 
 
 def layout(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLayout:
-    """Layers that see as far as each other go into groups of about equal size, since a block of a small group
-    leaves slabs unused. Those whose pages are not like most others', as a draft's may be, share no memory
-    with them: they lie in a group that keeps all. Where that takes more than to keep all of every layer, all
-    are that one group. Or layers lie side by side in slabs, where that takes much less."""
+    """Build the cache layout.
+
+    Layers with equal windows form groups of about equal size, since a block of a small group leaves slabs
+    unused. Layers with another page size, such as a draft's, share no memory with the others: they join a
+    group with full attention. If that takes more than one group of all layers with full attention, there is
+    only that group. If it takes much less memory, layers lie side by side in slabs.
+    """
     paged = {layer: spec for layer, spec in enumerate(specs) if spec is not None and spec.is_paged}
     whole = CacheLayout(tuple(specs), (CacheGroup(None, tuple(paged)),))
-    odd = _odd(paged)
+    odd = _find_odd_layers(paged)
     if not (alike := {layer: spec for layer, spec in paged.items() if layer not in odd}):
         return whole
-    groups = _grouped(alike, max_len)
+    groups = _group_layers(alike, max_len)
     if not odd:
         return CacheLayout(whole.specs, tuple(groups))
     first = groups.pop(0).layers if groups[0].window is None else ()
     groups.insert(0, CacheGroup(None, tuple(sorted({*first, *odd}))))
-    made = CacheLayout(whole.specs, tuple(groups))
-    made = made if _numbers(made, max_len) <= _numbers(whole, max_len) else whole
+    grouped = CacheLayout(whole.specs, tuple(groups))
+    grouped = grouped if _count_elements(grouped, max_len) <= _count_elements(whole, max_len) else whole
     largest = max(spec.numbers for spec in paged.values())
     if any(spec.planes != 2 or largest % spec.numbers for spec in paged.values()):
-        return made
-    beside = CacheLayout(whole.specs, tuple(_grouped(paged, max_len, largest)), largest)
-    return beside if _numbers(beside, max_len) < _WORTH * _numbers(made, max_len) else made
+        return grouped
+    side_by_side = CacheLayout(whole.specs, tuple(_group_layers(paged, max_len, largest)), largest)
+    limit = _MAX_SHARED_FRACTION * _count_elements(grouped, max_len)
+    return side_by_side if _count_elements(side_by_side, max_len) < limit else grouped
 
 
-def _grouped(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0) -> list[CacheGroup]:
-    """Layers of one window, and of one kind of page; `largest`: several of them may lie in one slab."""
+def _group_layers(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0) -> list[CacheGroup]:
+    """Group layers by window and page kind; with `largest` several of them may lie in one slab."""
     alike: dict[tuple[int | None, int], list[int]] = {}
     for layer, spec in paged.items():
-        alike.setdefault((_useful(spec.window, max_len), spec.numbers), []).append(layer)
+        alike.setdefault((_effective_window(spec.window, max_len), spec.numbers), []).append(layer)
     in_slab = {key: largest // key[1] if largest else 1 for key in alike}
     counts = [-(-len(layers) // in_slab[key]) for key, layers in alike.items()]
     size = max(counts) if max(counts) < _MAX_WASTE * min(counts) else min(counts)
@@ -220,28 +228,28 @@ def _grouped(paged: Mapping[int, CacheSpec], max_len: int, largest: int = 0) -> 
     ]
 
 
-def _odd(paged: Mapping[int, CacheSpec]) -> set[int]:
-    """The layers whose pages are not of the kind that most numbers lie in."""
+def _find_odd_layers(paged: Mapping[int, CacheSpec]) -> set[int]:
+    """Return the layers with pages that are not of the most common kind, counted in elements."""
     numbers = Counter[tuple[int, int]]()
     for spec in paged.values():
         numbers[spec.page] += spec.planes * spec.numbers
     return {layer for layer, spec in paged.items() if spec.page != numbers.most_common(1)[0][0]}
 
 
-def _numbers(made: CacheLayout, num_tokens: int) -> int:
-    """What blocks for so many tokens hold, about."""
-    kept = (num_tokens if window is None else min(window, num_tokens) for window in made.windows)
-    return sum(made.slabs) * sum(kept)
+def _count_elements(layout: CacheLayout, num_tokens: int) -> int:
+    """Return the approximate number of elements that blocks for `num_tokens` hold."""
+    kept = (num_tokens if window is None else min(window, num_tokens) for window in layout.windows)
+    return sum(layout.slabs) * sum(kept)
 
 
-def _useful(window: int | None, max_len: int) -> int | None:
-    """A window that no sequence outgrows is none."""
+def _effective_window(window: int | None, max_len: int) -> int | None:
+    """Return None for a window that is not shorter than the longest sequence."""
     return None if window is None or window >= max_len else window
 
 
 def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
-    """What each layer of a model keeps; an encoder's nothing. Behind them what all keep of an item that no
-    tokens stand for."""
+    """Return the cache of each layer, which is None for encoders. Cross-attention states follow as a last
+    entry."""
     if facts.encoder is not None:
         return (None,) * len(facts.layers)
     specs = tuple(_spec(facts, layer) for layer in facts.layers)
@@ -251,7 +259,7 @@ def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
 
 
 def crossed_spec(num_layers: int, num_vectors: int, numbers: int) -> CacheSpec:
-    """Of so many vectors, in whole blocks: each layer's keys and values of so many numbers each."""
+    """Return the cache of cross-attention states: keys and values of each layer, in whole blocks."""
     rounded = -(-num_vectors // CROSSED_BLOCK) * CROSSED_BLOCK
     return CacheSpec("crossed", numbers=num_layers * rounded * numbers)
 
@@ -261,21 +269,21 @@ def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
         return None
     if layer.mixer == "latent":
         assert facts.mla is not None
-        topk_indices = facts.mla.index.dim if facts.mla.index is not None and layer.picks else 0
-        numbers = facts.mla.kv_latent + facts.mla.rope_dim + topk_indices
+        index_dim = facts.mla.index.dim if facts.mla.index is not None and layer.picks else 0
+        numbers = facts.mla.kv_latent + facts.mla.rope_dim + index_dim
         return CacheSpec("latent", planes=1, numbers=numbers)
-    beside = 0
+    state_size = 0
     if layer.mixer != "attention":
         assert facts.state is not None
-        beside = state_bytes(facts.state)
+        state_size = state_bytes(facts.state)
     if "attention" not in layer.mixer:
-        return CacheSpec("state", bytes_per_row=beside)
-    own = facts.of_layer(layer)
-    kind, numbers = "full" if layer.window is None else "window", own.kv_heads * own.head_dim
-    return CacheSpec(kind, numbers=numbers, window=layer.window, bytes_per_row=beside)
+        return CacheSpec("state", bytes_per_row=state_size)
+    layer_facts = facts.of_layer(layer)
+    kind, numbers = "full" if layer.window is None else "window", layer_facts.kv_heads * layer_facts.head_dim
+    return CacheSpec(kind, numbers=numbers, window=layer.window, bytes_per_row=state_size)
 
 
 def state_bytes(state: StateFacts) -> int:
-    """Of one row: the state itself, and what the convolution still sees; all as if in float32."""
+    """Return the bytes of one row: the SSM state and the inputs of the convolution, both in float32."""
     inner = state.heads * state.head_dim
     return 4 * (inner * state.state + (inner + 2 * state.groups * state.state) * (state.conv - 1))

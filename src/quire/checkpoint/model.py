@@ -1,4 +1,4 @@
-"""A model on disk: what config.json or the GGUF header says of it, read once."""
+"""A checkpoint: what config.json or the GGUF header describes, read once."""
 
 import re
 import sys
@@ -24,17 +24,17 @@ logger = get_logger(__name__)
 DTYPES = ("float32", "float16", "bfloat16")
 _OTHER_ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "Model")
 _HEADED = re.compile(r"(\w+?)For[A-Z]\w*")
-"""The name of a model with a head."""
+"""Pattern of an architecture name with a head, such as BertForMaskedLM."""
 _CLASS_KEYS = ("id2label", "num_labels", "problem_type", "embedding_dim")
 _GENERATION_KEYS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
-_HEARING_KEYS = ("max_initial_timestamp_index", "alignment_heads")
-"""Of models that write down what they hear."""
-_UNSAID_KEYS = ("suppress_tokens", "begin_suppress_tokens")
+_SPEECH_KEYS = ("max_initial_timestamp_index", "alignment_heads")
+"""Keys of generation_config.json for speech-to-text models."""
+_SUPPRESS_KEYS = ("suppress_tokens", "begin_suppress_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk: where it is, what it is, and what it says about text."""
+    """A model on disk: its path, architecture, special tokens and defaults."""
 
     path: Path
     """A directory with config.json, or a .gguf file."""
@@ -42,17 +42,17 @@ class Checkpoint:
     """`hf` or `gguf`."""
     facts: ArchFacts
     dtype: str
-    """float32, float16 or bfloat16, as the checkpoint says (a GGUF file counts as float32)."""
+    """float32, float16 or bfloat16, from the checkpoint; float32 for a GGUF file."""
     derived_max_len: int
-    """Longest sequence the checkpoint was made for, rope scaling counted in."""
+    """Maximum sequence length of the checkpoint, rope scaling included."""
     bos_id: int | None
     eos_ids: tuple[int, ...]
-    """The ids that end a generation: the primary one first."""
+    """Token ids that end generation; the primary one first."""
     generation: dict[str, Any] = field(default_factory=dict)
     """Sampling defaults of generation_config.json (only the keys that Quire reads)."""
     pooling: StoredPooling = StoredPooling()
     quant: QuantFacts | None = None
-    """How its layers are stored, if not plain; nothing of a GGUF file, which says it of each tensor."""
+    """Quantization of the layers, if any; None for a GGUF file, where each tensor has a type."""
 
 
 def read_checkpoint(
@@ -64,17 +64,17 @@ def read_checkpoint(
     trust_remote_code: bool = False,
     family: Family | None = None,
 ) -> Checkpoint:
-    """Every fact of the model at `path`; `overrides` (hf_overrides) are merged into its config.json first,
-    which may lie in another directory. It is of the family that it names, unless one is given."""
+    """Read the checkpoint at `path`. `overrides` (hf_overrides) are merged into config.json, which may be in
+    another directory. The family is chosen by architecture unless one is passed."""
     path = Path(path)
     if path.is_dir():
-        config = _config(config_path or path, overrides or {})
+        config = _read_config(config_path or path, overrides or {})
         return _read_directory(path, config, model_impl, trust_remote_code, family)
     if not path.exists():
         raise ConfigError(f"there is no model at {path}: give a directory with config.json or a .gguf file")
     if config_path is not None:
         warn_once(
-            logger, f"hf_config_path has no effect: {path} is a GGUF file, which says itself what it is"
+            logger, f"hf_config_path has no effect: {path} is a GGUF file, which contains its configuration"
         )
     if overrides:
         raise ConfigError(f"hf_overrides change config.json, but {path} is a GGUF file, which has none")
@@ -84,7 +84,7 @@ def read_checkpoint(
 
 
 def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` on top; objects inside are merged the same way."""
+    """Return `base` with `changes` on top; nested objects are merged the same way."""
     out = dict(base)
     for key, value in changes.items():
         old = out.get(key)
@@ -92,7 +92,7 @@ def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _config(folder: Path, overrides: dict[str, Any]) -> ConfigReader:
+def _read_config(folder: Path, overrides: dict[str, Any]) -> ConfigReader:
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError(f"{folder} is not a model directory: it has no config.json")
@@ -105,13 +105,13 @@ def _read_directory(
     whole = keys
     media: MediaFacts | None = None
     if model_impl != "transformers":
-        keys, media = _parted(keys)
+        keys, media = _split_multimodal(keys)
     if family is None:
-        named, facts = _facts(keys, path, model_impl, trusted)
+        architecture, facts = _read_facts(keys, path, model_impl, trusted)
         facts = replace(facts, media=media)
     else:
-        named, facts = family.model_type, family.read(keys)
-    dtype = _dtype(keys)
+        architecture, facts = family.model_type, family.read(keys)
+    dtype = _read_dtype(keys)
     generation_path = path / "generation_config.json"
     generation = ConfigReader(
         str(generation_path), read_json(generation_path) if generation_path.is_file() else {}
@@ -121,11 +121,11 @@ def _read_directory(
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise generation.wrong(key, "a number")
     if media is not None and media.transcribes:
-        said = {key: generation if key in generation.values else keys for key in _UNSAID_KEYS}
-        sampling |= {key: [*source.token_ids(key)] for key, source in said.items()}
-        sampling |= {key: generation.get(key) for key in _HEARING_KEYS if generation.get(key) is not None}
+        sources = {key: generation if key in generation.values else keys for key in _SUPPRESS_KEYS}
+        sampling |= {key: [*source.token_ids(key)] for key, source in sources.items()}
+        sampling |= {key: generation.get(key) for key in _SPEECH_KEYS if generation.get(key) is not None}
     bos_ids = generation.token_ids("bos_token_id") or keys.token_ids("bos_token_id")
-    pooling = read_pooling(path, *_classified(whole, keys, named))
+    pooling = read_pooling(path, *_pooling_keys(whole, keys, architecture))
     return Checkpoint(
         path=path,
         format="hf",
@@ -140,8 +140,9 @@ def _read_directory(
     )
 
 
-def _parted(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts | None]:
-    """What a model says of its decoder, as if that were alone, and what it takes in beside text."""
+def _split_multimodal(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts | None]:
+    """Split a multimodal config into the decoder's keys, as of a text-only model, and the multimodal
+    inputs."""
     named = [_media_family(name) for name in _architectures(keys)]
     read = next((MEDIA_FAMILIES[name] for name in named if name in MEDIA_FAMILIES), None)
     if read is None:
@@ -152,17 +153,18 @@ def _parted(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts | None]:
     return text, media
 
 
-def _classified(whole: ConfigReader, decoder: ConfigReader, named: str) -> tuple[ConfigReader, str]:
-    """What is said of pooling, and the architecture: a classifier that also sees names its classes itself,
-    whatever its decoder's part says."""
+def _pooling_keys(whole: ConfigReader, decoder: ConfigReader, named: str) -> tuple[ConfigReader, str]:
+    """Return the keys for pooling, and the architecture. A multimodal classifier has its labels at the top
+    level, which override the decoder's."""
     named = next((name for name in _architectures(whole) if name.endswith(RETRIEVAL)), named)
     architecture = next((name for name in _architectures(whole) if _media_family(name) != name), named)
-    said = {key: whole.get(key) for key in _CLASS_KEYS if whole.get(key) is not None}
-    return decoder.but(**said), architecture
+    class_keys = {key: whole.get(key) for key in _CLASS_KEYS if whole.get(key) is not None}
+    return decoder.but(**class_keys), architecture
 
 
-def _facts(keys: ConfigReader, path: Path, model_impl: str, trusted: bool) -> tuple[str, ArchFacts]:
-    """The architecture as config.json names it, and its facts: out of our own table, or for transformers."""
+def _read_facts(keys: ConfigReader, path: Path, model_impl: str, trusted: bool) -> tuple[str, ArchFacts]:
+    """Return the architecture name in config.json and its facts, from Quire's families or for
+    transformers."""
     named = _architectures(keys)
     known = [name for name in named if _family(name) in FAMILIES]
     if known and model_impl != "transformers":
@@ -178,15 +180,15 @@ def _facts(keys: ConfigReader, path: Path, model_impl: str, trusted: bool) -> tu
     if keys.get("is_encoder_decoder") is True:
         raise keys.wrong(
             "is_encoder_decoder",
-            f"false: {name} is a decoder that looks at the states of an encoder, and such models, as Whisper"
-            " and T5, are not built yet",
+            f"false: {name} is an encoder-decoder model, and such models are not supported yet, except"
+            " Whisper",
         )
     source = None
     generates = name.endswith(GENERATIVE) or not (name.endswith("Model") or _HEADED.fullmatch(name))
     if model_impl in ("auto", "transformers") and generates:
         source = source_of(keys, name, trusted=trusted)
     if source is None:
-        raise ConfigError(f"{keys.source}: {_unknown(keys, name, model_impl)}")
+        raise ConfigError(f"{keys.source}: {_unsupported_message(keys, name, model_impl)}")
     try:
         return name, read_borrowed(keys, path, remote=source == "checkpoint")
     except ConfigError as error:
@@ -202,44 +204,44 @@ def _architectures(keys: ConfigReader) -> list[str]:
     return named
 
 
-def _unknown(keys: ConfigReader, name: str, model_impl: str) -> str:
-    """What to do about an architecture that nobody here can run."""
+def _unsupported_message(keys: ConfigReader, name: str, model_impl: str) -> str:
+    """Return the error message for an architecture that is not supported."""
     more = " and the decoders of the installed transformers"
     if model_impl not in ("auto", "transformers"):
-        more = "; model_impl='auto' takes those of transformers, too"
+        more = "; model_impl='auto' also supports the decoders of transformers"
     elif not is_installed():
-        more = "; with the transformers package installed, its decoders, too"
+        more = "; with the transformers package installed, also its decoders"
     elif keys.get("auto_map"):
-        more += "; trust_remote_code=True would run the code that the checkpoint brings along"
+        more += "; trust_remote_code=True would run the code in the checkpoint"
     known = f"{', '.join(sorted(FAMILIES))}{more}"
     if (headed := _HEADED.fullmatch(name)) and _family(body := f"{headed[1]}Model") in FAMILIES:
         return (
-            f"{name} has a head that is not supported: those that generate or classify texts or tokens"
-            " (ForCausalLM, ForSequenceClassification, ForTokenClassification) are; with"
-            f" hf_overrides={{'architectures': ['{body}']}} what is below it embeds"
+            f"{name} has a head that is not supported; supported are ForCausalLM,"
+            " ForSequenceClassification and ForTokenClassification; to use the model without its head for"
+            f" embeddings, set hf_overrides={{'architectures': ['{body}']}}"
         )
     return f"the architecture {name!r} is not supported; known: {known}{nearest(name, FAMILIES)}"
 
 
 def _family(name: str) -> str:
-    """A classifier's body, or one that was saved without its head or with another, is its family's; so is the
-    text part of a model that also sees, by itself."""
+    """Return the family of an architecture name: classifiers, headless models and text parts of multimodal
+    models have the family of their decoder."""
     if name in ALIASES:
         return ALIASES[name]
     bases = [name.removesuffix(end) for end in _OTHER_ENDINGS if name.endswith(end)]
     bases += [base.removesuffix("Text") for base in bases if base.endswith("Text")]
     others = [base + ending for base in bases for ending in ("ForCausalLM", "Model", "LMHeadModel")]
-    return next((each for each in (name, *others) if each in FAMILIES), name)
+    return next((candidate for candidate in (name, *others) if candidate in FAMILIES), name)
 
 
 def _media_family(name: str) -> str:
-    """That of a classifier that also sees or hears."""
+    """Return the multimodal family of a classifier's name; other names are returned unchanged."""
     body = name.removesuffix(_OTHER_ENDINGS[0])
     known = f"{body}ForConditionalGeneration"
     return known if body != name and known in MEDIA_FAMILIES else name
 
 
-def _dtype(keys: ConfigReader) -> str:
+def _read_dtype(keys: ConfigReader) -> str:
     key = "dtype" if keys.get("dtype") is not None else "torch_dtype"
     name = str(keys.get(key) or "float32").removeprefix("torch.")
     if name not in DTYPES:

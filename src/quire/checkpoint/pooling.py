@@ -1,4 +1,4 @@
-"""Pooling: what becomes of a sequence's hidden states, as the checkpoint's files and the user say."""
+"""Pooling settings: how hidden states become embeddings or scores, from the checkpoint and user settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from quire.checkpoint.sentence_transformers import DenseFacts, read_modules
 from quire.errors import ConfigError, nearest
 
 TYPES = ("LAST", "CLS", "MEAN")
-"""Of a whole text."""
+"""Pooling types over a whole sequence."""
 TOKEN_TYPES = ("ALL", "STEP")
-"""Of its tokens."""
+"""Pooling types with an output per token."""
 _NAMED_TYPES = {"cls": "CLS", "mean": "MEAN", "avg": "MEAN", "last": "LAST"}
-"""What config.json calls them."""
+"""Pooling types by their names in config.json."""
 _GGUF_TYPES = {1: "MEAN", 2: "CLS", 3: "LAST"}
 _CLASSES = "ForSequenceClassification"
 _TOKEN_CLASSES = "ForTokenClassification"
 _BIDIRECTIONAL = "LlamaBidirectional"
-_BOTH_WAYS = (_BIDIRECTIONAL, "EuroBert")
-"""How those begin that attend in both directions and do not say so elsewhere."""
+_BIDIRECTIONAL_PREFIXES = (_BIDIRECTIONAL, "EuroBert")
+"""Prefixes of architectures that attend in both directions without a key for it in config.json."""
 _REWARDS: dict[str, dict[str, Any]] = {
     "InternLM2ForRewardModel": {"head": "value", "labels": ("LABEL_0",), "is_raw": True},
     "Qwen2ForProcessRewardModel": {
@@ -32,11 +32,11 @@ _REWARDS: dict[str, dict[str, Any]] = {
     },
     "Qwen2ForRewardModel": {"head": "reward", "labels": ("LABEL_0",), "is_raw": True},
 }
-"""Models that say how good each token is, or each step: what their configurations do not say."""
+"""Reward models: settings that their config.json does not contain."""
 RETRIEVAL = "ForRetrieval"
-"""How those end that have a product behind every state."""
+"""Suffix of architectures that project every hidden state (late interaction)."""
 GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ChatGLMModel", "GritLM")
-"""How the architectures end that generate unless told otherwise."""
+"""Suffixes of architectures that generate by default."""
 _BY_PROBLEM = {
     "regression": "identity",
     "single_label_classification": "softmax",
@@ -50,46 +50,46 @@ _POOLER_KEYS = {
     **dict.fromkeys(("normalize", "softmax", "activation", "use_activation"), "use_activation"),
     **{name: name for name in ("dimensions", "step_tag_id", "returned_token_ids")},
 }
-"""What `pooler_config` may say, and what it means."""
+"""Keys of `pooler_config`, and the settings that they stand for."""
 _AS_STORED = ("is_matryoshka", "matryoshka_dimensions", "label_tokens", "two_way", "instructions")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPooling:
-    """What a checkpoint's files say about pooling."""
+    """Pooling settings of a checkpoint."""
 
     architecture: str = "ForCausalLM"
-    """As config.json names it."""
+    """Architecture name in config.json."""
     is_embedder: bool = False
-    """Whether sentence-transformers has saved it."""
+    """Whether the model was saved by sentence-transformers."""
     type: str | None = None
     normalize: bool | None = None
     max_len: int | None = None
-    """The longest text that sentence-transformers reads."""
+    """Maximum sequence length of sentence-transformers."""
     labels: tuple[str, ...] = ()
     activation: str | None = None
-    """Of a classifier: what makes scores of its logits."""
+    """Classifiers: activation that turns logits into scores."""
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
-    """Those it was trained for; empty: all."""
+    """Embedding sizes that the model was trained for; empty: any."""
     label_tokens: tuple[str, ...] = ()
-    """A classifier that is made of the output head: the tokens whose logits are its classes."""
+    """Tokens with logits that are the classes, if the classifier is part of the output head."""
     two_way: bool = False
-    """Of these two, their softmax: one class."""
+    """Whether the score is the softmax over the two label tokens: one class."""
     both_ways: str = ""
-    """Of a decoder that was trained to look ahead, too: what says so."""
+    """Reason why a decoder attends in both directions, such as the config key; empty: it is causal."""
     instructions: tuple[tuple[str, str], ...] = ()
-    """Texts to put in front of inputs, by what these are for."""
+    """Prompts to prepend to inputs, by task name."""
     projection: int = 0
-    """Numbers of the product behind every state; 0: there is none."""
+    """Output size of the projection of every hidden state; 0: there is none."""
     dense: tuple[DenseFacts, ...] = ()
-    """Products behind the pooled one, one after the other."""
+    """Dense layers after pooling, in order."""
     head: str = ""
-    """Of a classifier of tokens: tokens | reward | value, a key of the table in `models/`."""
+    """Head of a token classifier: tokens | reward | value, a key of the table in `models/`."""
     is_raw: bool = False
-    """Of a classifier: logits are given out as they are, unless a request says otherwise."""
+    """Classifiers: whether logits are returned without activation unless a request sets it."""
     temperature: float = 1.0
-    """Of a classifier: by which its logits are divided."""
+    """Classifiers: divisor of the logits."""
     token_type: str = "ALL"
     step_tag_id: int | None = None
 
@@ -100,19 +100,19 @@ class StoredPooling:
 
 @dataclass(frozen=True, slots=True)
 class PoolingFacts:
-    """How an engine pools."""
+    """Pooling settings of an engine."""
 
     task: str
-    """`embed` or `classify`, a text or each of its tokens."""
+    """`embed` or `classify`; both also exist per token."""
     type: str
-    """LAST, CLS or MEAN: the last token's state, the first's, or the mean of all."""
+    """LAST, CLS or MEAN: hidden state of the last token, of the first, or the mean of all."""
     size: int
-    """Numbers of an embedding, or of classes."""
+    """Size of an embedding, or number of classes."""
     use_activation: bool = True
-    """What is done unless a request says otherwise: normalise, or make probabilities."""
+    """Whether outputs are normalized, or turned into probabilities, unless a request sets it."""
     activation: str = "softmax"
     dimensions: int | None = None
-    """How many numbers of an embedding are given out unless a request says otherwise."""
+    """Default size of returned embeddings; None: the full size."""
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
     labels: tuple[str, ...] = ()
@@ -120,41 +120,42 @@ class PoolingFacts:
     two_way: bool = False
     instructions: tuple[tuple[str, str], ...] = ()
     token_types: int = 0
-    """Of how many texts in one prompt the model knows which token is whose; 0: it does not ask."""
+    """Number of token types that the model expects in prompts; 0: none."""
     projection: int = 0
     dense: tuple[DenseFacts, ...] = ()
     head: str = ""
-    """Of a classifier of tokens, which has no answer for a whole text: a key of the table in `models/`."""
+    """Head of a token classifier, which has no output for a whole sequence: a key of the table in
+    `models/`."""
     temperature: float = 1.0
     by_token: bool = False
-    """Whether each token has an answer of its own, unless a request says otherwise."""
+    """Whether outputs are per token unless a request sets the task."""
     token_type: str = "ALL"
-    """What requests for tokens are given: ALL of them, or those that end a STEP."""
+    """Tokens with outputs: ALL, or those that end a STEP."""
     step_tag_id: int | None = None
-    """The token that does; None: all."""
+    """Token that ends a step; None: all tokens."""
     returned_token_ids: tuple[int, ...] = ()
-    """Which of the numbers of a token are given out; empty: all."""
+    """Indices of the outputs that are returned per token; empty: all."""
     label_ids: tuple[int, ...] = ()
-    """A classifier that is made of the output head, by token ids."""
+    """Token ids of the classes, if the classifier is part of the output head."""
     both_ways: bool = False
-    """Whether the tokens of a decoder see those behind them, too."""
+    """Whether the tokens of a decoder attend in both directions."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What can be asked for; the first is what is done unless a request says otherwise."""
+        """Return the tasks that requests may use; the first is the default."""
         both = (self.task, f"token_{self.task}")
         return both[1:] if self.head else both[::-1] if self.by_token else both
 
     @property
     def needs_all_states(self) -> str:
-        """The type of pooling that would miss tokens which the prefix cache holds; empty: none would."""
+        """Return the pooling type if it needs all hidden states (no prefix cache), or an empty string."""
         if self.token_type == "STEP":
             return self.token_type
         return "" if self.type == "LAST" or self.head else self.type
 
 
 def read_pooling(path: Path, keys: ConfigReader, architecture: str) -> StoredPooling:
-    """Out of a model directory: config.json, and what sentence-transformers writes beside it."""
+    """Read the pooling settings of a model directory: config.json and the files of sentence-transformers."""
     dimensions = keys.get("matryoshka_dimensions")
     if dimensions is not None and not _is_list_of(dimensions, int):
         raise keys.wrong("matryoshka_dimensions", "a list of integers")
@@ -165,8 +166,8 @@ def read_pooling(path: Path, keys: ConfigReader, architecture: str) -> StoredPoo
     if two_way and len(tokens or ()) != 2:
         raise keys.wrong("classifier_from_token", "the tokens for no and yes, such as ['no', 'yes']")
     stored: dict[str, Any] = {
-        "labels": _labels(keys) if not tokens else ("yes",) if two_way else tuple(tokens),
-        **_named_type(keys, architecture),
+        "labels": _read_labels(keys) if not tokens else ("yes",) if two_way else tuple(tokens),
+        **_read_type(keys, architecture),
         **read_modules(path),
         **_REWARDS.get(architecture, {}),
     }
@@ -174,20 +175,20 @@ def read_pooling(path: Path, keys: ConfigReader, architecture: str) -> StoredPoo
         stored["head"] = "tokens"
     return StoredPooling(
         architecture=architecture,
-        activation=_activation(keys),
+        activation=_read_activation(keys),
         is_matryoshka=keys.flag("is_matryoshka") or dimensions is not None,
         matryoshka_dimensions=tuple(dimensions or ()),
         label_tokens=tuple(tokens or ()),
         two_way=two_way,
-        both_ways=_both_ways(keys, architecture),
-        instructions=_instructions(path, keys),
+        both_ways=_bidirectional_reason(keys, architecture),
+        instructions=_read_instructions(path, keys),
         projection=keys.size("embedding_dim", 128) if architecture.endswith(RETRIEVAL) else 0,
         **stored,
     )
 
 
-def _named_type(keys: ConfigReader, architecture: str) -> dict[str, Any]:
-    """Of those whose config.json says how they pool."""
+def _read_type(keys: ConfigReader, architecture: str) -> dict[str, Any]:
+    """Return the pooling type, for architectures with one in config.json."""
     if architecture.endswith(_CLASSES) and keys.get("classifier_pooling") is not None:
         key, known = "classifier_pooling", ["cls", "mean"]
     elif architecture.startswith(_BIDIRECTIONAL):
@@ -197,27 +198,29 @@ def _named_type(keys: ConfigReader, architecture: str) -> dict[str, Any]:
     named = str(keys.get(key) or known[0])
     if named not in known:
         raise keys.wrong(key, f"one of {', '.join(known)}")
-    found: dict[str, Any] = {"type": _NAMED_TYPES[named]}
+    settings: dict[str, Any] = {"type": _NAMED_TYPES[named]}
     if architecture.startswith(_BIDIRECTIONAL) and architecture.endswith(_CLASSES):
-        found["temperature"] = keys.number("temperature", 1.0)
-    return found
+        settings["temperature"] = keys.number("temperature", 1.0)
+    return settings
 
 
-def _both_ways(keys: ConfigReader, architecture: str) -> str:
+def _bidirectional_reason(keys: ConfigReader, architecture: str) -> str:
     if keys.get("use_bidirectional_attention") in (True, "all"):
         return "use_bidirectional_attention"
     if keys.get("is_causal") is False:
         return "is_causal"
-    return architecture if architecture.startswith(_BOTH_WAYS) else ""
+    return architecture if architecture.startswith(_BIDIRECTIONAL_PREFIXES) else ""
 
 
-def _instructions(path: Path, keys: ConfigReader) -> tuple[tuple[str, str], ...]:
-    """Those of config.json, or what sentence-transformers calls prompts."""
+def _read_instructions(path: Path, keys: ConfigReader) -> tuple[tuple[str, str], ...]:
+    """Return the instructions in config.json, or the prompts of sentence-transformers."""
     file = path / "config_sentence_transformers.json"
-    found = keys.get("task_instructions") or (read_json(file).get("prompts") if file.is_file() else None)
-    if not isinstance(found, dict):
+    instructions = keys.get("task_instructions") or (
+        read_json(file).get("prompts") if file.is_file() else None
+    )
+    if not isinstance(instructions, dict):
         return ()
-    return tuple((name, text) for name, text in found.items() if isinstance(text, str))
+    return tuple((name, text) for name, text in instructions.items() if isinstance(text, str))
 
 
 def read_gguf_pooling(arch: ConfigReader) -> StoredPooling:
@@ -227,11 +230,11 @@ def read_gguf_pooling(arch: ConfigReader) -> StoredPooling:
 
 
 def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+    return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
 
 
-def _labels(keys: ConfigReader) -> tuple[str, ...]:
-    """Two where nothing is said, as transformers has it."""
+def _read_labels(keys: ConfigReader) -> tuple[str, ...]:
+    """Return the class names; without labels in config.json there are two, as in transformers."""
     names = keys.get("id2label") or {}
     if not isinstance(names, dict):
         raise keys.wrong("id2label", "an object of numbers to names")
@@ -239,8 +242,8 @@ def _labels(keys: ConfigReader) -> tuple[str, ...]:
     return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
 
 
-def _activation(keys: ConfigReader) -> str | None:
-    """The function that config.json names for a classifier or a cross-encoder."""
+def _read_activation(keys: ConfigReader) -> str | None:
+    """Return the activation that config.json names for a classifier or cross-encoder."""
     if (problem := keys.get("problem_type")) is not None:
         if str(problem) not in _BY_PROBLEM:
             raise keys.wrong("problem_type", f"one of {', '.join(_BY_PROBLEM)}")
@@ -266,34 +269,34 @@ def settle(
     convert: str = "auto",
     pooler: Mapping[str, Any] | None = None,
 ) -> PoolingFacts | None:
-    """What the user and the checkpoint say together; None for an engine that generates."""
+    """Merge the user's and the checkpoint's settings; None for an engine that generates."""
     if not _pools(stored, is_encoder, runner, convert):
         return None
-    asked = _asked(pooler or {})
-    task, labels, label_ids = _classes(stored, convert, tuple(asked.get("returned_token_ids", ())))
-    own = _embedder(stored, hidden) if task == "embed" else _classifier(stored, labels)
+    requested = _check_pooler_config(pooler or {})
+    task, labels, label_ids = _choose_classes(stored, convert, tuple(requested.get("returned_token_ids", ())))
+    defaults = _embedding_fields(stored, hidden) if task == "embed" else _classifier_fields(stored, labels)
     facts = PoolingFacts(
         task=task,
-        type=asked.get("type") or stored.type or ("CLS" if is_encoder else "LAST"),
-        size=own.pop("size"),
-        use_activation=asked.get("use_activation", own.pop("use_activation")) is not False,
-        dimensions=asked.get("dimensions"),
+        type=requested.get("type") or stored.type or ("CLS" if is_encoder else "LAST"),
+        size=defaults.pop("size"),
+        use_activation=requested.get("use_activation", defaults.pop("use_activation")) is not False,
+        dimensions=requested.get("dimensions"),
         token_types=token_types,
-        by_token="token_type" in asked,
-        token_type=asked.get("token_type", own.pop("token_type", "ALL")),
-        step_tag_id=asked.get("step_tag_id", stored.step_tag_id),
-        returned_token_ids=() if label_ids else tuple(asked.get("returned_token_ids", ())),
+        by_token="token_type" in requested,
+        token_type=requested.get("token_type", defaults.pop("token_type", "ALL")),
+        step_tag_id=requested.get("step_tag_id", stored.step_tag_id),
+        returned_token_ids=() if label_ids else tuple(requested.get("returned_token_ids", ())),
         label_ids=label_ids,
         both_ways=bool(stored.both_ways) and not is_encoder,
         **{name: getattr(stored, name) for name in _AS_STORED},
-        **own,
+        **defaults,
     )
     if facts.dimensions is not None and (wrong := dimensions_error(facts, facts.dimensions)):
         raise ConfigError(f"pooler_config: {wrong}")
-    if any(each >= facts.size for each in facts.returned_token_ids):
+    if any(token_id >= facts.size for token_id in facts.returned_token_ids):
         raise ConfigError(
-            f"pooler_config: returned_token_ids={[*facts.returned_token_ids]} must be below {facts.size}, as"
-            " many numbers a token has"
+            f"pooler_config: returned_token_ids={[*facts.returned_token_ids]} must be below {facts.size},"
+            " the number of outputs per token"
         )
     return facts
 
@@ -317,11 +320,11 @@ def _pools(stored: StoredPooling, is_encoder: bool, runner: str, convert: str) -
     return True
 
 
-def _classes(
+def _choose_classes(
     stored: StoredPooling, convert: str, returned: tuple[int, ...]
 ) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
-    """The task, the names of classes, and the tokens of the output head that they are: the head of a model
-    that generates says how good a step was by the logits of some."""
+    """Return the task, the class names, and the token ids of the output head for these classes. A generative
+    model can score steps by the logits of some tokens."""
     generates = stored.architecture.endswith(GENERATIVE) and not stored.label_tokens
     label_ids = returned if generates and convert != "embed" else ()
     if convert in ("embed", "classify"):
@@ -331,8 +334,8 @@ def _classes(
     return task, tuple(map(str, label_ids)) or stored.labels, label_ids
 
 
-def _embedder(stored: StoredPooling, hidden: int) -> dict[str, Any]:
-    dense = _chained(stored.dense, hidden)
+def _embedding_fields(stored: StoredPooling, hidden: int) -> dict[str, Any]:
+    dense = _check_dense_sizes(stored.dense, hidden)
     return {
         "size": dense[-1].size_out if dense else stored.projection or hidden,
         "use_activation": stored.normalize,
@@ -341,7 +344,7 @@ def _embedder(stored: StoredPooling, hidden: int) -> dict[str, Any]:
     }
 
 
-def _classifier(stored: StoredPooling, labels: tuple[str, ...]) -> dict[str, Any]:
+def _classifier_fields(stored: StoredPooling, labels: tuple[str, ...]) -> dict[str, Any]:
     activation = stored.activation or "softmax"
     return {
         "size": len(labels),
@@ -354,40 +357,40 @@ def _classifier(stored: StoredPooling, labels: tuple[str, ...]) -> dict[str, Any
     }
 
 
-def _chained(dense: tuple[DenseFacts, ...], hidden: int) -> tuple[DenseFacts, ...]:
-    """Each takes what the one before it gives."""
-    given = hidden
-    for each in dense:
-        if each.size_in != given:
+def _check_dense_sizes(dense: tuple[DenseFacts, ...], hidden: int) -> tuple[DenseFacts, ...]:
+    """Raise if the sizes of consecutive Dense layers do not match."""
+    size = hidden
+    for layer in dense:
+        if layer.size_in != size:
             raise ConfigError(
-                f"{each.folder} takes {each.size_in} numbers, and there are {given} in front of it"
+                f"{layer.folder} expects inputs of size {layer.size_in}, but the layer before it has {size}"
             )
-        given = each.size_out
+        size = layer.size_out
     return dense
 
 
 def both_ways_error(stored: StoredPooling, facts: ArchFacts, max_len: int) -> str | None:
-    """Why the tokens of a decoder cannot see those behind them."""
+    """Return why this decoder cannot attend in both directions, or None."""
     windowed = any(layer.window is not None and layer.window < max_len for layer in facts.layers)
-    said = facts.architecture == "Gemma3ForCausalLM" and stored.both_ways == "use_bidirectional_attention"
+    is_gemma = facts.architecture == "Gemma3ForCausalLM" and stored.both_ways == "use_bidirectional_attention"
     reasons = {
-        "and has layers that can only look back": any(layer.mixer != "attention" for layer in facts.layers),
-        "and has scores that fall with the way back": bool(facts.alibi_slopes),
-        "and takes in more than text": facts.media is not None,
-        "and has windows, of which it is not said how far they reach ahead": windowed and not said,
+        "has causal layers without attention": any(layer.mixer != "attention" for layer in facts.layers),
+        "has ALiBi slopes": bool(facts.alibi_slopes),
+        "is multimodal": facts.media is not None,
+        "has sliding windows without a defined extent to the right": windowed and not is_gemma,
     }
-    found = next((reason for reason, is_so in reasons.items() if is_so), None)
-    if found is None:
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    if reason is None:
         return None
     return (
-        f"this {stored.architecture} attends in both directions ({stored.both_ways}) {found}, which is not"
-        " supported"
+        f"this {stored.architecture} attends in both directions ({stored.both_ways}) and {reason}, which is"
+        " not supported"
     )
 
 
-def _asked(pooler: Mapping[str, Any]) -> dict[str, Any]:
-    """`pooler_config`, checked, under one name for each thing."""
-    asked: dict[str, Any] = {}
+def _check_pooler_config(pooler: Mapping[str, Any]) -> dict[str, Any]:
+    """Validate `pooler_config` and map its keys to setting names."""
+    requested: dict[str, Any] = {}
     for name, value in pooler.items():
         if value is None:
             continue
@@ -396,43 +399,46 @@ def _asked(pooler: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"pooler_config: {name!r} is not supported; known: {', '.join(_POOLER_KEYS)}{near}"
             )
-        asked[_POOLER_KEYS[name]] = value
-    if (kind := asked.pop("pooling_type", None)) is not None:
-        asked.setdefault("token_type" if str(kind).upper() in TOKEN_TYPES else "type", kind)
+        requested[_POOLER_KEYS[name]] = value
+    if (kind := requested.pop("pooling_type", None)) is not None:
+        requested.setdefault("token_type" if str(kind).upper() in TOKEN_TYPES else "type", kind)
     for name, known in (("type", TYPES), ("token_type", TOKEN_TYPES)):
-        if name in asked:
-            asked[name] = str(asked[name]).upper()
-            if asked[name] not in known:
+        if name in requested:
+            requested[name] = str(requested[name]).upper()
+            if requested[name] not in known:
                 raise ConfigError(
-                    f"pooler_config: pooling_type={asked[name]!r} is not supported; known: "
-                    f"{', '.join(TYPES)}, and of tokens {', '.join(TOKEN_TYPES)}"
+                    f"pooler_config: pooling_type={requested[name]!r} is not supported; known: "
+                    f"{', '.join(TYPES)}, and per token {', '.join(TOKEN_TYPES)}"
                 )
-    if asked.get("use_activation") not in (None, True, False):
-        raise ConfigError(f"pooler_config: use_activation={asked['use_activation']!r} must be true or false")
-    if not _is_id(asked.get("step_tag_id", 0)):
-        raise ConfigError(f"pooler_config: step_tag_id={asked['step_tag_id']!r} must be a token id")
-    if not all(map(_is_id, _listed(asked.get("returned_token_ids", ())))):
+    if requested.get("use_activation") not in (None, True, False):
         raise ConfigError(
-            f"pooler_config: returned_token_ids={asked['returned_token_ids']!r} must be a list of token ids"
+            f"pooler_config: use_activation={requested['use_activation']!r} must be true or false"
         )
-    steps = [name for name in ("step_tag_id", "returned_token_ids") if name in asked]
-    if steps and asked.get("token_type", "STEP") != "STEP":
+    if not _is_id(requested.get("step_tag_id", 0)):
+        raise ConfigError(f"pooler_config: step_tag_id={requested['step_tag_id']!r} must be a token id")
+    if not all(map(_is_id, _as_list(requested.get("returned_token_ids", ())))):
+        raise ConfigError(
+            f"pooler_config: returned_token_ids={requested['returned_token_ids']!r} must be a list of token"
+            " ids"
+        )
+    steps = [name for name in ("step_tag_id", "returned_token_ids") if name in requested]
+    if steps and requested.get("token_type", "STEP") != "STEP":
         raise ConfigError(f"pooler_config: {steps[0]} is for the pooling_type STEP")
     if steps:
-        asked["token_type"] = "STEP"
-    return asked
+        requested["token_type"] = "STEP"
+    return requested
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else (None,)
 
 
 def dimensions_error(facts: PoolingFacts, wanted: int) -> str | None:
-    """Why embeddings of so many numbers cannot be had."""
+    """Return why embeddings of this size are not available, or None."""
     if not facts.is_matryoshka:
         return (
             "this model does not support matryoshka representation, changing output dimensions will lead to"

@@ -1,4 +1,4 @@
-"""Typed reading of what a model's files say of themselves."""
+"""Typed access to the configuration files of a model."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class ConfigReader:
-    """Typed reading of a JSON object or a GGUF header: a wrong value is a ConfigError that names it."""
+    """Typed access to a JSON object or a GGUF header: a wrong value raises a ConfigError with its key."""
 
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
         self.source = source
@@ -32,7 +32,7 @@ class ConfigReader:
         return self.values.get(key)
 
     def but(self, **changes: Any) -> "ConfigReader":
-        """The same with some values changed."""
+        """Return a reader with some values changed."""
         return ConfigReader(self.source, {**self.values, **changes})
 
     def wrong(self, key: str, expected: str) -> ConfigError:
@@ -45,7 +45,7 @@ class ConfigReader:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Return a positive integer."""
         value = self._require(key) if default is None else self.values.get(key)
         if value is None:
             assert default is not None
@@ -55,7 +55,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+        """Return a positive, finite number."""
         value = self._require(key) if default is None else self.values.get(key)
         if value is None:
             assert default is not None
@@ -80,15 +80,15 @@ class ConfigReader:
         return value
 
     def integers(self, key: str) -> list[int]:
-        """A list, which is empty where there is none."""
+        """Return a list of integers, which is empty if the key is missing."""
         value = self.values.get(key)
         numbers = [] if value is None else value
-        if not isinstance(numbers, list) or not all(isinstance(each, int) for each in numbers):
+        if not isinstance(numbers, list) or not all(isinstance(entry, int) for entry in numbers):
             raise self.wrong(key, "a list of integers")
         return numbers
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One id or a list of them."""
+        """Return one id or a list of ids as a tuple."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):

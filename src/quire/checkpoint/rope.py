@@ -1,4 +1,4 @@
-"""Rotary embedding as config.json and GGUF headers describe it."""
+"""Reading the rotary embedding of config.json and GGUF headers."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 """The rope types that a config.json may name."""
 FALLBACK_MAX_LEN = 2048
-# What a config.json may call the longest sequence; the line above is assumed when it calls it nothing.
+# Keys of the maximum sequence length in config.json; FALLBACK_MAX_LEN is assumed if none is set.
 _MAX_LEN_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -30,14 +30,14 @@ _MAX_LEN_KEYS = (
 
 
 def read_rope(keys: ConfigReader, head_dim: int, *, pairs: bool = False) -> RopeFacts:
-    """Rope of a config.json: `rope_parameters`, or the older `rope_theta` + `rope_scaling`."""
-    given: dict[str, Any] = {}
+    """Read the rope of a config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+    params: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         block = keys.get(name) or {}
         if not isinstance(block, dict) or any(isinstance(value, dict) for value in block.values()):
             raise keys.wrong(name, "one flat object for all layers")
-        given |= {key: value for key, value in block.items() if value is not None}
-    kind = given.get("rope_type", given.get("type", "default"))
+        params |= {key: value for key, value in block.items() if value is not None}
+    kind = params.get("rope_type", params.get("type", "default"))
     kind = "default" if kind == "mrope" else kind
     if kind not in ROPE_KINDS:
         raise ConfigError(
@@ -45,14 +45,14 @@ def read_rope(keys: ConfigReader, head_dim: int, *, pairs: bool = False) -> Rope
         )
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         if keys.get(name) is not None:
-            given.setdefault(name, keys.get(name))
-    rope = ConfigReader(f"{keys.source}, rope_parameters", given)
+            params.setdefault(name, keys.get(name))
+    rope = ConfigReader(f"{keys.source}, rope_parameters", params)
     max_len = max_len_of(keys)
     original = rope.size("original_max_position_embeddings", max_len)
     factor = 1.0
     if kind == "longrope":
         factor = rope.number("factor", max(max_len / original, 1.0))
-    elif kind == "yarn" and "original_max_position_embeddings" in given:
+    elif kind == "yarn" and "original_max_position_embeddings" in params:
         factor = rope.number("factor", max_len / original)
     elif kind == "proportional":
         return _proportional(rope, head_dim, max_len)
@@ -85,9 +85,9 @@ def read_rope(keys: ConfigReader, head_dim: int, *, pairs: bool = False) -> Rope
 
 
 def _proportional(rope: ConfigReader, head_dim: int, max_len: int) -> RopeFacts:
-    """The first frequencies of a whole head; the others do not turn."""
-    turning = int(rope.number("partial_rotary_factor", 1.0) * head_dim // 2)
-    factors = (rope.number("factor", 1.0),) * turning + (math.inf,) * (head_dim // 2 - turning)
+    """Read proportional rope: only the first frequencies of the head rotate."""
+    num_rotated = int(rope.number("partial_rotary_factor", 1.0) * head_dim // 2)
+    factors = (rope.number("factor", 1.0),) * num_rotated + (math.inf,) * (head_dim // 2 - num_rotated)
     theta = rope.number("rope_theta", 10000.0)
     facts = RopeFacts(theta=theta, dim=head_dim, max_len=max_len, kind="factors", factors=factors)
     _check_rope(rope.source, facts, head_dim)
@@ -97,11 +97,11 @@ def _proportional(rope: ConfigReader, head_dim: int, max_len: int) -> RopeFacts:
 def read_gguf_rope(file: GGUFFile, arch: ConfigReader, head_dim: int, *, pairs: bool = False) -> RopeFacts:
     kind = str("none" if arch.get("rope.scaling.type") is None else arch.get("rope.scaling.type"))
     if kind == "longrope" and "rope_factors_long.weight" in file.tensors:
-        kind = "none"  # the tensors say all
+        kind = "none"  # the tensors contain all factors
     if kind not in ("none", "linear", "yarn"):
         raise arch.wrong("rope.scaling.type", "none, linear or yarn (no other is supported)")
     factor = 1.0 if kind == "none" else arch.number("rope.scaling.factor")
-    # Files from before rope.scaling.* have this key alone.
+    # Files older than rope.scaling.* have only this key.
     if kind == "none" and arch.number("rope.scale_linear", 1.0) != 1.0:
         kind, factor = "linear", arch.number("rope.scale_linear")
     attention_factor = None
@@ -135,7 +135,8 @@ def read_gguf_rope(file: GGUFFile, arch: ConfigReader, head_dim: int, *, pairs: 
 
 
 def _gguf_factors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
-    """The numbers of a tensor for half of `dim` frequencies; none if there is no such tensor."""
+    """Return a tensor with one factor for each of the dim / 2 frequencies; empty if there is no such
+    tensor."""
     tensor = file.tensors.get(f"{name}.weight")
     if tensor is None:
         return ()
@@ -147,8 +148,8 @@ def _gguf_factors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
 
 
 def longest(rope: RopeFacts) -> int:
-    """The longest sequence that it is made for. Scaling stretches it, except llama3, whose
-    max_position_embeddings counts that in."""
+    """Return the maximum sequence length. Scaling extends it, except llama3, where max_position_embeddings
+    includes it."""
     if rope.kind in ("linear", "dynamic"):
         return int(rope.max_len * rope.factor)
     return int(rope.original_max_len * rope.factor) if rope.kind == "yarn" else rope.max_len
@@ -162,7 +163,7 @@ def _factors(rope: ConfigReader, key: str, dim: int) -> tuple[float, ...]:
 
 
 def _sections(rope: ConfigReader, dim: int) -> tuple[int, ...]:
-    """Of time, height and width, in this order."""
+    """Return the M-RoPE sections of time, height and width."""
     sections = rope.get("mrope_section")
     if sections is None:
         return ()
@@ -173,15 +174,15 @@ def _sections(rope: ConfigReader, dim: int) -> tuple[int, ...]:
 
 
 def max_len_of(keys: ConfigReader) -> int:
-    """The longest sequence that a config.json names."""
-    found = [keys.size(key) for key in _MAX_LEN_KEYS if keys.get(key) is not None]
-    if not found:
+    """Return the maximum sequence length in a config.json."""
+    lengths = [keys.size(key) for key in _MAX_LEN_KEYS if keys.get(key) is not None]
+    if not lengths:
         warn_once(
             logger,
             f"{keys.source} names no maximum length ({', '.join(_MAX_LEN_KEYS)}); "
             f"assuming {FALLBACK_MAX_LEN}",
         )
-    return min(found, default=FALLBACK_MAX_LEN)
+    return min(lengths, default=FALLBACK_MAX_LEN)
 
 
 def _check_rope(source: str, rope: RopeFacts, head_dim: int) -> None:

@@ -1,4 +1,4 @@
-"""Shares: what devices that divide each layer have of a model, and which numbers of devices can."""
+"""Tensor parallelism: the shard of a model on one rank, and the sizes that divide its layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ _ATTENDING = ("attention", "attention+mamba")
 
 
 class _Count(NamedTuple):
-    """Something that is divided; fewer than devices are had by several at once, if it `repeats`."""
+    """A size that is divided between ranks; if it `repeats`, several ranks may hold the same part."""
 
     number: int
     what: str
@@ -43,20 +43,20 @@ def _counts(facts: ArchFacts, *, with_experts: bool) -> Iterator[_Count]:
 
 
 def _has_dense(facts: ArchFacts) -> bool:
-    """Whether a layer has a feed-forward half that is no mixture. If layers are one thing each, only those
-    that do not look back do."""
-    is_one_thing = any(layer.mixer == "none" for layer in facts.layers)
-    return any(not layer.moe and (layer.mixer == "none" or not is_one_thing) for layer in facts.layers)
+    """Return whether a layer has a dense feed-forward part. If each layer is either a mixer or a feed-forward
+    part, only layers without mixer have one."""
+    has_split_layers = any(layer.mixer == "none" for layer in facts.layers)
+    return any(not layer.moe and (layer.mixer == "none" or not has_split_layers) for layer in facts.layers)
 
 
 def check_shares(facts: ArchFacts, size: int, *, with_experts: bool = True) -> None:
-    """Refuse a number of devices that does not divide every layer; `with_experts`: each expert, too."""
+    """Raise if the number of ranks does not divide every layer; `with_experts`: each expert, too."""
     if size == 1:
         return
     if facts.borrowed is not None:
         raise ConfigError(
-            f"tensor_parallel_size={size} cannot be had with a model that transformers runs, whose layers "
-            "are not divided; leave it out, and use data_parallel_size for more devices"
+            f"tensor_parallel_size={size} is not supported for a model that runs through transformers; "
+            "leave it out, and use data_parallel_size for more devices"
         )
     counts = list(_counts(facts, with_experts=with_experts))
     misfits = [count for count in counts if not count.fits(size)]
@@ -71,7 +71,7 @@ def check_shares(facts: ArchFacts, size: int, *, with_experts: bool = True) -> N
 
 
 def of_one(facts: ArchFacts, size: int, *, with_experts: bool = True) -> ArchFacts:
-    """What one of so many devices has of a model's layers; `with_experts`: of each expert, too."""
+    """Return the facts of one rank's shard of the model; `with_experts`: each expert is divided, too."""
     if size == 1:
         return facts
     moe, state = facts.moe, facts.state
@@ -101,5 +101,5 @@ def _of_layer(layer: LayerFacts, size: int) -> LayerFacts:
 
 
 def _share(number: int, size: int) -> int:
-    """At least one of what there is."""
+    """Return the size of one shard, rounded up."""
     return -(-number // size)

@@ -1,4 +1,4 @@
-"""Decoders that Quire has no model of: what any config.json says, for transformers to run them."""
+"""Reading the config.json of decoders that have no model code in Quire and run through transformers."""
 
 import json
 from functools import cache
@@ -15,9 +15,9 @@ from quire.logs import get_logger, warn_once
 logger = get_logger(__name__)
 
 BORROWED = "TransformersForCausalLM"
-"""The line of the model table that runs them."""
+"""Architecture in the model table that runs them."""
 
-# The names that configurations of different years have for one thing.
+# Names of one setting in the configs of different models.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
@@ -28,8 +28,8 @@ _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
 def source_of(keys: ConfigReader, name: str, *, trusted: bool) -> str | None:
-    """Who has the code of this architecture or model_type: `transformers`, the `checkpoint`, or nobody."""
-    if f'"{name}"' in _known_to_transformers():
+    """Return the source of the model code: `transformers`, the `checkpoint`, or None."""
+    if f'"{name}"' in _read_model_tables():
         return "transformers"
     return "checkpoint" if keys.get("auto_map") and trusted and is_installed() else None
 
@@ -39,18 +39,18 @@ def is_installed() -> bool:
 
 
 @cache
-def _known_to_transformers() -> str:
-    """The text of its tables: to import them would import torch."""
-    found = find_spec("transformers")
-    if found is None or found.origin is None:
+def _read_model_tables() -> str:
+    """Return the text of transformers' model tables; importing them would import torch."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
         return ""
-    tables = Path(found.origin).parent / "models" / "auto"
+    tables = Path(spec.origin).parent / "models" / "auto"
     names = ("configuration_auto.py", "auto_mappings.py", "modeling_auto.py")
     return "".join((tables / name).read_text(encoding="utf-8") for name in names if (tables / name).is_file())
 
 
 def read_borrowed(whole: ConfigReader, path: Path, *, remote: bool) -> ArchFacts:
-    """What the engine must know of a decoder; the rest is between transformers and its config.json."""
+    """Read the facts that the engine needs of a decoder; transformers reads the rest of config.json."""
     keys = _text_part(whole)
     if keys.flag("is_encoder_decoder"):
         raise whole.wrong("is_encoder_decoder", "false (only decoders run through transformers)")
@@ -61,7 +61,7 @@ def read_borrowed(whole: ConfigReader, path: Path, *, remote: bool) -> ArchFacts
         architecture=BORROWED,
         vocab=_size(keys, ("vocab_size",)),
         hidden=hidden,
-        intermediate=_widest(keys, hidden),
+        intermediate=_feed_forward_width(keys, hidden),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=_size(keys, _HEAD_DIM, hidden // heads),
@@ -74,37 +74,37 @@ def read_borrowed(whole: ConfigReader, path: Path, *, remote: bool) -> ArchFacts
 
 
 def _text_part(keys: ConfigReader) -> ConfigReader:
-    """The decoder of a model that has other parts, too."""
+    """Return the keys of the decoder of a multimodal model."""
     text = keys.get("text_config")
     return ConfigReader(f"{keys.source}, text_config", text) if isinstance(text, dict) else keys
 
 
 def _size(keys: ConfigReader, names: tuple[str, ...], default: int | None = None) -> int:
-    given = next((name for name in names if keys.get(name) is not None), None)
-    if given is not None and not isinstance(keys.get(given), list):
-        return keys.size(given)
-    if given is not None:
+    key = next((name for name in names if keys.get(name) is not None), None)
+    if key is not None and not isinstance(keys.get(key), list):
+        return keys.size(key)
+    if key is not None:
         raise ConfigError(
-            f"{keys.source}: {given} differs between layers, and such models do not run through transformers"
+            f"{keys.source}: {key} differs between layers, and such models do not run through transformers"
         )
     if default is None:
         raise ConfigError(
-            f"{keys.source}: none of the keys {', '.join(names)} is there; only decoders that have them, all"
-            " of whose layers attend, run through transformers"
+            f"{keys.source}: none of the keys {', '.join(names)} is set; only decoders that have them, with"
+            " attention in all layers, run through transformers"
         )
     return default
 
 
-def _widest(keys: ConfigReader, hidden: int) -> int:
-    """Of the feed-forward half, for one token."""
+def _feed_forward_width(keys: ConfigReader, hidden: int) -> int:
+    """Return the feed-forward width of one token."""
     experts = _size(keys, ("num_experts_per_tok", "num_experts_per_token", "moe_topk"), 1)
     expert = _size(keys, ("moe_intermediate_size",), 1)
     return max(_size(keys, _INTERMEDIATE, 4 * hidden), experts * expert)
 
 
 def _windows(keys: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Those that config.json names by layer; a layer that turns out to look less far back only keeps more
-    than it needs."""
+    """Return the sliding windows by layer that config.json names. For other layers with a window the cache
+    only keeps more than is needed."""
     kinds: Any = keys.get("layer_types")
     if kinds is None:
         return (None,) * num_layers
@@ -113,8 +113,8 @@ def _windows(keys: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     others = sorted({str(kind) for kind in kinds if kind not in _ATTENTION_KINDS})
     if others:
         raise ConfigError(
-            f"{keys.source}: layer_types has {', '.join(others)}, and no other layers than"
-            f" {' and '.join(_ATTENTION_KINDS)} run through transformers"
+            f"{keys.source}: layer_types has {', '.join(others)}; only {' and '.join(_ATTENTION_KINDS)}"
+            " run through transformers"
         )
     if len(kinds) != num_layers or "sliding_attention" not in kinds or keys.get("sliding_window") is None:
         return (None,) * num_layers
@@ -123,14 +123,14 @@ def _windows(keys: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _max_len(keys: ConfigReader) -> int:
-    """The longest sequence, with the scaling that holds for any batch counted in."""
+    """Return the maximum sequence length, including scaling that is the same for any batch."""
     length = max_len_of(keys)
     block: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
-        said = keys.get(key) or {}
-        if not isinstance(said, dict):
+        section = keys.get(key) or {}
+        if not isinstance(section, dict):
             raise keys.wrong(key, "an object")
-        block |= said
+        block |= section
     parts = [part for part in (block, *block.values()) if isinstance(part, dict)]
     longest = [_stretched(ConfigReader(f"{keys.source}, rope", part), keys, length) for part in parts]
     return max(longest, default=length)
@@ -144,8 +144,8 @@ def _stretched(rope: ConfigReader, keys: ConfigReader, length: int) -> int:
     if kind == "yarn" and original:
         return int(original * rope.number("factor", length / original))
     if kind in ("dynamic", "longrope"):
-        # There the frequencies follow the longest sequence of a batch: beyond this length, requests would
-        # change each other.
+        # These frequencies depend on the longest sequence of a batch: beyond this length, the output of a
+        # request would depend on other requests.
         length = original if kind == "longrope" and original else length
         warn_once(logger, f"{keys.source}: through transformers, {kind} rope is limited to {length} tokens")
     return length

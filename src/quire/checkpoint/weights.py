@@ -1,11 +1,11 @@
-"""Weights: how many numbers a model has, part by part, out of its facts alone."""
+"""Parameter counts of a model, part by part, computed from its facts."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 
-_PLAIN = {
+_UNGATED = {
     "ApertusForCausalLM",
     "ArceeForCausalLM",
     "BertModel",
@@ -31,20 +31,20 @@ _PLAIN = {
     "WhisperForConditionalGeneration",
     "XLMRobertaModel",
 }
-"""Architectures whose feed-forward half has no gate."""
+"""Architectures with a feed-forward part without gate projection."""
 
 
 class LayerWeights(NamedTuple):
-    """Numbers of one layer."""
+    """Parameters of one layer."""
 
     mixer: int
-    """What looks back: attention, or what keeps a state."""
+    """Parameters of the token mixer: attention or SSM."""
     dense: int
-    """What every token meets in the feed-forward half: router and shared expert of a mixture, too."""
+    """Feed-forward parameters that every token uses, including a router and a shared expert."""
     experts: int = 0
-    """Of all of them."""
+    """Parameters of all routed experts."""
     met: int = 0
-    """Those of the experts that one token is given to."""
+    """Parameters of the routed experts that one token uses."""
 
     @property
     def total(self) -> int:
@@ -52,14 +52,14 @@ class LayerWeights(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Numbers of a model."""
+    """Parameters of a model."""
 
     embedding: int
     head: int
-    """0 where it is the embedding."""
+    """0 if the head is tied to the embedding."""
     layers: tuple[LayerWeights, ...]
     tower: int = 0
-    """Of an encoder whose states all tokens see; others are not counted."""
+    """Parameters of an encoder for cross-attention; other encoders are not counted."""
 
     @property
     def total(self) -> int:
@@ -67,13 +67,13 @@ class Weights(NamedTuple):
 
     @property
     def active(self) -> int:
-        """Those that one token meets; of the embedding it is a row, unless the head is the same."""
+        """Return the parameters that one token uses; the embedding counts only if the head is tied to it."""
         met = sum(layer.mixer + layer.dense + layer.met for layer in self.layers)
         return met + (self.head or self.embedding)
 
 
 def count(facts: ArchFacts) -> Weights:
-    """Norms and biases included, where facts tell of them: to a percent, for every family."""
+    """Count the parameters, including norms and biases if the facts describe them: exact to one percent."""
     table = facts.vocab * facts.hidden
     positions = facts.max_len * facts.hidden if facts.learned_positions else 0
     if facts.encoder is not None:
@@ -81,51 +81,52 @@ def count(facts: ArchFacts) -> Weights:
         positions = (encoder.positions + encoder.token_types + encoder.task_types) * facts.hidden
     has_head = facts.encoder is None and not facts.tied
     layers = tuple(_layer(facts.of_layer(layer), layer) for layer in facts.layers)
-    table += _beside(facts)
+    table += _altup(facts)
     tower = facts.media.tower.num_weights if facts.media is not None else 0
     return Weights(table + positions, table if has_head else 0, layers, tower)
 
 
-def _beside(facts: ArchFacts) -> int:
-    """What models with several states have in front of their layers, and behind them."""
+def _altup(facts: ArchFacts) -> int:
+    """Return the parameters of AltUp models outside their layers."""
     if (altup := facts.altup) is None:
         return 0
-    own = len(facts.layers) * altup.per_layer
-    return own * (altup.vocab + facts.hidden) + 2 * (altup.inputs - 1) * facts.hidden**2
+    per_layer = len(facts.layers) * altup.per_layer
+    return per_layer * (altup.vocab + facts.hidden) + 2 * (altup.inputs - 1) * facts.hidden**2
 
 
-def _crosses(facts: ArchFacts) -> bool:
+def _has_cross_attention(facts: ArchFacts) -> bool:
     return facts.media is not None and facts.media.crossed > 0
 
 
 def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
     if facts.shared is not None:
-        return _sharing(facts, layer)
+        return _zamba_layer(facts, layer)
     mixer = _MIXERS[layer.mixer](facts) + 2 * facts.hidden
     if layer.keys_of is not None or layer.keys_are_values:
         missing = 1 if layer.keys_of is None else 2
         mixer -= missing * facts.hidden * facts.kv_heads * facts.head_dim
     if (altup := facts.altup) is not None:
         mixer += facts.hidden * (2 * altup.rank + 2 * altup.per_layer + altup.inputs + 6)
-    if _crosses(facts):
+    if _has_cross_attention(facts):
         mixer += _attention(facts) + facts.hidden
     if layer.moe:
         return _mixture(facts, mixer)
-    is_one_thing = any(each.mixer == "none" for each in facts.layers)
+    is_one_thing = any(other.mixer == "none" for other in facts.layers)
     if is_one_thing and layer.mixer != "none":
         return LayerWeights(mixer, 0)
     return LayerWeights(mixer, _matrices(facts) * facts.hidden * facts.intermediate)
 
 
-def _sharing(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
-    """Mamba, and behind what several layers share a product; the first of them has what is shared."""
+def _zamba_layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
+    """Count a Zamba2 layer: Mamba, and a projection after the shared block. The first layer that uses a
+    block also counts the shared weights."""
     shared, hidden = facts.shared, facts.hidden
     assert shared is not None
     mixer, dense = _mamba(facts) + hidden, 0
     if layer.block >= 0:
         queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-        own = 3 * (2 * hidden + queries) if shared.adapts_attention else 0
-        mixer += hidden * hidden + shared.rank * (own + hidden + 2 * facts.intermediate)
+        adapters = 3 * (2 * hidden + queries) if shared.adapts_attention else 0
+        mixer += hidden * hidden + shared.rank * (adapters + hidden + 2 * facts.intermediate)
         if layer.use < shared.blocks:
             mixer += hidden * (3 * queries + 4 * keys + 3)
             dense = 3 * hidden * facts.intermediate
@@ -133,19 +134,18 @@ def _sharing(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
 
 
 def _matrices(facts: ArchFacts) -> int:
-    """Of a feed-forward half."""
-    return 2 if facts.architecture in _PLAIN else 3
+    return 2 if facts.architecture in _UNGATED else 3
 
 
 def _mixture(facts: ArchFacts, mixer: int) -> LayerWeights:
     moe = facts.moe
-    assert moe is not None, "a layer of experts needs facts of them"
+    assert moe is not None, "an MoE layer needs MoeFacts"
     matrices = 2 if moe.plain else 3
     inner = moe.latent or facts.hidden
-    each = matrices * inner * moe.intermediate
+    expert = matrices * inner * moe.intermediate
     dense = facts.hidden * moe.experts + matrices * facts.hidden * moe.shared_intermediate
     dense += 2 * facts.hidden * moe.latent
-    return LayerWeights(mixer, dense, moe.experts * each, moe.routing.per_token * each)
+    return LayerWeights(mixer, dense, moe.experts * expert, moe.routing.per_token * expert)
 
 
 def _attention(facts: ArchFacts) -> int:
@@ -160,7 +160,7 @@ def _attention(facts: ArchFacts) -> int:
 
 def _latent(facts: ArchFacts) -> int:
     mla, heads = facts.mla, facts.heads
-    assert mla is not None, "latent attention needs facts of it"
+    assert mla is not None, "latent attention needs MlaFacts"
     queries = heads * (mla.nope_dim + mla.rope_dim)
     down = facts.hidden * (mla.kv_latent + mla.rope_dim)
     up = mla.kv_latent * heads * (mla.nope_dim + mla.v_dim)
@@ -172,27 +172,27 @@ def _latent(facts: ArchFacts) -> int:
 
 def _mamba(facts: ArchFacts) -> int:
     state = facts.state
-    assert state is not None, "a state needs facts of it"
+    assert state is not None, "an SSM layer needs StateFacts"
     inner, shared = state.heads * state.head_dim, 2 * state.groups * state.state
     return facts.hidden * (3 * inner + shared + state.heads) + (inner + shared) * (state.conv + 1)
 
 
 def _selective(facts: ArchFacts) -> int:
     state = facts.state
-    assert state is not None, "a state needs facts of it"
+    assert state is not None, "an SSM layer needs StateFacts"
     made = state.rank + 2 * state.state
     return state.heads * (3 * facts.hidden + made + state.rank + state.state + state.conv + 3)
 
 
 def _conv(facts: ArchFacts) -> int:
     state = facts.state
-    assert state is not None, "a state needs facts of it"
+    assert state is not None, "an SSM layer needs StateFacts"
     return state.heads * (4 * facts.hidden + state.conv)
 
 
 def _delta(facts: ArchFacts) -> int:
     state = facts.state
-    assert state is not None, "a state needs facts of it"
+    assert state is not None, "an SSM layer needs StateFacts"
     values, keys = state.heads * state.head_dim, state.groups * state.state
     return facts.hidden * (3 * values + 2 * keys + 2 * state.heads) + (values + 2 * keys) * state.conv
 
@@ -207,4 +207,4 @@ _MIXERS: dict[str, Callable[[ArchFacts], int]] = {
     "delta": _delta,
     "none": lambda facts: 0,
 }
-"""By `LayerFacts.mixer`: its numbers."""
+"""Parameter count of each `LayerFacts.mixer`."""

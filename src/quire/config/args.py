@@ -1,4 +1,4 @@
-"""What the user asked for, by name: known, of its type and within its bounds. Needs no model."""
+"""Validation of engine arguments by name, type and bounds. It needs no model."""
 
 import numbers
 import os
@@ -23,8 +23,8 @@ KIND_NAMES = {
 }
 
 
-def _given(self: Any) -> dict[str, Any]:
-    """What differs from the defaults: the first argument of `resolve()`."""
+def _changed_args(self: Any) -> dict[str, Any]:
+    """Return the arguments that differ from the defaults: the first argument of `resolve()`."""
     known = options()
     values = {name: getattr(self, name) for name in self.__dataclass_fields__}
     return {
@@ -45,20 +45,20 @@ def _args_fields() -> list[tuple[str, Any, Any]]:
 
 
 EngineArgs: Any = make_dataclass(
-    "EngineArgs", _args_fields(), kw_only=True, repr=False, namespace={"given": _given}
+    "EngineArgs", _args_fields(), kw_only=True, repr=False, namespace={"given": _changed_args}
 )
 EngineArgs.__module__ = __name__
 EngineArgs.__doc__ = "Every engine argument by name, all optional; `given()` holds those that were changed."
 
 
-def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` under today's names, each value of its type and within its bounds; None counts as not given.
+def checked(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Validate arguments and return them under their current names; None counts as not set.
 
-    Needs no model, so that a mistyped flag is found before anything is downloaded.
+    It needs no model, so that a mistyped flag is reported before any download.
     """
     known, unbuilt = options(), UNBUILT["engine argument"]
     values: dict[str, Any] = {}
-    for name, value in translated(given).items():
+    for name, value in translated(args).items():
         if value is None:
             continue
         if name in known:
@@ -77,14 +77,14 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_value(option: Option, value: Any) -> Any:
-    """`value` in the option's type and within its bounds."""
+    """Return `value` in the option's type, or raise if it is out of bounds."""
     name, kind, rule = option.name, option.kind, option.rule
     if rule.auto and value in ("auto", -1):
         return value
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if kind is tuple:
-        return _checked_names(name, value)
+        return _check_names(name, value)
     if kind is dict and isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
@@ -101,8 +101,8 @@ def checked_value(option: Option, value: Any) -> Any:
     return value
 
 
-def _checked_names(name: str, value: Any) -> tuple[str, ...]:
+def _check_names(name: str, value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not all(isinstance(each, str) and each for each in names):
+    if not isinstance(names, list | tuple) or not all(isinstance(entry, str) and entry for entry in names):
         raise ConfigError(f"{name}={value!r} must be a name or a list of names")
     return tuple(names)

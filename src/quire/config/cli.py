@@ -1,4 +1,4 @@
-"""Command-line flags out of the sections, and a parser that reads them the way vLLM's scripts write them."""
+"""Command-line flags generated from the sections, and a parser that accepts the syntax of vLLM's scripts."""
 
 import argparse
 import ast
@@ -24,11 +24,12 @@ _NUMBER_IN_JSON = re.compile(r'"(?:\\.|[^"\\])*"|\b(\d+(?:\.\d+)?[kKmMgGtT])\b')
 _FLAG_NAME = re.compile(r"[^=.]+")
 _DOTTED_FLAG = re.compile(r"(--?[A-Za-z][\w-]*)\.([^=\s]+)(?:=(.*))?", re.DOTALL)
 _DOTTED_VALUE = "\0"
-"""Marks the value of a JSON flag that sets one key: `\\0key.key=value`."""
+"""Prefix of a JSON flag value that sets one key: `\\0key.key=value`."""
 
 
 def human_int(text: str) -> int:
-    """`4k` is 4000, `4K` is 4096, `25.6k` is 25600; a fraction of a binary unit is refused."""
+    """Convert a number with a unit: `4k` is 4000, `4K` is 4096, `25.6k` is 25600. A fraction of a binary unit
+    is an error."""
     match = _HUMAN_INT.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 4k or 4K")
@@ -44,7 +45,7 @@ def human_int(text: str) -> int:
 
 
 def loose(text: str) -> Any:
-    """A JSON value (numbers may carry a unit), or the text itself where it is none."""
+    """Parse a JSON value (numbers may have a unit), or return the text itself if it is not JSON."""
 
     def expand(match: re.Match[str]) -> str:
         return str(human_int(match[1])) if match[1] else match[0]
@@ -56,7 +57,7 @@ def loose(text: str) -> Any:
 
 
 class JsonFlag(argparse.Action):
-    """A whole JSON value, or single keys of it; keys are laid over what is there."""
+    """A flag with a whole JSON value, or single keys that are merged into the previous value."""
 
     def __call__(
         self,
@@ -84,42 +85,43 @@ class JsonFlag(argparse.Action):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse with `_` for `-`, keys of JSON flags, `--config FILE`, help by topic, errors of one line."""
+    """argparse with `_` for `-`, keys of JSON flags, `--config FILE`, help by topic, and one-line errors."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given = list(sys.argv[1:] if args is None else args)
         namespace = argparse.Namespace() if namespace is None else namespace
-        tokens = self._plain_tokens(given)
-        self._answer_help(tokens)
+        tokens = self._normalize(list(sys.argv[1:] if args is None else args))
+        self._print_help_topic(tokens)
         for path in self._config_files(tokens):
             self._read_config(path, namespace)
         return super().parse_known_args(tokens, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, rest = self.parse_known_args(args, namespace)
+        parsed, rest = self.parse_known_args(args, namespace)
         flag = next((token for token in rest if token.startswith("-")), None)
         if flag is not None:
             name = flag.split("=")[0]
             self.error(f"unknown flag {name}{nearest(name, sorted(set(self._all_flags())))}")
         if rest:
             self.error(f"unexpected argument {rest[0]!r}")
-        return found
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def format_help(self) -> str:
-        """One line per flag; `--help=all` and `--help=TOPIC` say everything."""
+        """Format one line per flag; `--help=all` and `--help=TOPIC` print the full text."""
         if self._subparsers is not None:
             return super().format_help()
         lines = [f"usage: {self.prog} [flags]{self._usage_rest()}"]
         lines += ["", self.description] if self.description else []
         for group in self._action_groups:
-            shown = [_one_line(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
+            shown = [
+                _format_line(action) for action in group._group_actions if action.help != argparse.SUPPRESS
+            ]
             lines += ["", f"{group.title}:", *shown] if shown else []
         if topics := ", ".join(self._topics()):
             lines += ["", f"More: --help=all, --help=FLAG, or --help=GROUP with GROUP of {topics}."]
@@ -142,8 +144,8 @@ class FlagParser(argparse.ArgumentParser):
                 for parser in action.choices.values():
                     yield from parser._all_flags() if isinstance(parser, FlagParser) else ()
 
-    def _plain_tokens(self, args: Sequence[str]) -> list[str]:
-        """`args` with `-` in flag names, and with `--flag.key value` of a JSON flag as one token."""
+    def _normalize(self, args: Sequence[str]) -> list[str]:
+        """Return `args` with `-` in flag names, and with `--flag.key value` of a JSON flag as one token."""
         tokens: list[str] = []
         rest = iter(args)
         for token in rest:
@@ -163,19 +165,21 @@ class FlagParser(argparse.ArgumentParser):
         return tokens
 
     def _flag(self, name: str) -> str | None:
-        """The flag that `name` means: itself, or the one it is the beginning of."""
+        """Return the flag that `name` stands for: itself, or the only one that starts with it."""
         name = name.replace("_", "-")
         if name in self._option_string_actions:
             return name
         longer = [flag for flag in self._option_string_actions if flag.startswith(name)]
         return longer[0] if name.startswith("--") and len(longer) == 1 else None
 
-    def _answer_help(self, tokens: Sequence[str]) -> None:
-        own = tokens
+    def _print_help_topic(self, tokens: Sequence[str]) -> None:
+        before_command = tokens
         if self._subparsers is not None:
             first = next((i for i, token in enumerate(tokens) if not token.startswith("-")), len(tokens))
-            own = tokens[:first]
-        topic = next((token.partition("=")[2] for token in own if token.startswith("--help=")), None)
+            before_command = tokens[:first]
+        topic = next(
+            (token.partition("=")[2] for token in before_command if token.startswith("--help=")), None
+        )
         if topic is not None:
             self._print_message(self._help_on(topic), sys.stdout)
             self.exit()
@@ -185,12 +189,12 @@ class FlagParser(argparse.ArgumentParser):
             return self.format_full_help()
         for group in self._action_groups:
             if str(group.title).lower().removesuffix("config") == topic.lower().removesuffix("config"):
-                return "\n".join([f"{group.title}:", *map(_in_full, group._group_actions)]) + "\n"
+                return "\n".join([f"{group.title}:", *map(_format_full, group._group_actions)]) + "\n"
         flag = self._flag("--" + topic.lstrip("-"))
         if flag is None:
             known = [*self._topics(), *(name.lstrip("-") for name in self._option_string_actions)]
             self.error(f"no help on {topic!r}{nearest(topic, known)}")
-        return _in_full(self._option_string_actions[flag]) + "\n"
+        return _format_full(self._option_string_actions[flag]) + "\n"
 
     def _config_files(self, tokens: Sequence[str]) -> Iterator[str]:
         if "--config" not in self._option_string_actions:
@@ -204,7 +208,7 @@ class FlagParser(argparse.ArgumentParser):
                 yield token.partition("=")[2]
 
     def _read_config(self, path: str, namespace: argparse.Namespace) -> None:
-        """Put the file's values where the command line can still replace them."""
+        """Store the file's values as defaults that the command line can override."""
         import yaml
 
         try:
@@ -213,14 +217,14 @@ class FlagParser(argparse.ArgumentParser):
             self.error(f"--config {path} cannot be read: {' '.join(str(error).split())}")
         if not isinstance(content, dict | None):
             self.error(f"--config {path} must hold `flag: value` lines, not a {type(content).__name__}")
-        self._take(content or {}, path, namespace)
+        self._apply(content or {}, path, namespace)
 
-    def _take(self, content: dict[Any, Any], path: str, namespace: argparse.Namespace) -> None:
+    def _apply(self, content: dict[Any, Any], path: str, namespace: argparse.Namespace) -> None:
         for key, value in content.items():
             flag = "--" + str(key).replace("_", "-")
             action = self._option_string_actions.get(flag)
             if action is None and isinstance(value, dict):
-                self._take(value, path, namespace)
+                self._apply(value, path, namespace)
             elif action is None:
                 self.error(
                     f"--config {path}: unknown flag {key!r}{nearest(flag, [*self._option_string_actions])}"
@@ -235,7 +239,7 @@ class FlagParser(argparse.ArgumentParser):
             if not isinstance(value, bool):
                 self.error(f"--config {path}: {key} must be true or false, not {value!r}")
             return value
-        texts = [str(each) for each in (value if isinstance(value, list) else [value])]
+        texts = [str(entry) for entry in (value if isinstance(value, list) else [value])]
         try:
             return self._get_values(action, texts)
         except argparse.ArgumentError as error:
@@ -243,8 +247,8 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Every engine flag, one group per section; the namespace gets only what is given. A flag that another
-    part of the program has made its own is left to it."""
+    """Add every engine flag, one group per section; the namespace contains only flags that are set. A flag
+    that the parser already has is left alone."""
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -262,7 +266,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def add_section_flags(
     parser: argparse.ArgumentParser, sections: Mapping[str, type], *, prefix: str = ""
 ) -> None:
-    """The flags of these sections, a group each. In the namespace their names start with `prefix`."""
+    """Add the flags of these sections, one group each. In the namespace their names start with `prefix`."""
     known, groups = options_of(sections), {}
     help_of: dict[str, str] = {}
     for section, cls in sections.items():
@@ -274,7 +278,7 @@ def add_section_flags(
 
 
 def given_from(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The engine arguments that the user set: the first argument of `resolve()`."""
+    """Return the engine arguments that the user set: the first argument of `resolve()`."""
     known = options().keys() | foreign()
     return {name: value for name, value in vars(namespace).items() if name in known}
 
@@ -303,7 +307,7 @@ def _add_flag(group: Any, option: Option, text: str, prefix: str) -> None:
 
 
 def add_foreign_flag(group: Any, name: str, *, switch: bool, several: bool = False, prefix: str = "") -> None:
-    """A flag that the help does not show."""
+    """Add a flag that is not shown in the help."""
     shared: dict[str, Any] = {"dest": prefix + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     flags = _flags(name, SHORT.get(name, ""))
     if switch:
@@ -321,7 +325,7 @@ def _reader(option: Option) -> Callable[[str], Any]:
         if option.optional and text in ("", "None"):
             return None
         if option.choices and text not in option.choices:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(option.choices)}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(option.choices)}")
         return text if option.rule.auto and text == "auto" else read(text)
 
     value.__name__ = option.kind.__name__
@@ -335,15 +339,15 @@ _NO_TOPICS = ("positional arguments", "options", HIDDEN_TITLE)
 
 @functools.cache
 def field_help(section: type) -> dict[str, str]:
-    """The docstring under each field of the section, read from its source."""
+    """Return the docstring of each field of the section, read from its source."""
     (cls,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(cls, ast.ClassDef)
-    found = {}
+    help_of = {}
     for item, after in zip(cls.body, cls.body[1:], strict=False):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            found[item.target.id] = " ".join(str(after.value.value).split())
-    return found
+            help_of[item.target.id] = " ".join(str(after.value.value).split())
+    return help_of
 
 
 def _default_note(option: Option) -> str:
@@ -361,17 +365,17 @@ def _title(action: argparse.Action) -> str:
     return f"{names}{shown}" if names else str(action.metavar or action.dest)
 
 
-def _one_line(action: argparse.Action) -> str:
+def _format_line(action: argparse.Action) -> str:
     title = re.sub(r"\{.*\}", "CHOICE", _title(action))
     sentence = re.split(r"(?<=\.) ", (action.help or "").replace("%%", "%"))[0]
     return f"  {title:<36} {sentence}"
 
 
-def _in_full(action: argparse.Action) -> str:
-    known = action.help != argparse.SUPPRESS
+def _format_full(action: argparse.Action) -> str:
+    is_shown = action.help != argparse.SUPPRESS
     text = (
         (action.help or "").replace("%%", "%")
-        if known
-        else "Accepted for old scripts: ignored, or not built yet."
+        if is_shown
+        else "Accepted for old scripts: ignored, or not supported yet."
     )
     return f"  {_title(action)}\n{textwrap.indent(textwrap.fill(text, 100), '      ')}"

@@ -1,12 +1,12 @@
-"""Which instructions of the CPU the C kernels are compiled for, and whether this CPU has them.
+"""CPU instruction sets that the C kernels can be compiled for, and whether this CPU supports them.
 
 | path | instructions | compiled with |
 |---|---|---|
-| `native` | all that the CPU has | `-march=native` |
+| `native` | all that the CPU supports | `-march=native` |
 | `avx512` | AVX-512 without VNNI | `-march=x86-64-v4` |
 | `avx2` | AVX2, FMA and F16C | `-march=x86-64-v3` |
-| `c` | those of every CPU of the architecture: plain C | `-march=x86-64`; on ARM, NEON is left unused |
-| `torch` | no C kernels at all | |
+| `c` | baseline of the architecture: plain C | `-march=x86-64`; on ARM, without NEON |
+| `torch` | no C kernels | |
 """
 
 import platform
@@ -19,22 +19,24 @@ from quire.errors import ConfigError
 CPU_KERNELS = ("native", "avx512", "avx2", "c", "torch")
 _X86, _ARM = ("x86_64", "amd64"), ("aarch64", "arm64")
 _AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe")
-"""What the compiler may use for x86-64-v3, by the names of Linux; `abm` has lzcnt."""
+"""Linux names of the features of x86-64-v3; `abm` includes lzcnt."""
 _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", *_AVX2)
-_REMEDY = "unset QUIRE_CPU_KERNELS for all that the CPU has, or set it to c or torch, which run on every CPU"
+_REMEDY = (
+    "unset QUIRE_CPU_KERNELS for all that the CPU supports, or set it to c or torch, which run on every CPU"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The architecture of a CPU, and its instruction sets by the names of Linux."""
+    """Architecture of a CPU, and its features by their Linux names."""
 
     machine: str
     features: frozenset[str] | None
-    """None where the system does not tell them."""
+    """None if the system does not list them."""
 
     @classmethod
     def read(cls, info: Path = Path("/proc/cpuinfo")) -> "Cpu":
-        """The CPU of this machine."""
+        """Read the CPU of this machine."""
         try:
             match = re.search(r"^(?:flags|Features)\s*:(.*)$", info.read_text(), re.MULTILINE)
         except OSError:
@@ -43,20 +45,24 @@ class Cpu:
 
 
 def check_cpu_kernels(path: str, cpu: Cpu) -> None:
-    """Refuse a path whose instructions `cpu` does not have."""
+    """Raise if `cpu` does not support the instructions of this path."""
     if path not in ("avx2", "avx512"):
         return
     if cpu.machine not in _X86:
-        raise ConfigError(f"QUIRE_CPU_KERNELS={path}: this is {cpu.machine}, and {path} is of x86; {_REMEDY}")
+        raise ConfigError(
+            f"QUIRE_CPU_KERNELS={path}: this CPU is {cpu.machine}, and {path} is for x86; {_REMEDY}"
+        )
     if cpu.features is None:
-        raise ConfigError(f"QUIRE_CPU_KERNELS={path}: this system does not tell what its CPU has; {_REMEDY}")
+        raise ConfigError(
+            f"QUIRE_CPU_KERNELS={path}: this system does not list the CPU's features; {_REMEDY}"
+        )
     needed = _AVX2 if path == "avx2" else _AVX512
     if lacking := [name for name in needed if name not in cpu.features]:
         raise ConfigError(f"QUIRE_CPU_KERNELS={path}: this CPU has no {', '.join(lacking)}; {_REMEDY}")
 
 
 def paths_of(cpu: Cpu) -> list[str]:
-    """Those paths that `cpu` has."""
+    """Return the paths that `cpu` supports."""
     present = []
     for path in CPU_KERNELS:
         try:
@@ -68,7 +74,7 @@ def paths_of(cpu: Cpu) -> list[str]:
 
 
 def compiler_flags(path: str, cpu: Cpu) -> tuple[str, ...]:
-    """What makes a compiler use the instructions of `path` and no others."""
+    """Return the compiler flags for the instructions of `path` and no others."""
     assert path != "torch", "there is nothing to compile"
     check_cpu_kernels(path, cpu)
     if path == "c" and cpu.machine in _X86:

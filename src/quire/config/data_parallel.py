@@ -1,4 +1,4 @@
-"""Data parallelism laid out: which cores run on this machine, and which ones its API processes speak to."""
+"""Data-parallel topology: the engine cores on this machine, and those that its API processes connect to."""
 
 from dataclasses import dataclass
 
@@ -8,22 +8,22 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Which cores run here, and which ones are spoken to from here, by rank."""
+    """Ranks of the engine cores that run here, and of those that this server connects to."""
 
     size: int
     local: range
     served: range
-    """Empty for a machine without API processes."""
+    """Ranks that the API processes here connect to; empty for a machine without API processes."""
     num_api: int
 
     @property
     def remote(self) -> list[int]:
-        """The ranks that API processes here speak to and that run on other machines."""
+        """Return the served ranks that run on other machines."""
         return [rank for rank in self.served if rank not in self.local]
 
 
 def local_ranks(parallel: ParallelSection) -> range:
-    """The data-parallel ranks whose cores run on this machine."""
+    """Return the data-parallel ranks of the engine cores on this machine."""
     size, start, count = (
         parallel.data_parallel_size,
         parallel.data_parallel_start_rank,
@@ -55,21 +55,22 @@ def local_ranks(parallel: ParallelSection) -> range:
 
 
 def lay_out(parallel: ParallelSection, *, headless: bool, api_server_count: int | None) -> Topology:
-    """A server's part. One that starts with a later rank and is not headless balances on its own."""
+    """Return a server's part of the topology. A server that starts with a later rank and is not headless
+    balances on its own."""
     size, local = parallel.data_parallel_size, local_ranks(parallel)
     if headless:
         if api_server_count:
             raise ConfigError(f"api_server_count={api_server_count}: a headless server has no API processes")
         if size == 1 or len(local) in (0, size):
             raise ConfigError(
-                f"headless: {len(local)} of {size} data-parallel ranks are here; it takes some, whose head is"
-                " at data_parallel_address"
+                f"headless: {len(local)} of {size} data-parallel ranks are here; a headless server needs some"
+                " but not all, and the head at data_parallel_address"
             )
         return Topology(size, local, range(0), 0)
     alone = parallel.data_parallel_rank is not None or parallel.data_parallel_hybrid_lb or local.start > 0
     served = local if alone else range(size)
     if not served:
-        raise ConfigError("data_parallel_size_local=0: there is no core for this server to speak to")
+        raise ConfigError("data_parallel_size_local=0: there is no engine core for this server to connect to")
     if api_server_count == 0:
         raise ConfigError("api_server_count=0 is for headless servers: give --headless, or at least 1")
     return Topology(size, local, served, api_server_count or len(served))

@@ -1,4 +1,4 @@
-"""What the user asked for meets what the machine offers: `resolve()` is the one place that makes defaults."""
+"""Resolution of the engine configuration: `resolve()` is the only place that fills in defaults."""
 
 import os
 from collections.abc import Mapping
@@ -44,12 +44,12 @@ logger = get_logger(__name__)
 GIB = 1 << 30
 CPU_KV_CACHE_LIMIT = 4 * GIB
 RETIRED_BACKENDS = ("XFORMERS",)
-"""Attention backends of old scripts that stand for no particular kernel today."""
-_WIDE = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "Glm4ForCausalLM")
-"""Those whose states outgrow float16."""
+"""Attention backends of old scripts, which have no effect."""
+_OVERFLOWS_FLOAT16 = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "Glm4ForCausalLM")
+"""Architectures with hidden states that overflow float16."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
-# Least device memory in GiB; tokens of a step by usage; requests. An A100 counts as the last row.
+# Smallest device memory in GiB; tokens per step by usage; requests. An A100 uses the last row.
 CUDA_BUDGETS = (
     (160, {"llm": 16384, "server": 16384}, 1024),
     (70, {"llm": 16384, "server": 8192}, 1024),
@@ -60,7 +60,7 @@ CPU_BUDGETS = {"llm": (4096, 256), "server": (2048, 128)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine is built from. Values are concrete: nothing is left to decide."""
+    """The complete configuration of an engine. All values are resolved."""
 
     model: ModelSection
     load: LoadSection
@@ -76,29 +76,29 @@ class EngineConfig:
     pooling: PoolingFacts | None = None
     """None for an engine that generates."""
     speculation: SpecFacts | None = None
-    """None for an engine without drafts."""
+    """None for an engine without speculative decoding."""
     draft: Draft | None = None
-    """What drafts on the device; None: nothing does."""
+    """The draft model on the device; None: there is none."""
     largest_items: Mapping[str, int] = field(default_factory=dict)
-    """By modality: the vectors of the largest item that there can be."""
+    """Number of tokens of the largest possible item, by modality."""
 
     @property
     def quant(self) -> QuantFacts | None:
-        """How the weights of a model directory are stored, or are to be kept."""
+        """Return the quantization of a model directory: stored or online; None for a GGUF file."""
         if self.checkpoint.format == "gguf":
             return None
         return choose_quant(self.model.quantization, self.checkpoint.quant)
 
     @property
     def own_facts(self) -> ArchFacts:
-        """The model as one of the devices has it that divide each layer."""
+        """Return the facts of one tensor-parallel rank's shard."""
         parallel = self.parallel
         with_experts = not parallel.enable_expert_parallel
         return of_one(self.checkpoint.facts, parallel.tensor_parallel_size, with_experts=with_experts)
 
 
 def resolve(
-    given: Mapping[str, Any],
+    args: Mapping[str, Any],
     *,
     checkpoint: Checkpoint,
     machine: Machine,
@@ -106,12 +106,12 @@ def resolve(
     env: Env | None = None,
     draft: Mapping[str, Any] | None = None,
 ) -> EngineConfig:
-    """Return the configuration for the user's settings, under vLLM's names. `usage` is `llm` (offline) or
-    `server`, which have other batch sizes and logging; `draft` is the config.json of the draft model."""
+    """Resolve the user's settings, which have vLLM's names. `usage` is `llm` (offline) or `server`; they
+    differ in batch sizes and logging. `draft` is the config.json of the draft model."""
     env = env or Env.read(os.environ)
     check_cpu_kernels(env.cpu_kernels, Cpu.read())
-    values = checked(given)
-    parallel = _parallel(values, machine)
+    values = checked(args)
+    parallel = _resolve_parallel(values, machine)
     tp_size = parallel.tensor_parallel_size
     check_shares(checkpoint.facts, tp_size, with_experts=not parallel.enable_expert_parallel)
     pooling = settle(
@@ -123,33 +123,33 @@ def resolve(
         convert=values.get("convert", "auto"),
         pooler=values.get("pooler_config"),
     )
-    parallel = _with_stages(parallel, checkpoint.facts, env, values, pools=pooling is not None)
+    parallel = _resolve_stages(parallel, checkpoint.facts, env, values, pools=pooling is not None)
     all_local = len(local_ranks(parallel)) == parallel.data_parallel_size
     parallel = with_experts(
         parallel, checkpoint.facts, values, pools=pooling is not None, all_local=all_local
     )
-    model = _model(values, checkpoint, machine, env, pools=pooling is not None)
-    values = _for_pooling(values, pooling, checkpoint, model.max_model_len)
-    cache = _shared(_cache(values, model.dtype, machine, env, checkpoint), parallel)
-    values = _with_room_for_states(values, cache, machine, of_one(checkpoint.facts, tp_size), usage)
+    model = _resolve_model(values, checkpoint, machine, env, pools=pooling is not None)
+    values = _disable_for_pooling(values, pooling, checkpoint, model.max_model_len)
+    cache = _divide_cpu_memory(_resolve_cache(values, model.dtype, machine, env, checkpoint), parallel)
+    values = _limit_seqs_for_states(values, cache, machine, of_one(checkpoint.facts, tp_size), usage)
     return EngineConfig(
         model=model,
-        load=LoadSection(**_of("load", values)),
+        load=LoadSection(**_section_args("load", values)),
         cache=cache,
-        scheduler=_scheduler(values, model.max_model_len, parallel, machine, usage),
+        scheduler=_resolve_scheduler(values, model.max_model_len, parallel, machine, usage),
         parallel=parallel,
-        attention=_attention(values, env),
-        lora=lora_section(_of("lora", values)),
-        multimodal=MultimodalSection(**_of("multimodal", values)),
-        observability=_observability(values, usage),
+        attention=_resolve_attention(values, env),
+        lora=lora_section(_section_args("lora", values)),
+        multimodal=MultimodalSection(**_section_args("multimodal", values)),
+        observability=_resolve_observability(values, usage),
         checkpoint=checkpoint,
         machine=machine,
         pooling=pooling,
-        speculation=_speculation(values, draft, model.max_model_len, tp_size, pools=pooling is not None),
+        speculation=_spec_facts(values, draft, model.max_model_len, tp_size, pools=pooling is not None),
     )
 
 
-def _speculation(
+def _spec_facts(
     values: Mapping[str, Any],
     draft: Mapping[str, Any] | None,
     max_model_len: int,
@@ -159,31 +159,31 @@ def _speculation(
 ) -> SpecFacts | None:
     facts = SpecFacts.of(values, max_model_len=max_model_len, tensor_parallel_size=tp_size, draft=draft)
     if facts is not None and pools:
-        raise ConfigError("speculative_config cannot be had with a pooling model, which generates nothing")
+        raise ConfigError("speculative_config is not supported for a pooling model, which generates nothing")
     return facts
 
 
-def _observability(values: Mapping[str, Any], usage: str) -> ObservabilitySection:
-    own = {"disable_log_stats": usage == "llm", **_of("observability", values)}
-    Profiling.of(own.get("profiler_config", {}))  # says what is wrong with it
-    return ObservabilitySection(**own)
+def _resolve_observability(values: Mapping[str, Any], usage: str) -> ObservabilitySection:
+    args = {"disable_log_stats": usage == "llm", **_section_args("observability", values)}
+    Profiling.of(args.get("profiler_config", {}))  # raises if it is invalid
+    return ObservabilitySection(**args)
 
 
-def _for_pooling(
+def _disable_for_pooling(
     values: dict[str, Any], pooling: PoolingFacts | None, checkpoint: Checkpoint, max_model_len: int
 ) -> dict[str, Any]:
-    """What pooling cannot have is off; who asked for it is told."""
+    """Turn off what pooling does not support, with a warning if it was enabled."""
     facts = checkpoint.facts
     if pooling is not None and facts.borrowed is not None:
         raise ConfigError(
-            "a model that transformers runs only generates: leave runner and convert out, or set runner to"
-            " 'generate'"
+            "a model that runs through transformers only generates: leave runner and convert out, or set"
+            " runner to 'generate'"
         )
     if pooling is None:
         return values
     if facts.media is not None and facts.media.crossed:
         raise ConfigError(
-            f"{facts.architecture} writes down what it hears, and does not pool: leave runner out"
+            f"{facts.architecture} transcribes audio and does not support pooling: leave runner out"
         )
     off = {"async_scheduling": "a pooling model"}
     if pooling.needs_all_states:
@@ -191,86 +191,86 @@ def _for_pooling(
     if facts.encoder is not None or pooling.both_ways:
         whole = "an encoder" if facts.encoder is not None else "attention in both directions"
         off |= dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), whole)
-        if pooling.both_ways and (why := both_ways_error(checkpoint.pooling, facts, max_model_len)):
-            raise ConfigError(why)
+        if pooling.both_ways and (reason := both_ways_error(checkpoint.pooling, facts, max_model_len)):
+            raise ConfigError(reason)
         for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
             if values.get(name, max_model_len) < max_model_len:
                 raise ConfigError(
                     f"{name} ({values[name]}) is smaller than max_model_len ({max_model_len}), and {whole}"
                     " reads a whole prompt in one step: raise the first or lower the second"
                 )
-    if facts.encoder is not None:  # it caches nothing: its blocks are empty, and a prompt has one of them
+    if facts.encoder is not None:  # an encoder has no KV cache: blocks are empty, one per prompt
         values = {**values, "block_size": 1 << (max_model_len - 1).bit_length()}
     for name in (name for name in off if values.get(name)):
         warn_once(logger, f"{name} has no effect with {off[name]} and is off")
     return {**values, **dict.fromkeys(off, False)}
 
 
-def _of(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _section_args(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if options()[name].section == section}
 
 
-def _parallel(values: Mapping[str, Any], machine: Machine) -> ParallelSection:
-    asked = values.get("device", "auto")
-    if asked not in ("auto", machine.device):
+def _resolve_parallel(values: Mapping[str, Any], machine: Machine) -> ParallelSection:
+    device = values.get("device", "auto")
+    if device not in ("auto", machine.device):
         raise ConfigError(
-            f"device={asked!r} was asked for, but the engine runs on {machine.device} ({machine.name})"
+            f"device={device!r} was requested, but the engine runs on {machine.device} ({machine.name})"
         )
-    own = _of("parallel", values)
-    tp, pp = own.get("tensor_parallel_size", 1), own.get("pipeline_parallel_size", 1)
-    world, nnodes = tp * pp, own.get("nnodes", 1)
-    backend = own.get("distributed_executor_backend") or ("uni" if world == 1 else "mp")
+    args = _section_args("parallel", values)
+    tp, pp = args.get("tensor_parallel_size", 1), args.get("pipeline_parallel_size", 1)
+    world, nnodes = tp * pp, args.get("nnodes", 1)
+    backend = args.get("distributed_executor_backend") or ("uni" if world == 1 else "mp")
     if backend == "uni" and tp * pp > 1:
         raise ConfigError(
-            f"distributed_executor_backend='uni' runs one device, and {tp} x {pp} are asked for; use 'mp'"
+            f"distributed_executor_backend='uni' runs on one device, but {tp} x {pp} are requested; use 'mp'"
         )
-    own = {"cpu_threads": 1, **own, "device": machine.device, "distributed_executor_backend": backend}
-    section = ParallelSection(**own)
+    args = {"cpu_threads": 1, **args, "device": machine.device, "distributed_executor_backend": backend}
+    section = ParallelSection(**args)
     local = local_ranks(section)
     section = replace(section, data_parallel_size_local=len(local), data_parallel_start_rank=local.start)
-    here = max(len(local), 1) * world
-    _check_nodes(own, backend, machine, here, nnodes)
+    num_local = max(len(local), 1) * world
+    _check_nodes(args, backend, machine, num_local, nnodes)
     if "cpu_threads" in values:
         return section
-    return replace(section, cpu_threads=max(machine.num_cores * nnodes // here, 1))
+    return replace(section, cpu_threads=max(machine.num_cores * nnodes // num_local, 1))
 
 
-def _check_nodes(own: Mapping[str, Any], backend: str, machine: Machine, world: int, nnodes: int) -> None:
-    node_rank = own.get("node_rank", 0)
+def _check_nodes(args: Mapping[str, Any], backend: str, machine: Machine, world: int, nnodes: int) -> None:
+    node_rank = args.get("node_rank", 0)
     if node_rank >= nnodes:
         raise ConfigError(f"node_rank={node_rank} must be below nnodes ({nnodes}): the first machine is 0")
     if world % nnodes:
         raise ConfigError(f"{world} workers cannot be divided evenly over nnodes={nnodes} machines")
-    if nnodes > 1 and own.get("data_parallel_size", 1) > 1:
+    if nnodes > 1 and args.get("data_parallel_size", 1) > 1:
         raise ConfigError(
             "nnodes is for one engine on several machines; for copies use data_parallel_address"
         )
-    if machine.device == "cpu" and own.get("device_ids"):
-        raise ConfigError(f"device_ids={own['device_ids']} names GPUs, and the engine runs on a CPU")
-    there = machine.num_devices
+    if machine.device == "cpu" and args.get("device_ids"):
+        raise ConfigError(f"device_ids={args['device_ids']} names GPUs, and the engine runs on a CPU")
+    num_gpus = machine.num_devices
     shared = machine.device == "cpu" or os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
-    if world // nnodes > there and backend != "ray" and not shared:
+    if world // nnodes > num_gpus and backend != "ray" and not shared:
         raise ConfigError(
-            f"{world // nnodes} workers on this machine need as many GPUs, and there are {there}: for more"
+            f"{world // nnodes} workers on this machine need as many GPUs, and there are {num_gpus}: for more"
             " machines use --distributed-executor-backend ray, or --nnodes with --node-rank and --master-addr"
         )
 
 
-def _with_stages(
+def _resolve_stages(
     parallel: ParallelSection, facts: ArchFacts, env: Env, values: Mapping[str, Any], *, pools: bool
 ) -> ParallelSection:
-    """A model in stages: whether it can be divided, and where."""
+    """Check whether the model can be divided into pipeline stages, and resolve their layers."""
     count = parallel.pipeline_parallel_size
     if count == 1:
         return replace(parallel, pp_layer_partition="")
     cannot = {
         "a pooling model or an encoder": pools or facts.encoder is not None,
-        "a model that transformers runs": facts.borrowed is not None,
+        "a model that runs through transformers": facts.borrowed is not None,
         "load_format='sharded_state'": values.get("load_format") == "sharded_state",
     }
-    for what in (what for what, is_so in cannot.items() if is_so):
+    for kind in (kind for kind, applies in cannot.items() if applies):
         raise ConfigError(
-            f"pipeline_parallel_size={count} cannot be had with {what}, which is not divided by layers: "
+            f"pipeline_parallel_size={count} is not supported with {kind}: "
             "leave it out, and use data_parallel_size for more devices"
         )
     partition = parallel.pp_layer_partition or env.pp_layer_partition
@@ -278,85 +278,85 @@ def _with_stages(
     return replace(parallel, pp_layer_partition=partition)
 
 
-def _quantization(asked: str | None, checkpoint: Checkpoint) -> str | None:
-    """The method: `asked` for, or the checkpoint's own. `none` unpacks a GGUF file."""
+def _resolve_quantization(method: str | None, checkpoint: Checkpoint) -> str | None:
+    """Return the requested method or the checkpoint's. `none` dequantizes a GGUF file."""
     if checkpoint.format != "gguf":
-        quant = choose_quant(asked, checkpoint.quant)
+        quant = choose_quant(method, checkpoint.quant)
         return None if quant is None else quant.method
-    if asked not in (None, "gguf", "none"):
+    if method not in (None, "gguf", "none"):
         raise ConfigError(
-            f"quantization={asked!r} contradicts the checkpoint, which is a GGUF file; leave it out, or use"
-            " 'none' to have it unpacked"
+            f"quantization={method!r} contradicts the checkpoint, which is a GGUF file; leave it out, or use"
+            " 'none' to dequantize it"
         )
-    return asked or "gguf"
+    return method or "gguf"
 
 
-def _model(
+def _resolve_model(
     values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, env: Env, *, pools: bool
 ) -> ModelSection:
     named = values.get("model")
     model = DEFAULT_MODEL_ID if named is None or named in DEFAULT_MODEL_NAMES else named
-    asked_len = values.get("max_model_len")
-    auto_fit = asked_len in ("auto", -1)
-    length = checkpoint.derived_max_len if asked_len is None or auto_fit else asked_len
+    max_len = values.get("max_model_len")
+    auto_fit = max_len in ("auto", -1)
+    length = checkpoint.derived_max_len if max_len is None or auto_fit else max_len
     if length > checkpoint.derived_max_len and not env.allow_long_max_model_len:
         raise ConfigError(
             f"max_model_len={length} is above the {checkpoint.derived_max_len} tokens that this checkpoint"
             " was made for; lower it, or set QUIRE_ALLOW_LONG_MAX_MODEL_LEN=1 (outputs may be nonsense)"
         )
     max_logprobs = values.get("max_logprobs", 20)
-    own = {
+    resolved = {
         "model": model,
         "tokenizer": values.get("tokenizer") or str(checkpoint.path),
         "served_model_name": values.get("served_model_name") or (model,),
-        "dtype": _dtype(values.get("dtype", "auto"), checkpoint, machine, pools=pools),
-        "quantization": _quantization(values.get("quantization"), checkpoint),
+        "dtype": _resolve_dtype(values.get("dtype", "auto"), checkpoint, machine, pools=pools),
+        "quantization": _resolve_quantization(values.get("quantization"), checkpoint),
         "max_model_len": length,
         "auto_fit": auto_fit,
         "max_logprobs": checkpoint.facts.vocab if max_logprobs == -1 else max_logprobs,
     }
-    if checkpoint.facts.borrowed is not None:  # its code may wait for the device, which a graph cannot hold
-        own["enforce_eager"] = True
-    return ModelSection(**{**_of("model", values), **own})
+    if checkpoint.facts.borrowed is not None:  # its code may not be capturable as a CUDA graph
+        resolved["enforce_eager"] = True
+    return ModelSection(**{**_section_args("model", values), **resolved})
 
 
-def _dtype(asked: str, checkpoint: Checkpoint, machine: Machine, *, pools: bool) -> Any:
+def _resolve_dtype(dtype: str, checkpoint: Checkpoint, machine: Machine, *, pools: bool) -> Any:
     native = {"bfloat16": machine.bf16, "float16": machine.fp16, "float32": True}
-    asked, stored = DTYPE_ALIASES.get(asked, asked), checkpoint.dtype
+    dtype, stored = DTYPE_ALIASES.get(dtype, dtype), checkpoint.dtype
     if machine.device == "cpu":
-        if asked == "auto":
+        if dtype == "auto":
             return stored if native[stored] else "float32"
-        return asked
-    if asked == "bfloat16" and not machine.bf16:
+        return dtype
+    if dtype == "bfloat16" and not machine.bf16:
         raise ConfigError(
             f"dtype='bfloat16' needs compute capability 8.0; {machine.name} has"
             f" {machine.capability[0]}.{machine.capability[1]}: use dtype='float16'"
         )
-    if asked != "auto":
-        return asked
-    if checkpoint.facts.architecture in _WIDE:
+    if dtype != "auto":
+        return dtype
+    if checkpoint.facts.architecture in _OVERFLOWS_FLOAT16:
         return "bfloat16" if machine.bf16 else "float32"
-    # What is pooled is compared number by number: digits count for more than range.
+    # Embeddings are compared element by element: precision matters more than range.
     wanted = stored if stored != "float32" else "float16" if pools else "bfloat16"
     return wanted if native[wanted] else "float16"
 
 
-def _cache(
+def _resolve_cache(
     values: Mapping[str, Any], dtype: str, machine: Machine, env: Env, checkpoint: Checkpoint
 ) -> CacheSection:
-    own = _of("cache", values)
-    block_size = own.get("block_size", 16)
+    args = _section_args("cache", values)
+    block_size = args.get("block_size", 16)
     if block_size & (block_size - 1):
         raise ConfigError(f"block_size={block_size} must be a power of two from 1 to 256")
-    if own.get("prefix_caching_hash_algo") == "sha256_cbor":
+    if args.get("prefix_caching_hash_algo") == "sha256_cbor":
         warn_once(logger, "prefix_caching_hash_algo='sha256_cbor' is read as 'sha256'")
-        own["prefix_caching_hash_algo"] = "sha256"
-    if own.get("enable_prefix_caching", True) and has_states(cache_specs(checkpoint.facts)):
+        args["prefix_caching_hash_algo"] = "sha256"
+    if args.get("enable_prefix_caching", True) and has_states(cache_specs(checkpoint.facts)):
         warn_once(
-            logger, "Prefix caching is off: this model has layers whose state cannot be cut at a prefix"
+            logger, "Prefix caching is off: this model has layers with SSM state, which has no prefix blocks"
         )
-        own["enable_prefix_caching"] = False
-    kv_dtype = own.get("kv_cache_dtype", "auto")
+        args["enable_prefix_caching"] = False
+    kv_dtype = args.get("kv_cache_dtype", "auto")
     if kv_dtype == "fp8":
         kv_dtype = "fp8_e4m3"
     known = ("auto", dtype, "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -366,20 +366,20 @@ def _cache(
             f"kv_cache_dtype={kv_dtype!r} is not supported on this {machine.device}; "
             f"known: {', '.join(known)} ('auto' is {auto!r} here)"
         )
-    sized = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"} & own.keys()
+    sized = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"} & args.keys()
     if machine.device == "cpu" and not sized:
         space = env.cpu_kvcache_space
         if space is not None and not space > 0:
             raise ConfigError(
                 f"QUIRE_CPU_KVCACHE_SPACE={space} must be above 0 (GiB); unset it for the default of 4"
             )
-        own["kv_cache_memory_limit"] = CPU_KV_CACHE_LIMIT if space is None else int(space * GIB)
-    own.setdefault("gpu_memory_utilization", 0.92)
-    return CacheSection(**{**own, "kv_cache_dtype": auto if kv_dtype == "auto" else kv_dtype})
+        args["kv_cache_memory_limit"] = CPU_KV_CACHE_LIMIT if space is None else int(space * GIB)
+    args.setdefault("gpu_memory_utilization", 0.92)
+    return CacheSection(**{**args, "kv_cache_dtype": auto if kv_dtype == "auto" else kv_dtype})
 
 
-def _shared(cache: CacheSection, parallel: ParallelSection) -> CacheSection:
-    """Ranks on one CPU have its memory in common: the share that was asked for is that of all."""
+def _divide_cpu_memory(cache: CacheSection, parallel: ParallelSection) -> CacheSection:
+    """Divide the memory share among the ranks on one CPU, which share its memory."""
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     ranks *= max(parallel.data_parallel_size_local or 1, 1)
     if parallel.device != "cpu" or ranks == 1:
@@ -387,7 +387,7 @@ def _shared(cache: CacheSection, parallel: ParallelSection) -> CacheSection:
     return replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / ranks)
 
 
-def _attention(values: Mapping[str, Any], env: Env) -> AttentionSection:
+def _resolve_attention(values: Mapping[str, Any], env: Env) -> AttentionSection:
     backend = (values.get("attention_backend") or env.attention_backend or "AUTO").upper()
     if backend in RETIRED_BACKENDS:
         warn_once(logger, f"attention backend {backend} is retired; the default is used in its place")
@@ -396,7 +396,7 @@ def _attention(values: Mapping[str, Any], env: Env) -> AttentionSection:
 
 
 def _budget(machine: Machine, usage: str, world: int) -> tuple[int, int]:
-    """Default tokens of a step and default number of running requests."""
+    """Return the default tokens per step and the default number of running requests."""
     if usage not in CPU_BUDGETS:
         return 2048, 128
     if machine.device == "cpu":
@@ -411,54 +411,54 @@ def _budget(machine: Machine, usage: str, world: int) -> tuple[int, int]:
     return by_usage[usage], seqs
 
 
-def _with_room_for_states(
+def _limit_seqs_for_states(
     values: dict[str, Any], cache: CacheSection, machine: Machine, facts: ArchFacts, usage: str
 ) -> dict[str, Any]:
-    """Every row of a model with states has memory of its own: unless the user says how many there are, as
-    many as leave most of it to weights and pages."""
+    """Limit the default max_num_seqs of a model with SSM state, so that the states leave most memory to
+    weights and KV cache."""
     per_row = row_bytes(cache_specs(facts), DTYPE_BYTES[cache.kv_cache_dtype])
     if not per_row or "max_num_seqs" in values:
         return values
     room = cache.kv_cache_memory_bytes or cache.kv_cache_memory_limit
     room = room // 2 if room else int(machine.total_bytes * cache.gpu_memory_utilization) // 4
-    most, default = max(room // per_row, 1), _budget(machine, usage, 1)[1]
-    if most >= default:
+    max_seqs, default = max(room // per_row, 1), _budget(machine, usage, 1)[1]
+    if max_seqs >= default:
         return values
     logger.info(
-        "max_num_seqs is %d in place of %d: each running request has a state of %.1f MiB",
-        most,
+        "max_num_seqs is %d instead of %d: each running request has an SSM state of %.1f MiB",
+        max_seqs,
         default,
         per_row / 2**20,
     )
-    return values | {"max_num_seqs": most}
+    return values | {"max_num_seqs": max_seqs}
 
 
-def _scheduler(
+def _resolve_scheduler(
     values: Mapping[str, Any], max_model_len: int, parallel: ParallelSection, machine: Machine, usage: str
 ) -> SchedulerSection:
-    own = _of("scheduler", values)
-    chunked = own.get("enable_chunked_prefill", True)
+    args = _section_args("scheduler", values)
+    chunked = args.get("enable_chunked_prefill", True)
     tokens, seqs = _budget(machine, usage, parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
-    if own.get("performance_mode") == "throughput":
+    if args.get("performance_mode") == "throughput":
         tokens, seqs = 2 * tokens, 2 * seqs
     if not chunked:
         tokens = max(tokens, max_model_len)
-    asked_seqs = own.get("max_num_seqs", seqs)
-    tokens = min(tokens, asked_seqs * max_model_len)
-    if "max_num_seqs" in own:
-        tokens = max(tokens, asked_seqs)
-    own.setdefault("max_num_batched_tokens", tokens)
-    own.setdefault("max_num_seqs", min(seqs, own["max_num_batched_tokens"]))
-    own.setdefault("max_num_scheduled_tokens", own["max_num_batched_tokens"])
-    own.setdefault("async_scheduling", machine.device == "cuda")
-    if own["async_scheduling"] and machine.device == "cpu":
+    max_seqs = args.get("max_num_seqs", seqs)
+    tokens = min(tokens, max_seqs * max_model_len)
+    if "max_num_seqs" in args:
+        tokens = max(tokens, max_seqs)
+    args.setdefault("max_num_batched_tokens", tokens)
+    args.setdefault("max_num_seqs", min(seqs, args["max_num_batched_tokens"]))
+    args.setdefault("max_num_scheduled_tokens", args["max_num_batched_tokens"])
+    args.setdefault("async_scheduling", machine.device == "cuda")
+    if args["async_scheduling"] and machine.device == "cpu":
         warn_once(logger, "async_scheduling=True has no effect on a CPU and is ignored")
-        own["async_scheduling"] = False
-    if own["async_scheduling"] and parallel.pipeline_parallel_size > 1:
+        args["async_scheduling"] = False
+    if args["async_scheduling"] and parallel.pipeline_parallel_size > 1:
         if "async_scheduling" in values:
             warn_once(logger, "async_scheduling=True has no effect with pipeline stages and is off")
-        own["async_scheduling"] = False
-    section = SchedulerSection(**own)
+        args["async_scheduling"] = False
+    section = SchedulerSection(**args)
     _check_budget(section, max_model_len)
     return section
 
@@ -466,11 +466,11 @@ def _scheduler(
 def _check_budget(section: SchedulerSection, max_model_len: int) -> None:
     tokens, seqs = section.max_num_batched_tokens, section.max_num_seqs
     for name in ("max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"):
-        most = getattr(section, name)
-        if 0 < most < max_model_len and not section.enable_chunked_prefill:
+        limit = getattr(section, name)
+        if 0 < limit < max_model_len and not section.enable_chunked_prefill:
             raise ConfigError(
-                f"{name} ({most}) is smaller than max_model_len ({max_model_len}) and chunked prefill is off,"
-                " so that a longer prompt could never run: raise the first, lower the second, or turn"
+                f"{name} ({limit}) is smaller than max_model_len ({max_model_len}) and chunked prefill is"
+                " off, so that a longer prompt could never run: raise the first, lower the second, or turn"
                 " enable_chunked_prefill on"
             )
     if tokens < seqs:

@@ -1,4 +1,4 @@
-"""What the deployer sets: environment variables, read once."""
+"""Settings from environment variables, read once."""
 
 import re
 from collections.abc import Mapping
@@ -30,54 +30,55 @@ NO_EFFECT = frozenset(
     """,
     )
 )
-"""Variables of vLLM that people set, and that Quire has no use for."""
+"""Common variables of vLLM that have no effect in Quire."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """How much the store of /v1/responses holds, and how long."""
+    """Limits of the store of /v1/responses."""
 
     max_count: int = 4096
     max_bytes: int = 256 << 20
     ttl_s: float = 86400.0
-    """For a response that is over."""
+    """Seconds that a finished response is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterEnv:
-    """Where adapters are looked for by their names, and who may change them."""
+    """Sources of adapters by name, and whether clients may load and unload them."""
 
     allow_runtime_lora_updating: bool = False
     """Let clients load and unload adapters."""
     lora_resolver_cache_dir: str | None = None
     lora_resolver_hf_repo_list: str = ""
-    """Hub ids, with commas between them."""
+    """Hub ids, separated by commas."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaEnv:
-    """How media are fetched and decoded."""
+    """Fetching and decoding of media."""
 
     image_fetch_timeout: float = 5.0
-    """Seconds for one image, from its name to its last byte, whatever is tried again."""
+    """Seconds to fetch one image, including DNS and all retries."""
     video_fetch_timeout: float = 30.0
     audio_fetch_timeout: float = 10.0
     media_fetch_max_retries: int = 3
     media_url_allow_redirects: bool = True
     media_loading_thread_count: int = 8
-    """Threads of each API process that decode and process."""
+    """Decoding threads per API process."""
     media_max_mb: float = 256.0
-    """MiB of one item, as it is sent or fetched, and of all of a request; four times as much of all requests
-    that are on their way, and four times as much of what is decoded at once; others wait."""
+    """MiB of one item, as sent or fetched, and of all items of a request. All requests in flight may hold
+    four times as much, and so may all concurrent decoding; other requests wait."""
     max_image_pixels: int = 178956970
-    """Of an image, and of all frames of a video together twice as many."""
+    """Pixels of an image; all frames of a video together may have twice as many."""
     max_audio_clip_filesize_mb: float = 25.0
-    """MiB of a file that is to be written down (/v1/audio/transcriptions)."""
+    """MiB of an audio file to transcribe (/v1/audio/transcriptions)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """What the deployer sets. Each is read as QUIRE_NAME, then as VLLM_NAME; so is each of a group."""
+    """Settings from environment variables. Each is read as QUIRE_NAME, then as VLLM_NAME, also those in
+    groups."""
 
     cache_root: Path
     logging_level: str = "INFO"
@@ -85,37 +86,37 @@ class Env:
     """Seconds between two lines of statistics."""
     api_key: str | None = field(default=None, repr=False)
     cluster_token: str | None = field(default=None, repr=False)
-    """Secret that the machines of one deployment share: only processes that know it may join its
-    data-parallel ranks or its nodes. Machines without it accept every peer, and warn."""
+    """Secret shared by the machines of one deployment: only processes that have it may join its data-parallel
+    ranks or its nodes. Machines without it accept every peer, and warn."""
     host_ip: str | None = None
     port: int | None = None
     """First port for messages between processes."""
     cpu_kvcache_space: float | None = None
-    """KV cache on a CPU, GiB."""
+    """Size of the KV cache on a CPU in GiB."""
     cpu_kernels: str = "native"
-    """Which instructions the C kernels use: `native` (all that the CPU has), `avx512` (AVX-512 without VNNI),
-    `avx2`, `c` (plain C), or `torch` (no C kernels). What the CPU lacks is refused. For tests and for tracing
-    a fault; every path gives the same answers up to rounding, `native` the fastest."""
+    """Instruction set of the C kernels: `native` (all that the CPU supports), `avx512` (AVX-512 without
+    VNNI), `avx2`, `c` (plain C), or `torch` (no C kernels). An unsupported one is an error. For tests and for
+    tracing a fault; every path gives the same answers up to rounding, `native` is the fastest."""
     allow_long_max_model_len: bool = False
     attention_backend: str | None = None
     server_dev_mode: bool = False
     max_n_sequences: int = 16384
-    """Most sequences that one call of the API may ask for: prompts times n."""
+    """Most sequences of one API call: prompts times n."""
     enable_responses_api_store: bool = False
-    """Keep responses of /v1/responses in memory, so that they can be asked for again."""
+    """Keep responses of /v1/responses in memory, so that they can be retrieved."""
     responses_store: StoreLimits = StoreLimits()
     adapters: AdapterEnv = AdapterEnv()
     media: MediaEnv = MediaEnv()
     engine_ready_timeout_s: float = 600.0
-    """For all workers of an engine to be there and ready."""
+    """Seconds until all workers of an engine must be ready."""
     execute_model_timeout_seconds: float = 300.0
-    """For one step; an engine that takes longer counts as hung and is started again."""
+    """Seconds for one step; an engine that takes longer counts as hung and is restarted."""
     pp_layer_partition: str = ""
-    """Layers of each stage of a pipeline, as `8,8,6`."""
+    """Number of layers of each pipeline stage, as `8,8,6`."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> "Env":
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, kind in _ENV_KINDS.items():
             variable = next(
                 (f"{p}_{name.upper()}" for p in PREFIXES if environ.get(f"{p}_{name.upper()}")), ""
@@ -123,7 +124,7 @@ class Env:
             if not variable:
                 continue
             try:
-                found[name] = kind(environ[variable])
+                values[name] = kind(environ[variable])
             except ValueError:
                 is_choice = isinstance(kind, _Choice)
                 remedy = f"choose from {', '.join(kind.words)}" if is_choice else "unset it or correct it"
@@ -131,20 +132,20 @@ class Env:
                     f"{variable}={environ[variable]!r} is not a valid value; {remedy}"
                 ) from None
         cache_home = environ.get("XDG_CACHE_HOME") or "~/.cache"
-        found.setdefault("cache_root", Path(cache_home).expanduser() / "quire")
+        values.setdefault("cache_root", Path(cache_home).expanduser() / "quire")
         for group, (kind, prefix) in _GROUPS.items():
-            names = {prefix + each.name: each.name for each in fields(kind)}
-            found[group] = kind(**{names[name]: found.pop(name) for name in names.keys() & found.keys()})
-        return cls(**found)
+            names = {prefix + item.name: item.name for item in fields(kind)}
+            values[group] = kind(**{names[name]: values.pop(name) for name in names.keys() & values.keys()})
+        return cls(**values)
 
 
-def _switch(text: str) -> bool:
+def _parse_switch(text: str) -> bool:
     if text.lower() not in ("0", "1", "true", "false"):
         raise ValueError(text)
     return text.lower() in ("1", "true")
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if int(text) < 1:
         raise ValueError(text)
     return int(text)
@@ -152,7 +153,7 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One of some words, in either case."""
+    """A parser of one of several words, in either case."""
 
     words: tuple[str, ...]
 
@@ -172,25 +173,25 @@ _ENV_KINDS: dict[str, Any] = {
     "port": int,
     "cpu_kvcache_space": float,
     "cpu_kernels": _Choice(CPU_KERNELS),
-    "allow_long_max_model_len": _switch,
+    "allow_long_max_model_len": _parse_switch,
     "attention_backend": str,
-    "server_dev_mode": _switch,
+    "server_dev_mode": _parse_switch,
     "max_n_sequences": int,
-    "enable_responses_api_store": _switch,
+    "enable_responses_api_store": _parse_switch,
     "responses_store_max_count": int,
     "responses_store_max_bytes": int,
     "responses_store_ttl_s": float,
-    "allow_runtime_lora_updating": _switch,
+    "allow_runtime_lora_updating": _parse_switch,
     "lora_resolver_cache_dir": str,
     "lora_resolver_hf_repo_list": str,
     "image_fetch_timeout": float,
     "video_fetch_timeout": float,
     "audio_fetch_timeout": float,
     "media_fetch_max_retries": int,
-    "media_url_allow_redirects": _switch,
-    "media_loading_thread_count": _count,
+    "media_url_allow_redirects": _parse_switch,
+    "media_loading_thread_count": _parse_count,
     "media_max_mb": float,
-    "max_image_pixels": _count,
+    "max_image_pixels": _parse_count,
     "max_audio_clip_filesize_mb": float,
     "engine_ready_timeout_s": float,
     "execute_model_timeout_seconds": float,
@@ -201,11 +202,11 @@ _GROUPS: dict[str, tuple[type, str]] = {
     "adapters": (AdapterEnv, ""),
     "media": (MediaEnv, ""),
 }
-"""Fields that are made of several variables, and what their names have in front of those of the class."""
+"""Fields that consist of several variables, and the prefix of these variables' names."""
 
 
 def warn_unknown(environ: Mapping[str, str]) -> None:
-    """Say once of each variable under our prefixes that nobody reads it."""
+    """Warn once about each variable with one of our prefixes that is not read."""
     known = {f"{prefix}_{name.upper()}" for prefix in PREFIXES for name in _ENV_KINDS}
     for name in sorted(environ.keys() - known):
         if not environ[name] or name.partition("_")[0] not in PREFIXES or name.startswith("QUIRE_TEST_"):

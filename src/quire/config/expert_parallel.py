@@ -1,4 +1,4 @@
-"""Experts over devices: what was asked for, checked against the model."""
+"""Expert parallelism: the settings, checked against the model."""
 
 import socket
 from dataclasses import dataclass, fields, replace
@@ -12,7 +12,7 @@ from quire.logs import get_logger, warn_once
 log = get_logger(__name__)
 
 GATHER, SEND = "allgather_reducescatter", "all2all"
-_FOREIGN = {
+_VLLM_BACKENDS = {
     "naive": GATHER,
     "pplx": GATHER,
     **dict.fromkeys(
@@ -31,23 +31,23 @@ _FOREIGN = {
         SEND,
     ),
 }
-"""vLLM's backends -> what is done in place of each."""
+"""Backends of vLLM, and the one that is used instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Eplb:
-    """How experts move between devices as their load changes (`eplb_config`)."""
+    """Expert-parallel load balancing settings (`eplb_config`)."""
 
     window_size: int = 1000
-    """Steps whose tokens are counted."""
+    """Number of steps over which tokens are counted."""
     step_interval: int = 3000
-    """Steps from one placement to the next."""
+    """Steps between rebalancings."""
     num_redundant_experts: int = 0
-    """Places beyond one for each expert, over all devices."""
+    """Expert slots beyond one per expert, over all devices."""
     use_async: bool = True
-    """Move a layer at a time, between steps; else all at once."""
+    """Whether to move one layer at a time between steps; otherwise all at once."""
     log_balancedness: bool = False
-    """Say how even the load was at each new placement."""
+    """Whether to log the balance of the load at each rebalancing."""
 
     @staticmethod
     def of(parallel: ParallelSection) -> "Eplb":
@@ -65,32 +65,32 @@ class Eplb:
 
 
 def ep_size(parallel: ParallelSection) -> int:
-    """Devices that the experts of a layer are spread over."""
+    """Return the number of devices that the experts of a layer are spread over."""
     if not parallel.enable_expert_parallel:
         return 1
     return parallel.tensor_parallel_size * parallel.data_parallel_size
 
 
 def steps_together(parallel: ParallelSection) -> bool:
-    """Whether engines need each other for every step: each has experts that the others' tokens go to."""
+    """Return whether engines must run every step together, since each has experts for the others' tokens."""
     return parallel.enable_expert_parallel and parallel.data_parallel_size > 1
 
 
 def meeting_of(parallel: ParallelSection) -> str:
-    """Where all devices of such engines meet."""
+    """Return the address of the process group of all devices of such engines."""
     return f"tcp://{parallel.data_parallel_address}:{parallel.data_parallel_rpc_port + 1}"
 
 
 def rounds_of(parallel: ParallelSection) -> str:
-    """Where the first of such engines is told by the others what each has to do."""
+    """Return the address where such engines synchronize their steps with the first one."""
     return f"tcp://{parallel.data_parallel_address}:{parallel.data_parallel_rpc_port + 2}"
 
 
 def with_experts(
-    parallel: ParallelSection, facts: ArchFacts, given: dict[str, Any], *, pools: bool, all_local: bool
+    parallel: ParallelSection, facts: ArchFacts, args: dict[str, Any], *, pools: bool, all_local: bool
 ) -> ParallelSection:
-    """Settings that the model allows, under our names."""
-    parallel = replace(parallel, all2all_backend=_backend(parallel.all2all_backend))
+    """Return the settings with Quire's backend names; raise if the model does not support them."""
+    parallel = replace(parallel, all2all_backend=_resolve_backend(parallel.all2all_backend))
     eplb = Eplb.of(parallel)
     if not parallel.enable_expert_parallel:
         if parallel.enable_eplb:
@@ -104,7 +104,9 @@ def with_experts(
             f"enable_expert_parallel: a {facts.architecture} has no experts to spread; leave it out"
         )
     if facts.borrowed is not None:
-        raise ConfigError("enable_expert_parallel cannot be had with a model that transformers runs")
+        raise ConfigError(
+            "enable_expert_parallel is not supported for a model that runs through transformers"
+        )
     if moe.experts < size:
         raise ConfigError(
             f"enable_expert_parallel spreads {moe.experts} experts over tensor_parallel_size x "
@@ -114,14 +116,14 @@ def with_experts(
     if steps_together(parallel):
         if pools:
             raise ConfigError(
-                "enable_expert_parallel with data_parallel_size > 1 cannot be had with a pooling model"
+                "enable_expert_parallel with data_parallel_size > 1 is not supported for a pooling model"
             )
         if parallel.distributed_executor_backend == "ray":
             raise ConfigError(
                 "enable_expert_parallel with data_parallel_size > 1 needs workers that are started without"
                 " Ray: use distributed_executor_backend 'mp'"
             )
-        if all_local and "data_parallel_rpc_port" not in given:
+        if all_local and "data_parallel_rpc_port" not in args:
             parallel = replace(parallel, data_parallel_rpc_port=_free_ports(3))
     return parallel
 
@@ -143,20 +145,20 @@ def _check_eplb(parallel: ParallelSection, eplb: Eplb, num_experts: int, size: i
         )
 
 
-def _backend(name: str) -> str:
+def _resolve_backend(name: str) -> str:
     if name in (GATHER, SEND):
         return name
-    if name not in _FOREIGN:
-        known = [GATHER, SEND, *_FOREIGN]
+    if name not in _VLLM_BACKENDS:
+        known = [GATHER, SEND, *_VLLM_BACKENDS]
         raise ConfigError(
             f"unknown all2all_backend {name!r}; known: {', '.join(known)}{nearest(name, known)}"
         )
-    warn_once(log, f"all2all_backend {name!r} is not there; {_FOREIGN[name]!r} is used in its place")
-    return _FOREIGN[name]
+    warn_once(log, f"all2all_backend {name!r} is not available; using {_VLLM_BACKENDS[name]!r} instead")
+    return _VLLM_BACKENDS[name]
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many in a row that nobody uses."""
+    """Return the first of `count` consecutive free ports."""
     while True:
         sockets = [socket.socket() for _ in range(count)]
         try:
@@ -167,6 +169,6 @@ def _free_ports(count: int) -> int:
         except (OSError, OverflowError):
             continue
         finally:
-            for each in sockets:
-                each.close()
+            for sock in sockets:
+                sock.close()
         return first

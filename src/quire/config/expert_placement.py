@@ -1,4 +1,4 @@
-"""Placement: which device has which experts of a layer, and a better one where some are asked more often."""
+"""Placement of experts on devices, and rebalancing by load."""
 
 import heapq
 from collections.abc import Sequence
@@ -8,40 +8,40 @@ Strategy = Literal["linear", "round_robin"]
 
 
 class Placement(NamedTuple):
-    """The experts of a layer by device, each in the order of its places there. An expert may be on more than
-    one device, and is on one at most once."""
+    """The experts of a layer by device, in slot order. An expert may have replicas on several devices, at
+    most one per device."""
 
     by_rank: tuple[tuple[int, ...], ...]
 
     @property
     def num_slots(self) -> int:
-        """Places of the device with the most: a place is numbered rank * num_slots + its number there."""
+        """Return the slots of the device with the most; a slot's global number is rank * num_slots + slot."""
         return max(map(len, self.by_rank))
 
     def replicas(self, num_experts: int) -> list[list[int]]:
-        """Of each expert the numbers of its places, in rising order."""
-        found: list[list[int]] = [[] for _ in range(num_experts)]
+        """Return the global slot numbers of each expert, in ascending order."""
+        slots: list[list[int]] = [[] for _ in range(num_experts)]
         for rank, experts in enumerate(self.by_rank):
             for slot, expert in enumerate(experts):
-                found[expert].append(rank * self.num_slots + slot)
-        return found
+                slots[expert].append(rank * self.num_slots + slot)
+        return slots
 
 
 def placed(
     num_experts: int, num_ranks: int, strategy: Strategy = "linear", num_redundant: int = 0
 ) -> Placement:
-    """The first placement: neighbours (one more on the first devices where it does not divide), or every
-    n-th; the redundant ones are the first once more."""
+    """Build the initial placement: consecutive experts (the first devices get one more if needed), or every
+    n-th. The redundant ones replicate the first experts."""
     total = num_experts + num_redundant
     assert num_ranks <= total and num_redundant <= num_experts * (num_ranks - 1)
     if strategy == "round_robin":
         owned = [range(rank, total, num_ranks) for rank in range(num_ranks)]
     else:
-        each, more = divmod(total, num_ranks)
-        firsts = [rank * each + min(rank, more) for rank in range(num_ranks + 1)]
+        per_rank, more = divmod(total, num_ranks)
+        firsts = [rank * per_rank + min(rank, more) for rank in range(num_ranks + 1)]
         owned = [range(*pair) for pair in zip(firsts, firsts[1:], strict=False)]
     experts = [sorted({number % num_experts for number in numbers}) for numbers in owned]
-    if any(len(own) < len(numbers) for own, numbers in zip(experts, owned, strict=True)):
+    if any(len(unique) < len(numbers) for unique, numbers in zip(experts, owned, strict=True)):
         return balanced([1] * num_experts, num_ranks, total // num_ranks)
     return Placement(tuple(map(tuple, experts)))
 
@@ -49,9 +49,12 @@ def placed(
 def balanced(
     loads: Sequence[float], num_ranks: int, num_slots: int, before: Placement | None = None
 ) -> Placement:
-    """As even as a greedy choice gets it: the heaviest experts get the places that are left over, then all
-    are dealt, the heaviest first, to the device with the least load. `before` stays if this is no better, and
-    an expert that stays on a device keeps its place there."""
+    """Return a placement with greedily balanced load.
+
+    The heaviest experts get replicas in the remaining slots. Then all are assigned, the heaviest first, to
+    the device with the least load. `before` is returned if the result is no better. An expert that stays on a
+    device keeps its slot.
+    """
     shares = [float(load) for load in loads]
     counts = [1] * len(loads)
     heap = [(-share, expert) for expert, share in enumerate(shares)]
@@ -62,21 +65,21 @@ def balanced(
         expert = heap[0][1]
         counts[expert] += 1
         heapq.heapreplace(heap, (-shares[expert] / counts[expert], expert))
-    owned = _dealt([share / count for share, count in zip(shares, counts, strict=True)], counts, num_ranks)
-    made = Placement(tuple(tuple(sorted(own)) for own in owned))
+    owned = _assign([share / count for share, count in zip(shares, counts, strict=True)], counts, num_ranks)
+    after = Placement(tuple(tuple(sorted(experts)) for experts in owned))
     if before is None:
-        return made
-    if imbalance(made, loads) >= imbalance(before, loads):
+        return after
+    if imbalance(after, loads) >= imbalance(before, loads):
         return before
-    return _settled(made, before)
+    return _keep_slots(after, before)
 
 
-def _dealt(shares: list[float], counts: list[int], num_ranks: int) -> list[list[int]]:
-    """So many copies of each expert, no two on one device, as many on each."""
+def _assign(shares: list[float], counts: list[int], num_ranks: int) -> list[list[int]]:
+    """Assign `counts` replicas of each expert, equally many per device and no two on one device."""
     num_slots = sum(counts) // num_ranks
     owned: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
-    # Those with the most copies first where they must go everywhere; then the heaviest.
+    # Experts with a replica on every device come first, then the heaviest.
     order = sorted(range(len(shares)), key=lambda expert: (counts[expert] < num_ranks, -shares[expert]))
     for expert in order:
         free = sorted(
@@ -87,41 +90,42 @@ def _dealt(shares: list[float], counts: list[int], num_ranks: int) -> list[list[
             owned[rank].append(expert)
             loads[rank] += shares[expert]
         for _ in range(counts[expert] - len(free)):
-            _squeeze(expert, owned, num_slots)
+            _make_room(expert, owned, num_slots)
     return owned
 
 
-def _squeeze(expert: int, owned: list[list[int]], num_slots: int) -> None:
-    """One more copy than there are devices with room: another expert moves from a full device without it."""
-    target = next(rank for rank, own in enumerate(owned) if len(own) < num_slots)
-    for own in owned:
-        if expert not in own:
-            moved = next(other for other in own if other not in owned[target])
-            own[own.index(moved)] = expert
+def _make_room(expert: int, owned: list[list[int]], num_slots: int) -> None:
+    """Place one more replica if all devices with free slots have one: another expert moves from a full
+    device."""
+    target = next(rank for rank, experts in enumerate(owned) if len(experts) < num_slots)
+    for experts in owned:
+        if expert not in experts:
+            moved = next(other for other in experts if other not in owned[target])
+            experts[experts.index(moved)] = expert
             owned[target].append(moved)
             return
 
 
-def _settled(made: Placement, before: Placement) -> Placement:
-    """The same experts on the same devices, at the places that they had."""
+def _keep_slots(after: Placement, before: Placement) -> Placement:
+    """Reorder the new placement so that experts that stay on a device keep their slots."""
     rows = []
-    for own, had in zip(made.by_rank, before.by_rank, strict=True):
-        kept = set(own) & set(had)
-        new = iter([expert for expert in own if expert not in kept])
-        rows.append(tuple(expert if expert in kept else next(new) for expert in had))
+    for experts, old in zip(after.by_rank, before.by_rank, strict=True):
+        kept = set(experts) & set(old)
+        new = iter([expert for expert in experts if expert not in kept])
+        rows.append(tuple(expert if expert in kept else next(new) for expert in old))
     return Placement(tuple(rows))
 
 
 def imbalance(placement: Placement, loads: Sequence[float]) -> float:
-    """The load of the busiest device over the mean, if the copies of an expert share its load."""
+    """Return the load of the busiest device over the mean; replicas share an expert's load equally."""
     counts = [len(places) for places in placement.replicas(len(loads))]
-    by_rank = [sum(loads[expert] / counts[expert] for expert in own) for own in placement.by_rank]
+    by_rank = [sum(loads[expert] / counts[expert] for expert in experts) for experts in placement.by_rank]
     mean = sum(by_rank) / len(by_rank)
     return max(by_rank) / mean if mean else 1.0
 
 
 class Move(NamedTuple):
-    """An expert's weights from one place to another."""
+    """A copy of an expert's weights from one slot to another."""
 
     source: int
     source_slot: int
@@ -130,18 +134,21 @@ class Move(NamedTuple):
 
 
 def moves(before: Placement, after: Placement) -> list[Move]:
-    """What must be copied, by target; each comes from a device that had it, another one where there are more,
-    and from the target itself where it can."""
-    homes: dict[int, list[tuple[int, int]]] = {}
-    for rank, own in enumerate(before.by_rank):
-        for slot, expert in enumerate(own):
-            homes.setdefault(expert, []).append((rank, slot))
-    found = []
-    for rank, own in enumerate(after.by_rank):
-        for slot, expert in enumerate(own):
+    """Return the copies to make, by target. Each comes from the target itself if it has the expert, else from
+    one of the devices that have it, spread over them."""
+    slots_of: dict[int, list[tuple[int, int]]] = {}
+    for rank, experts in enumerate(before.by_rank):
+        for slot, expert in enumerate(experts):
+            slots_of.setdefault(expert, []).append((rank, slot))
+    copies = []
+    for rank, experts in enumerate(after.by_rank):
+        for slot, expert in enumerate(experts):
             if before.by_rank[rank][slot] == expert:
                 continue
-            known = homes[expert]
-            source = next((home for home in known if home[0] == rank), known[rank % len(known)])
-            found.append(Move(*source, rank, slot))
-    return found
+            sources = slots_of[expert]
+            source = next(
+                (source_slot for source_slot in sources if source_slot[0] == rank),
+                sources[rank % len(sources)],
+            )
+            copies.append(Move(*source, rank, slot))
+    return copies

@@ -1,16 +1,16 @@
-"""What the machine offers, as plain facts. `dist.platform.detect()` finds them; `resolve()` reads them."""
+"""Properties of the machine. `system.platform.detect()` reads them; `resolve()` uses them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device that an engine runs on, and the cores beside it."""
+    """The device that an engine runs on, and its CPU cores."""
 
     device: str
     """`cpu` or `cuda`."""
     name: str
-    """The device as its maker calls it."""
+    """Product name of the device."""
     num_devices: int
     total_bytes: int
     """Memory of one device; for `cpu` what this process may use (cgroup limits respected)."""

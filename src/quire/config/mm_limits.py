@@ -1,4 +1,4 @@
-"""How many items of each modality a prompt may have."""
+"""Limits on the number of items of each modality in a prompt."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,56 +9,56 @@ from quire.errors import ConfigError, nearest
 
 MODALITIES = ("image", "video", "audio")
 DEFAULT_LIMIT = 999
-_NOT_CROSSED: dict[str, Any] = {
+_WITHOUT_CROSS_ATTENTION: dict[str, Any] = {
     "pipeline_parallel_size": 1,
     "speculative_config": None,
     "enable_lora": False,
     "enable_prompt_embeds": False,
 }
-"""What is not built for decoders that see the states of an encoder, and the value that does without."""
+"""Settings that are not supported for decoders with cross-attention, and the value that disables each."""
 
 
-def limits_of(given: Mapping[str, Any] | None, *, language_model_only: bool) -> dict[str, int]:
-    """By modality, out of limit_mm_per_prompt."""
-    given = given or {}
-    for name in given:
+def limits_of(limits: Mapping[str, Any] | None, *, language_model_only: bool) -> dict[str, int]:
+    """Return the limit of each modality in limit_mm_per_prompt."""
+    limits = limits or {}
+    for name in limits:
         if name not in MODALITIES:
             known = ", ".join(MODALITIES)
             close = nearest(name, MODALITIES)
             raise ConfigError(f"limit_mm_per_prompt has no modality {name!r}; known: {known}{close}")
     if language_model_only:
         return dict.fromkeys(MODALITIES, 0)
-    return {name: _limit(name, given.get(name, DEFAULT_LIMIT)) for name in MODALITIES}
+    return {name: _check_limit(name, limits.get(name, DEFAULT_LIMIT)) for name in MODALITIES}
 
 
-def _limit(name: str, given: object) -> int:
-    count = given.get("count", DEFAULT_LIMIT) if isinstance(given, dict) else given
+def _check_limit(name: str, value: object) -> int:
+    count = value.get("count", DEFAULT_LIMIT) if isinstance(value, dict) else value
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ConfigError(
-            f"limit_mm_per_prompt.{name} must be a number from 0 on, or an object with `count`, not {given!r}"
+            f"limit_mm_per_prompt.{name} must be a number from 0, or an object with `count`, not {value!r}"
         )
     return count
 
 
 def without_unused(facts: ArchFacts, limits: Mapping[str, int]) -> ArchFacts:
-    """The model without a tower, if no prompt may have anything for it."""
+    """Return the model without its encoder if no prompt may have items for it."""
     if facts.media is None or any(limits[name] for name in facts.media.modalities):
         return facts
     if facts.media.crossed:
         raise ConfigError(
-            f"{facts.architecture} does nothing but hear: leave language_model_only and a "
-            "limit_mm_per_prompt of 0 out"
+            f"{facts.architecture} needs audio in every prompt: leave out language_model_only and a "
+            "limit_mm_per_prompt of 0"
         )
     return replace(facts, media=None)
 
 
 def check_crossed(facts: ArchFacts, settings: Mapping[str, Any]) -> None:
-    """Refuse what a decoder that sees the states of an encoder cannot have yet, by name."""
+    """Raise if a setting is not supported for a decoder with cross-attention."""
     if facts.media is None or not facts.media.crossed:
         return
-    for name, without in _NOT_CROSSED.items():
-        if (settings.get(name) or without) != without:
+    for name, disabled in _WITHOUT_CROSS_ATTENTION.items():
+        if (settings.get(name) or disabled) != disabled:
             raise ConfigError(
-                f"{name} cannot be had with {facts.architecture}, whose decoder sees the states of an "
-                "encoder: leave it out"
+                f"{name} is not supported for {facts.architecture}, which has a decoder with "
+                "cross-attention: leave it out"
             )

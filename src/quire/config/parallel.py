@@ -1,4 +1,4 @@
-"""Ranks: which part of the work each worker process has."""
+"""Ranks: the part of the model that each worker process has."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,7 +7,7 @@ from quire.errors import ConfigError
 
 
 class ParallelSizes(Protocol):
-    """Over how many workers an engine is spread."""
+    """Number of workers of an engine."""
 
     @property
     def tensor_parallel_size(self) -> int: ...
@@ -17,7 +17,7 @@ class ParallelSizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The place of one worker: its core, its stage of layers there, its share of them."""
+    """Data-parallel rank, pipeline stage and tensor-parallel rank of a worker."""
 
     dp: int = 0
     pp: int = 0
@@ -25,7 +25,7 @@ class Rank:
 
     @staticmethod
     def of(index: int, sizes: ParallelSizes) -> "Rank":
-        """The worker of this number when all are counted: shares of a stage are neighbours, then stages."""
+        """Return the worker of this global index: tensor-parallel ranks are consecutive, then stages."""
         rest, tp = divmod(index, sizes.tensor_parallel_size)
         dp, pp = divmod(rest, sizes.pipeline_parallel_size)
         return Rank(dp, pp, tp)
@@ -35,10 +35,9 @@ class Rank:
 
 
 def stage_layers(num_layers: int, num_stages: int, partition: str = "") -> list[range]:
-    """The layers of each stage, as many in each as `partition` says ("8,8,6"). Without one they are divided
-    evenly; what is left over goes to stages from the last but one on backwards, since the last has the head,
-    too."""
-    counts = _partition(partition, num_layers, num_stages) if partition else []
+    """Return the layers of each stage, by `partition` ("8,8,6") or evenly. Remaining layers go to the stages
+    before the last, from the end, since the last stage also has the output head."""
+    counts = _parse_partition(partition, num_layers, num_stages) if partition else []
     if not counts:
         if num_layers < num_stages:
             raise ConfigError(
@@ -52,24 +51,24 @@ def stage_layers(num_layers: int, num_stages: int, partition: str = "") -> list[
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
-def _partition(text: str, num_layers: int, num_stages: int) -> list[int]:
-    said = f"pp_layer_partition={text!r}"
+def _parse_partition(text: str, num_layers: int, num_stages: int) -> list[int]:
+    setting = f"pp_layer_partition={text!r}"
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{said} is no list of numbers of layers, such as '8,8,6'") from None
+        raise ConfigError(f"{setting} is not a list of layer counts such as '8,8,6'") from None
     if len(counts) != num_stages:
-        raise ConfigError(f"{said} has {len(counts)} parts, but pipeline_parallel_size is {num_stages}")
+        raise ConfigError(f"{setting} has {len(counts)} parts, but pipeline_parallel_size is {num_stages}")
     if min(counts) < 1 or sum(counts) != num_layers:
         raise ConfigError(
-            f"{said} makes {sum(counts)} layers, but this model has {num_layers}, and each part needs one"
+            f"{setting} has {sum(counts)} layers, but this model has {num_layers}, and each part needs one"
         )
     return counts
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of the stages that the layers of a model are divided into; this one has them all."""
+    """A pipeline stage; the default is a single stage with all layers."""
 
     number: int = 0
     count: int = 1
@@ -77,14 +76,14 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it has the embedding."""
+        """Return whether it has the embedding."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the norm behind all layers, and the head."""
+        """Return whether it has the final norm and the output head."""
         return self.number == self.count - 1
 
     def layers(self, num_layers: int) -> range:
-        """Those of a model's layers that it has."""
+        """Return the layers of this stage."""
         return stage_layers(num_layers, self.count, self.partition)[self.number]

@@ -1,4 +1,4 @@
-"""What is recorded of the workers when somebody asks for it, out of `profiler_config`."""
+"""Settings of the torch profiler, from `profiler_config`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,7 +9,7 @@ from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
 
-_WITHOUT_USE = frozenset(
+_NO_EFFECT = frozenset(
     [
         "ignore_frontend",
         "delay_iterations",
@@ -24,7 +24,7 @@ _WITHOUT_USE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Profiling:
-    """A recording of torch's profiler: where it goes, and what it has beside times."""
+    """A recording of torch's profiler: its directory and options."""
 
     torch_profiler_dir: str
     torch_profiler_with_stack: bool = False
@@ -34,13 +34,13 @@ class Profiling:
     torch_profiler_use_gzip: bool = False
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> "Profiling | None":
-        """None: nothing can be recorded."""
-        values = dict(given)
+    def of(config: Mapping[str, Any]) -> "Profiling | None":
+        """Validate the settings; None: profiling is disabled."""
+        values = dict(config)
         kind = values.pop("profiler", None)
-        for name in values.keys() & _WITHOUT_USE:
+        for name in values.keys() & _NO_EFFECT:
             warn_once(logger, f"profiler_config: {name}={values.pop(name)!r} has no effect in Quire")
-        known = [each.name for each in fields(Profiling)]
+        known = [item.name for item in fields(Profiling)]
         for name, value in values.items():
             if name not in known:
                 raise ConfigError(
@@ -52,7 +52,7 @@ class Profiling:
         if kind is None:
             return None
         if kind != "torch":
-            raise ConfigError(f"profiler_config: there is no profiler {kind!r} here, only 'torch'")
+            raise ConfigError(f"profiler_config: the profiler {kind!r} is not supported, only 'torch'")
         if not values.get("torch_profiler_dir"):
             raise ConfigError("profiler_config: torch_profiler_dir must name a folder for the traces")
         return Profiling(**values)

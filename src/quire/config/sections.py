@@ -1,6 +1,6 @@
 """Every field of the configuration, by section. A field's docstring is its help text on the command line.
 
-A section holds resolved values; `resolve()` finds those of fields without a default.
+A section holds resolved values; `resolve()` fills in fields without a default.
 """
 
 import functools
@@ -12,21 +12,21 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """What a field accepts beyond its type, and how it looks on the command line."""
+    """The values that a field accepts beyond its type, and its form on the command line."""
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
     human: bool = False
-    """`4k` and `4K` are read as 4000 and 4096."""
+    """Whether `4k` and `4K` are read as 4000 and 4096."""
     auto: bool = False
-    """`auto` and -1 are accepted beside a number."""
+    """Whether `auto` and -1 are accepted in addition to a number."""
     short: str = ""
     repeats: bool = False
-    """Its flag may be given several times, and means all of them."""
+    """Whether the flag may be given several times, with all values combined."""
     derived: bool = False
-    """Set by `resolve()` only; no flag."""
+    """Whether only `resolve()` sets the field; it has no flag."""
 
     def allows(self, value: float) -> bool:
         return (
@@ -48,90 +48,90 @@ class FieldRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """Which model, and how it is read."""
+    """The model and its tokenizer."""
 
     model: str
-    """Directory with config.json, .gguf file (of several parts, any), or hub id (`org/name`,
+    """Directory with config.json, .gguf file (any part of a split one), or hub id (`org/name`,
     `org/name:Q4_K_M`, `org/name:FILE.gguf`). Default: the packaged SmolLM2-135M-Instruct."""
     runner: Literal["auto", "generate", "pooling"] = "auto"
-    """What the model is for: to generate, or to pool (embed, classify, score). `auto`: pooling for
-    encoders, classifiers and what sentence-transformers has saved."""
+    """Task of the model: to generate, or to pool (embed, classify, score). `auto`: pooling for encoders,
+    classifiers and models saved by sentence-transformers."""
     convert: Literal["auto", "none", "embed", "classify"] = "auto"
-    """What a pooling model gives. `auto`: classes if it is a classifier, else embeddings."""
+    """Output of a pooling model. `auto`: classes if it is a classifier, else embeddings."""
     pooler_config: dict[str, Any] = field(default_factory=dict)
-    """JSON of how a pooling model pools: pooling_type (LAST, CLS, MEAN; of tokens ALL, STEP), use_activation,
-    dimensions, and of STEP step_tag_id and returned_token_ids. Default: as the checkpoint says."""
+    """JSON of pooling settings: pooling_type (LAST, CLS, MEAN; per token ALL, STEP), use_activation,
+    dimensions, and for STEP step_tag_id and returned_token_ids. Default: the checkpoint's."""
     tokenizer: str
-    """Directory, .gguf file or hub id of the tokenizer. Default: the model's own."""
+    """Directory, .gguf file or hub id of the tokenizer. Default: the model's."""
     tokenizer_mode: Literal["auto", "hf", "slow"] = "auto"
     """How to read the tokenizer; all three use its fast form."""
     skip_tokenizer_init: bool = False
-    """Leave the tokenizer out: prompts and outputs are token ids."""
+    """Do not load the tokenizer: prompts and outputs are token ids."""
     trust_remote_code: bool = False
-    """Run the Python code of a checkpoint whose architecture neither Quire nor transformers has. Never needed
-    for the others, and never done for them."""
+    """Run the Python code of a checkpoint if neither Quire nor transformers supports its architecture. Not
+    needed for other checkpoints, and not done for them."""
     model_impl: Literal["auto", "quire", "vllm", "transformers"] = "auto"
-    """Whose code the model is: `quire` (also `vllm`), Quire's own; `transformers`, slower, any decoder of the
-    installed transformers; `auto`, the second where Quire has none."""
+    """Implementation of the model: `quire` (also `vllm`), Quire's; `transformers`, slower, any decoder of the
+    installed transformers; `auto`, transformers if Quire has none."""
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
-    """Type of weights and activations. Default: the checkpoint's where the machine computes it natively; a
-    float32 checkpoint becomes bfloat16 on CUDA, or float16 for pooling. Gemma 2 to 3n and GLM-4 outgrow
-    float16: bfloat16 or float32 there."""
+    """Type of weights and activations. Default: the checkpoint's if the machine supports it natively; a
+    float32 checkpoint becomes bfloat16 on CUDA, or float16 for pooling. Gemma 2 to 3n and GLM-4 overflow
+    float16: they use bfloat16 or float32."""
     seed: int = 0
-    """Seed of the sampling of requests that bring none."""
+    """Sampling seed of requests that have none."""
     revision: str | None = None
     """Branch, tag or commit of the model on the hub."""
     tokenizer_revision: str | None = None
     """Branch, tag or commit of the tokenizer on the hub."""
     gguf_file: str | None = None
-    """The .gguf file to read, of a model directory or hub id that holds several."""
+    """The .gguf file to read from a model directory or hub id that has several."""
     max_model_len: Annotated[int, FieldRule(at_least=1, human=True, auto=True)]
-    """Longest sequence, prompt and output together. Default: what the checkpoint was made for. `auto` or -1:
-    as much of that as the KV cache can hold."""
+    """Longest sequence, prompt and output together. Default: the checkpoint's maximum. `auto` or -1: as much
+    of that as fits in the KV cache."""
     auto_fit: Annotated[bool, FieldRule(derived=True)] = False
-    """Whether the worker may shorten max_model_len until one sequence fits into the KV cache."""
+    """Whether the worker may shorten max_model_len until one sequence fits in the KV cache."""
     quantization: Annotated[str | None, FieldRule(short="-q")] = None
-    """Format of the weights. Default: what the checkpoint says. Packed blocks of a GGUF file are computed
-    with as they are (`gguf`), or unpacked to dtype (`none`)."""
+    """Format of the weights. Default: the checkpoint's. The quantized blocks of a GGUF file are used as they
+    are (`gguf`), or dequantized to dtype (`none`)."""
     max_logprobs: Annotated[int, FieldRule(at_least=-1)] = 20
-    """Most logprobs a request may ask for per token; -1: the whole vocabulary."""
+    """Most logprobs per token that a request may set; -1: the whole vocabulary."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = (
         "raw_logprobs"
     )
-    """What `logprobs` holds: before or after penalties and temperature, normalised or not."""
+    """Content of `logprobs`: before or after penalties and temperature, normalised or not."""
     enable_sleep_mode: bool = False
-    """Allow the engine to be put to sleep, its memory given back, and to be woken up."""
+    """Allow the engine to be put to sleep, which frees its memory, and to be woken up."""
     enable_prompt_embeds: bool = False
-    """Let requests bring their prompts as vectors (`prompt_embeds`), in place of texts or token ids."""
+    """Let requests send their prompts as embeddings (`prompt_embeds`), instead of texts or token ids."""
     enforce_eager: bool = False
     """Never capture CUDA graphs, nor tapes on a CPU."""
     served_model_name: tuple[str, ...]
-    """Names the API answers to; the first is the one it reports. Default: the model argument."""
+    """Model names that the API accepts; the first is the one it reports. Default: the model argument."""
     hf_token: str | None = field(default=None, repr=False)
     """Token for private or gated models on the hub."""
     hf_config_path: str | None = None
-    """Directory or hub id with the config.json to read in place of the model's own."""
+    """Directory or hub id with the config.json to read instead of the model's."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
-    """JSON laid over the checkpoint's config.json."""
+    """JSON of overrides of the checkpoint's config.json."""
     generation_config: str = "auto"
-    """Where default sampling parameters come from: `auto` (the checkpoint), `quire` or `vllm` (neutral ones),
-    or a directory with a generation_config.json."""
+    """Source of default sampling parameters: `auto` (the checkpoint), `quire` or `vllm` (neutral ones), or a
+    directory with a generation_config.json."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
-    """JSON of default sampling parameters, over the generation config."""
+    """JSON of default sampling parameters, overriding the generation config."""
     chat_template: str | None = None
-    """Chat template: a file, the template itself, or the name of one of those in docs/tools.md. Default: the
+    """Chat template: a file, the template itself, or the name of one in docs/tools.md. Default: the
     tokenizer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSection:
-    """How weights get from disk to the device."""
+    """Loading of weights from disk to the device."""
 
     load_format: Literal["auto", "safetensors", "pt", "gguf", "dummy", "sharded_state"] = "auto"
     """Format of the weight files; `pt` is pytorch_model.bin, `dummy` fills random weights, `sharded_state` is
-    what `quire save-sharded-state` writes."""
+    the output of `quire save-sharded-state`."""
     download_dir: str | None = None
-    """Where hub downloads are kept. Default: the hub's own cache."""
+    """Directory of hub downloads. Default: the hub's cache."""
     use_tqdm_on_load: bool = True
     """Show progress while downloading and loading."""
 
@@ -143,42 +143,42 @@ class CacheSection:
     block_size: Annotated[int, FieldRule(at_least=1, at_most=256)] = 16
     """Tokens in a block; a power of two."""
     gpu_memory_utilization: Annotated[float, FieldRule(above=0, at_most=1)]
-    """Share of the device's memory for weights, activations and KV cache. Default: 0.92. On a CPU a given
-    value also lifts kv_cache_memory_limit."""
+    """Share of the device's memory for weights, activations and KV cache. Default: 0.92. On a CPU, setting it
+    also lifts kv_cache_memory_limit."""
     kv_cache_memory_bytes: Annotated[int | None, FieldRule(at_least=1, human=True)] = None
-    """Exact size of the KV cache, in place of measuring what is free."""
+    """Exact size of the KV cache, instead of measuring free memory."""
     kv_cache_memory_limit: Annotated[int | None, FieldRule(derived=True)] = None
-    """Upper bound in bytes of a measured KV cache, None for none. On a CPU with no flag that sizes the cache
-    it is 4 GiB, or QUIRE_CPU_KVCACHE_SPACE in GiB, so that the cache is the smaller of this and
-    gpu_memory_utilization of what is free after the model is loaded."""
+    """Upper bound in bytes of a measured KV cache, None for none. On a CPU without a flag that sizes the
+    cache it is 4 GiB, or QUIRE_CPU_KVCACHE_SPACE in GiB. The cache is the smaller of this and
+    gpu_memory_utilization of the memory that is free after the model is loaded."""
     num_gpu_blocks_override: Annotated[int | None, FieldRule(at_least=2)] = None
-    """Exact number of blocks, in place of measuring; for tests of preemption."""
+    """Exact number of blocks, instead of measuring; for tests of preemption."""
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prefixes between requests."""
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor"] = "sha256"
     """Hash of a block's content; `sha256_cbor` is read as sha256."""
     kv_cache_dtype: str
-    """Type of keys and values in the cache. `fp8`, which is `fp8_e4m3`, and `fp8_e5m2` take half the room;
+    """Type of keys and values in the cache. `fp8`, which is `fp8_e4m3`, and `fp8_e5m2` take half the memory;
     scales are the checkpoint's, or 1.0. Default: `auto`, the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSection:
-    """What one step may hold, and who goes first."""
+    """Limits of one step, and the order of requests."""
 
     max_num_batched_tokens: Annotated[int, FieldRule(at_least=1, human=True)]
     """Most tokens of one step. Default: by device memory, larger for offline use than for serving."""
     max_num_scheduled_tokens: Annotated[int, FieldRule(at_least=1, human=True)]
-    """Most tokens the scheduler gives out in one step. Default: max_num_batched_tokens."""
+    """Most tokens that the scheduler plans for one step. Default: max_num_batched_tokens."""
     max_num_seqs: Annotated[int, FieldRule(at_least=1)]
     """Most requests running at once. Default: by device memory."""
     long_prefill_token_threshold: Annotated[int, FieldRule(at_least=0)] = 0
-    """Most prompt tokens that one request gets in a step; 0: no such bound."""
+    """Most prompt tokens of one request in a step; 0: no limit."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Who is admitted first: by arrival, or by priority (lower first) and then arrival."""
+    """Order of admission: by arrival, or by priority (lower first) and then arrival."""
     share_by_key: bool = False
-    """Divide the tokens of the engine between API keys by their weights; scheduling_policy counts within a
-    key. On by itself where --api-key is a file."""
+    """Divide the tokens of the engine between API keys by their weights; scheduling_policy applies within a
+    key. On by default if --api-key is a file."""
     enable_chunked_prefill: bool = True
     """Spread a long prompt over several steps, together with running requests."""
     scheduler_reserve_full_isl: bool = True
@@ -188,32 +188,32 @@ class SchedulerSection:
     stream_interval: Annotated[int, FieldRule(at_least=1)] = 1
     """Tokens between two chunks of a streamed answer."""
     resume_requests: bool = True
-    """Continue answers whose core died, in another core or in the restarted one: streams pause. Off: answers
-    that have streamed something end with an error."""
+    """Continue answers after their engine core has died, in another core or the restarted one: streams pause.
+    Off: answers that have streamed something end with an error."""
     async_scheduling: bool
-    """Plan the next step while the device runs this one. Default: on with CUDA. Off with pipeline stages:
-    as many steps as stages are under way then, of different requests."""
+    """Plan the next step while the device runs this one. Default: on with CUDA. Off with pipeline stages,
+    which run as many steps of different requests at once as there are stages."""
     performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
     """`throughput` doubles the defaults of max_num_batched_tokens and max_num_seqs."""
 
     @property
     def max_chunk(self) -> int:
-        """The most tokens that one request gets in a step."""
+        """Return the most tokens that one request gets in a step."""
         bounds = (self.max_num_scheduled_tokens, self.long_prefill_token_threshold)
         return min(bound for bound in bounds if bound)
 
     @property
     def max_prompt_len(self) -> int | None:
-        """The longest prompt that a step can hold; None where prompts are spread over several."""
+        """Return the longest prompt that a step can hold; None with chunked prefill."""
         return None if self.enable_chunked_prefill else self.max_chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSection:
-    """Where the model runs, and over how many devices."""
+    """Devices and processes that the model runs on."""
 
     device: Literal["auto", "cpu", "cuda"]
-    """Kind of device. Default: CUDA where there is one."""
+    """Kind of device. Default: CUDA if available."""
     tensor_parallel_size: Annotated[int, FieldRule(at_least=1, short="-tp")] = 1
     """Devices that share each layer."""
     pipeline_parallel_size: Annotated[int, FieldRule(at_least=1, short="-pp")] = 1
@@ -221,129 +221,133 @@ class ParallelSection:
     data_parallel_size: Annotated[int, FieldRule(at_least=1, short="-dp")] = 1
     """Copies of the engine behind one address."""
     data_parallel_size_local: Annotated[int | None, FieldRule(at_least=0, short="-dpl")] = None
-    """Those of them that run on this machine. Default: all, or one with data_parallel_rank."""
+    """Copies that run on this machine. Default: all, or one with data_parallel_rank."""
     data_parallel_start_rank: Annotated[int, FieldRule(at_least=0, short="-dpr")] = 0
-    """Number of the first of them."""
+    """Rank of the first copy on this machine."""
     data_parallel_rank: Annotated[int | None, FieldRule(at_least=0, short="-dpn")] = None
-    """Number of the only copy of this server, where something else spreads requests over the servers."""
+    """Rank of the only copy of this server, if an external load balancer spreads requests over the
+    servers."""
     data_parallel_address: Annotated[str, FieldRule(short="-dpa")] = "127.0.0.1"
-    """Address of the machine whose API processes speak to all copies."""
+    """Address of the machine with the API processes that all copies connect to."""
     data_parallel_rpc_port: Annotated[int, FieldRule(at_least=1, at_most=65535, short="-dpp")] = 29550
-    """Its port where copies on other machines announce themselves."""
+    """Port on it where copies on other machines register."""
     data_parallel_backend: Annotated[Literal["mp", "ray"], FieldRule(short="-dpb")] = "mp"
     """How copies are started."""
     data_parallel_hybrid_lb: Annotated[bool, FieldRule(short="-dph")] = False
-    """Every machine has API processes of its own, which speak to its own copies only."""
+    """Every machine has API processes, which use only the copies on that machine."""
     data_parallel_external_lb: Annotated[bool, FieldRule(short="-dpe")] = False
-    """Every copy has API processes of its own."""
+    """Every copy has its own API processes."""
     data_parallel_routing: Literal["affinity", "load", "round_robin"] = "affinity"
-    """Which copy a request goes to: the one that has its prefix unless it is busier than the others, the
-    least busy, or each in its turn."""
+    """The copy that a request goes to: the one that has its prefix unless it is busier than the others, the
+    least busy, or each in turn."""
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] = "uni"
-    """How workers are started: in the engine's process (uni), a process each (mp), or by ray. Default: uni
-    for one, mp for more."""
+    """How workers are started: in the engine's process (uni), one process each (mp), or by ray. Default: uni
+    for one worker, mp for more."""
     pp_layer_partition: str = ""
-    """Layers of each group, as `8,8,6`. Default: VLLM_PP_LAYER_PARTITION, or even; what is left over goes to
-    groups before the last."""
+    """Number of layers of each pipeline stage, as `8,8,6`. Default: VLLM_PP_LAYER_PARTITION, or even;
+    remaining layers go to stages before the last."""
     enable_expert_parallel: Annotated[bool, FieldRule(short="-ep")] = False
-    """Each device has some of the experts of a layer, in place of some of each expert."""
+    """Each device has some of the experts of a layer, instead of a part of each expert."""
     all2all_backend: str = "allgather_reducescatter"
-    """How tokens reach the experts of other devices, and what these made of them comes back."""
+    """How tokens reach the experts on other devices, and how the results come back."""
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
-    """Which experts a device has: neighbours, or every n-th."""
+    """Experts of a device: consecutive ones, or every n-th."""
     enable_eplb: bool = False
     """Move experts between devices as their load changes."""
     eplb_config: dict[str, Any] = field(default_factory=dict)
-    """JSON of how: window_size, step_interval, num_redundant_experts."""
+    """JSON of EPLB settings: window_size, step_interval, num_redundant_experts."""
     nnodes: Annotated[int, FieldRule(at_least=1, short="-n")] = 1
-    """Machines that the workers of an engine are on."""
+    """Number of machines that the workers of an engine run on."""
     node_rank: Annotated[int, FieldRule(at_least=0, short="-r")] = 0
-    """Which of them this is."""
+    """Rank of this machine among them."""
     master_addr: str = "127.0.0.1"
     """Address of the first machine."""
     master_port: Annotated[int, FieldRule(at_least=0, at_most=65535)] = 29501
-    """Its port where the workers meet."""
+    """Port on the first machine where the workers connect."""
     device_ids: tuple[str, ...] = ()
-    """The GPUs to use, in this order, as CUDA_VISIBLE_DEVICES names them."""
+    """GPUs to use, in this order, as in CUDA_VISIBLE_DEVICES."""
     disable_custom_all_reduce: bool = False
-    """Sum between GPUs by NCCL alone."""
+    """Use only NCCL for all-reduce between GPUs."""
     distributed_timeout_seconds: Annotated[int, FieldRule(at_least=1)] = 600
-    """How long workers wait for each other before they give up."""
+    """How long workers wait for each other before they fail."""
     cpu_threads: Annotated[int, FieldRule(at_least=1)]
-    """Threads that compute on a CPU. Default: one for each core that this process may use, shared by the
-    ranks on this machine."""
+    """Compute threads on a CPU. Default: one for each core that this process may use, shared by the ranks on
+    this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSection:
-    """How attention is computed."""
+    """Attention backend."""
 
     attention_backend: str = "AUTO"
-    """TRITON_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA or CPU_ATTN; AUTO takes the first that fits."""
+    """TRITON_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA or CPU_ATTN; AUTO takes the first that is supported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRASection:
-    """Adapters that requests may name."""
+    """LoRA adapters that requests may name."""
 
     enable_lora: bool = False
-    """Let requests be answered with LoRA adapters."""
+    """Enable LoRA adapters in requests."""
     max_loras: Annotated[int, FieldRule(at_least=1)] = 1
-    """Most adapters in one step: as many are held on the device, whatever their rank."""
+    """Most adapters in one step: as many are held on the device, regardless of their rank."""
     max_lora_rank: Annotated[int, FieldRule(at_least=1)] = 16
-    """Largest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512. The memory of each is as large."""
+    """Largest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512. Memory for this rank is reserved
+    per adapter."""
     max_cpu_loras: Annotated[int, FieldRule(at_least=1)]
-    """Adapters that are kept in host memory once they were read. Default: max_loras, which is the least."""
+    """Adapters that are kept in host memory after loading. Default: max_loras, which is also the minimum."""
     lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """Type of the adapters' weights; `auto` is the model's."""
     fully_sharded_loras: bool = False
-    """Divide all of an adapter among the devices that share its layers; otherwise each has one half of it
-    whole. Less memory, and one exchange more in each layer."""
+    """Shard both LoRA matrices among the tensor-parallel devices; otherwise one of them is replicated. Takes
+    less memory, and one more exchange per layer."""
     lora_target_modules: tuple[str, ...] = ()
-    """Names of the layers that adapters may change, as `q_proj`. Default: all that can be."""
+    """Names of the layers that adapters may change, as `q_proj`. Default: all that are supported."""
     lora_whole_modules: tuple[str, ...] = ()
-    """Which of `embed_tokens` and `lm_head` adapters may bring whole (modules_to_save): each slot has room
-    for as much as the model's own takes. Default: neither."""
+    """Modules that adapters may replace as a whole (modules_to_save): `embed_tokens`, `lm_head`. Each slot
+    reserves as much memory as the model's module takes. Default: neither."""
     lora_extra_vocab_size: Annotated[int, FieldRule(at_least=0)] = 256
-    """Most tokens that an adapter may bring, or have trained by themselves; 0: none. Each slot has room for
-    so many rows of the embedding and of the head."""
+    """Most tokens that an adapter may add, or train individually; 0: none. Each slot reserves as many rows of
+    the embedding and of the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultimodalSection:
-    """Images, videos and sounds in prompts."""
+    """Images, videos and audio in prompts."""
 
     limit_mm_per_prompt: dict[str, Any] = field(default_factory=dict)
     """JSON of the most items of each modality in a prompt, such as {"image": 16, "video": 1}; also an object
-    with `count` and the largest size to reckon with. Default: 999 of each. 0 for all of a model's modalities
-    leaves its tower out."""
+    with `count` and the largest expected size. Default: 999 of each. With 0 for all of a model's modalities
+    its encoder is not loaded."""
     language_model_only: bool = False
-    """The same as 0 for every modality."""
+    """Set the limit of every modality to 0."""
     enable_mm_embeds: bool = False
-    """Let requests bring vectors in place of images, videos and sounds."""
+    """Let requests send embeddings instead of images, videos and audio."""
     media_io_kwargs: dict[str, Any] = field(default_factory=dict)
     """JSON of how media are read, by modality, such as {"video": {"num_frames": 40}}."""
     mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """JSON of arguments of the model's processor, such as {"max_pixels": 1003520}."""
     mm_processor_cache_gb: Annotated[float, FieldRule(at_least=0)] = 4.0
-    """GiB of processed items that are kept for the next request with the same; 0: none."""
+    """GiB of processed items that are cached for later requests; 0: none."""
     mm_processor_cache_type: Literal["lru", "shm"] = "lru"
-    """Where they are kept: in processes, or in `shm`, memory that all workers of an engine share; that takes
-    one API process for the engine."""
+    """Location of that cache: in processes, or in `shm`, memory that all workers of an engine share; `shm`
+    needs one API process for the engine."""
     mm_shm_cache_max_object_size_mb: Annotated[int, FieldRule(at_least=1)] = 128
-    """With `shm`, the largest item that is kept, in MiB."""
+    """Largest item that is cached with `shm`, in MiB."""
     mm_hasher_algorithm: Literal["blake3", "sha256", "sha512"] = "blake3"
-    """By what items are told apart; `blake3` where it is installed, else sha256."""
+    """Hash that identifies items; `blake3` if it is installed, else sha256."""
     mm_encoder_tp_mode: Literal["weights", "data"] = "weights"
-    """How devices share the work of a tower: each has a part of its weights, or some of the items."""
+    """How devices share the work of a vision or audio encoder: each has a part of its weights, or some of the
+    items."""
     cudagraph_mm_encoder: bool = False
-    """On a GPU, capture small batches of a tower whose shapes come again as CUDA graphs."""
+    """On a GPU, capture small encoder batches with recurring shapes as CUDA graphs."""
     mm_encoder_attn_backend: str = "AUTO"
-    """Attention of towers. Default: by the device."""
+    """Attention backend of vision and audio encoders. Default: by the device."""
     interleave_mm_strings: bool = False
-    """Where a template knows only text: items keep their places among the texts of a message."""
+    """For templates that support only text: items keep their places among the texts of a message."""
     skip_mm_profiling: bool = False
-    """Do not measure at start what the largest items take: memory is then up to the user."""
+    """Do not measure at start how much memory the largest items take; the user must leave enough memory for
+    them."""
     disable_chunked_mm_input: bool = False
     """Never divide the tokens of an item between steps."""
     allowed_local_media_path: str = ""
@@ -354,30 +358,31 @@ class MultimodalSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservabilitySection:
-    """What the engine says about itself."""
+    """Logs, traces and profiles of the engine."""
 
     disable_log_stats: bool
     """No periodic statistics. Default: off for a server, on for offline use."""
     otlp_traces_endpoint: str = ""
-    """Where spans of requests are sent: `http://host:4318/v1/traces`, or by gRPC `http://host:4317`. Needs
+    """Endpoint for the spans of requests: `http://host:4318/v1/traces`, or by gRPC `http://host:4317`. Needs
     the extra `otel`. Default: nowhere."""
     profiler_config: dict[str, Any] = field(default_factory=dict)
-    """JSON of what /start_profile records: profiler (`torch`), torch_profiler_dir, and what else it has."""
+    """JSON of what /start_profile records: profiler (`torch`), torch_profiler_dir, and other torch_profiler
+    settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSection:
-    """Speculative decoding, as it is asked for; `SpecFacts` is what comes of it."""
+    """Settings of speculative decoding as given by the user; `SpecFacts` is the resolved form."""
 
     speculative_config: Annotated[dict[str, Any], FieldRule(short="-sc")] = field(default_factory=dict)
-    """JSON of how drafts are made: method (`ngram`, `suffix`), num_speculative_tokens, prompt_lookup_min and
-    prompt_lookup_max, and what else config/speculation.py lists. Default: no drafts."""
+    """JSON of speculative decoding: method (`ngram`, `suffix`), num_speculative_tokens, prompt_lookup_min and
+    prompt_lookup_max, and the other keys in config/speculation.py. Default: no speculation."""
     spec_method: str | None = None
-    """Its `method`."""
+    """`method` of speculative_config."""
     spec_model: str | None = None
-    """Its `model`: the one that drafts."""
+    """`model` of speculative_config: the draft model."""
     spec_tokens: Annotated[int | None, FieldRule(at_least=1)] = None
-    """Its `num_speculative_tokens`: the most drafts of a request in a step."""
+    """`num_speculative_tokens` of speculative_config: the most draft tokens of a request in a step."""
 
 
 SECTIONS: dict[str, type] = {
@@ -396,7 +401,7 @@ SECTIONS: dict[str, type] = {
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A section's field, as the checks and the flags see it."""
+    """A section's field, as used by validation and flags."""
 
     name: str
     section: str
@@ -404,9 +409,9 @@ class Option:
     """bool, int, float, str, dict, or tuple (of str)."""
     choices: tuple[str, ...]
     optional: bool
-    """Whether None may be asked for: it means the default."""
+    """Whether None may be given: it means the default."""
     default: Any
-    """The field's own default; None where `resolve()` finds it."""
+    """The field's default; None if `resolve()` fills it in."""
     rule: FieldRule
 
 
@@ -424,13 +429,13 @@ def _option(section: str, name: str, annotation: Any, default: Any) -> Option:
 
 @functools.cache
 def options() -> dict[str, Option]:
-    """Every engine field that a user may set, by name."""
+    """Return every engine field that a user may set, by name."""
     return options_of(SECTIONS)
 
 
 def options_of(sections: Mapping[str, type]) -> dict[str, Option]:
-    """Every field of these sections that a user may set, by name."""
-    found = {}
+    """Return every field of these sections that a user may set, by name."""
+    known = {}
     for section, cls in sections.items():
         for item in fields(cls):
             default = None if item.default is MISSING else item.default
@@ -438,5 +443,5 @@ def options_of(sections: Mapping[str, type]) -> dict[str, Option]:
                 default = item.default_factory()
             option = _option(section, item.name, item.type, default)
             if not option.rule.derived:
-                found[item.name] = option
-    return found
+                known[item.name] = option
+    return known

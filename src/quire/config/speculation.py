@@ -1,4 +1,4 @@
-"""Speculative decoding: what was asked for (`speculative_config`), checked."""
+"""Validation of the speculative decoding settings (`speculative_config`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,53 +17,53 @@ METHODS = (
     *("dspark", "extract_hidden_states", "custom_class"),
 )
 ALIASES = {"[ngram]": "ngram", "ngram_gpu": "ngram"}
-"""Other names of methods, beside `*_mtp`."""
+"""Other names of methods, in addition to `*_mtp`."""
 IGNORED = (
     *("code_revision", "disable_by_batch_size", "disable_logprobs", "disable_padded_drafter_batch"),
     "moe_backend",
 )
-"""Keys that change nothing here: accepted, with one warning."""
-_SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+"""Keys without effect: accepted, with one warning."""
+_SHORT_SETTINGS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 _LENGTH_KEYS = ("n_predict", "num_lookahead_tokens", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Where a draft's config.json says how many tokens it is made for."""
+"""Keys in a draft's config.json for the number of tokens that it was trained for."""
 
 _KIND_KEYS = ("architectures", "model_type", "speculators_model_type")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecFacts:
-    """How drafts are made and judged."""
+    """Resolved settings of speculative decoding."""
 
     method: str
-    """What makes them: one of METHODS."""
+    """Drafting method: one of METHODS."""
     num_speculative_tokens: Annotated[int, FieldRule(at_least=1)]
-    """Most drafts of a request in a step."""
+    """Most draft tokens of a request in a step."""
     model: str | None = None
-    """The model that drafts."""
+    """The draft model."""
     revision: str | None = None
     quantization: str | None = None
     max_model_len: Annotated[int | None, FieldRule(at_least=1)] = None
-    """Longest sequence that it drafts for."""
+    """Longest sequence that the draft model is used for."""
     draft_tensor_parallel_size: Annotated[int | None, FieldRule(at_least=1)] = None
     enforce_eager: bool | None = None
     attention_backend: str | None = None
     kv_cache_dtype: str | None = None
     prompt_lookup_min: Annotated[int | None, FieldRule(at_least=1)] = None
-    """Fewest last tokens that must have stood before."""
+    """Smallest n-gram to look up in the prompt."""
     prompt_lookup_max: Annotated[int | None, FieldRule(at_least=1)] = None
     num_speculative_tokens_per_batch_size: Annotated[
         tuple[tuple[int, int, int], ...], FieldRule(derived=True)
     ] = ()
-    """From so many running requests to so many: the most drafts of each."""
+    """Most draft tokens by batch size: (first, last, tokens)."""
     parallel_drafting: bool = False
     use_heterogeneous_vocab: bool = False
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     rejection_sample_method: Literal["standard", "block", "synthetic"] = "standard"
-    """`synthetic`: drafts are accepted at given rates, whatever they are; for measuring."""
+    """`synthetic`: draft tokens are accepted at given rates, regardless of their values; for benchmarks."""
     synthetic_acceptance_rates: Annotated[tuple[float, ...], FieldRule(derived=True)] = ()
-    """By place in the draft, how often it and all before it are accepted."""
+    """Probability of acceptance of each draft position together with all before it."""
     synthetic_acceptance_length: Annotated[float | None, FieldRule(at_least=1)] = None
-    """Mean tokens of a step, the target's own counted in."""
+    """Mean accepted tokens per step, including the target's token."""
     suffix_decoding_max_tree_depth: Annotated[int, FieldRule(at_least=1)] = 24
     suffix_decoding_max_cached_requests: Annotated[int, FieldRule(at_least=0)] = 10000
     suffix_decoding_max_spec_factor: Annotated[float, FieldRule(at_least=0)] = 1.0
@@ -77,27 +77,27 @@ class SpecFacts:
         tensor_parallel_size: int = 1,
         draft: Mapping[str, Any] | None = None,
     ) -> "SpecFacts | None":
-        """Out of the settings; None if they ask for nothing. `draft` is the config.json of the model that
-        drafts, where there is one."""
+        """Resolve the settings; None if speculation is off. `draft` is the config.json of the draft model, if
+        there is one."""
         known = asked(values)
         if not known:
             return None
-        method = known["method"] = known["method"] or _detected(draft or {})
+        method = known["method"] = known["method"] or _detect_method(draft or {})
         refuse("speculative key", "speculative_config.method", method)
         if method == "ngram":
-            _settle_lookup(known)
+            _resolve_lookup(known)
         num_tokens = known["num_speculative_tokens"] = _num_tokens(known, draft or {})
         for name, read in (
-            ("num_speculative_tokens_per_batch_size", _ranges),
-            ("synthetic_acceptance_rates", _rates),
+            ("num_speculative_tokens_per_batch_size", _read_ranges),
+            ("synthetic_acceptance_rates", _read_rates),
         ):
             known[name] = read(known.get(name, ()), num_tokens)
         facts = SpecFacts(**known)
-        _check(facts, max_model_len, tensor_parallel_size)
-        return facts if facts.rejection_sample_method != "synthetic" else _with_rates(facts)
+        _check_facts(facts, max_model_len, tensor_parallel_size)
+        return facts if facts.rejection_sample_method != "synthetic" else _add_rates(facts)
 
     def most(self, num_rows: int) -> int:
-        """Most drafts of a request among so many."""
+        """Return the most draft tokens of a request in a batch of `num_rows`."""
         for low, high, most in self.num_speculative_tokens_per_batch_size:
             if low <= num_rows <= high:
                 return most
@@ -105,57 +105,59 @@ class SpecFacts:
 
 
 def asked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that were given, all known and to be had, as far as can be told without the draft. Where it
-    will tell, `method` is None, and `model` says where it is."""
-    given = _joined(values)
-    if not given:
+    """Validate the keys as far as possible without the draft model. If the method depends on the draft's
+    config.json, `method` is None and `model` is its location."""
+    config = _merge_settings(values)
+    if not config:
         return {}
-    known = _checked(given)
-    known["method"] = _method(known)
+    known = _check_keys(config)
+    known["method"] = _resolve_method(known)
     for name in UNBUILT["speculative key"]:
         refuse("speculative key", name, known.get(name.removeprefix("speculative_config.")))
     return known
 
 
-def _joined(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`speculative_config` with the short settings put in."""
-    given = {name: value for name, value in values.get("speculative_config", {}).items() if value is not None}
-    for short, name in _SHORT.items():
+def _merge_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `speculative_config` merged with the short settings."""
+    config = {
+        name: value for name, value in values.get("speculative_config", {}).items() if value is not None
+    }
+    for short, name in _SHORT_SETTINGS.items():
         if values.get(short) is None:
             continue
-        if name in given:
+        if name in config:
             raise ConfigError(f"{name} is given twice: in speculative_config and as {short}; leave one out")
-        given[name] = values[short]
-    return given
+        config[name] = values[short]
+    return config
 
 
-def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every key known, of its type and within its bounds."""
+def _check_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Check that every key is known, has its type and is within its bounds."""
     known = options_of({"speculative_config": SpecFacts})
     listed = [*SpecFacts.__dataclass_fields__, *IGNORED]
-    found = {}
-    for name, value in given.items():
+    checked = {}
+    for name, value in config.items():
         if name in IGNORED:
             warn_once(log, f"speculative_config.{name}={value!r} has no effect in Quire and is ignored")
         elif name in known:
-            found[name] = checked_value(replace(known[name], name=f"speculative_config.{name}"), value)
+            checked[name] = checked_value(replace(known[name], name=f"speculative_config.{name}"), value)
         elif name in listed:
-            found[name] = value
+            checked[name] = value
         else:
             raise ConfigError(
                 f"unknown speculative_config key {name!r}; known: {', '.join(listed)}{nearest(name, listed)}"
             )
-    return found
+    return checked
 
 
-def _method(known: Mapping[str, Any]) -> str | None:
+def _resolve_method(known: Mapping[str, Any]) -> str | None:
     named = known.get("method")
     if named is None:
         model = known.get("model")
         if model is None:
             raise ConfigError(
                 "speculative_config has neither a method nor a model: add for example "
-                '"method": "ngram", or the "model" that drafts'
+                '"method": "ngram", or the draft "model"'
             )
         return "ngram" if model in ("ngram", "[ngram]") else None
     named = "mtp" if named.endswith("_mtp") else ALIASES.get(named, named)
@@ -166,29 +168,29 @@ def _method(known: Mapping[str, Any]) -> str | None:
     return named
 
 
-def _detected(draft: Mapping[str, Any]) -> str:
-    """What a draft's config.json shows it to be."""
-    said = " ".join(str(draft.get(name)) for name in _KIND_KEYS).lower()
-    return next((method for method in ("eagle3", "eagle", "mtp", "medusa") if method in said), "draft_model")
+def _detect_method(draft: Mapping[str, Any]) -> str:
+    """Return the method of a draft by its config.json."""
+    kind = " ".join(str(draft.get(name)) for name in _KIND_KEYS).lower()
+    return next((method for method in ("eagle3", "eagle", "mtp", "medusa") if method in kind), "draft_model")
 
 
 def _num_tokens(known: Mapping[str, Any], draft: Mapping[str, Any]) -> int:
-    asked = known.get("num_speculative_tokens")
-    if asked is not None:
-        return int(asked)
+    num_tokens = known.get("num_speculative_tokens")
+    if num_tokens is not None:
+        return int(num_tokens)
     if known["method"] == "suffix":
         default = SpecFacts.__dataclass_fields__["suffix_decoding_max_tree_depth"].default
         return int(known.get("suffix_decoding_max_tree_depth", default))
     for name in _LENGTH_KEYS if known["method"] != "ngram" else ():
-        if isinstance(found := draft.get(name), int) and found > 0:
-            return found
+        if isinstance(length := draft.get(name), int) and length > 0:
+            return length
     raise ConfigError(
-        "speculative_config needs num_speculative_tokens, the most drafts in a step, unless the config.json"
-        " of the draft model has an n_predict: add it, for example 5"
+        "speculative_config needs num_speculative_tokens, the most draft tokens per step, unless the"
+        " config.json of the draft model has an n_predict: add it, for example 5"
     )
 
 
-def _settle_lookup(known: dict[str, Any]) -> None:
+def _resolve_lookup(known: dict[str, Any]) -> None:
     low, high = known.get("prompt_lookup_min"), known.get("prompt_lookup_max")
     low, high = low or high or 5, high or low or 5
     if low > high:
@@ -196,11 +198,11 @@ def _settle_lookup(known: dict[str, Any]) -> None:
     known.update(prompt_lookup_min=low, prompt_lookup_max=high, model=None)
 
 
-def _ranges(value: Any, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
+def _read_ranges(value: Any, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
     name, last = "num_speculative_tokens_per_batch_size", 0
     for entry in value if isinstance(value, Sequence) else [value]:
         is_range = (
-            isinstance(entry, Sequence) and len(entry) == 3 and all(type(each) is int for each in entry)
+            isinstance(entry, Sequence) and len(entry) == 3 and all(type(number) is int for number in entry)
         )
         if not is_range or not last < entry[0] <= entry[1] or not 0 <= entry[2] <= num_tokens:
             raise ConfigError(
@@ -211,7 +213,7 @@ def _ranges(value: Any, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
     return tuple((low, high, most) for low, high, most in value)
 
 
-def _rates(value: Any, num_tokens: int) -> tuple[float, ...]:
+def _read_rates(value: Any, num_tokens: int) -> tuple[float, ...]:
     rates: Sequence[Any] = value if isinstance(value, list | tuple) else [None]
     is_rate = all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in rates)
     if not is_rate or len(rates) not in (0, num_tokens) or list(rates) != sorted(rates, reverse=True):
@@ -222,7 +224,7 @@ def _rates(value: Any, num_tokens: int) -> tuple[float, ...]:
     return tuple(float(rate) for rate in rates)
 
 
-def _check(facts: SpecFacts, max_model_len: int, tensor_parallel_size: int) -> None:
+def _check_facts(facts: SpecFacts, max_model_len: int, tensor_parallel_size: int) -> None:
     draft_tp = facts.draft_tensor_parallel_size
     if draft_tp not in (None, 1, tensor_parallel_size):
         raise ConfigError(
@@ -235,14 +237,12 @@ def _check(facts: SpecFacts, max_model_len: int, tensor_parallel_size: int) -> N
             f" ({max_model_len}); lower it or leave it out"
         )
     if facts.model is None and facts.method in ("draft_model", "eagle", "eagle3", "medusa"):
-        raise ConfigError(
-            f"speculative_config.method={facts.method!r} needs the model that drafts: add model"
-        )
+        raise ConfigError(f"speculative_config.method={facts.method!r} needs a draft model: add model")
 
 
-def _with_rates(facts: SpecFacts) -> SpecFacts:
-    """With rates of acceptance also where only a mean length was given: those of drafts that are each
-    accepted with the same probability."""
+def _add_rates(facts: SpecFacts) -> SpecFacts:
+    """Return facts with acceptance rates. If only a mean length is set, all positions have the same
+    acceptance probability."""
     length, num_tokens = facts.synthetic_acceptance_length, facts.num_speculative_tokens
     if (length is None) == (not facts.synthetic_acceptance_rates):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What is known and not built: one table by the place where it can be asked for, and one refusal."""
+"""Known settings that are not supported, by the place where they can be set, and their error message."""
 
 from typing import Any, Literal
 
@@ -68,31 +68,31 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "structured_outputs": (),
     },
 }
-"""Names whose feature is not there, each with the values (beside None) that do without it."""
+"""Names of unsupported features, each with the values (besides None) that do not use it."""
 
-_INSTEAD = {
-    "lora_request": "the name of an adapter is a `model`",
+_ALTERNATIVES = {
+    "lora_request": "use the name of an adapter as `model`",
     "cpu_offload_gb": "for weights in less memory use quantization='fp8' or 'int8', or a checkpoint of fewer"
-    " bits, which `quire quantize` writes",
+    " bits, as written by `quire quantize`",
 }
-"""What to do in place of some of them."""
+"""Alternatives to some of them."""
 _AT_START: tuple[Place, ...] = ("engine argument", "speculative key", "server flag")
 
 
 def refuse(place: Place, name: str, value: Any) -> None:
-    """Raise unless `value` can be had: a ConfigError at start, a RequestError for one request."""
-    off = UNBUILT[place][name]
-    if value is None or value in off:
+    """Raise if `value` is not supported: a ConfigError at start, a RequestError for one request."""
+    allowed = UNBUILT[place][name]
+    if value is None or value in allowed:
         return
-    choices = " or ".join(repr(choice) for choice in off)
-    way_out = f"leave it out or set it to {choices}" if choices else "leave it out"
-    if name in _INSTEAD:
-        way_out = f"{way_out}; {_INSTEAD[name]}"
+    choices = " or ".join(repr(choice) for choice in allowed)
+    remedy = f"leave it out or set it to {choices}" if choices else "leave it out"
+    if name in _ALTERNATIVES:
+        remedy = f"{remedy}; {_ALTERNATIVES[name]}"
     if place in _AT_START:
-        raise ConfigError(f"{name}={value!r} is not supported yet; {way_out}")
-    raise RequestError(f"`{name}` is not supported yet; {way_out}", param=name)
+        raise ConfigError(f"{name}={value!r} is not supported yet; {remedy}")
+    raise RequestError(f"`{name}` is not supported yet; {remedy}", param=name)
 
 
 def is_switch(place: Place, name: str) -> bool:
-    """Whether it is turned on and off, rather than given a value."""
+    """Return whether the setting is a boolean switch."""
     return [type(value) for value in UNBUILT[place].get(name, ())] == [bool]

@@ -1,4 +1,4 @@
-"""The names of the wider world: what vLLM knows and Quire maps, or ignores."""
+"""Names of vLLM's arguments that Quire maps to its own or ignores."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
 
-# Names that vLLM knows and Quire has no use for: accepted, with one warning. First switches, then values.
+# Arguments of vLLM without effect in Quire: accepted, with one warning. First switches, then values.
 IGNORED_SWITCHES = frozenset(
     """
     aggregate-engine-logging allow-deprecated-quantization calculate-kv-scales cudagraph-metrics
@@ -61,7 +61,7 @@ LISTS = frozenset(
     logits-processors numa-bind-cpus numa-bind-nodes
     """.replace("-", "_").split()
 )
-"""The unbuilt and ignored names that take several values."""
+"""Unsupported and ignored names that take several values."""
 
 SHORT = {
     "attention_config": "-ac",
@@ -79,8 +79,8 @@ def _from_compilation_config(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {}
     mode = value.get("cudagraph_mode")
-    found = {"enforce_eager": True} if isinstance(mode, str) and mode.upper() == "NONE" else {}
-    return found | {name: value[name] for name in ("cudagraph_mm_encoder",) if name in value}
+    mapped = {"enforce_eager": True} if isinstance(mode, str) and mode.upper() == "NONE" else {}
+    return mapped | {name: value[name] for name in ("cudagraph_mm_encoder",) if name in value}
 
 
 def _from_attention_config(value: Any) -> dict[str, Any]:
@@ -105,19 +105,20 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "speculative_model": lambda value: {"speculative_config": {"model": value}},
     "task": lambda value: _TASKS.get(value, {"runner": value}),
 }
-"""Names that say in other words what a field says; nothing, where they ask for what Quire does anyway."""
+"""Names that are mapped to other fields; to none if Quire behaves that way anyway."""
 
 
 def foreign() -> frozenset[str]:
-    """Every name outside the sections that is understood."""
+    """Return every accepted name outside the sections."""
     unbuilt = UNBUILT["engine argument"].keys() - options().keys()
     return IGNORED_SWITCHES | IGNORED_VALUES | unbuilt | MAPPED.keys()
 
 
-def translated(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with the names of MAPPED put into today's; what is said outright wins over what is mapped."""
-    values = {name: value for name, value in given.items() if name not in MAPPED}
-    for name, value in given.items():
+def translated(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with the names of MAPPED translated; explicit settings take precedence over mapped
+    ones."""
+    values = {name: value for name, value in args.items() if name not in MAPPED}
+    for name, value in args.items():
         if name not in MAPPED or value is None:
             continue
         mapped = MAPPED[name](value)
@@ -126,9 +127,11 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
                 values[target] = {**part, **(values.get(target) or {})}
             elif values.get(target) is None:
                 values[target] = part
-        said = ", ".join(f"{target}={part!r}" for target, part in mapped.items())
+        settings = ", ".join(f"{target}={part!r}" for target, part in mapped.items())
         warn_once(
             logger,
-            f"{name}={value!r} is read as {said}" if said else f"{name}={value!r} changes nothing in Quire",
+            f"{name}={value!r} is read as {settings}"
+            if settings
+            else f"{name}={value!r} has no effect in Quire",
         )
     return values

@@ -1,4 +1,4 @@
-"""A core out of a configuration."""
+"""Builds an engine core from a configuration."""
 
 from dataclasses import replace
 
@@ -22,8 +22,8 @@ from quire.text.grammar import Grammars
 def build_core(
     config: EngineConfig, grammars: Grammars | None = None, token: str | None = None
 ) -> tuple[EngineCore, CacheSize]:
-    """Start the executor, then a scheduler over the blocks that it found room for. Grammars may be shared
-    with whoever checks the requests; `token` is the secret of engines that take steps together."""
+    """Start the executor, then build a scheduler over its blocks. `grammars` may be shared with the request
+    validation; `token` is the secret of engines that step together."""
     calm_threads()
     config = with_largest(config)
     lockstep = open_lockstep(config.parallel, token)
@@ -32,11 +32,11 @@ def build_core(
         cache = executor.start()
     except BaseException:
         if lockstep is not None:
-            lockstep.abandon()  # the others end at once: they would wait for this one until the timeout
+            lockstep.abandon()  # the others end at once, not after the timeout
         raise
     depth = max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
     if config.speculation is not None and not config.model.logprobs_mode.startswith("raw"):
-        depth = 1  # there tokens are drawn by numbers of the host, which belong to positions
+        depth = 1  # the host samples with random numbers by position
     lora = config.lora
     adapters = None
     if lora.enable_lora:
@@ -51,15 +51,15 @@ def build_core(
 
 
 def with_largest(config: EngineConfig) -> EngineConfig:
-    """Knowing how large the items of its model can be."""
+    """Return the configuration with the sizes of the largest multimodal items."""
     media = config.checkpoint.facts.media
     if media is None:
         return config
     from quire.multimodal.largest_items import largest_items
 
     path, longest = config.checkpoint.path, config.model.max_model_len
-    found = largest_items(path, media, config.multimodal, open_tokenizer(config), longest)
-    return replace(config, largest_items=found)
+    sizes = largest_items(path, media, config.multimodal, open_tokenizer(config), longest)
+    return replace(config, largest_items=sizes)
 
 
 def build_scheduler(
@@ -90,7 +90,7 @@ def build_scheduler(
         num_stages=config.parallel.pipeline_parallel_size,
         grammars=grammars,
         fair=limits.share_by_key,
-        drafting=_drafting(config),
+        drafting=_build_drafting(config),
         adapters=adapters,
         media=EncoderCache(
             size=max_kept(config), most_made=max_vectors(config), whole=max_span(config) is not None
@@ -98,13 +98,13 @@ def build_scheduler(
     )
 
 
-def _drafting(config: EngineConfig) -> Drafting | None:
-    asked = config.speculation
-    if asked is None:
+def _build_drafting(config: EngineConfig) -> Drafting | None:
+    spec = config.speculation
+    if spec is None:
         return None
-    most = asked.num_speculative_tokens
+    most = spec.num_speculative_tokens
     on_gpu = config.machine.device == "cuda"
-    proposer = None if on_gpu and asked.method == "ngram" else proposer_of(asked)
+    proposer = None if on_gpu and spec.method == "ngram" else proposer_of(spec)
     sorts = 1 if proposer is None else SORTS
     pace = Pace(max_rows=config.scheduler.max_num_seqs, most=most, sorts=sorts)
     max_draws = MAX_DRAWS if on_gpu else None
@@ -114,7 +114,7 @@ def _drafting(config: EngineConfig) -> Drafting | None:
         most=most,
         ahead=on_gpu,
         max_draws=max_draws,
-        max_len=asked.max_model_len,
+        max_len=spec.max_model_len,
         vocab=config.checkpoint.facts.vocab,
-        most_of=asked.most if asked.num_speculative_tokens_per_batch_size else None,
+        most_of=spec.most if spec.num_speculative_tokens_per_batch_size else None,
     )

@@ -1,4 +1,4 @@
-"""The API processes at the other end of the socket: what they send, and what they have not taken yet."""
+"""The API processes on the core's socket: their messages, and the queued messages to them."""
 
 import time
 from collections import deque
@@ -15,13 +15,13 @@ from quire.system.cluster_token import is_same, secure
 log = get_logger(__name__)
 
 HIGH_WATER = 256
-"""Messages that ZMQ holds for a client. A step of a thousand rows is one of 50 KB."""
+"""Messages that ZMQ buffers for a client. A step of a thousand rows is one message of 50 KB."""
 MAX_QUEUED_BYTES = 32 << 20
-"""What is kept for a client beyond those."""
+"""Most bytes queued for a client beyond those."""
 
 
 class Queue:
-    """Messages that ZMQ had no room for, in order, each with the requests that end in it."""
+    """Messages that ZMQ could not take, in order, each with the requests that end in it."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -47,10 +47,10 @@ class Queue:
 
 
 class Clients:
-    """The API processes by their identities, and whose request is whose.
+    """The API processes by identity, and the client of each request.
 
-    Nobody is waited for. What a client does not take is kept, up to a limit; then all its requests are given
-    up, and the first thing that it gets when it takes something again is that they ended as errors.
+    Sending never blocks. Messages that a client does not read are queued up to a limit. Then all its requests
+    are aborted, and the next message it gets is that they ended with an error.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Clients:
         self._give_up = give_up
         self._max_queued_bytes = max_queued_bytes
         self.known: set[bytes] = set()
-        """Those who said Hello and are still there."""
+        """Clients that sent a Hello and are still connected."""
         self.owner: dict[str, bytes] = {}
-        """By request id."""
+        """Client of each request, by request id."""
         self.queues: dict[bytes, Queue] = {}
-        """Of the clients that are behind; never empty."""
+        """Queues of clients that are behind; never empty."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -85,17 +85,17 @@ class Clients:
         self._socket.close()
 
     def wait(self, timeout_s: float, also: "zmq.Socket[bytes] | None" = None) -> None:
-        """Until something arrives, here or at the other socket, but not longer."""
+        """Wait until a message arrives, here or on the other socket, or for `timeout_s`."""
         try:
             zmq.select([self._socket, *([] if also is None else [also])], [], [], timeout_s)
         except zmq.ZMQError as error:
-            log.debug("Waiting was interrupted: %s", error)
+            log.debug("Waiting for messages was interrupted: %s", error)
 
     def receive(self) -> tuple[bytes, ToCore] | None:
         """Return the next message that has arrived, and the client that sent it.
 
-        Whoever reaches the address may send anything: of a peer that is no client only a Hello with the token
-        is read, and what is no message is left out.
+        Any host that reaches the address may send anything: from unknown peers only a Hello with the token is
+        read, and invalid messages are skipped.
         """
         while True:
             try:
@@ -116,7 +116,7 @@ class Clients:
             self._ignore("a Hello with another token")
 
     def send(self, client: bytes, message: FromCore) -> None:
-        """Behind all that was sent before; at once if the client keeps up."""
+        """Send a message after all earlier ones; at once if the client keeps up."""
         data = encode(message)
         if client not in self.queues and self._offer(client, data):
             return
@@ -126,7 +126,7 @@ class Clients:
             self._overflow(client, queue)
 
     def flush(self) -> None:
-        """Send what was kept, as far as there is room for it again."""
+        """Send queued messages as far as ZMQ takes them."""
         for client, queue in list(self.queues.items()):
             while client in self.queues and self._offer(client, queue.first):
                 queue.pop()
@@ -134,7 +134,7 @@ class Clients:
                     self.queues.pop(client, None)
 
     def _offer(self, client: bytes, data: bytes) -> bool:
-        """Whether ZMQ has taken it, or there is nobody to take it."""
+        """Send without blocking; return whether ZMQ has taken the message or the client is gone."""
         try:
             self._socket.send_multipart([client, data], zmq.NOBLOCK)
         except zmq.Again:
@@ -144,10 +144,10 @@ class Clients:
         return True
 
     def _overflow(self, client: bytes, queue: Queue) -> None:
-        """Only the news that all is lost is kept."""
+        """Replace a full queue by one message: all requests of the client ended with an error."""
         owned = self._owned(client)
         log.error(
-            "An API process takes nothing: %d messages (%d bytes) wait for it. Its %d requests end as errors",
+            "An API process does not read: %d messages (%d bytes) are queued. Its %d requests are aborted",
             len(queue),
             queue.num_bytes,
             len(owned),
@@ -158,7 +158,7 @@ class Clients:
         self._give_up(owned)
 
     def _forget(self, client: bytes) -> None:
-        """An API process is gone: so are those who waited for its requests."""
+        """Drop a client that is gone, and abort its requests."""
         self.known.discard(client)
         self.queues.pop(client, None)
         self._give_up(self._owned(client))

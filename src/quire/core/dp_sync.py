@@ -1,4 +1,5 @@
-"""Lockstep: engines that share experts take every step together, and rest together."""
+"""Data-parallel synchronization: engines that share experts run every step together, and are idle
+together."""
 
 import contextlib
 import os
@@ -31,9 +32,9 @@ log = get_logger(__name__)
 
 SLICE_MS = 1000
 BEAT_MS, SILENCE_MS = 5_000, 30_000
-"""A machine that says nothing for so long counts as gone; the death of a process is noticed at once."""
+"""A machine without heartbeats for this long counts as lost; the end of a process is noticed at once."""
 MAX_BYTES = 64 << 10
-"""Size of a message; ZMQ ends connections that send a larger one."""
+"""Size limit of a message; ZMQ closes connections that send a larger one."""
 MET, GOODBYE = b"met", b"bye"
 _MONITORED = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURES | MISMATCHES
@@ -41,21 +42,21 @@ _MONITORED = (
 
 
 class SyncHello(msgspec.Struct, tag="hello", array_like=True):
-    """From an engine: it is there, and belongs to these."""
+    """Message of an engine to the hub: its rank, and the token that proves its membership."""
 
     rank: int
     token: str
 
 
 class Count(msgspec.Struct, tag="count", array_like=True):
-    """From an engine: what it has to do in a round."""
+    """Message of an engine to the hub: the number of tokens of its next step in a round."""
 
     round: int
     num_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Called(msgspec.Struct, array_like=True):
-    """To an engine: a round has begun (no counts), or is agreed on."""
+    """Message of the hub to an engine: a round has begun (no counts), or all counts are known."""
 
     round: int
     counts: tuple[int, ...] = ()
@@ -69,23 +70,23 @@ _called = msgspec.msgpack.Decoder(Called).decode
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """An engine that has said Hello to the hub."""
+    """An engine that has sent a Hello to the hub."""
 
     identity: bytes
-    """ZMQ's name of its connection."""
+    """ZMQ identity of its connection."""
     fd: int
     """File descriptor of its connection, by which ZMQ reports that it is lost."""
 
 
 class Lockstep:
-    """One engine's part in rounds: in each, all say how many tokens their next step has, and hear of all.
+    """One engine's part in rounds: in each, all engines exchange the number of tokens of their next step.
 
-    Who has work begins a round, and the first engine, which is the hub, calls the others into it. A call into
-    a round that is over means nothing. Where nobody has a token there is no step, and all rest until someone
-    begins the next round. An engine that goes away ends all: they would wait for it in the middle of a step.
+    An engine with work begins a round, and the first engine, which is the hub, calls the others into it. A
+    call into a finished round is ignored. If no engine has a token there is no step, and all are idle until
+    the next round. If an engine is lost all end: they would wait for it within a step.
 
-    The hub's port may be reached by others. Only connections that began with a Hello of an awaited rank and
-    the shared token count; what else connects, sends something or goes away is ignored.
+    Other hosts may reach the hub's port. Only connections that begin with a Hello of an expected rank and the
+    shared token count; all others are ignored.
     """
 
     def __init__(self, rank: int, size: int, address: str, *, token: str, timeout_s: float = 600.0) -> None:
@@ -95,17 +96,17 @@ class Lockstep:
         self._round = 0
         self._is_called = False
         self._counts: dict[int, int] = {}
-        """Hub: what was said in this round, by rank."""
+        """Hub: the counts of this round, by rank."""
         self._members: dict[int, _Engine] = {}
         """Hub: the other engines, by rank."""
         self._ranks: dict[bytes, int] = {}
-        """Hub: the ranks of connections that have said Hello, by their identity."""
+        """Hub: the ranks of connections that have sent a Hello, by identity."""
         self._open_fds: set[int] = set()
-        """Hub: connections of whatever peers."""
+        """Hub: file descriptors of all connections."""
         self._ignore = FirstWarning(log, f"Ignored at {self._address}")
         self._agreed: tuple[int, ...] | None = None
         self._leaving = threading.Event()
-        """Set when one has ended as it should: there are no more rounds."""
+        """Set when an engine has ended normally: there are no more rounds."""
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER if rank else zmq.ROUTER)
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_MONITORED)
         self._set_up()
@@ -139,7 +140,7 @@ class Lockstep:
             ) from error
 
     def _meet(self) -> None:
-        """Wait until every engine is there."""
+        """Wait until every engine is connected."""
         deadline = time.monotonic() + self._timeout_s
         if self.rank:
             self._greet(deadline)
@@ -153,10 +154,10 @@ class Lockstep:
         for rank, member in self._members.items():
             if member.fd not in self._open_fds:
                 raise EngineDead(f"engine {rank}, which has some of the experts, is gone")
-            self._tell(rank, MET)
+            self._send(rank, MET)
 
     def _greet(self, deadline: float) -> None:
-        """Say Hello until the hub answers, which may come later, or come again."""
+        """Send Hello until the hub answers; the hub may start later, or restart."""
         handshakes = Handshakes()
         while True:
             self.socket.send(_encode(SyncHello(self.rank, self._token)))
@@ -177,12 +178,12 @@ class Lockstep:
     def _check_time(self, deadline: float) -> None:
         if time.monotonic() > deadline:
             raise EngineDead(
-                f"engine {self.rank} did not hear from the engines with the other experts within"
+                f"engine {self.rank} did not reach the engines with the other experts within"
                 f" {self._timeout_s:g} s (--distributed-timeout-seconds)"
             )
 
     def _note_connections(self) -> None:
-        """Hub: learn from ZMQ which connections there are, until the watching thread does."""
+        """Update the hub's open connections from ZMQ events, until the watching thread starts."""
         for event, fd in events_of(self._monitor):
             if event == zmq.EVENT_ACCEPTED:
                 self._open_fds.add(fd)
@@ -190,7 +191,7 @@ class Lockstep:
                 self._open_fds.discard(fd)
 
     def _admit(self, frames: "list[zmq.Frame]") -> None:
-        """Hub: take in a peer that says that it is one of the engines, if it is."""
+        """Admit a peer to the hub if its Hello is that of an expected engine."""
         identity = frames[0].bytes
         try:
             hello = _hello(frames[-1].bytes)
@@ -210,7 +211,8 @@ class Lockstep:
             self._ranks = {member.identity: rank for rank, member in self._members.items()}
 
     def _watch(self) -> None:
-        """End this process when an engine is lost, from a thread: a step that waits for it never ends."""
+        """End this process when an engine is lost. This needs a thread: a step that waits for the engine
+        never ends."""
         fds = {member.fd for member in self._members.values()}
         while not self._leaving.is_set():
             if not self._monitor.poll(SLICE_MS // 4):
@@ -219,14 +221,14 @@ class Lockstep:
             if self.rank == 0:
                 lost = [fd for fd in lost if fd in fds]
             if lost and not self._leaving.wait(0.2):
-                log.error("An engine with some of the experts is gone: engine %d ends, too", self.rank)
+                log.error("An engine with some of the experts is gone: engine %d ends as well", self.rank)
                 self._end()
 
     def _end(self) -> None:
         os._exit(1)
 
     def close(self) -> None:
-        """Leave: the others are told that it is no accident."""
+        """Leave, and notify the other engines that this is a normal end."""
         if self.socket.closed:
             return
         self._leaving.set()
@@ -234,11 +236,11 @@ class Lockstep:
             if self.rank:
                 self.socket.send(GOODBYE)
             for rank in self._members:
-                self._tell(rank, GOODBYE)
+                self._send(rank, GOODBYE)
         self.abandon()
 
     def abandon(self) -> None:
-        """Go away without a word, at which the others end, too."""
+        """Close the connections without notice, on which the other engines end as well."""
         self._leaving.set()
         if not self.socket.closed:
             self.socket.disable_monitor()
@@ -248,14 +250,14 @@ class Lockstep:
 
     @property
     def is_called(self) -> bool:
-        """Whether others have begun a round."""
+        """Whether other engines have begun a round."""
         while self.socket.poll(0):
-            self._hear(self.socket.recv_multipart())
+            self._handle(self.socket.recv_multipart())
         return self._is_called
 
     def agreed(self, plan: StepPlan | None) -> StepPlan | None:
-        """The plan with everybody's counts; one without rows where only others have work; None where nobody
-        has."""
+        """Return the plan with the counts of all engines; one without rows if only others have work; None if
+        no engine has."""
         counts = self._exchange(0 if plan is None else plan.total_tokens)
         if not any(counts):
             assert plan is None
@@ -270,40 +272,40 @@ class Lockstep:
         if self.rank:
             self.socket.send(_encode(Count(self._round, num_tokens)))
         else:
-            self._say(0, num_tokens)
+            self._add_count(0, num_tokens)
         deadline = time.monotonic() + self._timeout_s
         while self._agreed is None:
             if self._leaving.is_set():
                 raise EngineDead("an engine with some of the experts has ended")
             self._check_time(deadline)
             if self.socket.poll(SLICE_MS):
-                self._hear(self.socket.recv_multipart())
+                self._handle(self.socket.recv_multipart())
         return self._agreed
 
-    def _hear(self, parts: list[bytes]) -> None:
+    def _handle(self, parts: list[bytes]) -> None:
         identity, data = parts[0], parts[-1]
         if self.rank:
-            self._hear_hub(data)
+            self._handle_hub(data)
         elif (rank := self._ranks.get(identity)) is None:
             self._ignore("a message of a peer that is none of the engines")
         elif data == GOODBYE:
             self._leaving.set()
         else:
-            self._hear_engine(rank, data)
+            self._handle_engine(rank, data)
 
-    def _hear_engine(self, rank: int, data: bytes) -> None:
+    def _handle_engine(self, rank: int, data: bytes) -> None:
         try:
             message = _from_engine(data)
         except msgspec.MsgspecError as error:
             self._ignore(f"a message of engine {rank} that is none of this version: {str(error)!r:.200}")
             return
-        if isinstance(message, SyncHello):  # it was repeated before this engine answered the first one
+        if isinstance(message, SyncHello):  # it was repeated before the hub answered the first one
             return
         if message.round != self._round:
             raise EngineDead(f"engine {rank} is in round {message.round}, and engine 0 in {self._round}")
-        self._say(rank, message.num_tokens)
+        self._add_count(rank, message.num_tokens)
 
-    def _hear_hub(self, data: bytes) -> None:
+    def _handle_hub(self, data: bytes) -> None:
         if data == GOODBYE:
             self._leaving.set()
             return
@@ -313,31 +315,31 @@ class Lockstep:
             self._ignore(f"a message of engine 0 that is none of this version: {str(error)!r:.200}")
             return
         if called.round == self._round and called.counts:
-            self._next(called.counts)
+            self._end_round(called.counts)
         elif called.round == self._round:
             self._is_called = True
 
-    def _say(self, rank: int, num_tokens: int) -> None:
-        """Hub: one more has said its count."""
+    def _add_count(self, rank: int, num_tokens: int) -> None:
+        """Record the count of an engine in the hub."""
         if not self._counts:
             for other in range(1, self.size):
                 if other != rank:
-                    self._tell(other, _encode(Called(self._round)))
+                    self._send(other, _encode(Called(self._round)))
         self._counts[rank] = num_tokens
         self._is_called = 0 not in self._counts
         if len(self._counts) < self.size:
             return
-        counts = tuple(self._counts[each] for each in range(self.size))
+        counts = tuple(self._counts[rank] for rank in range(self.size))
         for other in range(1, self.size):
-            self._tell(other, _encode(Called(self._round, counts)))
+            self._send(other, _encode(Called(self._round, counts)))
         self._counts = {}
-        self._next(counts)
+        self._end_round(counts)
 
-    def _next(self, counts: tuple[int, ...]) -> None:
+    def _end_round(self, counts: tuple[int, ...]) -> None:
         self._agreed, self._is_called = counts, False
         self._round += 1
 
-    def _tell(self, rank: int, data: bytes) -> None:
+    def _send(self, rank: int, data: bytes) -> None:
         try:
             self.socket.send_multipart([self._members[rank].identity, data])
         except zmq.ZMQError as error:
@@ -345,9 +347,9 @@ class Lockstep:
 
 
 def open_lockstep(parallel: ParallelSection, token: str | None = None) -> Lockstep | None:
-    """Meet the engines that share experts with this one, or return None for an engine that steps by itself.
+    """Connect to the engines that share experts with this one; return None for an engine that steps alone.
 
-    Without a `token` it is the one of this machine's environment or user.
+    Without a `token`, the one of this machine's environment or user is used.
     """
     if not steps_together(parallel):
         return None

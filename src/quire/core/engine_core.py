@@ -1,4 +1,4 @@
-"""EngineCore: plan, run, update; again."""
+"""The engine core: plans, runs and updates steps."""
 
 import time
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ from quire.executor import Executor
 from quire.sched.scheduler import Scheduler
 
 GATES_S = 0.01
-"""How long to wait for a grammar or an adapter where others may want something, too,"""
+"""Seconds to wait for a grammar or an adapter while no request can run."""
 LOOK_S = 0.002
-"""and how often to look whether workers have said something."""
+"""Seconds between two checks of the workers meanwhile."""
 
 
 class EngineCore:
-    """The scheduler and the executor, and the steps between them."""
+    """Connects the scheduler and the executor."""
 
     def __init__(
         self, executor: Executor, scheduler: Scheduler, *, depth: int = 1, lockstep: Lockstep | None = None
@@ -45,17 +45,17 @@ class EngineCore:
             self.gate.outside[request.id] = request
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, FinishReason]:
-        given = list(request_ids)
-        return self.gate.drop(given) | self.scheduler.abort(given)
+        ids = list(request_ids)
+        return self.gate.drop(ids) | self.scheduler.abort(ids)
 
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
-        """The output of the oldest step, once those behind it are on their way; None if there is none, and
-        none can be planned, or if it is not done in time."""
+        """Return the output of the oldest step, once the next ones are launched. Return None if no step can
+        be planned, or if it is not done in time."""
         while True:
             if refused := self.scheduler.settle():
                 return StepOutput([], [], finished=refused, at=time.monotonic())
             self._launch()
-            if len(self.pipeline) or not self._wait_outside(timeout_s):
+            if len(self.pipeline) or not self._wait_for_gates(timeout_s):
                 break
         if not len(self.pipeline) or (timeout_s is not None and not self.pipeline.ready(timeout_s)):
             return None
@@ -66,7 +66,7 @@ class EngineCore:
         return self.scheduler.update(plan, result)
 
     def _launch(self) -> None:
-        """As many steps as there is room and work for."""
+        """Launch as many steps as the queue and the scheduler allow."""
         constraints = self.scheduler.constraints
         while self.pipeline.has_room(constraints.has_begun):
             plan = self.pipeline.agreed(None if self.gate.is_shut else self.scheduler.plan())
@@ -77,9 +77,9 @@ class EngineCore:
             constraints.begin(self.scheduler.running)
         self.draw()
 
-    def _wait_outside(self, timeout_s: float | None) -> bool:
-        """Where nobody can run: whether to look again, since something has come that somebody waits for, or
-        may have come to nothing."""
+    def _wait_for_gates(self, timeout_s: float | None) -> bool:
+        """Wait if no request can run; return whether to plan again, since a grammar or an adapter is ready or
+        may have failed."""
         gates, until = self.scheduler.gates, time.monotonic() + GATES_S
         while gates.is_awaiting and time.monotonic() < until:
             if gates.wait(LOOK_S):
@@ -88,7 +88,7 @@ class EngineCore:
         return timeout_s is None and gates.is_awaiting
 
     def draw(self) -> None:
-        """Let the newest step sample, once it is known what its rows may."""
+        """Sample the newest step, once its masks are ready."""
         constraints = self.scheduler.constraints
         if self.pipeline.undrawn and constraints.has_begun:
             self.pipeline.draw(constraints.masks())
@@ -100,7 +100,7 @@ class EngineCore:
         return self.scheduler.kv.pool.block_map()
 
     def refresh(self, stats: StepStats) -> StepStats:
-        """Bring the gauges up to now: requests may have been aborted since the step."""
+        """Update the gauges: requests may have been aborted since the step."""
         scheduler = self.scheduler
         stats.num_running = len(scheduler.running)
         stats.num_waiting = len(scheduler.admitter.waiting) + len(self.gate.outside)
@@ -112,9 +112,10 @@ class EngineCore:
         return stats
 
     def clear(self) -> None:
-        """Forget all requests and all prefixes: the way back from a step that broke off halfway.
+        """Drop all requests and prefixes after a step that failed halfway.
 
-        Blocks are findable from the plan on that fills them, and a broken step may have filled none.
+        Blocks enter the prefix cache when the plan that fills them is made, and a failed step may have filled
+        none.
         """
         scheduler = self.scheduler
         self.pipeline.clear()
@@ -123,7 +124,7 @@ class EngineCore:
         scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """End the workers; what waits on a device for masks has them by then."""
+        """End the workers; steps that wait for masks on a device get them first."""
         try:
             self.scheduler.constraints.forget()
         finally:

@@ -1,4 +1,4 @@
-"""Gate: whether a core takes steps, and what of its workers is awake."""
+"""The pause and sleep state of a core."""
 
 from collections.abc import Iterable
 
@@ -8,19 +8,19 @@ from quire.data.request import Request
 
 
 class PauseState:
-    """Open, steps are taken. Shut, none is planned; draining, those who are inside go on to their end. Who
-    comes while it is not open waits outside, in order."""
+    """Whether steps are planned. Open: yes. Shut: none. Draining: only those of running requests. Requests
+    that arrive meanwhile wait outside, in order."""
 
     def __init__(self) -> None:
         self.is_open = True
         self.drains = False
         self.outside: dict[str, Request] = {}
         self.level = 0
-        """How deep the workers sleep: 1, their weights are in host memory; 2, they are gone."""
+        """Sleep level: 1, weights are in host memory; 2, weights are dropped."""
         self.asleep: set[str] = set()
-        """What of the workers is not awake."""
+        """Parts of the workers' memory that are asleep."""
         self.is_unsure = False
-        """Whether falling asleep failed, so that some workers may hold what others have given back."""
+        """Whether going to sleep failed, so that workers may be in different states."""
 
     @property
     def is_shut(self) -> bool:
@@ -28,10 +28,10 @@ class PauseState:
 
     @property
     def settled_level(self) -> int:
-        """The level at which all memory of all workers sleeps; 0 if some of it may be awake."""
+        """Return the level at which all memory of all workers sleeps; 0 if some of it may be awake."""
         return self.level if self.asleep == set(MEMORY) and not self.is_unsure else 0
 
     def drop(self, request_ids: Iterable[str]) -> dict[str, FinishReason]:
-        """Those of them who wait outside end there."""
-        found = [id for id in request_ids if self.outside.pop(id, None) is not None]
-        return {id: FinishReason("abort") for id in found}
+        """Abort the requests with these ids that wait outside."""
+        dropped = [id for id in request_ids if self.outside.pop(id, None) is not None]
+        return {id: FinishReason("abort") for id in dropped}

@@ -1,4 +1,4 @@
-"""The core as a process: requests come in and steps go out over one ZMQ socket."""
+"""The engine core as a process: requests and step outputs travel over one ZMQ socket."""
 
 import os
 import signal
@@ -33,31 +33,31 @@ log = get_logger(__name__)
 
 BEAT_S = 0.1
 PAGE_S = 1.0
-"""Between two copies of the metrics for API processes on another machine."""
+"""Seconds between two copies of the metrics for API processes on another machine."""
 RETRY_S = 0.02
-"""How long to wait for something to change when nothing can be planned, or a client is behind."""
+"""Seconds to wait for a change when no step can be planned, or a client is behind."""
 TURN_S = 0.002
-"""What taking in messages may take of the time between two steps,"""
+"""Seconds between two steps for reading messages, at least."""
 TURN_SHARE = 0.25
-"""or this part of the last step, if that is more."""
+"""Share of the last step's time for reading messages, if that is more."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreAddress:
-    """Where a core sits: the address that it answers on, and its page of the metrics."""
+    """The address of an engine core, and its page of the metrics."""
 
     address: str
     metrics_file: Path
     token: str = field(repr=False)
-    """The secret that its API processes know, and engines that take steps with it."""
+    """Secret shared with its API processes, and with the engines that step together with it."""
     page: int = 0
     num_pages: int = 1
-    """Engines that have pages in that file."""
+    """Number of engines with pages in that file."""
     index: int = 0
     num_local: int = 1
-    """Cores on this machine, which share its devices, and which of them this is."""
+    """Number of cores on this machine, which share its devices; `index` is that of this core."""
     keeps_media: bool = False
-    """Whether the arrays of items are kept here for its API process."""
+    """Whether the core caches the data of items for its API process."""
 
 
 def core_name(rank: int, size: int) -> str:
@@ -65,13 +65,13 @@ def core_name(rank: int, size: int) -> str:
 
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """The configuration of one core out of that of all."""
+    """Return the configuration of one core."""
     return replace(config, parallel=replace(config.parallel, data_parallel_rank=rank))
 
 
 def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> None:
-    """Entry of the core process of `config.parallel.data_parallel_rank`. Tells `parent` when it is ready, or
-    in one line why it cannot be."""
+    """Run the core process of `config.parallel.data_parallel_rank`. Send `parent` None when it is ready, or
+    the reason why it cannot start."""
     rank, size = config.parallel.data_parallel_rank or 0, config.parallel.data_parallel_size
     adopt(core_name(rank, size))
     began_at = time.monotonic()
@@ -97,14 +97,14 @@ def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> Non
     try:
         server.run()
     except EngineDead as error:
-        log.error("The engine ends: %s", error)
+        log.error("The engine core ends: %s", error)
         sys.exit(1)
     finally:
         core.close()
 
 
 def _take_devices(config: EngineConfig, seat: CoreAddress) -> None:
-    """Of several cores each sees devices of its own. Takes effect before torch is imported."""
+    """Give each of several cores its own devices. Must be called before torch is imported."""
     shared = os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
     if config.machine.device == "cuda" and seat.num_local > 1 and not shared:
         count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
@@ -115,7 +115,7 @@ def _take_devices(config: EngineConfig, seat: CoreAddress) -> None:
 
 
 class CoreServer:
-    """Takes in messages between steps, never during one, and sends out what the steps brought."""
+    """Reads messages between steps, never during one, and sends the outputs of steps."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class CoreServer:
         token: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """It keeps so many bytes of media for its API process."""
+        """Cache up to `kept_bytes` of media for the API process."""
         self.core = core
         self._clock = clock
         self.ready = ready
@@ -138,15 +138,15 @@ class CoreServer:
         self.clients = Clients(address, self._abort, token=token)
         self._step_s = 0.0
         self._is_stuck = False
-        """There is work, and none of it can be planned."""
+        """Whether there is work, but none of it can be planned."""
         self._progress_at = self._clock()
-        """When a step ended, or there was no work."""
+        """Time of the last finished step, or at which there was no work."""
         self._next_beat = 0.0
         self._next_page = 0.0 if address.startswith("tcp:") else float("inf")
         self._running = True
         self.borrower = ArenaReader()
         self.receiver_cache = ReceiverCache(kept_bytes, self.borrower.take)
-        self.rpc = CoreRpc(core, self.clients.send, self._tell_ended, self.receiver_cache)
+        self.rpc = CoreRpc(core, self.clients.send, self._send_finished, self.receiver_cache)
 
     def stop(self) -> None:
         self._running = False
@@ -156,7 +156,7 @@ class CoreServer:
             self.turn()
 
     def turn(self) -> None:
-        """Messages, a step, a beat."""
+        """Read messages, run a step, send a heartbeat."""
         self._receive()
         self.rpc.turn()
         if self.core.has_work and not self.rpc.is_busy:
@@ -168,13 +168,14 @@ class CoreServer:
         self._beat()
 
     def _receive(self) -> None:
-        """Some of what has arrived, so that steps get their turn; with nothing to compute, wait for it."""
+        """Read some of the messages, so that steps are not delayed; wait for messages if there is nothing to
+        compute."""
         if self._is_idle:
-            in_a_hurry = self._is_stuck or self.clients.queues or self.rpc.has_questions
+            is_urgent = self._is_stuck or self.clients.queues or self.rpc.has_questions
             lockstep = self.core.pipeline.lockstep
-            wait_s = RETRY_S if in_a_hurry else BEAT_S
+            wait_s = RETRY_S if is_urgent else BEAT_S
             if self._is_stuck and self.core.scheduler.gates.is_awaiting:
-                wait_s = 0.0  # a step waits for that
+                wait_s = 0.0  # a step waits for a grammar or an adapter
             self.clients.wait(wait_s, None if lockstep is None else lockstep.socket)
         until = self._clock() + max(TURN_S, TURN_SHARE * self._step_s)
         while (received := self.clients.receive()) is not None:
@@ -204,15 +205,15 @@ class CoreServer:
                 self.clients.send(client, self.ready)
 
     def _add(self, client: bytes, request: Request) -> None:
-        """Add a request, which may have begun in a core with a longer context than this one. One with an id
-        that is in use takes its place: it was sent again after its API process lost the connection."""
+        """Add a request, which may have begun in a core with a longer context. A request with an id in use
+        replaces the old one: its API process sent it again after a lost connection."""
         if request.id in self.clients.owner:
             self._abort([request.id])
         self.clients.owner[request.id] = client
         if request.pooling is None:
             request.limit = min(request.limit, self.ready.max_model_len)
             if len(request.tokens) >= request.limit:
-                self._tell_ended({request.id: FinishReason("length")})
+                self._send_finished({request.id: FinishReason("length")})
                 return
         self.core.add(request)
 
@@ -226,35 +227,35 @@ class CoreServer:
         self._is_stuck = step is None and self.core.has_work and not len(self.core.pipeline)
         if step is None:
             if self._is_stuck and self.core.scheduler.gates.is_awaiting:
-                self._progress_at = self._clock()  # it is not the core that they wait for
+                self._progress_at = self._clock()  # requests wait for a grammar or an adapter
             return
         self._progress_at = self._clock()
         self._step_s = self._progress_at - began
         self._observe(step.stats)
         self.stats_log.add(step.stats)
-        self._send_out(step)
+        self._send_output(step)
 
-    def _tell_ended(self, finished: dict[str, FinishReason]) -> None:
-        """Those who waited for them did not end them."""
-        self._send_out(StepOutput([], [], finished=finished, at=self._clock()))
+    def _send_finished(self, finished: dict[str, FinishReason]) -> None:
+        """Send the end of requests that their clients did not abort."""
+        self._send_output(StepOutput([], [], finished=finished, at=self._clock()))
         self._observe(StepStats())
 
-    def _send_out(self, step: StepOutput) -> None:
+    def _send_output(self, step: StepOutput) -> None:
         for client, part in split_by_client(step, self.clients.owner).items():
             self.clients.send(client, Stepped(part))
         for request_id in step.finished:
             self.clients.owner.pop(request_id, None)
 
     def _beat(self) -> None:
-        """Sent to all, whatever else was: an API process without requests wants to know, too. One that is
-        behind would only get more of what it does not take."""
+        """Send a heartbeat to all clients, also to those without requests. Clients that are behind are
+        skipped."""
         now = self._clock()
         if now < self._next_beat:
             return
         self._next_beat = now + BEAT_S
         self.core.executor.watch()
         stats = StepStats()
-        self._observe(stats)  # gauges: nobody else sees that a client died, or the core before this one
+        self._observe(stats)  # update the gauges after the loss of a client or a restart of the core
         self.stats_log.tick(stats)
         stalled_s = now - self._progress_at if self.core.has_work else 0.0
         beat = Beat(stats, stalled_s, self.receiver_cache.num_resets)
@@ -282,7 +283,7 @@ _BY_REQUEST = (
 
 
 def split_by_client(step: StepOutput, client_of: dict[str, bytes]) -> dict[bytes, StepOutput]:
-    """The step as each client sees it. With one client that is the step itself."""
+    """Split a step by client. With one client the result is the step itself."""
     concerned = [*step.request_ids, *step.finished, *step.admitted, *step.resumed, *step.shares]
     clients = {client_of[id] for id in concerned if id in client_of}
     if len(clients) == 1:

@@ -1,4 +1,4 @@
-"""Desk: what API processes ask of a core beside requests, each answered when it is done."""
+"""Control calls of API processes to a core; each is answered when it is done."""
 
 import threading
 from collections.abc import Callable, Generator
@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 
 class RpcJob:
-    """Work of the workers, in a thread: the core stays able to speak."""
+    """A call of the workers in a thread, so that the core stays responsive."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
@@ -31,7 +31,7 @@ class RpcJob:
     def _run(self) -> None:
         try:
             self._value = self._work()
-        except BaseException as error:  # raised by who waits for it
+        except BaseException as error:  # raised again by result()
             self._error = error
 
     @property
@@ -45,8 +45,8 @@ class RpcJob:
 
 
 class CoreRpc:
-    """Questions in the order in which they came. Those that take the workers' time come one after the other,
-    and no step is taken meanwhile."""
+    """Runs control calls in order of arrival. Those that occupy the workers run one at a time, and no step
+    runs meanwhile."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class CoreRpc:
         end: Callable[[dict[str, FinishReason]], None],
         receiver_cache: ReceiverCache,
     ) -> None:
-        """`send` answers a client, `end` tells those whose requests were ended."""
+        """Set the callbacks: `send` answers a client, `end` notifies the clients of aborted requests."""
         self.operator = Operator(core)
         self._core = core
         self._send = send
         self._end = end
         self._job: RpcJob | None = None
         self._open: list[tuple[bytes, int, Work]] = []
-        self._answers: dict[str, Callable[..., Any]] = {
+        self._methods: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
             "reset_encoder_cache": core.scheduler.media.reset,
             "reset_mm_cache": receiver_cache.clear,
@@ -86,7 +86,7 @@ class CoreRpc:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the workers do something that is no step."""
+        """Whether the workers run something other than a step."""
         return self._job is not None
 
     @property
@@ -98,7 +98,7 @@ class CoreRpc:
         self.turn()
 
     def turn(self) -> None:
-        """Go on with all of them; answer those that are done."""
+        """Continue all calls, and answer those that are done."""
         for question in list(self._open):
             client, number, work = question
             try:
@@ -109,25 +109,25 @@ class CoreRpc:
             except EngineDead:
                 raise
             except Exception as error:
-                reply = _refusal(number, error)
+                reply = _error_reply(number, error)
             self._open.remove(question)
-            self._send(client, _sendable(reply))
+            self._send(client, _check_encodable(reply))
 
     def _work(self, call: ControlCall) -> Work:
-        """The answer, of work that the workers do in a thread."""
-        answer = self._answers[call.method](**call.args)
-        if not isinstance(answer, Generator):
-            return answer
-        while self._job is not None:  # it finds the core as that leaves it
+        """Run a call, its work for the workers in a thread, and return the result."""
+        result = self._methods[call.method](**call.args)
+        if not isinstance(result, Generator):
+            return result
+        while self._job is not None:  # it runs after the current job
             yield None
         try:
-            asked = next(answer)
+            job = next(result)
             while True:
-                if asked is None:
+                if job is None:
                     yield None
-                    asked = next(answer)
+                    job = next(result)
                 else:
-                    asked = answer.send((yield from self._by_workers(asked)))
+                    job = result.send((yield from self._run_job(job)))
         except StopIteration as end:
             return end.value
 
@@ -143,15 +143,15 @@ class CoreRpc:
         self._end(self.operator.pause(mode))
         while not self.operator.is_at_rest:
             if self._core.gate.is_open:
-                raise RequestError("somebody has resumed the engine before it came to rest")
+                raise RequestError("the engine was resumed before it was paused completely")
             yield None
         if clear_cache:
             self._core.reset_prefix_cache()
 
-    def _by_workers(self, asked: Callable[[], Any]) -> Work:
+    def _run_job(self, work: Callable[[], Any]) -> Work:
         while self._job is not None:
             yield None
-        job = self._job = RpcJob(asked)
+        job = self._job = RpcJob(work)
         try:
             while not job.is_over:
                 yield None
@@ -160,19 +160,19 @@ class CoreRpc:
         return job.result()
 
 
-def _refusal(number: int, error: Exception) -> Reply:
-    said = str(error).encode(errors="backslashreplace").decode()  # what cannot be encoded would end the core
+def _error_reply(number: int, error: Exception) -> Reply:
+    text = str(error).encode(errors="backslashreplace").decode()  # invalid text would end the core
     if isinstance(error, RequestError | TypeError | ValueError):
-        return Reply(number, error=said, is_request=True, param=getattr(error, "param", None))
-    log.error("A call failed", exc_info=error)
-    return Reply(number, error=said or type(error).__name__)
+        return Reply(number, error=text, is_request=True, param=getattr(error, "param", None))
+    log.error("A control call failed", exc_info=error)
+    return Reply(number, error=text or type(error).__name__)
 
 
-def _sendable(reply: Reply) -> Reply:
-    """What workers return need not be."""
+def _check_encodable(reply: Reply) -> Reply:
+    """Return the reply, or an error reply if its value cannot be encoded."""
     try:
         msgspec.msgpack.encode(reply.value)
     except Exception as error:
-        text = f"what was returned cannot be sent: {error}"
+        text = f"the returned value cannot be sent: {error}"
         return Reply(reply.number, error=text, is_request=True)
     return reply

@@ -1,4 +1,4 @@
-"""The steps on their way to and from the executor."""
+"""The queue of steps submitted to the executor."""
 
 import contextlib
 from collections import deque
@@ -13,45 +13,45 @@ log = get_logger(__name__)
 
 
 class StepQueue:
-    """Up to `depth` steps that were submitted, oldest first.
+    """Up to `depth` submitted steps, oldest first.
 
-    With 2 a device has its next step before it is done with the last; where the host itself computes there is
-    nothing to gain from more than 1. A pipeline of stages has one for each of them.
+    With 2 a device has its next step before it finishes the last; on a CPU more than 1 gains nothing.
+    Pipeline parallelism has one step per stage.
     """
 
     def __init__(self, executor: Executor, depth: int, lockstep: Lockstep | None = None) -> None:
         self.executor = executor
         self.depth = depth
         self.lockstep = lockstep
-        """With the engines that have some of the experts; None: it steps by itself."""
+        """Synchronization with the engines that share experts; None if there are none."""
         self._steps: deque[tuple[StepPlan, Pending]] = deque()
         self._stray: list[StepPlan] = []
-        """Plans that nobody waits for: what they refer to must stay until a later one is done."""
+        """Plans of dropped steps; the memory they refer to must stay until a later step is done."""
         self.undrawn = False
-        """Whether the newest step waits to hear what its rows may sample."""
+        """Whether the newest step waits for its masks."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def has_room(self, masks_come: bool = False) -> bool:
-        """For one more plan. None behind a step that was refused, since it would begin where that one should
-        have ended, nor before the last one is drawn, unless its masks are being made."""
+        """Whether another step may be submitted. None may follow a failed submission, since it would start
+        from a wrong state, nor a step that waits for masks, unless these are being computed."""
         is_held = self.undrawn and not masks_come
         return len(self._steps) < self.depth and not is_held and self._refused is None
 
     @property
     def _refused(self) -> Refused | None:
-        """The last step, if it is that."""
+        """Return the last step if its submission failed."""
         last = self._steps[-1][1] if self._steps else None
         return last if isinstance(last, Refused) else None
 
     @property
     def is_called(self) -> bool:
-        """Whether other engines take a step, for which they need this one."""
+        """Whether other engines run a step, for which they need this one."""
         return self.lockstep is not None and self.lockstep.is_called
 
     def agreed(self, plan: StepPlan | None) -> StepPlan | None:
-        """The next step as all who take it know it; it must be submitted."""
+        """Synchronize the next step with the other engines; the result must be submitted."""
         return plan if self.lockstep is None else self.lockstep.agreed(plan)
 
     def submit(self, plan: StepPlan) -> None:
@@ -60,7 +60,7 @@ class StepQueue:
         self._steps.append((plan, pending))
 
     def draw(self, masks: Masks) -> None:
-        """What the rows of the newest step may sample."""
+        """Sample the newest step under these masks."""
         self.undrawn = False
         try:
             self.executor.draw(masks)
@@ -78,11 +78,12 @@ class StepQueue:
             return Refused(error)
 
     def ready(self, timeout_s: float) -> bool:
-        """Wait for the oldest step up to so long; whether it is done."""
+        """Wait for the oldest step up to `timeout_s`; return whether it is done."""
         return self._steps[0][1].ready(timeout_s)
 
     def next(self) -> tuple[StepPlan, StepResult | None]:
-        """The oldest step, when it is done. If it failed there is no result, and none of those behind it."""
+        """Wait for the oldest step and return its result. If it failed, there is no result, and the steps
+        after it are dropped."""
         plan, pending = self._steps.popleft()
         try:
             result = pending.wait()
@@ -91,10 +92,10 @@ class StepQueue:
         except EngineDead:
             raise
         except Exception as error:
-            if self.lockstep is not None:  # they are in the middle of it
+            if self.lockstep is not None:  # the other engines are within the same step
                 raise EngineDead(f"a step failed that other engines take part in: {error}") from error
             log.exception(
-                "A step with %d requests failed; those at fault end, the others go on", len(plan.rows)
+                "A step with %d requests failed; only the requests that caused it end", len(plan.rows)
             )
         self._drain()
         return plan, None
@@ -109,10 +110,10 @@ class StepQueue:
             except EngineDead:
                 raise
             except Exception as error:
-                log.debug("The step behind it failed, too: %s", error)
+                log.debug("The next step failed as well: %s", error)
 
     def clear(self) -> None:
-        """Nobody waits for what is on its way."""
+        """Drop the steps in flight; their results are not read."""
         if self.undrawn:
             with contextlib.suppress(EngineDead):
                 self.draw(Masks())
@@ -120,7 +121,7 @@ class StepQueue:
         self._steps.clear()
 
     def close(self) -> None:
-        """End the workers, and leave those who take each step, too."""
+        """End the workers, and leave the engines that step together."""
         if self.lockstep is not None:
             self.lockstep.close()
         self.undrawn = False

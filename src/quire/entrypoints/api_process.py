@@ -1,4 +1,4 @@
-"""An API process: an engine whose core is elsewhere, behind the HTTP server."""
+"""An API process: the HTTP server with an engine client; the engine cores run in other processes."""
 
 import asyncio
 import socket
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 GREETING_S = 0.3
-"""For the core's answer, before connections are taken."""
+"""Seconds to wait for the first message of the cores before connections are accepted."""
 
 
 def make_engine(
@@ -57,9 +57,10 @@ def make_engine(
     keys: KeyPages | None = None,
     num_api: int = 1,
 ) -> AsyncEngine:
-    """The engine of one of `num_api` API processes; the cores at `addresses`, by rank, expect the `token`."""
+    """Build the engine client of one of `num_api` API processes; the cores at `addresses`, by rank, expect
+    the `token`."""
     model, tokenizer = config.model, open_tokenizer(config)
-    facts = _facts(config, num_cores=len(addresses))
+    facts = _build_facts(config, num_cores=len(addresses))
     inputs = InputProcessor(
         tokenizer=tokenizer,
         vocab=facts.vocab,
@@ -80,7 +81,7 @@ def make_engine(
         num_own=config.lora.lora_extra_vocab_size,
     )
     inputs.media.processor_cache.count = metrics.observe_media
-    named = EngineMetrics(
+    engine_metrics = EngineMetrics(
         metrics,
         model_name=facts.model_names[0],
         cache_info=cache_info(config, num_blocks=0, num_tokens=0),
@@ -91,7 +92,7 @@ def make_engine(
     return AsyncEngine(
         facts=facts,
         inputs=inputs,
-        metrics=named,
+        metrics=engine_metrics,
         addresses=addresses,
         token=token,
         health_timeout_s=health_timeout_s,
@@ -106,7 +107,7 @@ def make_engine(
     )
 
 
-def _facts(config: EngineConfig, num_cores: int) -> EngineFacts:
+def _build_facts(config: EngineConfig, num_cores: int) -> EngineFacts:
     model = config.model
     return EngineFacts(
         model_names=model.served_model_name,
@@ -136,8 +137,8 @@ def run_api(
     roster_file: Path,
     parent: connection.Connection,
 ) -> None:
-    """Entry of an API process, which accepts on a socket or is dealt connections. Tells `parent` when it is
-    up, or in one line why it cannot be."""
+    """Run an API process, which accepts on a socket or receives connections. Send None to `parent` when it is
+    ready, or a one-line error."""
     adopt(f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer")
     calm_allocator()
     try:
@@ -160,7 +161,7 @@ def run_api(
             num_api=settings.http.api_server_count or 1,
         )
         uvloop.run(
-            _answer(
+            _serve(
                 engine,
                 settings,
                 entrance,
@@ -179,7 +180,7 @@ def run_api(
         sys.exit(1)
 
 
-async def _answer(
+async def _serve(
     engine: AsyncEngine,
     settings: ServerSettings,
     entrance: socket.socket | Hand,
@@ -189,10 +190,10 @@ async def _answer(
     keys: KeyPages | None,
     registry: LoRARegistry,
 ) -> None:
-    from quire.server.main import serve  # the web server is of no use to the supervisor, which waits for it
+    from quire.server.main import serve  # the supervisor forks quickly without the web server
 
     engine.start()
-    with suppress(TimeoutError):  # beside a core that runs already nobody is to be told that it starts
+    with suppress(TimeoutError):  # so that clients of a running core are not told that it starts
         await asyncio.wait_for(engine.ready(), GREETING_S)
     began: asyncio.Future[Application] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
@@ -208,23 +209,23 @@ async def _answer(
         )
     )
     reads = is_first and bool(registry.all()) and not registry.is_read
-    introducing = asyncio.create_task(_introduce(began, engine if reads else None, parent))
+    reporting = asyncio.create_task(_report_ready(began, engine if reads else None, parent))
     try:
-        await asyncio.wait((serving, introducing), return_when=asyncio.FIRST_COMPLETED)
-        if introducing.done() and introducing.exception() is not None:
+        await asyncio.wait((serving, reporting), return_when=asyncio.FIRST_COMPLETED)
+        if reporting.done() and reporting.exception() is not None:
             serving.cancel()
             await asyncio.wait((serving,))
-            introducing.result()
+            reporting.result()
         await serving
     finally:
-        introducing.cancel()
+        reporting.cancel()
         engine.close()
 
 
-async def _introduce(
+async def _report_ready(
     began: "asyncio.Future[Application]", reader: AsyncEngine | None, parent: connection.Connection
 ) -> None:
-    """Tell `parent` that this process is up, once it serves and its `reader` has all adapters."""
+    """Report to `parent` that this process is ready: it serves, and `reader` has loaded all adapters."""
     application = await began
     calm_collector()
     if reader is not None:

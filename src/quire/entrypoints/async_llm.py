@@ -1,4 +1,4 @@
-"""AsyncLLMEngine: an engine for a program with an event loop of its own, its cores in processes beside it."""
+"""AsyncLLMEngine: an engine for programs with their own event loop; its cores run in child processes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,8 @@ T = TypeVar("T", bound=AnyOutput)
 
 
 class AsyncLLMEngine:
-    """Requests in, outputs as they come. The cores start with the first call, on the loop that makes it."""
+    """Accepts requests and streams outputs. The cores start with the first call, on the caller's event
+    loop."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -35,7 +36,7 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> "AsyncLLMEngine":
-        """With `EngineArgs`, or what else has their fields."""
+        """Build the engine from `EngineArgs`, or another object with its fields."""
         return cls(configure(engine_args.given(), usage="server"))
 
     async def _engine(self) -> AsyncEngine:
@@ -56,20 +57,20 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """What has come so far, again and again, or as `sampling_params.output_kind` says. Who stops to
-        listen aborts the request."""
+        """Yield outputs as they arrive, in the form of `sampling_params.output_kind`. Closing the iterator
+        aborts the request."""
         engine = await self._engine()
         checked: SamplingParams | CheckedParams = sampling_params
         if sampling_params.structured_outputs is not None:  # its grammar may take long to compile
             checked = await asyncio.to_thread(engine.inputs.check, sampling_params, lora=lora_request)
-        answer = engine.generate(
+        stream = engine.generate(
             await engine.inputs.of(lora_request).parse_beside(prompt),
             checked,
             request_id,
             priority=priority,
             lora=lora_request,
         )
-        async for output in _heard(answer, request_id):
+        async for output in _outputs_of(stream, request_id):
             yield output
 
     async def encode(
@@ -81,23 +82,23 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncIterator[PoolingRequestOutput[Any]]:
-        """Of a pooling model: one output."""
+        """Yield the one output of a pooling model."""
         engine = await self._engine()
-        answer = engine.encode(
+        stream = engine.encode(
             await engine.inputs.of(lora_request).parse_beside(prompt),
             pooling_params,
             request_id,
             priority=priority,
             lora=lora_request,
         )
-        async for output in _heard(answer, request_id):
+        async for output in _outputs_of(stream, request_id):
             yield output
 
     async def get_tokenizer(self) -> Tokenizer | None:
         return (await self._engine()).tokenizer
 
     async def check_health(self) -> None:
-        """Raises if the engine cannot answer."""
+        """Raise if the engine cannot answer."""
         (await self._engine()).check()
 
     async def reset_prefix_cache(self) -> bool:
@@ -107,23 +108,23 @@ class AsyncLLMEngine:
         await (await self._engine()).reset_mm_cache()
 
     async def aclose(self) -> None:
-        """End the cores; requests that run end with them."""
+        """Stop the cores; running requests end with them."""
         self._ended = True
         if self._starting is not None:
             await asyncio.wait([self._starting])
             await self._stack.aclose()
 
     def shutdown(self) -> None:
-        """The same, for callers that do not wait; it is done once the loop runs on."""
+        """Stop the cores without waiting; the event loop completes it."""
         self._ended = True
         if self._starting is not None:
             self._ending = asyncio.ensure_future(self.aclose())
 
 
-async def _heard(answer: OutputStream[T], request_id: str) -> AsyncIterator[T]:
+async def _outputs_of(stream: OutputStream[T], request_id: str) -> AsyncIterator[T]:
     try:
-        async for output in answer:
+        async for output in stream:
             output.request_id = request_id
             yield output
     finally:
-        await answer.aclose()
+        await stream.aclose()

@@ -1,4 +1,4 @@
-"""An engine for one process alone: its cores are children, and nothing listens."""
+"""An engine for a single process: its cores are child processes, and no port is opened."""
 
 import asyncio
 import functools
@@ -27,17 +27,17 @@ LOOK_S = 0.2
 
 @asynccontextmanager
 async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
-    """An engine that is up. Whatever happens, nothing of it is left afterwards."""
+    """Yield a ready engine, and clean up all of its processes and files afterwards."""
     with ExitStack() as stack:
         folder = stack.enter_context(Scratch()).path
         metrics_file, layout = folder / "metrics", MetricsLayout.of(config)
         ranks = local_ranks(config.parallel)
         if len(ranks) != config.parallel.data_parallel_size:
-            raise ConfigError("without a server all data-parallel ranks are on this machine")
+            raise ConfigError("without a server all data-parallel ranks must run on this machine")
         MetricsPages.create(metrics_file, layout, num_api=1, num_engines=len(ranks))
-        keeps = keeps_values(config.multimodal, config.parallel, num_api=1, num_engines=len(ranks))
+        keeps_media = keeps_values(config.multimodal, config.parallel, num_api=1, num_engines=len(ranks))
         token = new_token()
-        seats = {
+        core_addresses = {
             rank: CoreAddress(
                 f"ipc://{folder}/core{rank}",
                 metrics_file,
@@ -46,13 +46,13 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
                 num_pages=len(ranks),
                 index=rank,
                 num_local=len(ranks),
-                keeps_media=keeps,
+                keeps_media=keeps_media,
             )
             for rank in ranks
         }
 
         def make_core(rank: int, parent: connection.Connection) -> BaseProcess:
-            args = (config_of_rank(config, rank), seats[rank], parent)
+            args = (config_of_rank(config, rank), core_addresses[rank], parent)
             name = core_name(rank, len(ranks))
             return multiprocessing.get_context("spawn").Process(target=run_core, args=args, name=name)
 
@@ -64,7 +64,7 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
             cores[-1].start()
         engine = make_engine(
             config,
-            addresses={rank: seat.address for rank, seat in seats.items()},
+            addresses={rank: seat.address for rank, seat in core_addresses.items()},
             token=token,
             metrics=MetricsPages(layout, metrics_file, process=1, num_engines=len(ranks)),
             health_timeout_s=float("inf"),
@@ -74,16 +74,16 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
             await core.await_up()
         engine.start()
         stack.callback(engine.close)
-        await _until_ready(engine, cores)
+        await _wait_until_ready(engine, cores)
         yield engine
 
 
-async def _until_ready(engine: AsyncEngine, cores: list[Child]) -> None:
+async def _wait_until_ready(engine: AsyncEngine, cores: list[Child]) -> None:
     ready = asyncio.ensure_future(engine.ready())
     try:
         while not (await asyncio.wait((ready,), timeout=LOOK_S))[0]:
             for core in cores:
                 if core.process is None or not core.process.is_alive():
-                    raise ConfigError(f"{core.name} ended while it was starting; the log says why")
+                    raise ConfigError(f"{core.name} ended while it was starting; see the log for the cause")
     finally:
         ready.cancel()

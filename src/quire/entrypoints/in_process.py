@@ -1,4 +1,4 @@
-"""LocalEngine: front, core and worker in one process, stepped by the caller."""
+"""LocalEngine: frontend, core and worker in one process, stepped by the caller."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ from quire.metrics import EngineMetrics, MetricsLayout, MetricsPages
 
 
 class LocalEngine:
-    """An engine in this process: requests in, `step()` by `step()`, outputs out."""
+    """An engine in this process: add requests, call `step()`, receive outputs."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -83,16 +83,16 @@ class LocalEngine:
         max_logprobs: int | None = None,
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """Check and queue a prompt. Nothing is queued if anything about it is wrong."""
+        """Validate and queue a prompt. If anything is invalid, nothing is queued."""
         if request_id in self.outputs:
             raise RequestError(f"request id {request_id!r} is in use")
         if not isinstance(prompt, Prompt):
             prompt = self.inputs.of(lora_request).parse(prompt, add_special_tokens=add_special_tokens)
-        given: dict[str, Any] = {"priority": priority, "arrived_at": arrival_time, "lora": lora_request}
+        options: dict[str, Any] = {"priority": priority, "arrived_at": arrival_time, "lora": lora_request}
         if isinstance(params, PoolingParams):
-            requests = [self.inputs.pooling_request(request_id, prompt, params, **given)]
+            requests = [self.inputs.pooling_request(request_id, prompt, params, **options)]
         else:
-            requests = self.inputs.requests(request_id, prompt, params, max_logprobs=max_logprobs, **given)
+            requests = self.inputs.requests(request_id, prompt, params, max_logprobs=max_logprobs, **options)
         if self.stats_log is not None and not self.has_unfinished_requests():
             self.stats_log.begin_run()
         self.outputs.add(request_id, prompt, requests)
@@ -100,20 +100,21 @@ class LocalEngine:
             self.core.add(request)
 
     def abort_request(self, request_ids: Iterable[str]) -> list[AnyOutput]:
-        """End requests early; what they had so far, as their last outputs."""
+        """End requests early; return their last outputs with the tokens so far."""
         finished = self.core.abort(self.outputs.sequences_of(list(request_ids)))
         return self._deliver(StepOutput(request_ids=[], token_ids=[], finished=finished))
 
     def has_unfinished_requests(self) -> bool:
-        """A step that still runs for requests that have ended is none of the caller's business."""
+        """Whether requests are unfinished. Steps in flight of ended requests do not count."""
         return self.core.scheduler.has_work or bool(self.core.gate.outside)
 
     def step(self) -> list[AnyOutput]:
-        """What the next step brought. If it breaks off, all requests are gone and the engine is usable."""
+        """Run a step and return its outputs. If it is interrupted, all requests are dropped and the engine
+        stays usable."""
         try:
             step = self.core.step()
             if step is None and self.core.has_work:
-                raise EngineError("requests wait, and none of them can run")
+                raise EngineError("requests are waiting, but none of them can be scheduled")
             return [] if step is None else self._deliver(step)
         except BaseException:
             self.core.clear()
@@ -139,22 +140,22 @@ class LocalEngine:
         return self.core.reset_prefix_cache()
 
     def reset_mm_cache(self) -> None:
-        """Forget the images, videos and sounds that were processed."""
+        """Clear the cache of processed images, videos and audio."""
         self.inputs.media.processor_cache.clear()
 
     def reset_encoder_cache(self) -> bool:
-        """Forget the vectors of images, videos and sounds that no request needs; whether that is all."""
+        """Evict encoder outputs that no request needs; return whether the cache is empty."""
         return self.core.scheduler.media.reset()
 
-    # ---- operation
+    # ---- sleep mode and control
 
     @property
     def is_awake(self) -> bool:
-        """Whether steps are taken."""
+        """Whether steps are run."""
         return self.core.gate.is_open
 
     def sleep(self, level: int, mode: str) -> list[AnyOutput]:
-        """The last outputs of requests that end with it, or before it."""
+        """Put the engine to sleep; return the last outputs of requests that end before."""
         check_choice("level", level, LEVELS)
         finished = self.operator.pause(mode)
         outputs = self._deliver(StepOutput([], [], finished=finished))
@@ -171,12 +172,12 @@ class LocalEngine:
     def collective_rpc(
         self, method: str | Callable[..., Any], timeout: float | None, args: Any, kwargs: Any
     ) -> list[Any]:
-        found: list[Any] = done(self.operator.collective_rpc(method, timeout, args, kwargs))
-        return found
+        results: list[Any] = done(self.operator.collective_rpc(method, timeout, args, kwargs))
+        return results
 
     def profile(self, start: bool, prefix: str | None = None) -> None:
         done(self.operator.profile(start, prefix))
 
     def close(self) -> None:
-        """End the workers; no request can be run afterwards."""
+        """Stop the workers; no request can run afterwards."""
         self.core.close()

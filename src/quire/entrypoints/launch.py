@@ -1,4 +1,4 @@
-"""The supervisor: binds the port, starts core and API processes, restarts what dies, ends cleanly."""
+"""The supervisor: binds the port, starts core and API processes, restarts those that die, and shuts down."""
 
 import argparse
 import functools
@@ -48,7 +48,7 @@ KILL_AFTER_S = 5.0
 
 
 class Supervisor:
-    """Keeps cores and API processes running until it is told to stop."""
+    """Keeps cores and API processes running until it is stopped."""
 
     def __init__(
         self, config: EngineConfig, settings: ServerSettings, topology: Topology, folder: Path
@@ -57,7 +57,7 @@ class Supervisor:
         self.settings = replace(settings, http=replace(settings.http, api_server_count=topology.num_api))
         self.topology = topology
         self.folder = folder
-        """For sockets and shared files."""
+        """Folder of sockets and shared files."""
         self.ready_timeout_s = Env.read(os.environ).engine_ready_timeout_s
         self.listener = bind(settings.http) if topology.num_api else None
         if self.listener is not None and not settings.http.uds:
@@ -69,7 +69,7 @@ class Supervisor:
         self.context = multiprocessing.get_context("spawn")
         self.token = self._choose_token()
         self.addresses = self._local_addresses()
-        self.roll = self._open_roll()
+        self.registry = self._open_registry()
         self.announcer = self._open_announcer()
         self.cores = {
             rank: Child(
@@ -85,8 +85,8 @@ class Supervisor:
         self.stopping = False
 
     def _choose_token(self) -> str:
-        """Make the token of a deployment whose cores are all started here, or whose cores elsewhere are not
-        spoken to; else all its supervisors have the same one."""
+        """Return the token of the cores. If API processes use cores of other supervisors, all share one
+        cluster token. Otherwise a new one is made."""
         topology, parallel = self.topology, self.config.parallel
         is_spread = len(topology.local) < topology.size
         if is_spread and (topology.remote or not topology.num_api or steps_together(parallel)):
@@ -94,13 +94,14 @@ class Supervisor:
         return new_token()
 
     def _local_addresses(self) -> dict[int, str]:
-        """A headless server's cores are asked from another machine."""
+        """Return the addresses of the local cores. A headless server's cores are used from another
+        machine."""
         if self.topology.num_api:
             return {rank: f"ipc://{self.folder}/core{rank}" for rank in self.topology.local}
         host = own_address(self.config.parallel.data_parallel_address, Env.read(os.environ).host_ip)
         return {rank: free_address(host) for rank in self.topology.local}
 
-    def _open_roll(self) -> NodeRegistry | None:
+    def _open_registry(self) -> NodeRegistry | None:
         if not self.topology.remote:
             return None
         parallel = self.config.parallel
@@ -142,10 +143,10 @@ class Supervisor:
         return self.folder / "keys"
 
     @property
-    def _roster_file(self) -> Path:
+    def _adapters_file(self) -> Path:
         return self.folder / "adapters"
 
-    def _seat(self, rank: int) -> CoreAddress:
+    def _core_address(self, rank: int) -> CoreAddress:
         engines = self.topology.served or self.topology.local
         return CoreAddress(
             address=self.addresses[rank],
@@ -164,7 +165,7 @@ class Supervisor:
         )
 
     def _make_core(self, rank: int, parent: connection.Connection) -> BaseProcess:
-        args = (config_of_rank(self.config, rank), self._seat(rank), parent)
+        args = (config_of_rank(self.config, rank), self._core_address(rank), parent)
         return self.context.Process(target=run_core, args=args, name=core_name(rank, self.topology.size))
 
     def _make_api(self, index: int, parent: connection.Connection) -> BaseProcess:
@@ -174,12 +175,12 @@ class Supervisor:
             rank: self.addresses.get(rank) or NodeRegistry.file_of(folder, rank)
             for rank in self.topology.served
         }
-        files = (self._metrics_file, self._prefix_file, self._key_file, self._roster_file)
+        files = (self._metrics_file, self._prefix_file, self._key_file, self._adapters_file)
         args = (index, self.config, self.settings, entrance, addresses, self.token, *files, parent)
         return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
 
     def run(self) -> int:
-        """Until a signal ends it. The exit code."""
+        """Run until a signal ends it; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._advise()
@@ -189,15 +190,15 @@ class Supervisor:
         PrefixMap.create(self._prefix_file)
         if names := key_names(self.settings.keys):
             KeyPages.create(self._key_file, len(names), num_api=len(self.apis))
-        LoRARegistry.create(self._roster_file, located(self.settings))
+        LoRARegistry.create(self._adapters_file, located(self.settings))
         problem = ""
         try:
             for child in self._children:
                 child.start()
-            # A core whose ranks are late says which ones; it began a moment after this.
+            # A core with late ranks reports which ones; it started slightly later than this.
             deadline = time.monotonic() + self.ready_timeout_s + KILL_AFTER_S
             while not self.stopping:
-                self._tend()
+                self._handle_events()
                 if time.monotonic() > deadline:
                     self._check_all_were_up()
             return self._drain()
@@ -208,8 +209,8 @@ class Supervisor:
             for child in reversed(self._children):
                 child.end(signal.SIGKILL, KILL_AFTER_S)
             self._close_entrance()
-            if self.roll is not None:
-                self.roll.close(problem)
+            if self.registry is not None:
+                self.registry.close(problem)
             if self.announcer is not None:
                 self.announcer.close(problem)
             if self.settings.http.uds:
@@ -232,8 +233,8 @@ class Supervisor:
         for child in self.cores.values():
             if not child.was_up:
                 raise ConfigError(f"{child.name} was not up within {self.ready_timeout_s:g} s")
-        if self.roll is not None and not self.roll.was_complete:
-            raise ConfigError(self.roll.overdue(self.ready_timeout_s))
+        if self.registry is not None and not self.registry.was_complete:
+            raise ConfigError(self.registry.overdue(self.ready_timeout_s))
 
     def _close_entrance(self) -> None:
         if self.listener is not None:
@@ -242,12 +243,12 @@ class Supervisor:
             self.dealer.close()
 
     def _on_signal(self, *_: object) -> None:
-        if self.stopping:  # asked twice: at once
+        if self.stopping:  # second signal: stop at once
             raise KeyboardInterrupt
         self.stopping = True
 
-    def _tend(self) -> None:
-        """Wait for something to happen, and see to it."""
+    def _handle_events(self) -> None:
+        """Wait for an event of the children, and handle it."""
         children = self._children
         waiting: list[Any] = [child.process.sentinel for child in children if child.process is not None]
         waiting += [child.says for child in children if child.says is not None]
@@ -255,18 +256,18 @@ class Supervisor:
         connection.wait(waiting, timeout=0.1)
         self._restart(children)
         if self.dealer is not None:
-            self._deal(self.dealer)
-        if self.roll is not None:
-            self.roll.listen()
+            self._deal_connections(self.dealer)
+        if self.registry is not None:
+            self.registry.listen()
         if self.announcer is not None:
             is_up = all(child.was_up for child in self.cores.values())
             self.announcer.tick(is_up=is_up, timeout_s=self.ready_timeout_s)
             self.stopping = self.stopping or self.announcer.ends
 
     def _restart(self, children: Sequence[Child]) -> None:
-        """Note which of the children have ended, and start those again whose pause is over."""
+        """Detect children that have ended, and start those again that are due."""
         for child in children:
-            child.listen()  # the reason why one cannot start comes before the ends that it causes
+            child.listen()  # read startup errors before the exits they cause
         for child in children:
             if child.look() and child not in self.apis:
                 self._clear_gauges(child)
@@ -274,13 +275,15 @@ class Supervisor:
                 child.start()
 
     def _clear_gauges(self, core: Child) -> None:
-        """Nobody shall see the requests of the dead."""
+        """Clear the gauges of a dead core, so that metrics do not show its requests."""
         (rank,) = (rank for rank, child in self.cores.items() if child is core)
-        seat, layout = self._seat(rank), MetricsLayout.of(self.config)
-        MetricsPages(layout, seat.metrics_file, engine=seat.page, num_engines=seat.num_pages).clear_gauges()
+        address, layout = self._core_address(rank), MetricsLayout.of(self.config)
+        MetricsPages(
+            layout, address.metrics_file, engine=address.page, num_engines=address.num_pages
+        ).clear_gauges()
 
-    def _deal(self, dealer: Dealer) -> None:
-        """Connections to the API processes that serve."""
+    def _deal_connections(self, dealer: Dealer) -> None:
+        """Distribute connections to the API processes that are serving."""
         for index, child in enumerate(self.apis):
             if child.is_up:
                 dealer.admit(index)
@@ -289,8 +292,8 @@ class Supervisor:
         dealer.deal()
 
     def _drain(self) -> int:
-        """API servers finish what they have, then the cores go. The port is free as soon as they let go. A
-        core that dies meanwhile is restarted, since there may be answers that wait for it."""
+        """Let API servers finish their requests, then stop the cores. The port is free as soon as they close
+        it. A core that dies meanwhile is restarted, since requests may wait for it."""
         self._close_entrance()
         log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)
         deadline = time.monotonic() + self.settings.http.shutdown_timeout + KILL_AFTER_S
@@ -314,14 +317,16 @@ class Supervisor:
 def launch(config: EngineConfig, settings: ServerSettings) -> int:
     http = settings.http
     if config.parallel.nnodes > 1 and http.headless != (config.parallel.node_rank > 0):
-        raise ConfigError("of several machines the first (--node-rank 0) has the API, all others --headless")
+        raise ConfigError(
+            "with several nodes the first (--node-rank 0) serves the API, all others need --headless"
+        )
     if config.parallel.node_rank > 0:
         return run_node(config)
     topology = lay_out(config.parallel, headless=http.headless, api_server_count=http.api_server_count)
     if settings.responses is not None and topology.num_api > 1:
         raise ConfigError(
-            "a store of responses (VLLM_ENABLE_RESPONSES_API_STORE) is in the memory of one API process, and "
-            f"there are {topology.num_api} of them: give --api-server-count 1, or do without the store"
+            "the store of responses (VLLM_ENABLE_RESPONSES_API_STORE) is in the memory of one API process, "
+            f"but there are {topology.num_api} of them: use --api-server-count 1, or disable the store"
         )
     check_modules(settings.modules, enabled=config.lora.enable_lora, served=config.model.served_model_name)
     raise_file_limit()
@@ -330,19 +335,19 @@ def launch(config: EngineConfig, settings: ServerSettings) -> int:
 
 
 def add_flags(parser: FlagParser) -> None:
-    """The flags of `quire serve`."""
+    """Add the flags of `quire serve`."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="Same as --model.")
     add_server_flags(parser)
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    given = given_from(args)
-    if args.model_tag is not None and given.setdefault("model", args.model_tag) != args.model_tag:
-        raise ConfigError(f"two models: {args.model_tag!r} and --model {given['model']!r}; give one")
+    values = given_from(args)
+    if args.model_tag is not None and values.setdefault("model", args.model_tag) != args.model_tag:
+        raise ConfigError(f"two models: {args.model_tag!r} and --model {values['model']!r}; give one")
     settings = server_settings(args, Env.read(os.environ))
     if key_names(settings.keys):
-        given.setdefault("share_by_key", True)
+        values.setdefault("share_by_key", True)
     if settings.api.tokens_only:
-        given["skip_tokenizer_init"] = True
-    return launch(configure(given, usage="server"), settings)
+        values["skip_tokenizer_init"] = True
+    return launch(configure(values, usage="server"), settings)

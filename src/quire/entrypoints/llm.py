@@ -1,4 +1,4 @@
-"""LLM: the offline face. Give it a model and prompts, get the outputs in the order of the prompts."""
+"""LLM: the offline entry point. It takes a model and prompts, and returns outputs in their order."""
 
 import copy
 import itertools
@@ -57,7 +57,7 @@ class LLM:
         self._template = read_template(self.config.model.chat_template)
         self._ids = itertools.count()
         self._queued: dict[str, AnyOutput | None] = {}
-        """Requests that nobody has taken the output of yet."""
+        """Requests with an output that has not been returned yet."""
         self._defaults = default_sampling(self.config)
         if self._defaults:
             log.warning("Default sampling parameters have been overridden by the model's: %s", self._defaults)
@@ -79,8 +79,8 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt. Outputs stand in the order of the prompts. `RequestsFailed` is raised when
-        the engine failed on some of them, with the outputs of the others."""
+        """Generate a continuation of each prompt; outputs are in the order of the prompts. Raise
+        `RequestsFailed` if the engine failed on some of them, with the outputs of the others."""
         ids = self.enqueue(
             prompts,
             sampling_params,
@@ -107,8 +107,8 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several."""
-        talks = _conversations(messages)
+        """Generate the reply to one conversation, or to each of several."""
+        conversations = _conversations(messages)
         prompts = [
             chat_prompt(
                 self.llm_engine.inputs.of(lora),
@@ -123,8 +123,8 @@ class LLM:
                 mm_processor_kwargs=mm_processor_kwargs,
             )
             for conversation, lora in zip(
-                with_bar(talks, "Rendering conversations", use_tqdm),
-                _loras_of(lora_request, len(talks)),
+                with_bar(conversations, "Rendering conversations", use_tqdm),
+                _loras_of(lora_request, len(conversations)),
                 strict=True,
             )
         ]
@@ -142,11 +142,11 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Queue prompts for a later `wait_for_completion`; their request ids."""
-        parsed = self._parsed(prompts, tokenization_kwargs, use_tqdm, mm_processor_kwargs, lora_request)
+        """Queue prompts for a later `wait_for_completion`; return their request ids."""
+        parsed = self._parse(prompts, tokenization_kwargs, use_tqdm, mm_processor_kwargs, lora_request)
         return self._queue(parsed, sampling_params, priority, loras=lora_request)
 
-    def _parsed(
+    def _parse(
         self,
         prompts: Any,
         tokenization: Mapping[str, Any] | None,
@@ -155,20 +155,20 @@ class LLM:
         loras: Loras = None,
     ) -> list[Prompt]:
         special = bool((tokenization or {}).get("add_special_tokens", True))
-        given, inputs = _as_list(prompts), self.llm_engine.inputs
-        bar = with_bar(given, "Rendering prompts", use_tqdm)
+        prompt_list, inputs = _as_list(prompts), self.llm_engine.inputs
+        bar = with_bar(prompt_list, "Rendering prompts", use_tqdm)
         return [
-            inputs.of(lora).parse(each, add_special_tokens=special, mm_processor_kwargs=mm_processor)
-            for each, lora in zip(bar, _loras_of(loras, len(given)), strict=True)
+            inputs.of(lora).parse(prompt, add_special_tokens=special, mm_processor_kwargs=mm_processor)
+            for prompt, lora in zip(bar, _loras_of(loras, len(prompt_list)), strict=True)
         ]
 
     def wait_for_completion(self, *, use_tqdm: Progress = True) -> list[AnyOutput]:
-        """Run everything queued; outputs in the order of queueing."""
+        """Run everything queued; return outputs in the order of queueing."""
         return self._run(list(self._queued), use_tqdm)
 
     def _run(self, ids: list[str], use_tqdm: Progress) -> list[AnyOutput]:
-        """Step until these queued requests are done, then raise if some of them failed. If stepping fails
-        or is interrupted, nothing is left running."""
+        """Step until these requests are done, then raise if some of them failed. If stepping fails or is
+        interrupted, all queued requests are aborted."""
         queued = self._queued
         missing = {id for id in ids if queued[id] is None}
         if missing:
@@ -201,11 +201,11 @@ class LLM:
         loras: Loras = None,
     ) -> list[str]:
         shared = self.get_default_sampling_params() if params is None else params
-        each = [copy.copy(own) for own in _one_each("params", shared, SamplingParams, len(prompts))]
-        for own in each:
-            own.output_kind = RequestOutputKind.FINAL_ONLY
-        urgency = _one_each("priority", 0 if priority is None else priority, int, len(prompts))
-        return self._add(prompts, each, urgency, _loras_of(loras, len(prompts)), max_logprobs)
+        copies = [copy.copy(value) for value in _per_prompt("params", shared, SamplingParams, len(prompts))]
+        for value in copies:
+            value.output_kind = RequestOutputKind.FINAL_ONLY
+        priorities = _per_prompt("priority", 0 if priority is None else priority, int, len(prompts))
+        return self._add(prompts, copies, priorities, _loras_of(loras, len(prompts)), max_logprobs)
 
     def _add(
         self,
@@ -215,14 +215,14 @@ class LLM:
         loras: Sequence[LoRARequest | None],
         max_logprobs: int | None = None,
     ) -> list[str]:
-        """Queue all of them, or none."""
+        """Queue all requests, or none if one is invalid."""
         self._check_awake()
         added: list[str] = []
         try:
-            for prompt, own, level, lora in zip(prompts, params, priority, loras, strict=True):
+            for prompt, value, level, lora in zip(prompts, params, priority, loras, strict=True):
                 request_id = str(next(self._ids))
                 self.llm_engine.add_request(
-                    request_id, prompt, own, priority=level, max_logprobs=max_logprobs, lora_request=lora
+                    request_id, prompt, value, priority=level, max_logprobs=max_logprobs, lora_request=lora
                 )
                 added.append(request_id)
         except BaseException:
@@ -243,11 +243,11 @@ class LLM:
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What a pooling model makes of each prompt: an embedding, classes, or either for every token."""
+        """Return the pooled output of each prompt: an embedding or classes, of the prompt or per token."""
         pools(self.config.pooling, "LLM.encode()")
         if pooling_task is None:
             raise RequestError(NO_TASK, param="pooling_task")
-        parsed = self._parsed(prompts, tokenization_kwargs, use_tqdm)
+        parsed = self._parse(prompts, tokenization_kwargs, use_tqdm)
         return self._pool(parsed, pooling_params, pooling_task, use_tqdm, lora_request)
 
     def embed(
@@ -256,10 +256,10 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """Each prompt as a vector; `options` as of `encode`."""
+        """Return the embedding of each prompt; `options` are those of `encode`."""
         pools(self.config.pooling, "LLM.embed()")
-        found = self.encode(prompts, pooling_params, pooling_task="embed", **options)
-        return [EmbeddingRequestOutput.from_base(each) for each in found]
+        outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
+        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
 
     def classify(
         self,
@@ -267,10 +267,10 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Any,
     ) -> list[ClassificationRequestOutput]:
-        """How likely each class is, for each prompt; `options` as of `encode`."""
+        """Return the class probabilities of each prompt; `options` are those of `encode`."""
         pools(self.config.pooling, "LLM.classify()")
-        found = self.encode(prompts, pooling_params, pooling_task="classify", **options)
-        return [ClassificationRequestOutput.from_base(each) for each in found]
+        outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
+        return [ClassificationRequestOutput.from_base(output) for output in outputs]
 
     def score(
         self,
@@ -284,19 +284,19 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well two fit, one to one or one to many: a cross-encoder reads both at once, of an embedding
-        model it is the cosine of their embeddings. `{"content": [...]}` is one in parts, media among them."""
+        """Score pairs of inputs, one to one or one to many: with a cross-encoder, or by the cosine similarity
+        of two embeddings. `{"content": [...]}` is an input in parts, which may include media."""
         pooling, inputs = pools(self.config.pooling, "LLM.score()"), self.llm_engine.inputs
         firsts, seconds = _as_list(data_1), _as_list(data_2)
         if not reads_pairs(pooling):
             bar = with_bar(called(firsts, seconds), "Rendering prompts", use_tqdm)
-            parsed = [embedded(inputs, name, each, tokenization_kwargs) for name, each in bar]
-            found = self._pool(parsed, pooling_params, "embed", use_tqdm, lora_request)
-            closest = pairs(found[: len(firsts)], found[len(firsts) :])
-            return [ScoringRequestOutput.from_base(cosine(*each)) for each in closest]
+            parsed = [embedded(inputs, name, item, tokenization_kwargs) for name, item in bar]
+            outputs = self._pool(parsed, pooling_params, "embed", use_tqdm, lora_request)
+            closest = pairs(outputs[: len(firsts)], outputs[len(firsts) :])
+            return [ScoringRequestOutput.from_base(cosine(*item)) for item in closest]
         parsed = compared(inputs, firsts, seconds, read_template(chat_template) or self._template)
-        found = self._pool(parsed, pooling_params, "classify", use_tqdm, lora_request)
-        return [ScoringRequestOutput.from_base(each) for each in found]
+        outputs = self._pool(parsed, pooling_params, "classify", use_tqdm, lora_request)
+        return [ScoringRequestOutput.from_base(item) for item in outputs]
 
     def _pool(
         self,
@@ -306,9 +306,9 @@ class LLM:
         use_tqdm: Progress,
         loras: Loras,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        given = _one_each("params", params or PoolingParams(), PoolingParams, len(prompts))
-        each = [msgspec.structs.replace(own, task=own.task or task) for own in given]
-        ids = self._add(prompts, each, [0] * len(prompts), _loras_of(loras, len(prompts)))
+        params_list = _per_prompt("params", params or PoolingParams(), PoolingParams, len(prompts))
+        task_params = [msgspec.structs.replace(value, task=value.task or task) for value in params_list]
+        ids = self._add(prompts, task_params, [0] * len(prompts), _loras_of(loras, len(prompts)))
         return cast(list[PoolingRequestOutput[PoolingOutput]], self._run(ids, use_tqdm))
 
     # ---- beam search
@@ -321,13 +321,13 @@ class LLM:
         use_tqdm: Progress = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` likeliest continuations of each prompt; at most `concurrency_limit` prompts at
-        once."""
+        """Return the `beam_width` likeliest continuations of each prompt, running at most `concurrency_limit`
+        prompts at once."""
         _refuse(structured_outputs=params.structured_outputs)
-        given = _as_list(prompts)
-        loras = _loras_of(lora_request, len(given))
+        prompt_list = _as_list(prompts)
+        loras = _loras_of(lora_request, len(prompt_list))
         readers = [self.llm_engine.inputs.of(lora) for lora in loras]
-        parsed = [reader.parse(each) for reader, each in zip(readers, given, strict=True)]
+        parsed = [reader.parse(item) for reader, item in zip(readers, prompt_list, strict=True)]
         searches = [
             BeamSearch(
                 start_of(prompt),
@@ -342,12 +342,12 @@ class LLM:
         starts = range(0, len(searches), width)
         for start in with_bar(list(starts), "Beam search", use_tqdm):
             group = [*zip(parsed, searches, strict=True)][start : start + width]
-            while live := [each for each in group if not each[1].finished]:
+            while live := [item for item in group if not item[1].finished]:
                 self._advance(live, params)
-        return [BeamSearchOutput(self._decoded(search)) for search in searches]
+        return [BeamSearchOutput(self._decode(search)) for search in searches]
 
     def _advance(self, searches: list[tuple[Prompt, BeamSearch]], params: BeamSearchParams) -> None:
-        """One more token for every live beam of every search, in one batch."""
+        """Generate one more token for every live beam of every search, in one batch."""
         live = [(prompt, beam) for prompt, search in searches for beam in search.live]
         beams = [continued(prompt, beam.tokens) for prompt, beam in live]
         loras = [beam.lora_request for _, beam in live]
@@ -355,17 +355,17 @@ class LLM:
         ids = self._queue(beams, round_params(params), None, max_logprobs=vocab, loras=loras)
         outputs = iter(cast(list[RequestOutput], self._run(ids, use_tqdm=False)))
         for _, search in searches:
-            found = [next(outputs).outputs[0].logprobs for _ in search.live]
-            search.advance([cast(Any, logprobs)[0] for logprobs in found])
+            logprobs_list = [next(outputs).outputs[0].logprobs for _ in search.live]
+            search.advance([cast(Any, logprobs)[0] for logprobs in logprobs_list])
 
-    def _decoded(self, search: BeamSearch) -> list[Any]:
+    def _decode(self, search: BeamSearch) -> list[Any]:
         best = search.best()
         for beam in best:
             if (tokenizer := self.llm_engine.inputs.tokenizer_of(beam.lora_request)) is not None:
                 beam.text = tokenizer.decode(beam.tokens)
         return best
 
-    # ---- the rest
+    # ---- other methods
 
     def get_tokenizer(self) -> Tokenizer:
         if self.llm_engine.tokenizer is None:
@@ -373,32 +373,32 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request gets that brings no params: the model's generation_config.json, or neutral
+        """Return the defaults for requests without params: the model's generation_config.json, or neutral
         values."""
         return SamplingParams(**self._defaults)
 
     def get_metrics(self) -> list[Metric]:
-        """A snapshot of every metric. Needs `disable_log_stats=False`."""
+        """Return a snapshot of every metric. Requires `disable_log_stats=False`."""
         if self.llm_engine.metrics is None:
             raise RequestError("metrics are off: construct the LLM with disable_log_stats=False")
         return self.llm_engine.metrics.snapshot()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes. False while requests hold blocks, unless `reset_running_requests`
-        ends them."""
+        """Forget all cached prefixes. Return False while requests hold blocks, unless
+        `reset_running_requests` aborts them."""
         if reset_running_requests:
             self.llm_engine.abort_request(self._queued)
             self._queued.clear()
         return self.llm_engine.reset_prefix_cache()
 
     def reset_mm_cache(self) -> None:
-        """Forget the images, videos and sounds that were processed: the next ones are read anew."""
+        """Clear the cache of processed images, videos and audio."""
         self.llm_engine.reset_mm_cache()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Give memory back: at level 1 the weights go to host memory and the cache is dropped, at level 2
-        both are dropped; at level 0 nothing runs. What is queued ends (`abort`), is waited for (`wait`), or
-        goes on afterwards (`keep`). Needs `enable_sleep_mode=True`."""
+        """Release memory: level 1 moves the weights to host memory and drops the KV cache, level 2 drops
+        both, level 0 only pauses. Queued requests are aborted (`abort`), completed first (`wait`) or resumed
+        afterwards (`keep`). Requires `enable_sleep_mode=True`."""
         if not self.config.model.enable_sleep_mode:
             raise RequestError("sleep mode is off: construct the LLM with enable_sleep_mode=True")
         for output in self.llm_engine.sleep(level, mode):
@@ -406,12 +406,12 @@ class LLM:
                 self._queued[output.request_id] = output
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory back: all of it, or by `tags` the `weights` or the `kv_cache`."""
+        """Restore memory: all of it, or by `tags` the `weights` or the `kv_cache`."""
         self.llm_engine.wake_up(tags)
 
     def _check_awake(self) -> None:
         if not self.llm_engine.is_awake:
-            raise RequestError("the engine sleeps, or some of it does: call wake_up() first")
+            raise RequestError("the engine is asleep, at least in part: call wake_up() first")
 
     def collective_rpc(
         self,
@@ -420,16 +420,16 @@ class LLM:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """What a public method of the worker returns on each of them; a function is called with the worker,
+        """Call a public method of each worker, and return the results; a function is called with the worker,
         if that is in this process."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record what the workers do. Needs `profiler_config`."""
+        """Start to profile the workers. Requires `profiler_config`."""
         self.llm_engine.profile(True, profile_prefix)
 
     def stop_profile(self) -> None:
-        """Write down what was recorded, into `torch_profiler_dir`."""
+        """Stop profiling and write the trace into `torch_profiler_dir`."""
         self.llm_engine.profile(False)
 
     def get_world_size(self, include_dp: bool = True) -> int:
@@ -439,23 +439,23 @@ class LLM:
 
 
 def _open_engine(config: EngineConfig) -> "LocalEngine | MultiCoreEngine":
-    """With one core it is stepped in this process."""
+    """Build the engine; a single core runs in this process."""
     if config.parallel.data_parallel_size == 1:
         return LocalEngine(config)
     from quire.entrypoints.multi_core import (
-        MultiCoreEngine,  # what speaks with other processes is of no use to one core
+        MultiCoreEngine,  # one core needs none of its imports
     )
 
     return MultiCoreEngine(config)
 
 
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
         refuse("call argument", name, value)
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """One prompt (text, dict or ids) or several, as a list of prompts."""
+    """Return one prompt (text, dict or ids) or several as a list of prompts."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
     several = list(prompts)
@@ -463,7 +463,7 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _conversations(messages: Any) -> Sequence[Messages]:
-    """One conversation or several, as several."""
+    """Return one conversation or several as a list of conversations."""
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
         raise RequestError(
             f"messages is a list of messages, or a list of such lists; got {type(messages).__name__}",
@@ -472,29 +472,29 @@ def _conversations(messages: Any) -> Sequence[Messages]:
     return [messages] if messages and isinstance(messages[0], Mapping) else messages
 
 
-def _loras_of(given: Loras, count: int) -> list[LoRARequest | None]:
-    """The adapter of each of `count` prompts."""
-    if given is None or isinstance(given, LoRARequest):
-        return [given] * count
-    if not isinstance(given, Sequence):
-        found = type(given).__name__
-        raise RequestError(f"lora_request must be of type LoRARequest, got {found}", param="lora_request")
-    if len(given) != count:
+def _loras_of(loras: Loras, count: int) -> list[LoRARequest | None]:
+    """Return the adapter of each of `count` prompts."""
+    if loras is None or isinstance(loras, LoRARequest):
+        return [loras] * count
+    if not isinstance(loras, Sequence):
+        type_name = type(loras).__name__
+        raise RequestError(f"lora_request must be of type LoRARequest, got {type_name}", param="lora_request")
+    if len(loras) != count:
         raise RequestError(
-            f"The lengths of prompts ({count}) and lora_request ({len(given)}) must be the same."
+            f"The lengths of prompts ({count}) and lora_request ({len(loras)}) must be the same."
         )
-    return list(given)
+    return list(loras)
 
 
-def _one_each(name: str, given: Any, kind: type[T], count: int) -> list[T]:
-    """A value for each of `count` prompts, out of one for all or a sequence of them."""
-    if isinstance(given, kind):
-        return [given] * count
-    values = list(given) if isinstance(given, Sequence) else [given]
+def _per_prompt(name: str, value_or_values: Any, kind: type[T], count: int) -> list[T]:
+    """Return a value for each of `count` prompts, from one for all or a sequence of values."""
+    if isinstance(value_or_values, kind):
+        return [value_or_values] * count
+    values = list(value_or_values) if isinstance(value_or_values, Sequence) else [value_or_values]
     for value in values:
         if not isinstance(value, kind):
-            found = type(value).__name__
-            raise RequestError(f"{name} must be of type {kind.__name__}, got {found}", param=name)
+            type_name = type(value).__name__
+            raise RequestError(f"{name} must be of type {kind.__name__}, got {type_name}", param=name)
     if len(values) != count:
         raise RequestError(f"The lengths of prompts ({count}) and {name} ({len(values)}) must be the same.")
     return values

@@ -1,4 +1,4 @@
-"""SpreadEngine: cores in processes of their own, behind the calls of an engine that the caller steps."""
+"""MultiCoreEngine: engine cores in child processes, behind an engine that the caller steps."""
 
 import asyncio
 import atexit
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class MultiCoreEngine:
-    """An engine of several cores, each a process: requests in, `step()` by `step()`, outputs out.
+    """An engine of several cores, one process each: add requests, call `step()`, receive outputs.
 
-    What speaks with the cores runs on a loop of its own, in a thread: the caller may have a loop already.
-    """
+    The client of the cores runs on its own event loop in a thread, since the caller may have a loop
+    already."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -37,10 +37,10 @@ class MultiCoreEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="quire-cores", daemon=True)
         self._thread.start()
         self._stack = contextlib.AsyncExitStack()
-        self.close = weakref.finalize(self, _end, self._loop, self._thread, self._stack)
-        """Ends the cores."""
+        self.close = weakref.finalize(self, _shut_down, self._loop, self._thread, self._stack)
+        """Stops the cores."""
         self.close.atexit = False
-        atexit.register(self.close)  # before multiprocessing waits for its children
+        atexit.register(self.close)  # before multiprocessing joins its children
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.is_awake = True
         self._arrived: queue.SimpleQueue[tuple[str, AnyOutput | Exception]] = queue.SimpleQueue()
@@ -73,7 +73,7 @@ class MultiCoreEngine:
         max_logprobs: int | None = None,
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """Check and queue a prompt. Nothing is queued if anything about it is wrong."""
+        """Validate and queue a prompt. If anything is invalid, nothing is queued."""
         if request_id in self._tasks:
             raise RequestError(f"request id {request_id!r} is in use")
         if not isinstance(prompt, Prompt):
@@ -85,25 +85,25 @@ class MultiCoreEngine:
             checked = self.inputs.check(params, lora=lora_request, max_logprobs=max_logprobs)
 
         async def begin() -> None:
-            answer: OutputStream[Any]
-            chosen: dict[str, Any] = {"priority": priority, "lora": lora_request}
+            stream: OutputStream[Any]
+            options: dict[str, Any] = {"priority": priority, "lora": lora_request}
             if isinstance(checked, PoolingParams):
-                answer = self._engine.encode(prompt, checked, request_id, **chosen)
+                stream = self._engine.encode(prompt, checked, request_id, **options)
             else:
-                answer = self._engine.generate(prompt, checked, request_id, **chosen)
-            self._tasks[request_id] = asyncio.create_task(self._follow(request_id, answer))
+                stream = self._engine.generate(prompt, checked, request_id, **options)
+            self._tasks[request_id] = asyncio.create_task(self._follow(request_id, stream))
 
         self._wait(begin())
 
-    async def _follow(self, request_id: str, answer: OutputStream[Any]) -> None:
+    async def _follow(self, request_id: str, stream: OutputStream[Any]) -> None:
         try:
-            async for output in answer:
+            async for output in stream:
                 output.request_id = request_id
                 self._arrived.put((request_id, output))
         except Exception as error:  # becomes the `error` of the request's last output
             self._arrived.put((request_id, error))
         finally:
-            await answer.aclose()
+            await stream.aclose()
 
     def abort_request(self, request_ids: Iterable[str]) -> list[AnyOutput]:
         """End requests early, without a last output."""
@@ -121,21 +121,22 @@ class MultiCoreEngine:
         return bool(self._tasks)
 
     def step(self) -> list[AnyOutput]:
-        """What has come, at least one output. That of a failed request has its `error`."""
+        """Return the outputs that have arrived, at least one. The output of a failed request has its
+        `error`."""
         if not self._tasks:
             return []
-        found: list[AnyOutput] = []
-        while not found:
-            found += self._take(*self._arrived.get())
+        outputs: list[AnyOutput] = []
+        while not outputs:
+            outputs += self._take(*self._arrived.get())
         while not self._arrived.empty():
-            found += self._take(*self._arrived.get())
-        return found
+            outputs += self._take(*self._arrived.get())
+        return outputs
 
     def _take(self, request_id: str, item: AnyOutput | Exception) -> list[AnyOutput]:
         if request_id not in self._tasks:
-            return []  # of one that was given up
+            return []  # of an aborted request
         if isinstance(item, Exception):
-            item = _failed(request_id, item)
+            item = _failed_output(request_id, item)
         if item.finished:
             del self._tasks[request_id]
         return [item]
@@ -146,20 +147,20 @@ class MultiCoreEngine:
     def reset_mm_cache(self) -> None:
         self._wait(self._engine.reset_mm_cache())
 
-    # ---- operation
+    # ---- sleep mode and control
 
     def sleep(self, level: int, mode: str) -> list[AnyOutput]:
-        """The last outputs of requests that end with it, or before it."""
+        """Put the engine to sleep; return the last outputs of requests that end before."""
         self._wait(self._engine.operation.sleep(level, mode))
         self.is_awake = False
         if mode != "keep":
-            self._wait(self._until_over())
-        found: list[AnyOutput] = []
+            self._wait(self._wait_for_tasks())
+        outputs: list[AnyOutput] = []
         while not self._arrived.empty():
-            found += self._take(*self._arrived.get())
-        return found
+            outputs += self._take(*self._arrived.get())
+        return outputs
 
-    async def _until_over(self) -> None:
+    async def _wait_for_tasks(self) -> None:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def wake_up(self, tags: list[str] | None) -> None:
@@ -171,22 +172,24 @@ class MultiCoreEngine:
     ) -> list[Any]:
         if not isinstance(method, str):
             raise RequestError("a function cannot be sent to engines in other processes: name a method")
-        given = method, timeout, list(args), dict(kwargs or {})
-        return self._wait(self._engine.operation.collective_rpc(*given))
+        call = method, timeout, list(args), dict(kwargs or {})
+        return self._wait(self._engine.operation.collective_rpc(*call))
 
     def profile(self, start: bool, prefix: str | None = None) -> None:
         self._wait(self._engine.operation.profile(start, prefix))
 
 
-def _failed(request_id: str, error: Exception) -> RequestOutput:
-    """The last output of a request that failed."""
+def _failed_output(request_id: str, error: Exception) -> RequestOutput:
+    """Return the last output of a request that failed."""
     output = RequestOutput(request_id, None, None, None, outputs=[], finished=True)
     output.error = error
     return output
 
 
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, stack: contextlib.AsyncExitStack) -> None:
-    if threading.current_thread() is thread:  # the collector may find the engine there
+def _shut_down(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, stack: contextlib.AsyncExitStack
+) -> None:
+    if threading.current_thread() is thread:  # the garbage collector may run there
         loop.create_task(stack.aclose()).add_done_callback(lambda _: loop.stop())
         return
     asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result()

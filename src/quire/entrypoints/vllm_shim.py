@@ -1,4 +1,4 @@
-"""Run scripts written for vLLM as they are: `quire python SCRIPT` or `python -m quire.vllm SCRIPT`."""
+"""Runs unmodified vLLM scripts: `quire python SCRIPT` or `python -m quire.vllm SCRIPT`."""
 
 import importlib.machinery
 import logging
@@ -37,7 +37,7 @@ _SECTIONS = (
 )
 
 
-def _of(module: str, names: Sequence[str]) -> dict[str, str]:
+def _targets(module: str, names: Sequence[str]) -> dict[str, str]:
     return {name: f"{module}:{name}" for name in names}
 
 
@@ -46,30 +46,30 @@ MODULES: dict[str, dict[str, str]] = {
         **_LLM,
         **_ARGS,
         **_ENGINES,
-        **_of("quire", (*_PARAMS, *_OUTPUTS, *_POOLED, *_PROMPTS, "PoolingParams")),
-        **_of("quire", ("__version__", "__version_tuple__")),
-        **_of("quire.entrypoints.vllm_shim", ("ModelRegistry", "initialize_ray_cluster")),
+        **_targets("quire", (*_PARAMS, *_OUTPUTS, *_POOLED, *_PROMPTS, "PoolingParams")),
+        **_targets("quire", ("__version__", "__version_tuple__")),
+        **_targets("quire.entrypoints.vllm_shim", ("ModelRegistry", "initialize_ray_cluster")),
     },
     "vllm.config": dict.fromkeys(_SECTIONS, "quire.entrypoints.vllm_shim:Section"),
-    "vllm.model_executor.models": _of("quire.entrypoints.vllm_shim", ("ModelRegistry",)),
+    "vllm.model_executor.models": _targets("quire.entrypoints.vllm_shim", ("ModelRegistry",)),
     "vllm.sampling_params": {
-        **_of("quire", _PARAMS),
+        **_targets("quire", _PARAMS),
         "GuidedDecodingParams": "quire.data.params:StructuredOutputsParams",
         "RepetitionDetectionParams": "quire.data.params:RepetitionDetectionParams",
     },
-    "vllm.pooling_params": _of("quire", ("PoolingParams",)),
-    "vllm.outputs": _of("quire", (*_OUTPUTS, *_POOLED)),
-    "vllm.inputs": _of("quire", _PROMPTS),
-    "vllm.lora.request": _of("quire", ("LoRARequest",)),
+    "vllm.pooling_params": _targets("quire", ("PoolingParams",)),
+    "vllm.outputs": _targets("quire", (*_OUTPUTS, *_POOLED)),
+    "vllm.inputs": _targets("quire", _PROMPTS),
+    "vllm.lora.request": _targets("quire", ("LoRARequest",)),
     "vllm.engine.arg_utils": _ARGS,
     "vllm.engine.llm_engine": _ENGINES,
     "vllm.engine.async_llm_engine": _ENGINES,
     "vllm.v1.engine.async_llm": _ENGINES,
     "vllm.entrypoints.llm": _LLM,
-    "vllm.v1.metrics.reader": _of("quire.metrics", _METRICS),
-    "vllm.version": _of("quire", ("__version__", "__version_tuple__")),
+    "vllm.v1.metrics.reader": _targets("quire.metrics", _METRICS),
+    "vllm.version": _targets("quire", ("__version__", "__version_tuple__")),
 }
-"""Modules of vLLM that people import from: name -> "module:attribute" of Quire."""
+"""Modules of vLLM that scripts import from: name -> "module:attribute" of Quire."""
 _PACKAGES = {name[: name.rindex(".")] for name in MODULES if "." in name} | {
     "vllm.v1",
     "vllm.lora",
@@ -79,16 +79,16 @@ _PACKAGES = {name[: name.rindex(".")] for name in MODULES if "." in name} | {
 
 
 class Section(dict[str, Any]):
-    """A part of the configuration as scripts make it: the dictionary that an engine argument takes."""
+    """A section of the configuration as scripts build it: the dictionary that an engine argument takes."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"{name} was not given; there is {', '.join(self) or 'nothing'}")
+            raise AttributeError(f"{name} is not set; set are: {', '.join(self) or 'none'}")
         return self[name]
 
 
 class ModelRegistry:
-    """Which architectures there are. None can be added by a script."""
+    """The supported architectures. Scripts cannot add any."""
 
     @staticmethod
     def get_supported_archs() -> list[str]:
@@ -97,14 +97,14 @@ class ModelRegistry:
     @staticmethod
     def register_model(architecture: str, model: Any) -> None:
         raise ConfigError(
-            f"ModelRegistry.register_model({architecture!r}) is not in Quire, whose models are built of its"
-            " own layers; a decoder that transformers can open needs none, with model_impl='transformers'"
+            f"ModelRegistry.register_model({architecture!r}) is not supported: Quire builds models from its"
+            " own layers; with model_impl='transformers' decoders of transformers need no registration"
         )
 
 
 def initialize_ray_cluster(parallel_config: Any = None, ray_address: str | None = None) -> None:
-    """Joins a Ray cluster, or starts one: an engine with distributed_executor_backend='ray' uses it. Without
-    this call it does the same by itself."""
+    """Join or start a Ray cluster for engines with distributed_executor_backend='ray'. Without this call the
+    engine does so itself."""
     try:
         import ray
     except ImportError:
@@ -114,7 +114,7 @@ def initialize_ray_cluster(parallel_config: Any = None, ray_address: str | None 
 
 
 class _Module(ModuleType):
-    """A module of vLLM: its names are Quire's, looked up when they are used."""
+    """A module of vLLM with Quire's names, resolved on first use."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "Names of vLLM that Quire has.")
@@ -136,7 +136,7 @@ class _Module(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Answers imports of `vllm` and of what is below it."""
+    """Handles imports of `vllm` and its submodules."""
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
@@ -146,9 +146,9 @@ class _Finder(MetaPathFinder, Loader):
         if name in MODULES or name in _PACKAGES:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         parent, _, last = name.rpartition(".")
-        below = [each.removeprefix(f"{parent}.") for each in MODULES if each.startswith(f"{parent}.")]
+        below = [name.removeprefix(f"{parent}.") for name in MODULES if name.startswith(f"{parent}.")]
         names = [*MODULES.get(parent, ()), *below]
-        # Not with the name of what is missing: Python would say less of `from vllm import X` than this does.
+        # `name` is the parent, since Python hides this message for the name of the missing module.
         raise ModuleNotFoundError(
             f"{name} is not in Quire{nearest(last, names)}; {parent} has {', '.join(names)}", name=parent
         )
@@ -157,18 +157,18 @@ class _Finder(MetaPathFinder, Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+        """Execute nothing."""
 
 
 def install() -> None:
-    """From now on `import vllm` finds Quire, in this process and in those that it starts by spawning."""
+    """Make `import vllm` resolve to Quire, in this process and in processes that it spawns."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("script", help="a Python file")
-    parser.add_argument("arguments", nargs=REMAINDER, help="what the script is given")
+    parser.add_argument("arguments", nargs=REMAINDER, help="arguments of the script")
 
 
 def run(args: Namespace) -> int:
@@ -176,7 +176,7 @@ def run(args: Namespace) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """As python does it: the script is `__main__`, and sees its own arguments."""
+    """Run a script as python does: as `__main__`, with its arguments in sys.argv."""
     if not words:
         print("usage: python -m quire.vllm SCRIPT [arguments]", file=sys.stderr)
         return 2
@@ -188,7 +188,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def executed(words: Sequence[str]) -> dict[str, Any]:
-    """What a script has named, once it has run with these arguments."""
+    """Run a script with these arguments and return its globals."""
     install()
     script, sys.argv = words[0], list(words)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))

@@ -1,4 +1,4 @@
-"""Inputs: whatever a user may pass as a prompt becomes checked Requests. Nothing wrong gets past here."""
+"""Conversion of user input to checked Requests; all invalid input is refused here."""
 
 import copy
 import random
@@ -28,8 +28,8 @@ from quire.text.grammar import Grammars, sendable
 from quire.text.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 256
-"""Tokens are at most a few dozen characters long: a text with more for each token of the context is refused
-before it is tokenized."""
+"""Characters per token of the context above which a text is refused before it is tokenized: tokens have at
+most a few dozen characters."""
 _POOLED = {
     skip: SamplingParams(
         max_tokens=1,
@@ -40,7 +40,7 @@ _POOLED = {
     )
     for skip in (False, True)
 }
-"""What requests to a pooling model are to those who only know sampling, by whether they read no prefixes."""
+"""Sampling parameters of requests to a pooling model, by `skip_reading_prefix_cache`."""
 
 
 class TextPrompt(TypedDict, total=False):
@@ -66,10 +66,10 @@ class TokensPrompt(TypedDict, total=False):
 
 
 class EmbedsPrompt(TypedDict, total=False):
-    """A prompt as vectors, in a dict."""
+    """A prompt as embeddings, in a dict."""
 
     prompt_embeds: Any
-    """A tensor [tokens, hidden size]; `Any`, because nothing here knows torch."""
+    """A tensor [tokens, hidden size]; `Any`, because torch is not imported here."""
     prompt: str
     cache_salt: str
 
@@ -79,24 +79,23 @@ PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt that was read: its tokens, and its text where that is known."""
+    """A parsed prompt: its tokens, and its text if that is known."""
 
     token_ids: list[int]
     text: str | None = None
     cache_salt: str | None = None
     second_start: int | None = None
-    """Where the second of two texts begins, for models that tell them apart."""
+    """Start of the second of two texts, for models with token types."""
     embeds: PromptEmbeds | None = None
-    """In place of token ids, which are zeros then."""
+    """Prompt embeddings; the token ids are zeros then."""
     media: Media | None = None
-    """Images, videos and sounds, whose spans the token ids have,"""
+    """Images, videos and audio, with placeholder tokens among the token ids."""
     prepared: Sequence[PreparedItem] = ()
-    """and what they came of."""
+    """The prepared items of `media`."""
 
 
 class InputProcessor:
-    """Tokenizes, checks against the model's limits, and splits n > 1 into sequences that share their
-    prompt."""
+    """Tokenizes prompts, checks them against the model's limits, and builds one Request per sequence."""
 
     def __init__(
         self,
@@ -119,35 +118,35 @@ class InputProcessor:
         self.vocab = self.model_vocab = vocab
         self.max_model_len = max_model_len
         self.max_chars = max_model_len * CHARS_PER_TOKEN
-        """The longest text that is tokenized."""
+        """Largest number of characters of a text."""
         self.max_prompt_len = max_prompt_len
-        """The longest prompt that the engine can run at all; None if it is bounded by max_model_len alone."""
+        """Longest prompt that a step can hold; None if only max_model_len limits it."""
         self.pooling = pooling
-        """None for an engine that generates."""
+        """Pooling settings; None for a generative model."""
         self.grammars = grammars
         self.embeds = embeds
-        """None where prompts may not be vectors."""
+        """Reader of prompt embeddings; None if they are disabled."""
         self.media = media
         self.enable_lora = enable_lora
         self.num_own = num_own
-        """Tokens that an adapter may bring beyond the vocabulary."""
+        """Tokens that a LoRA adapter may add to the vocabulary."""
         self._own = None if tokenizer is None else OwnTokenizers(tokenizer)
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
 
     def of(self, lora: LoRARequest | None) -> "InputProcessor":
-        """The same for requests of an adapter, which may have a tokenizer and tokens of its own. May take
-        long the first time."""
+        """Return the processor for requests of a LoRA adapter, which may have its own tokenizer and tokens.
+        The first call may be slow."""
         if not isinstance(lora, LoRARequest) or not self.enable_lora or self.pooling is not None:
             return self
-        own = copy.copy(self)
-        own.vocab = self.vocab + self.num_own  # the core knows how many there are
-        own.tokenizer = self.tokenizer_of(lora)
-        if own.tokenizer is not None and own.tokenizer is not self.tokenizer:
-            ends = (own.tokenizer.eos_token_id, *self.eos_ids)
-            own.eos_ids = tuple(dict.fromkeys(each for each in ends if each is not None))
-        return own
+        inputs = copy.copy(self)
+        inputs.vocab = self.vocab + self.num_own  # the engine core checks the number
+        inputs.tokenizer = self.tokenizer_of(lora)
+        if inputs.tokenizer is not None and inputs.tokenizer is not self.tokenizer:
+            ends = (inputs.tokenizer.eos_token_id, *self.eos_ids)
+            inputs.eos_ids = tuple(dict.fromkeys(id for id in ends if id is not None))
+        return inputs
 
     def tokenizer_of(self, lora: LoRARequest | None) -> Tokenizer | None:
         if lora is None or self._own is None or not self.num_own:
@@ -164,18 +163,17 @@ class InputProcessor:
         prepared: Sequence[PreparedItem] = (),
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Text or ids, bare or in a dict, as token ids. Strings are tokenized here. The media of a dict are
-        made ready here, unless they are given: `prepared`."""
+        """Parse text or token ids, bare or in a dict. Text is tokenized, and the media of a dict are
+        processed unless they are `prepared`."""
         if isinstance(prompt, str):
-            return self._placed(self._from_text(prompt, None, add_special_tokens, prepared), prepared)
+            return self._place_media(self._from_text(prompt, None, add_special_tokens, prepared), prepared)
         if isinstance(prompt, Mapping):
             prompt = joined(prompt)
-            told = {**(prompt.get("mm_processor_kwargs") or {}), **(mm_processor_kwargs or {})}
-            given = items_of(prompt)
-            ready = prepared or self.media.prepare_now(given, told)
-            return self._placed(self._from_mapping(prompt, add_special_tokens, ready), ready)
+            arguments = {**(prompt.get("mm_processor_kwargs") or {}), **(mm_processor_kwargs or {})}
+            ready = prepared or self.media.prepare_now(items_of(prompt), arguments)
+            return self._place_media(self._from_mapping(prompt, add_special_tokens, ready), ready)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return self._placed(self._checked(Prompt(list(prompt))), ())
+            return self._place_media(self._checked(Prompt(list(prompt))), ())
         raise RequestError(
             f"a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'; "
             f"got {type(prompt).__name__}",
@@ -183,22 +181,21 @@ class InputProcessor:
         )
 
     async def parse_beside(self, prompt: Any, **options: Any) -> Prompt:
-        """`parse` in an event loop: others go on while the media of the prompt are made ready."""
+        """Parse a prompt in an event loop, which is not blocked while media are processed."""
         prepared: list[PreparedItem] = []
         if isinstance(prompt, Mapping):
             prompt = joined(prompt)
-            given = items_of(prompt)
-            prepared = await self.media.prepare(given, prompt.get("mm_processor_kwargs"))
+            prepared = await self.media.prepare(items_of(prompt), prompt.get("mm_processor_kwargs"))
         return self.parse(prompt, prepared=prepared, **options)
 
-    def _placed(self, prompt: Prompt, prepared: Sequence[PreparedItem]) -> Prompt:
-        """The same with the spans of its media."""
+    def _place_media(self, prompt: Prompt, prepared: Sequence[PreparedItem]) -> Prompt:
+        """Insert the placeholder tokens of the media."""
         if not prepared:
-            if self.media.prefix and self.pooling is not None:  # texts were trained so, too
+            if self.media.prefix and self.pooling is not None:  # text prompts are bidirectional, too
                 prompt.media = self.media.joined(prompt.token_ids, Media([]))
             return prompt
         if prompt.embeds is not None:
-            raise RequestError("prompt_embeds cannot have media beside them", param="multi_modal_data")
+            raise RequestError("prompt_embeds cannot be combined with media", param="multi_modal_data")
         prompt.token_ids, prompt.media = self.media.place(prompt.token_ids, prepared)
         prompt.prepared = prepared
         return self._checked(prompt)
@@ -212,7 +209,7 @@ class InputProcessor:
         if prompt.get("prompt_embeds") is not None:
             if ids is not None:
                 raise RequestError(
-                    "prompt_token_ids beside prompt_embeds are not supported", param="prompt_token_ids"
+                    "prompt_token_ids together with prompt_embeds are not supported", param="prompt_token_ids"
                 )
             return self._from_embeds(prompt["prompt_embeds"], text, salt)
         if ids is not None:
@@ -252,7 +249,7 @@ class InputProcessor:
         return self._checked(Prompt(token_ids, text, salt))
 
     def check_chars(self, text: str) -> None:
-        """Refuse a text that takes too long to tokenize, where prompts may have more tokens than fit."""
+        """Refuse a text that is too long to tokenize."""
         if len(text) > self.max_chars:
             raise RequestError(
                 f"the text has {len(text)} characters, and the {self.max_chars // CHARS_PER_TOKEN} tokens of "
@@ -260,25 +257,25 @@ class InputProcessor:
                 param="prompt",
             )
 
-    def _from_embeds(self, given: Any, text: str | None, salt: str | None) -> Prompt:
+    def _from_embeds(self, tensor: Any, text: str | None, salt: str | None) -> Prompt:
         if self.pooling is not None:
-            raise RequestError("prompt_embeds are for models that generate", param="prompt_embeds")
+            raise RequestError("prompt_embeds are for generative models", param="prompt_embeds")
         if self.embeds is None:
             raise RequestError(
                 "You must set `--enable-prompt-embeds` to input `prompt_embeds`", param="prompt_embeds"
             )
-        embeds = self.embeds.read(given, self._check_len)
+        embeds = self.embeds.read(tensor, self._check_len)
         return Prompt([0] * len(embeds), text, salt, embeds=embeds)
 
     def parse_pair(self, first: str, second: str) -> Prompt:
-        """Two texts as one prompt, in the way of the model's tokenizer."""
+        """Tokenize two texts as one prompt."""
         if self.tokenizer is None:
             raise RequestError("a pair of texts needs a tokenizer, and skip_tokenizer_init is set")
         ids, types = self.tokenizer.encode_pair(first, second)
         return self._checked(Prompt(ids, first + second, second_start=second_start(types, len(ids))))
 
     def parse_cut(self, *texts: str, max_len: int, side: str) -> Prompt:
-        """One text or two, cut on a side so that they fit together with the tokenizer's own tokens."""
+        """Tokenize one or two texts, truncated on a side to `max_len` with special tokens."""
         if self.tokenizer is None:
             raise RequestError("a text needs a tokenizer, and skip_tokenizer_init is set: pass token ids")
         ids, types = self.tokenizer.encode_cut(*texts, max_len=max_len, side=side)
@@ -339,8 +336,8 @@ class InputProcessor:
         timed: bool = False,
         lora: LoRARequest | None = None,
     ) -> list[Request]:
-        """One Request per sequence asked for; the engine finds out by itself that they share a prompt. With
-        `lora` they are answered with that adapter, which checked params must have been checked for."""
+        """Build one Request per sequence (`n`); the prefix cache shares their prompt. CheckedParams must have
+        been checked for the same `lora`."""
         checked = params
         if isinstance(checked, SamplingParams):
             checked = self.check(checked, lora=lora, max_logprobs=max_logprobs)
@@ -394,7 +391,7 @@ class InputProcessor:
         arrived_at: float | None = None,
         lora: LoRARequest | None = None,
     ) -> Request:
-        """The sequence ends with its prompt. To all but the pooler it is one that wants a single token."""
+        """Build the request of a pooling model: the scheduler treats it as a request for one token."""
         self._check_lora(lora)
         params = completed(params, pools(self.pooling, "pooling"), prompt.second_start)
         return Request(
@@ -416,8 +413,8 @@ class InputProcessor:
         if lora is None:
             return
         if not isinstance(lora, LoRARequest):
-            found = type(lora).__name__
-            raise RequestError(f"lora_request must be of type LoRARequest, got {found}", param="lora_request")
+            kind = type(lora).__name__
+            raise RequestError(f"lora_request must be of type LoRARequest, got {kind}", param="lora_request")
         if not self.enable_lora:
             raise RequestError(
                 f"Got lora_request {lora.lora_name!r} but LoRA is not enabled! Give enable_lora=True",
@@ -432,32 +429,31 @@ class InputProcessor:
         max_logprobs: int | None = None,
         grammar: StructuredOutputsParams | None = None,
     ) -> CheckedParams:
-        """Check and complete params for requests of the model or of an adapter. `grammar` was checked before.
-        Another one is compiled here if it is new, which may take seconds."""
+        """Check and complete params for the model or a LoRA adapter. `grammar` was checked before. Another
+        grammar is compiled here if it is new, which may take seconds."""
         self._check_lora(lora)
         if self.pooling is not None:
             raise RequestError(GENERATES_NOT)
-        own = self.of(lora)
+        inputs = self.of(lora)
         limit = self.max_logprobs if max_logprobs is None else max_logprobs
-        params = own._complete(params, limit, grammar)
-        eos_id = own.eos_ids[0] if own.eos_ids and not params.ignore_eos else -1
+        params = inputs._complete(params, limit, grammar)
+        eos_id = inputs.eos_ids[0] if inputs.eos_ids and not params.ignore_eos else -1
         return CheckedParams(params, eos_id, 0 if lora is None else params.top_id)
 
     def _complete(
         self, params: SamplingParams, max_logprobs: int, grammar: StructuredOutputsParams | None
     ) -> SamplingParams:
-        """The params as the core needs them: checked against this model, further eos ids and bad words as
-        ids."""
+        """Check the params against the model, and convert bad words and further eos ids to token ids."""
         params = params.clone()
         if params.bad_words:
             params.bad_words_token_ids = self._bad_words(params.bad_words)
-        params.moments = self._moments() if params.timestamps else None
+        params.moments = self._timestamp_tokens() if params.timestamps else None
         num_own = self.vocab - self.model_vocab
         params.verify(vocab=self.model_vocab, max_logprobs=max_logprobs, num_own=num_own)
-        if (asked := params.structured_outputs) is not None:
-            if asked != grammar:
-                self.check_grammar(asked)
-            params.structured_outputs = sendable(asked)
+        if (outputs := params.structured_outputs) is not None:
+            if outputs != grammar:
+                self.check_grammar(outputs)
+            params.structured_outputs = sendable(outputs)
         if len(self.eos_ids) > 1 and not params.ignore_eos:
             params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.eos_ids[1:]]))
         if self.tokenizer is None:
@@ -468,9 +464,9 @@ class InputProcessor:
             params.detokenize = False
         return params
 
-    def check_grammar(self, asked: StructuredOutputsParams, seconds: float | None = None) -> None:
-        """Compile the grammar as the core will, in so many seconds if that is limited. One that was checked
-        before is known."""
+    def check_grammar(self, grammar: StructuredOutputsParams, seconds: float | None = None) -> None:
+        """Compile the grammar as the engine core will, within `seconds` if set. Compiled grammars are
+        cached."""
         if self.grammars is None:
             raise RequestError(
                 "structured_outputs need a tokenizer, and skip_tokenizer_init is set",
@@ -478,19 +474,19 @@ class InputProcessor:
             )
         self.grammars.open()
         with limited(seconds, "structured_outputs: the grammar"):
-            self.grammars.check(asked)
+            self.grammars.check(grammar)
 
-    def _moments(self) -> TimestampTokens:
+    def _timestamp_tokens(self) -> TimestampTokens:
         if self.media.speech is None or self.media.speech.moments is None:
-            raise RequestError("this model does not tell the time", param="timestamps")
+            raise RequestError("this model has no timestamps", param="timestamps")
         return self.media.speech.moments
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as it stands at the start of a text and after a space."""
+        """Tokenize each word as at the start of a text and after a space."""
         if self.tokenizer is None:
             raise RequestError(
                 "bad_words need a tokenizer, and skip_tokenizer_init is set", param="bad_words"
             )
         spellings = (form for word in words for form in (word.lstrip(), " " + word.lstrip()))
         ids = [self.tokenizer.encode(form, add_special_tokens=False) for form in spellings]
-        return [list(unique) for unique in dict.fromkeys(tuple(each) for each in ids if each)]
+        return [list(unique) for unique in dict.fromkeys(tuple(word_ids) for word_ids in ids if word_ids)]

@@ -1,4 +1,4 @@
-"""The media of prompts: which and how many a model takes, and how `multi_modal_data` brings them."""
+"""Media of prompts: the modalities and limits of a model, and the items of `multi_modal_data`."""
 
 import os
 import sys
@@ -38,7 +38,7 @@ _RAISE = " Set `--limit-mm-per-prompt` to increase this limit."
 
 
 class MediaInputReader:
-    """What one model can be given beside text, checked and made ready."""
+    """Checks and prepares the media of prompts for one model."""
 
     def __init__(
         self,
@@ -54,37 +54,38 @@ class MediaInputReader:
         speech: Transcriber | None = None,
         lacks_tokenizer: bool = False,
     ) -> None:
-        """An item stands for at most `max_span` tokens; None: for any number. `lacks_tokenizer`: it could be
-        given some, if it had one."""
+        """Build it. An item has at most `max_span` tokens; None: any number. `lacks_tokenizer`: the model
+        takes media, but needs a tokenizer for them."""
         self._model, self._media_processor, self._limits = model, media_processor, limits or {}
         self._takes_embeds = takes_embeds
         self._max_span, self._lacks_tokenizer = max_span, lacks_tokenizer
         self.speech = speech
-        """How the model is asked to write down what it hears, if that is what it does."""
+        """Prompts for transcription, if the model transcribes."""
         self.processor_cache = (
             ProcessorCache(0) if media_processor is None else media_processor.processor_cache
         )
-        """What is kept of items that were read."""
+        """Cache of processed items."""
         self.interleaves = interleaves
-        """Whether items keep their places among texts where a template knows only text."""
+        """Whether items keep their places between texts where a template has only text."""
         self.crossed = crossed
-        """Whether each prompt has one item, which all of its tokens see. Its text is then as it is: the user
-        writes what begins it."""
+        """Whether each prompt has one item that all tokens cross-attend to. Then no special tokens are added
+        to its text."""
         self.prefix = prefix
-        """Whether all tokens of a prompt with items see each other. Its processor writes what begins it."""
+        """Whether attention is bidirectional in a prompt with items. Then the processor adds the special
+        tokens."""
 
     @property
     def modalities(self) -> list[str]:
-        """What a prompt may have."""
+        """Return the modalities that a prompt may have."""
         known = self._media_processor.processor.modalities if self._media_processor is not None else ()
         return [modality for modality in known if self._limits.get(modality)]
 
-    def check(self, given: Sequence[MediaInput]) -> None:
-        """Before anything is fetched."""
-        for modality in dict.fromkeys(item.modality for item in given):
+    def check(self, items: Sequence[MediaInput]) -> None:
+        """Check number and kind of the items, before anything is fetched."""
+        for modality in dict.fromkeys(item.modality for item in items):
             if self._media_processor is None and self._lacks_tokenizer:
                 raise RequestError(
-                    f"{self._model} takes media only with its tokenizer, and skip_tokenizer_init is set"
+                    f"{self._model} needs its tokenizer for media, and skip_tokenizer_init is set"
                 )
             if self._media_processor is None and self._limits.get(modality, 1):
                 raise RequestError(f"{self._model} is not a multimodal model")
@@ -92,58 +93,58 @@ class MediaInputReader:
             known = (
                 self._media_processor is not None and modality in self._media_processor.processor.modalities
             )
-            if sum(item.modality == modality for item in given) > (limit if known else 0):
+            if sum(item.modality == modality for item in items) > (limit if known else 0):
                 raise RequestError(
                     f"At most {limit if known else 0} {modality}(s) may be provided in one prompt."
                     + ("" if self.crossed or (limit and not known) else _RAISE),
                 )
-        for item in given:
+        for item in items:
             if isinstance(item.source, dict) and not self._takes_embeds:
                 name = f"{item.modality}_embeds"
                 raise RequestError(f"You must set `--enable-mm-embeds` to input `{name}`", param=name)
 
     def require(self, media: Media | None) -> None:
-        """A prompt that has these has what it needs."""
+        """Raise a RequestError if the prompt lacks the item that the model needs."""
         if self.crossed and media is None:
             raise RequestError(
-                f"{self._model} writes down a sound, and there is none: give multi_modal_data with `audio`",
+                f"{self._model} transcribes audio, and there is none: set multi_modal_data with `audio`",
                 param="multi_modal_data",
             )
 
     def prepare_now(
-        self, given: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
+        self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
-        """For callers who wait."""
-        self.check(given)
+        """Check and prepare the items of a prompt, and block until that is done."""
+        self.check(items)
         return (
-            self._media_processor.prepare_now(given, arguments, reading)
-            if given and self._media_processor
+            self._media_processor.prepare_now(items, arguments, reading)
+            if items and self._media_processor
             else []
         )
 
     async def prepare(
-        self, given: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
+        self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
-        """For event loops."""
-        self.check(given)
+        """Check and prepare the items of a prompt."""
+        self.check(items)
         return (
-            await self._media_processor.prepare(given, arguments, reading)
-            if given and self._media_processor
+            await self._media_processor.prepare(items, arguments, reading)
+            if items and self._media_processor
             else []
         )
 
     async def prepare_each(
         self, prompts: Sequence[Sequence[MediaInput]], reading: Options | None, arguments: Options | None
     ) -> list[list[PreparedItem]]:
-        """The same of several prompts at once, which were checked."""
+        """Prepare the items of several prompts that were checked before."""
         if self._media_processor is None or not any(prompts):
             return [[] for _ in prompts]
         return await self._media_processor.prepare_each(prompts, arguments, reading)
 
     async def hear(self, data: bytes, rate: int, max_seconds: float) -> Samples:
-        """A file of sound as samples at this rate."""
+        """Decode an audio file to samples at this rate."""
         if self._media_processor is None or "audio" not in self.modalities:
-            raise RequestError(f"{self._model} does not hear")
+            raise RequestError(f"{self._model} has no audio input")
         return await self._media_processor.hear(data, rate, max_seconds)
 
     def place(self, token_ids: Sequence[int], prepared: Sequence[PreparedItem]) -> tuple[list[int], Media]:
@@ -152,35 +153,35 @@ class MediaInputReader:
         for item in media.items:
             if self._max_span is not None and item.length > self._max_span:
                 raise RequestError(
-                    f"One {item.modality} stands for {item.length} tokens, which are computed in one step, "
-                    f"and a step holds {self._max_span}: take a smaller one, or raise max_num_batched_tokens"
+                    f"One {item.modality} has {item.length} tokens, which are computed in one step, and a "
+                    f"step holds {self._max_span}: use a smaller one, or raise max_num_batched_tokens"
                 )
         return placed, self.joined(placed, media) if self.prefix else media
 
     def joined(self, token_ids: Sequence[int], media: Media) -> Media:
-        """Of a prompt whose tokens see each other."""
+        """Return the media of a prompt with bidirectional attention."""
         if self._max_span is not None and len(token_ids) > self._max_span:
             raise RequestError(
-                f"The prompt has {len(token_ids)} tokens, which see each other and are computed in one step, "
-                f"and a step holds {self._max_span}: shorten it, or raise max_num_batched_tokens"
+                f"The prompt has {len(token_ids)} tokens with bidirectional attention, which are computed in "
+                f"one step, and a step holds {self._max_span}: shorten it, or raise max_num_batched_tokens"
             )
         return media.joined(token_ids)
 
     async def bring(self, media: Media, prepared: Sequence[PreparedItem]) -> None:
-        """Give the items of a prompt the arrays again that were elsewhere."""
+        """Restore the arrays of items that were only in the engine core."""
         assert self._media_processor is not None
-        made = await self._media_processor.make_again(prepared)
+        arrays = await self._media_processor.make_again(prepared)
         for item in media.items:
-            item.arrays = item.arrays or made.get(item.key)
+            item.arrays = item.arrays or arrays.get(item.key)
 
     def spelled(self, text: str) -> str:
-        """A prompt with media, as its tokens are to be made."""
+        """Return the text of a prompt with media as it is tokenized."""
         assert self._media_processor is not None
         processor = self._media_processor.processor
         return processor.spelled(text) if spells(processor) else text
 
     def mark(self, modality: str, number: int) -> str:
-        """What stands for an item in a text; `number` counts those of its modality, from 1 on."""
+        """Return the placeholder of an item in a text; `number` counts the items of its modality, from 1."""
         assert self._media_processor is not None
         return self._media_processor.processor.text(modality, number)
 
@@ -195,13 +196,13 @@ def media_reader(
     name = config.model.served_model_name[0]
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
     crossed = media is not None and media.crossed > 0
-    if media is None or tokenizer is None:  # whose marks are texts
+    if media is None or tokenizer is None:  # placeholders are found by it
         return MediaInputReader(name, limits=limits, crossed=crossed, lacks_tokenizer=media is not None)
     processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
     if section.mm_processor_cache_type == "shm" and cache not in ("shm", "off"):
         log.warning(
-            "mm_processor_cache_type=shm takes one API process and one engine on one machine: processed items"
-            " are kept as with lru"
+            "mm_processor_cache_type=shm needs one API process and one engine on one machine: the cache type"
+            " lru is used"
         )
     arena = SharedArena(max_bytes(section), max_object_bytes(section)) if cache == "shm" else None
     processor_cache = ProcessorCache(max_bytes(section), far=cache == "replicated", arena=arena)
@@ -218,17 +219,17 @@ def media_reader(
         max_span=max_span(config),
         crossed=crossed,
         prefix=media.is_prefix,
-        speech=_speech(config, processor, tokenizer) if media.transcribes else None,
+        speech=_transcriber(config, processor, tokenizer) if media.transcribes else None,
     )
 
 
-def _speech(config: EngineConfig, processor: Processor, tokenizer: Tokenizer) -> Transcriber | None:
+def _transcriber(config: EngineConfig, processor: Processor, tokenizer: Tokenizer) -> Transcriber | None:
     (at_once,), max_len = processor.largest("audio"), config.model.max_model_len
-    media, said = config.checkpoint.facts.media, config.checkpoint.path / "generation_config.json"
+    media, file = config.checkpoint.facts.media, config.checkpoint.path / "generation_config.json"
     if media is not None and not media.crossed:
         most = processor.most_vectors("audio")
         return Dictation.of(tokenizer, max_len=max_len, at_once=at_once, num_vectors=most)
-    is_english = said.is_file() and read_json(said).get("is_multilingual") is False
+    is_english = file.is_file() and read_json(file).get("is_multilingual") is False
     return Speech.of(
         tokenizer,
         max_len=max_len,
@@ -243,22 +244,22 @@ def _speech(config: EngineConfig, processor: Processor, tokenizer: Tokenizer) ->
 
 
 def joined(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The prompts of an encoder and of a decoder, where they came as two, as one: the media are the first
-    one's, which has nothing else."""
+    """Merge encoder_prompt and decoder_prompt, if the prompt has them: the encoder's has only media."""
     if "encoder_prompt" not in prompt and "decoder_prompt" not in prompt:
         return prompt
-    heard, said = prompt.get("encoder_prompt"), prompt.get("decoder_prompt")
-    if not isinstance(heard, Mapping) or heard.get("prompt") or heard.get("prompt_token_ids"):
+    encoder, decoder = prompt.get("encoder_prompt"), prompt.get("decoder_prompt")
+    if not isinstance(encoder, Mapping) or encoder.get("prompt") or encoder.get("prompt_token_ids"):
         raise RequestError(
-            "encoder_prompt must be a dict with multi_modal_data, and no text of its own", "encoder_prompt"
+            "encoder_prompt must be a dict with multi_modal_data and no text", "encoder_prompt"
         )
-    own = said if isinstance(said, Mapping) else {"prompt" if isinstance(said, str) else _IDS: said}
-    return {**{key: value for key, value in heard.items() if key not in ("prompt", _IDS)}, **own}
+    is_text = isinstance(decoder, str)
+    text = decoder if isinstance(decoder, Mapping) else {"prompt" if is_text else _IDS: decoder}
+    return {**{key: value for key, value in encoder.items() if key not in ("prompt", _IDS)}, **text}
 
 
 def items_of(prompt: Mapping[str, Any]) -> list[MediaInput]:
-    """The items of a prompt's `multi_modal_data`, each with its of `multi_modal_uuids`."""
-    found: list[MediaInput] = []
+    """Read the items of a prompt's `multi_modal_data`, with their `multi_modal_uuids`."""
+    items: list[MediaInput] = []
     data, uuids = (_mapping(name, prompt.get(name)) for name in ("multi_modal_data", "multi_modal_uuids"))
     for modality in dict.fromkeys([*data, *uuids]):
         if modality not in MODALITIES:
@@ -272,49 +273,50 @@ def items_of(prompt: Mapping[str, Any]) -> list[MediaInput]:
         sources = sources or [None] * len(names)
         if len(names) != len(sources):
             raise RequestError(
-                f"multi_modal_uuids has {len(names)} for {len(sources)} {modality}(s)", "multi_modal_uuids"
+                f"multi_modal_uuids has {len(names)} entries for {len(sources)} {modality}(s)",
+                "multi_modal_uuids",
             )
         for at, (source, uuid) in enumerate(zip(sources, names, strict=True)):
             where = f"multi_modal_data[{modality!r}][{at}]"
             if source is None and uuid is None:
-                raise RequestError(f"{where} is None, and has no uuid", "multi_modal_data")
+                raise RequestError(f"{where} is None and has no uuid", "multi_modal_data")
             item = MediaInput(modality, None, where, "multi_modal_data", uuid, prompt.get("cache_salt"))
             try:
                 item.source = None if source is None else _READERS[modality](source)
             except RequestError as error:
                 raise item.wrong(error) from None
-            found.append(item)
-    return found
+            items.append(item)
+    return items
 
 
-def _mapping(name: str, given: Any) -> Mapping[str, Any]:
-    if given is not None and not isinstance(given, Mapping):
-        raise RequestError(f"{name} must be a dict by modality, not {type(given).__name__}", param=name)
-    return {key: value for key, value in (given or {}).items() if value is not None}
+def _mapping(name: str, mapping: Any) -> Mapping[str, Any]:
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise RequestError(f"{name} must be a dict by modality, not {type(mapping).__name__}", param=name)
+    return {key: value for key, value in (mapping or {}).items() if value is not None}
 
 
-def _several(modality: str, given: Any) -> list[Any]:
-    """One item or several, as several. A list of frames is one video, and one of numbers a sound."""
-    if given is None:
+def _several(modality: str, data: Any) -> list[Any]:
+    """Return a list of items. A list of frames is one video, and a list of numbers is one audio."""
+    if data is None:
         return []
-    dims = getattr(given, "ndim", None)
+    dims = getattr(data, "ndim", None)
     if dims is not None:
         batched = {"image": 4, "video": 5, "audio": 2}[modality]
-        if modality == "image" and dims == 3 and not isinstance(given, np.ndarray):
-            return [{"image_embeds": each} for each in given]  # a tensor of torch, as vLLM takes it
-        return list(given) if dims == batched else [given]
-    if not isinstance(given, list):
-        return [given]
+        if modality == "image" and dims == 3 and not isinstance(data, np.ndarray):
+            return [{"image_embeds": embeds} for embeds in data]  # a torch tensor, as in vLLM
+        return list(data) if dims == batched else [data]
+    if not isinstance(data, list):
+        return [data]
     single = (Image.Image,) if modality == "video" else (int, float) if modality == "audio" else ()
-    return [given] if given and isinstance(given[0], single) else given
+    return [data] if data and isinstance(data[0], single) else data
 
 
-def read_image(given: Any) -> Source:
-    if isinstance(given, Image.Image):
-        return to_rgb(given)
-    if isinstance(given, Mapping):
-        return read_embeds("image", given)
-    numbers = _numbers(given)
+def read_image(image: Any) -> Source:
+    if isinstance(image, Image.Image):
+        return to_rgb(image)
+    if isinstance(image, Mapping):
+        return read_embeds("image", image)
+    numbers = _numbers(image)
     if numbers.ndim == 2 and np.issubdtype(numbers.dtype, np.floating):
         return {"embeds": numbers}
     if numbers.ndim == 3 and numbers.shape[0] in (1, 3, 4) and numbers.shape[2] not in (1, 3, 4):
@@ -322,44 +324,46 @@ def read_image(given: Any) -> Source:
     if numbers.ndim == 3 and numbers.shape[2] == 1:
         numbers = numbers[:, :, 0]
     if numbers.ndim not in (2, 3) or (numbers.ndim == 3 and numbers.shape[2] not in (3, 4)):
-        raise RequestError(f"an array of shape {list(numbers.shape)} is no image")
+        raise RequestError(f"an array of shape {list(numbers.shape)} is not an image")
     if not numbers.size:
         raise RequestError("the image has no pixels")
     return to_rgb(Image.fromarray(_bytes(numbers)))
 
 
-def _read_video(given: Any) -> Source:
-    if isinstance(given, Mapping):
-        return read_embeds("video", given)
+def _read_video(video: Any) -> Source:
+    if isinstance(video, Mapping):
+        return read_embeds("video", video)
     facts: Mapping[str, Any] = {}
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
-        given, facts = given
-    if isinstance(given, list | tuple):
-        sizes = {np.shape(frame)[:2] for frame in given}
+    if isinstance(video, tuple) and len(video) == 2 and isinstance(video[1], Mapping):
+        video, facts = video
+    if isinstance(video, list | tuple):
+        sizes = {np.shape(frame)[:2] for frame in video}
         if len(sizes) != 1:
-            raise RequestError(f"a video has frames of one size, not of {len(sizes)}")
-        numbers = np.stack([np.asarray(read_image(frame)) for frame in given])
+            raise RequestError(f"the frames of a video must have one size, and these have {len(sizes)}")
+        numbers = np.stack([np.asarray(read_image(frame)) for frame in video])
     else:
-        numbers = _numbers(given)
+        numbers = _numbers(video)
         if numbers.ndim == 4 and numbers.shape[1] == 3 and numbers.shape[3] != 3:
             numbers = numbers.transpose(0, 2, 3, 1)
         numbers = _bytes(numbers)
     if numbers.ndim != 4 or numbers.shape[3] != 3 or not numbers.size:
-        raise RequestError(f"an array of shape {list(numbers.shape)} is no video: it has [frames, h, w, 3]")
+        raise RequestError(
+            f"an array of shape {list(numbers.shape)} is not a video [frames, height, width, 3]"
+        )
     indices = tuple(int(index) for index in facts.get("frames_indices") or ())
     source_fps, total = facts.get("fps"), int(facts.get("total_num_frames") or 0)
     fps = source_fps * len(numbers) / total if source_fps and total else source_fps
     return Video(numbers, fps, total, indices, source_fps)
 
 
-def _read_audio(given: Any) -> Source:
-    if isinstance(given, Sound):
-        return given
-    if isinstance(given, Mapping):
-        return read_embeds("audio", given)
-    samples, rate = given if isinstance(given, tuple) and len(given) == 2 else (given, 0)
+def _read_audio(audio: Any) -> Source:
+    if isinstance(audio, Sound):
+        return audio
+    if isinstance(audio, Mapping):
+        return read_embeds("audio", audio)
+    samples, rate = audio if isinstance(audio, tuple) and len(audio) == 2 else (audio, 0)
     if not isinstance(rate, int | float) or rate < 0:
-        raise RequestError(f"a sample rate of {rate!r:.40} is not possible")
+        raise RequestError(f"a sample rate of {rate!r:.40} is not supported")
     return checked(_numbers(samples), int(rate))
 
 
@@ -370,45 +374,45 @@ _READERS: dict[str, Callable[[Any], Source]] = {
 }
 
 
-def read_embeds(modality: str, given: Any) -> dict[str, NDArray[Any]]:
-    """Vectors in place of an item, bare or with what belongs to them: as tensors, or as base64 of files."""
-    named = given if isinstance(given, Mapping) else {f"{modality}_embeds": given}
-    found = {
-        "embeds" if name in (f"{modality}_embeds", "embeds") else str(name): tensor_of(value, str(name))
-        for name, value in named.items()
+def read_embeds(modality: str, value: Any) -> dict[str, NDArray[Any]]:
+    """Read embeddings in place of an item, with values such as its grid: tensors, or base64 of saved ones."""
+    named = value if isinstance(value, Mapping) else {f"{modality}_embeds": value}
+    tensors = {
+        "embeds" if name in (f"{modality}_embeds", "embeds") else str(name): tensor_of(tensor, str(name))
+        for name, tensor in named.items()
     }
-    if "embeds" not in found:
-        raise RequestError(f"{modality}_embeds are missing; there are {sorted(found)}", f"{modality}_embeds")
+    if "embeds" not in tensors:
+        raise RequestError(f"{modality}_embeds are missing; there is {sorted(tensors)}", f"{modality}_embeds")
     with np.errstate(over="ignore"):
-        found["embeds"] = found["embeds"].astype(np.float32, copy=False)
-    if not np.isfinite(found["embeds"]).all():
+        tensors["embeds"] = tensors["embeds"].astype(np.float32, copy=False)
+    if not np.isfinite(tensors["embeds"]).all():
         raise RequestError(f"{modality}_embeds have numbers that are not finite", f"{modality}_embeds")
-    return found
+    return tensors
 
 
-def _numbers(given: Any) -> NDArray[Any]:
-    """An array of numpy, or what can be one: a tensor of torch, a list of numbers."""
-    if hasattr(given, "detach"):
-        given = given.detach().cpu()
-    if not isinstance(given, np.ndarray) and not hasattr(given, "__array__") and not _is_list(given):
-        raise RequestError(f"{type(given).__name__} is nothing that can be read here")
+def _numbers(data: Any) -> NDArray[Any]:
+    """Convert a numpy array, a torch tensor or a list of numbers to a numpy array."""
+    if hasattr(data, "detach"):
+        data = data.detach().cpu()
+    if not isinstance(data, np.ndarray) and not hasattr(data, "__array__") and not _is_list(data):
+        raise RequestError(f"the type {type(data).__name__} is not supported")
     try:
-        return as_numbers(given)
+        return as_numbers(data)
     except RequestError as error:
         raise RequestError(f"it {error}") from None
 
 
-def _is_list(given: Any) -> bool:
-    return isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+def _is_list(data: Any) -> bool:
+    return isinstance(data, Iterable) and not isinstance(data, str | bytes | Mapping)
 
 
 def _bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:
-    """Pixels from 0 to 255; those that are fractions of 1 as well."""
+    """Convert pixels to bytes; floats may be from 0 to 1 or from 0 to 255."""
     if numbers.dtype == np.uint8:
         return numbers
     if numbers.dtype.kind == "f":
         if not np.isfinite(numbers).all():
-            raise RequestError("there are pixels that are no numbers")
+            raise RequestError("there are pixels that are not finite")
         numbers = numbers * 255 if numbers.max(initial=0) <= 1 else numbers
         numbers = np.rint(numbers)
     return numbers.clip(0, 255).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Speech: how models are asked to write down what they hear, and what their answers say of time."""
+"""Prompts for transcription models, and the segments and words of their answers."""
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,65 +17,65 @@ from quire.text.tokenizer import Tokenizer
 log = get_logger(__name__)
 
 RATE = 16000
-"""Samples a second, as such models hear."""
+"""Samples per second of the audio input."""
 MAX_SECONDS = 4 * 3600
 _SEARCHED = RATE
-"""At the end of a piece, for the quietest place."""
+"""Samples at the end of a piece that are searched for the quietest place."""
 _WINDOW = 1600
-_MOMENT_S = 0.02
-"""From one token of time to the next, and from one state of a sound."""
+_TIMESTAMP_S = 0.02
+"""Seconds between two timestamp tokens, and between two encoder states."""
 _STATES_S = 50
 TASKS = ("transcribe", "translate")
 _MARKS = ("<|startoftranscript|>", "<|startofprev|>", "<|notimestamps|>")
 _NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
-_ASKED = ("<s>", "[INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[/INST]")
-_WRITE = "[TRANSCRIBE]"
-_SPOKEN = ("ar", "de", "en", "es", "fr", "hi", "it", "nl", "pt")
-"""That Voxtral's makers name."""
+_DICTATION_BEGIN = ("<s>", "[INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[/INST]")
+_DICTATION_TASK = "[TRANSCRIBE]"
+_DICTATION_LANGUAGES = ("ar", "de", "en", "es", "fr", "hi", "it", "nl", "pt")
+"""Languages that Voxtral's model card lists."""
 
 Samples = NDArray[np.float32]
 
 
 def pieces_of(samples: Samples, at_once: int) -> list[tuple[int, Samples]]:
-    """A sound in pieces as long as what is heard at once, each with where it begins: cut where it is quietest
-    in the last second."""
-    found, start = [], 0
+    """Split audio into pieces of at most `at_once` samples, each with its start, at the quietest place of the
+    last second."""
+    pieces, start = [], 0
     while len(samples) - start > at_once:
         end = _quietest(samples, start + at_once - _SEARCHED)
-        found.append((start, samples[start:end]))
+        pieces.append((start, samples[start:end]))
         start = end
-    return [*found, (start, samples[start:])]
+    return [*pieces, (start, samples[start:])]
 
 
 def _quietest(samples: Samples, start: int) -> int:
-    """Where the window begins that has the least power."""
+    """Return the start of the window with the least power."""
     windows = samples[start : start + _SEARCHED // _WINDOW * _WINDOW].reshape(-1, _WINDOW)
     return start + _WINDOW * int(np.square(windows, dtype=np.float64).mean(axis=1).argmin())
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What is said between two moments, in seconds."""
+    """Transcribed text between two times, in seconds."""
 
     start: float
     end: float
     text: str
     token_ids: list[int]
     places: list[int]
-    """Where each of them stands in the answer."""
+    """Index of each token in the answer."""
     place: slice
-    """Where they do, and what is no text between them."""
+    """Slice of the answer with these tokens and the special tokens between them."""
 
     @property
     def compression_ratio(self) -> float:
-        """Of texts that repeat themselves it is high."""
+        """Return the compression ratio of the text, which is high if it repeats itself."""
         raw = self.text.encode()
         return len(raw) / len(zlib.compress(raw))
 
 
 @dataclass(frozen=True, slots=True)
 class TimedWord:
-    """A word, and when it was said, in seconds."""
+    """A word with its start and end in seconds."""
 
     text: str
     start: float
@@ -83,56 +83,57 @@ class TimedWord:
 
 
 class Transcriber(Protocol):
-    """How one model is asked."""
+    """Prompts and answers of one transcription model."""
 
     @property
     def at_once(self) -> int:
-        """Samples that are heard; more are pieces."""
+        """Return the samples of one input; longer audio is split."""
 
     @property
     def languages(self) -> Mapping[str, int]:
-        """By their codes, such as `en`: the tokens, if they have any."""
+        """Return the token of each language code, such as `en`; 0 if there is none."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Those of TASKS that it knows."""
+        """Return the tasks (of TASKS) that the model supports."""
 
     @property
     def asks_first(self) -> bool:
-        """Whether it must be told the language, so that it is asked for that first."""
+        """Whether the prompt needs the language, so that it is detected first."""
 
     @property
     def moments(self) -> TimestampTokens | None:
-        """The tokens by which it tells the time; None: it does not."""
+        """Return the timestamp tokens; None if the model has none."""
 
     @property
     def between(self) -> str:
-        """What stands between the texts of two pieces."""
+        """Return the separator of the texts of two pieces."""
 
     def check_language(self, language: str) -> str:
-        """Its code."""
+        """Return the language code; raise a RequestError if it is not supported."""
 
     def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
-        """The tokens that an answer begins with. `before`: a text that it might be the continuation of. No
-        language: what follows tells which it is."""
+        """Return the prompt tokens. `before` is the text before the audio. Without a language the next token
+        is the detected language."""
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
-        """What an answer with moments in it says, of a sound of so many seconds."""
+        """Yield the segments of an answer with timestamps, of audio of this length."""
 
     @property
     def no_speech(self) -> int | None:
-        """The token that says, in place of a language, that nobody speaks."""
+        """Return the token that stands in place of the language if there is no speech."""
 
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
     ) -> tuple[list[int], AlignmentHeads]:
-        """The prompt that tells when the tokens of an answer were said."""
+        """Return the prompt that aligns the tokens of an answer with the audio."""
 
     def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
-        """Of a segment, by the states at which what follows each token of the answer begins."""
+        """Yield the words of a segment; `begins` has the encoder state at which each token of the answer
+        ends."""
 
 
-def _checked(language: str, known: Mapping[str, int]) -> str:
+def _check_language(language: str, known: Mapping[str, int]) -> str:
     code = language.strip().lower()
     if code not in known:
         raise RequestError(
@@ -141,16 +142,16 @@ def _checked(language: str, known: Mapping[str, int]) -> str:
     return code
 
 
-def _lacks(tokenizer: Tokenizer, names: Sequence[str]) -> bool:
+def _lacks_tokens(tokenizer: Tokenizer, names: Sequence[str]) -> bool:
     vocab = tokenizer.get_vocab()
     missing = [name for name in names if name not in vocab]
     if missing:
-        log.warning("the tokenizer has no %s: there are no transcriptions", ", ".join(missing))
+        log.warning("The tokenizer has no %s: transcription is disabled", ", ".join(missing))
     return bool(missing)
 
 
 class Speech:
-    """The tokens by which Whisper is told what to do: languages, tasks, and whether to tell the time."""
+    """Whisper's control tokens: languages, tasks and timestamps."""
 
     tasks = TASKS
     asks_first = True
@@ -166,9 +167,9 @@ class Speech:
         end: int | None = None,
         max_first: int | None = None,
     ) -> None:
-        """`max_len`: of a prompt and its answer; `at_once`: samples that are heard. `is_english`: models that
-        know no other language are not told of it, nor of tasks. `end` ends an answer, and `max_first` is how
-        late one begins, in moments."""
+        """Build it. `max_len` limits prompt and answer together; `at_once` is the samples of one input. With
+        `is_english` the prompt has no language and task tokens. `end` is the eos token, and `max_first` the
+        largest first timestamp."""
         self._tokenizer, self._max_len, self.at_once = tokenizer, max_len, at_once
         self._is_english = is_english
         vocab = tokenizer.get_vocab()
@@ -184,56 +185,56 @@ class Speech:
             for name, id in zip(names, between, strict=True)
             if name is not None and (name == "<|en|>" or not is_english)
         }
-        """By their codes, such as `en`: the tokens."""
+        """Language tokens by code, such as `en`."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, **facts: Any) -> "Speech | None":
-        """None where there are no such tokens."""
-        if _lacks(tokenizer, (*_MARKS, *(f"<|{task}|>" for task in TASKS))):
+        """Build it; None if the tokenizer lacks the tokens."""
+        if _lacks_tokens(tokenizer, (*_MARKS, *(f"<|{task}|>" for task in TASKS))):
             return None
         return cls(tokenizer, **facts)
 
     def check_language(self, language: str) -> str:
-        return _checked(language, self.languages)
+        return _check_language(language, self.languages)
 
     def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
-        told = [*self._said_before(before), self._start]
+        prompt = [*self._previous_text(before), self._start]
         if language is None:
-            return told
-        told += [] if self._is_english else [self.languages[language], self._tasks[task]]
-        return told if timed else [*told, self._untimed]
+            return prompt
+        prompt += [] if self._is_english else [self.languages[language], self._tasks[task]]
+        return prompt if timed else [*prompt, self._untimed]
 
-    def _said_before(self, text: str) -> list[int]:
-        """As much of its end as is heard."""
+    def _previous_text(self, text: str) -> list[int]:
+        """Return the tokens of the end of the previous text that fit half of the context."""
         if not text.strip():
             return []
-        found = self._tokenizer.encode(" " + text.strip(), add_special_tokens=False)
-        if any(id >= self._start or self._tokenizer.is_special(id) for id in found):
-            raise RequestError("`prompt` may not have special tokens in it", param="prompt")
-        return [self._before, *found[-(self._max_len // 2 - 1) :]]
+        token_ids = self._tokenizer.encode(" " + text.strip(), add_special_tokens=False)
+        if any(id >= self._start or self._tokenizer.is_special(id) for id in token_ids):
+            raise RequestError("`prompt` may not contain special tokens", param="prompt")
+        return [self._before, *token_ids[-(self._max_len // 2 - 1) :]]
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
         zero = self.moments.zero
-        moments = [(place, (id - zero) * _MOMENT_S) for place, id in enumerate(token_ids) if id >= zero]
+        moments = [(place, (id - zero) * _TIMESTAMP_S) for place, id in enumerate(token_ids) if id >= zero]
         start, first = 0.0, 0
         for place, moment in [*moments, (len(token_ids), seconds)]:
             end = max(start, min(moment, seconds))
             places = [at for at in range(first, place) if not self._tokenizer.is_special(token_ids[at])]
-            said = [token_ids[at] for at in places]
-            text = self._tokenizer.decode(said)
+            text_ids = [token_ids[at] for at in places]
+            text = self._tokenizer.decode(text_ids)
             if text:
-                yield Segment(start, end, text, said, places, slice(first, place))
+                yield Segment(start, end, text, text_ids, places, slice(first, place))
             start, first = end, place + 1
 
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
     ) -> tuple[list[int], AlignmentHeads]:
-        told = [*prompt_ids, *token_ids][: self._max_len - 1]
+        sequence = [*prompt_ids, *token_ids][: self._max_len - 1]
         num_states = max(min(num_samples, self.at_once) * _STATES_S // RATE, 1)
-        return told, AlignmentHeads(len(prompt_ids), num_states)
+        return sequence, AlignmentHeads(len(prompt_ids), num_states)
 
     def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
-        moments = [max(begin * _MOMENT_S, segment.start) for begin in begins]
+        moments = [max(begin * _TIMESTAMP_S, segment.start) for begin in begins]
         for word in words_of(self._tokenizer, segment.token_ids, spaced=language not in UNSPACED):
             start, end = (
                 moments[at] if 0 <= at < len(moments) else (segment.start if at < 0 else segment.end)
@@ -243,8 +244,8 @@ class Speech:
 
 
 class Dictation:
-    """The form by which Voxtral is asked: the sound is a user's message, and a token asks for its words, in a
-    language that may be named. It finds that by itself, and knows nothing of what was said before."""
+    """Voxtral's prompts: the audio is a user's message, followed by an optional language and a token for the
+    task. The model detects the language itself, and takes no previous text."""
 
     tasks = ("transcribe",)
     asks_first = False
@@ -254,32 +255,32 @@ class Dictation:
     def __init__(self, tokenizer: Tokenizer, *, at_once: int) -> None:
         self._tokenizer, self.at_once = tokenizer, at_once
         vocab = tokenizer.get_vocab()
-        self._asked, self._write = [vocab[name] for name in _ASKED], vocab[_WRITE]
-        self.languages = dict.fromkeys(_SPOKEN, 0)
+        self._begin, self._write = [vocab[name] for name in _DICTATION_BEGIN], vocab[_DICTATION_TASK]
+        self.languages = dict.fromkeys(_DICTATION_LANGUAGES, 0)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, *, max_len: int, at_once: int, num_vectors: int) -> "Dictation | None":
-        """None where there are no such tokens. Of `at_once` samples, which stand for so many vectors, as many
-        as leave half of the length to the answer."""
-        if _lacks(tokenizer, (*_ASKED, _WRITE)):
+        """Build it; None if the tokenizer lacks the tokens. Pieces are reduced so that the audio, with
+        `num_vectors` for `at_once` samples, takes at most half of `max_len`."""
+        if _lacks_tokens(tokenizer, (*_DICTATION_BEGIN, _DICTATION_TASK)):
             return None
         fitting = at_once * (max_len // 2) // num_vectors
         return cls(tokenizer, at_once=max(min(at_once, fitting), 2 * _SEARCHED))
 
     def check_language(self, language: str) -> str:
-        return _checked(language, self.languages)
+        return _check_language(language, self.languages)
 
     def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
         named = f"lang:{language}" if language else ""
-        return [*self._asked, *self._tokenizer.encode(named, add_special_tokens=False), self._write]
+        return [*self._begin, *self._tokenizer.encode(named, add_special_tokens=False), self._write]
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
-        raise AssertionError("it tells no time")
+        raise AssertionError("it has no timestamps")
 
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
     ) -> tuple[list[int], AlignmentHeads]:
-        raise AssertionError("it tells no time")
+        raise AssertionError("it has no timestamps")
 
     def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[TimedWord]:
-        raise AssertionError("it tells no time")
+        raise AssertionError("it has no timestamps")

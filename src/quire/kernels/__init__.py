@@ -1,1 +1,1 @@
-"""The hot loops in C: compiled on the user's machine, one file per family of operations."""
+"""GPU and CPU kernels, with a torch reference for each and the choice between them."""

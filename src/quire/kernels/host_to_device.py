@@ -1,4 +1,4 @@
-"""Host arrays on their way to the device, for which nobody waits."""
+"""Asynchronous copies of host arrays to the device."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def sent(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, behind what that does already; on a CPU it is the array itself. A GPU reads it
-    out of pinned memory, which torch keeps until then."""
-    found = torch.from_numpy(array)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    """Return the array as a tensor on the device, copied in stream order without waiting. On a CPU the tensor
+    shares the array's memory. For a GPU the source is pinned memory, which torch keeps until the copy is
+    done."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

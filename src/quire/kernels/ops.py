@@ -1,4 +1,4 @@
-"""Ops: the small operations of a model between its products, and who serves them on which device."""
+"""Ops: the operations of a model between its GEMMs, and the choice of their implementation by device."""
 
 import functools
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +21,7 @@ IMPLEMENTATIONS = LazyTable(
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of query and key, over the head size."""
+    """RMS norm weights of query and key heads, over the head size."""
 
     q: Tensor
     k: Tensor
@@ -29,18 +29,18 @@ class HeadNorms(NamedTuple):
 
 
 class HeadEntry(NamedTuple):
-    """How the heads of a layer enter its attention: queries and keys turned, keys and values into slots."""
+    """Inputs of `Ops.rotate_and_write`: RoPE table and positions, KV cache and slots, norms and scales."""
 
     heads: int
     table: Tensor
-    """[max_len, rotary_dim], cosines then sines; the first rotary_dim numbers of a head turn, half against
-    half."""
+    """[max_len, rotary_dim], cosines then sines; the first rotary_dim dimensions of a head are rotated, the
+    left half with the right half"""
     positions: Tensor
-    """[T], where in the table"""
+    """[T], rows of the table"""
     slots: Tensor
-    """[T]; below 0 nothing is written"""
+    """[T]; nothing is written for a slot below 0"""
     k_cache: Tensor
-    """[num_blocks, block_size, kv_heads, head_dim]; an 8-bit one holds values divided by its scale"""
+    """[num_blocks, block_size, kv_heads, head_dim]; an 8-bit cache holds values divided by its scale"""
     v_cache: Tensor
     norms: HeadNorms | None = None
     k_scale: float = 1.0
@@ -48,124 +48,126 @@ class HeadEntry(NamedTuple):
 
 
 class LoRAHeads(NamedTuple):
-    """What adapters add to a product; see `Ops.lora`."""
+    """LoRA weights of a linear layer and the slots of its tokens; see `Ops.lora`."""
 
     a: Tensor
     b: Tensor
     sizes: tuple[int, ...]
-    """Outputs of each part."""
+    """Number of outputs of each part."""
     tokens: Any
-    """What `Ops.assigned` made of their slots."""
+    """Result of `Ops.assigned` for the slots of the tokens."""
 
 
 class Ops(Protocol):
-    """What a model computes between its products."""
+    """Operations that a model computes between its GEMMs."""
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """[T] int64 ids, [V, n] table -> [T, n]."""
+        """Return rows `ids` ([T] int64) of `table` [V, n]: [T, n]."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMS norm over the last dimension: in float32, rounded before the weight is applied, as transformers
-        does; a weight in float32 is applied before it is rounded."""
+        """Return the RMS norm over the last dimension, computed in float32. It is rounded before the weight
+        is applied, as in transformers; a float32 weight is applied before rounding."""
         ...
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x is added to `residual` in place; returns the norm of the sum."""
+        """Add x to `residual` in place and return the RMS norm of the sum."""
         ...
 
     def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
-        """The first parts of each row of x, as long as the weights, each under its own RMS norm, in place."""
+        """Apply RMS norm in place to consecutive parts of each row of x, one part per weight and as long as
+        it."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Mean taken out, divided by the spread; in float32, rounded at the end."""
+        """Return the layer norm over the last dimension, computed in float32 and rounded at the end."""
         ...
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """x is added to `residual` in place; returns the layer norm of the sum."""
+        """Add x to `residual` in place and return the layer norm of the sum."""
         ...
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """[T, 2n] gate and up side by side -> act(gate) * up, [T, n]; the names are those of
-        `kernels/reference/activations.py`."""
+        """Return act(gate) * up [T, n] for `gate_up` [T, 2n], gate and up side by side; activations have the
+        names of `kernels/reference/activations.py`."""
         ...
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """act(x)."""
+        """Return act(x)."""
         ...
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """x * factor, in place."""
+        """Multiply x by `factor` in place."""
         ...
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
-        """Each row of x times its own of the [T, 1] factors in float32, in place."""
+        """Multiply each row of x by its factor ([T, 1] float32) in place."""
         ...
 
     def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
-        """Each column of x times its own of the [n] factors, in place."""
+        """Multiply each column of x by its factor ([n]) in place."""
         ...
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap), in place."""
+        """Compute cap * tanh(x / cap) in place."""
         ...
 
     def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x * sigmoid(gate), in place; the gate has the shape of x, or one number for each row."""
+        """Compute x * sigmoid(gate) in place; the gate has the shape of x, or one value per row."""
         ...
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x + y, in the memory of x."""
+        """Add y to x in place."""
         ...
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The experts of each token and their weights: see `kernels/reference/moe.py`."""
+        """Return the expert ids of each token and their weights; see `kernels/reference/moe.py`."""
         ...
 
     def rotate_and_write(self, qkv: Tensor, entry: HeadEntry) -> Tensor:
-        """Norm and rotate queries and keys, write keys and values to their slots; the queries remain.
+        """Apply norms and RoPE to queries and keys, write keys and values to their slots, and return the
+        queries.
 
         [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads, head_dim].
         """
         ...
 
     def assigned(self, tokens: Tensor, num_slots: int) -> Any:
-        """What `lora` and `lora_rows` are to be given of the slots of a step's tokens, [T] int32, -1 of those
-        without: made once a step."""
+        """Return the `tokens` argument of the lora methods for a step's slots, [T] int32, -1 for tokens
+        without an adapter. It is built once per step."""
         ...
 
     def lora(
         self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Any
     ) -> Tensor:
-        """What adapters make of x [T, size_in], added to `out` [T, sum of part_sizes] in place. `tokens` is
-        what `assigned` made of their slots. Of each slot, `a` [slots, parts * rank,
-        size_in] shrinks x to the ranks of each part, and `b` [slots, sum of part_sizes, rank] makes its
-        outputs of them, all in float32. What is of one slot is contiguous; slots may lie far apart."""
+        """Add the LoRA outputs for x [T, size_in] to `out` [T, sum of part_sizes] in place. `tokens` is the
+        result of `assigned`. For each slot, `a` [slots, parts * rank, size_in] shrinks x to the rank of each
+        part, and `b` [slots, sum of part_sizes, rank] expands it to the part's outputs, all in float32. The
+        weights of one slot are contiguous; the distance between slots is arbitrary."""
         ...
 
     def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Any) -> Tensor:
-        """The same of an embedding: `a` [slots, vocab, rank] has the ranks of each of the [T] int64 ids,
-        `out` is [T, n] and `b` [slots, n, rank]."""
+        """Add the LoRA outputs of an embedding to `out` [T, n] in place: `a` [slots, vocab, rank] is indexed
+        by the [T] int64 ids, and `b` is [slots, n, rank]."""
         ...
 
     def lora_shrink(self, x: Tensor, a: Tensor, tokens: Any) -> Tensor:
-        """The first half of `lora`: [T, parts * rank]. What rows without an adapter have there means
-        nothing."""
+        """Return x shrunk by `a`, the first half of `lora`: [T, parts * rank]. Rows without an adapter are
+        undefined."""
         ...
 
     def lora_expand(
         self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Any
     ) -> Tensor:
-        """The other half: what `b` makes of [T, parts * rank] is added to `out` in place."""
+        """Add `ranks` [T, parts * rank] expanded by `b`, the second half of `lora`, to `out` in place."""
         ...
 
 
 @functools.cache
 def choose(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest implementation for models of `dtype` on `device`."""
+    """Return the fastest implementation for models of `dtype` on `device`."""
     ops: Ops = IMPLEMENTATIONS[_name(device, dtype)]()
     return ops
 

@@ -17,7 +17,7 @@ from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.scope import Scope, Target, once, target_of
 from quire.parallel.group import ALONE
 from quire.quant.experts import ExpertShape
-from quire.quant.sharding import Runs, Shard, divided, topk_indices
+from quire.quant.sharding import Runs, Shard, divided, shards_of
 from quire.quant.weight import Chooses, Piece, kept
 
 _FEW = 1024
@@ -291,7 +291,7 @@ class Experts(nn.Module):
         """Select the experts of this device from the target of a tensor of all experts."""
         if self.places is None:
             return target
-        return target._replace(axis=0, runs=topk_indices(self.here, self.num_experts))
+        return target._replace(axis=0, runs=shards_of(self.here, self.num_experts))
 
     def _piece_targets(self, name: str, part: str, suffix: str, piece: Piece) -> Iterator[Target]:
         runs = self.both() if part == "gate_up" else (self.shard,)

@@ -1,4 +1,4 @@
-"""From a checkpoint on disk to a model on a device."""
+"""Loading a model from a checkpoint on disk onto a device."""
 
 from quire.loader.load import load_model
 

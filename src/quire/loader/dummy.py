@@ -1,4 +1,4 @@
-"""Random weights: a model without weight files, for measuring."""
+"""Random weights: a model without weight files, for benchmarks."""
 
 import re
 import zlib
@@ -15,12 +15,12 @@ from quire.quant.format import Format
 _SPREAD = 0.02
 _SCALE = 0.02
 _POWER_OF_SCALE = 121
-"""Of a scale that is stored as its exponent, from 127 on."""
+"""Exponent of a scale that is stored as a biased exponent (127 stands for 1)."""
 _NORM = re.compile(r"(norm|\bln_\w)\.weight$")
 
 
 class DummySource:
-    """Random weights of the shapes asked for."""
+    """A source of random weights of any shape."""
 
     num_readers = 1
 
@@ -37,19 +37,19 @@ class DummySource:
         return plain
 
     def fill(self, target: Target) -> None:
-        """Norms are 1, all else is uniform around 0; a function of the seed and the name alone. Of what is
-        quantized the bits are, and scales are alike. A share is made out of the whole, so that a model is the
-        same however it is divided."""
+        """Fill a tensor with values that depend on the seed and its name alone. Norms are 1; other weights
+        are uniform around 0. Quantized values have random bits and constant scales. A shard is cut from the
+        whole tensor, so that a model is the same however it is sharded."""
         name, into = target.name, target.tensor
         if not target.is_whole:
-            whole = Target(name, _alike(into, target.shape))
+            whole = Target(name, _empty_like(into, target.shape))
             self.fill(whole)
             put(whole.tensor, target)
             return
         if _NORM.search(name):
             into.fill_(1.0)
             return
-        # The CPU generator reads 32 bits of a seed, no more.
+        # The CPU generator uses only 32 bits of a seed.
         generator = torch.Generator(into.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         if "scale" in name.rpartition(".")[2]:
             into.fill_(_SCALE if into.is_floating_point() else _POWER_OF_SCALE)
@@ -64,8 +64,8 @@ class DummySource:
             into.uniform_(-_SPREAD, _SPREAD, generator=generator)
 
 
-def _alike(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Unfilled, with axes in the same order of memory."""
+def _empty_like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return an empty tensor of this shape with its axes in the same memory order."""
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    made = torch.empty([shape[axis] for axis in order], dtype=tensor.dtype, device=tensor.device)
-    return made.permute(*(order.index(axis) for axis in range(tensor.ndim)))
+    empty = torch.empty([shape[axis] for axis in order], dtype=tensor.dtype, device=tensor.device)
+    return empty.permute(*(order.index(axis) for axis in range(tensor.ndim)))

@@ -1,4 +1,4 @@
-"""Weights of modules that lie in folders beside a model's own files."""
+"""Weights of modules in folders beside a model's own files."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from quire.quant.format import Format
 
 
 class ExtraModules:
-    """A source and, under the names of their folders, the tensors of modules: few and small."""
+    """A source extended by the few small tensors of extra modules, under the names of their folders."""
 
     def __init__(self, source: Source, checkpoint: Checkpoint) -> None:
         self.source, self.num_readers = source, source.num_readers
@@ -27,7 +27,7 @@ class ExtraModules:
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return {**self.source.shapes(targets)} | {
-            name: tuple(each.shape) for name, each in self.tensors.items()
+            name: tuple(tensor.shape) for name, tensor in self.tensors.items()
         }
 
     def order(self, targets: Mapping[str, Target]) -> Iterable[str]:

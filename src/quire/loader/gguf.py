@@ -1,4 +1,4 @@
-"""Weights from a GGUF file: names as in a Hugging Face checkpoint, values unpacked or left in blocks."""
+"""Weights from a GGUF file: Hugging Face names, values dequantized or kept in blocks."""
 
 import re
 import warnings
@@ -70,14 +70,14 @@ _BLOOM = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
-_SHARING = {
+_SHARED_EXPERTS = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 _LARGE_FALCON = "FalconForCausalLM, large"
-"""Those with a norm for each half of a layer, of which the first in name is that of the second half."""
+"""Falcon models with a norm for each half of a layer; the first norm by name belongs to the second half."""
 _OTHER_NAMES: dict[str, dict[str, str]] = {
     "GPT2LMHeadModel": _GPT2,
     "GPTBigCodeForCausalLM": _GPT2,
@@ -110,8 +110,8 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
         "attn_qkv": "norm_attn_norm.attn.Wqkv",
         "attn_output": "norm_attn_norm.attn.out_proj",
     },
-    "Dots1ForCausalLM": _SHARING,
-    "Glm4MoeForCausalLM": _SHARING | {"post_attention_norm": "post_attention_layernorm"},
+    "Dots1ForCausalLM": _SHARED_EXPERTS,
+    "Glm4MoeForCausalLM": _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
     "GlmForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "ExaoneForCausalLM": {
         "blk": "transformer.h",
@@ -157,10 +157,10 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     "SeedOssForCausalLM": {"post_attention_norm": "post_attention_layernorm"},
     "Starcoder2ForCausalLM": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
 }
-"""By architecture: what it calls otherwise."""
+"""Names that differ from `_NAMES`, by architecture."""
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
-"""One expert by itself, as the first files had them."""
+"""One expert as a tensor of its own, as in early files."""
 _INTERLEAVED = (
     "ArceeForCausalLM",
     "GraniteForCausalLM",
@@ -170,18 +170,19 @@ _INTERLEAVED = (
     "OlmoForCausalLM",
     "SmolLM3ForCausalLM",
 )
-"""Whose files have the two halves of each query and key head in turns, for a rotation of neighbours."""
+"""Architectures with files that interleave the two halves of each query and key head, for RoPE on adjacent
+pairs."""
 
 _BY_HEAD = ("BloomForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM")
-"""Whose files have the queries of all heads before all keys, and these before all values."""
-# Unpacked at a time, so that a large embedding does not exist in float32 as a whole.
+"""Architectures with files that hold the queries of all heads, then all keys, then all values."""
+# Weights dequantized at a time, so that a large embedding never exists in float32 as a whole.
 _CHUNK_WEIGHTS = 1 << 24
 _KEPT_BYTES = 32 << 20
-"""Of the file that may stay in memory while it is read."""
+"""Bytes of the file that may stay in memory while it is read."""
 
 
 class GGUFSource:
-    """The tensors of a GGUF file under their names in a checkpoint."""
+    """The tensors of a GGUF file under their Hugging Face names."""
 
     num_readers = 1
 
@@ -190,7 +191,9 @@ class GGUFSource:
         self._facts = facts = checkpoint.facts
         is_large = facts.architecture == "FalconForCausalLM" and facts.side_by_side == 2
         names = _LARGE_FALCON if is_large else facts.architecture
-        self._tensors = {hf_name(name, names): _whole(tensor) for name, tensor in self._file.tensors.items()}
+        self._tensors = {
+            hf_name(name, names): _as_matrix(tensor) for name, tensor in self._file.tensors.items()
+        }
         self._num_read = 0
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
@@ -209,12 +212,12 @@ class GGUFSource:
         return GGUFFormat(stored, plain)
 
     def _packed(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor, row by row; of a vector, number by number."""
+        """Return the bytes of a tensor by row; for a vector by element."""
         tensor = self._tensors[name]
         return self._file.raw(tensor.name).reshape(*(tensor.shape[:-1] or tensor.shape), -1)
 
     def fill(self, target: Target) -> None:
-        """Unpacked, or where the target takes bytes, those of the file itself."""
+        """Fill a target with dequantized values, or with the bytes of the file if it takes bytes."""
         name, into = target.name, target.tensor
         self._num_read += self._tensors[name].nbytes
         if self._num_read > _KEPT_BYTES:
@@ -222,40 +225,40 @@ class GGUFSource:
             self._file.forget()
         if not _takes_bytes(target):
             return self._unpack(target)
-        with warnings.catch_warnings(action="ignore"):  # it cannot be written to, and will not be
-            into.data = torch.from_numpy(self._own_bytes(target))
+        with warnings.catch_warnings(action="ignore"):  # the array is read-only, and never written to
+            into.data = torch.from_numpy(self._shard_bytes(target))
 
-    def _own_bytes(self, target: Target) -> NDArray[np.uint8]:
-        """What the target takes of a tensor's bytes: rows as they lie in the file, columns put together."""
+    def _shard_bytes(self, target: Target) -> NDArray[np.uint8]:
+        """Return the bytes of the target's shard: rows as stored in the file, columns concatenated."""
         packed, axis = self._packed(target.name), target.axis
         order = row_order(target.name, len(packed), self._facts)
         if axis is None or target.is_whole:
             return packed if order is None else packed[order]
         parts = []
         for span, num_zeros in target.spans():
-            parts.append(_taken(packed, span, axis, order))
+            parts.append(_select(packed, span, axis, order))
             if num_zeros:
                 shape = (*packed.shape[:axis], num_zeros, *packed.shape[axis + 1 :])
                 parts.append(np.zeros(shape, np.uint8))
         return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis)
 
     def _unpack(self, target: Target) -> None:
-        """Some rows at a time; of columns the blocks that they lie in."""
+        """Dequantize the target's shard, some rows at a time; for columns the blocks that contain them."""
         tensor, into, axis = self._tensors[target.name], target.tensor, target.axis
         packed = self._packed(target.name)
         order = row_order(target.name, len(packed), self._facts)
         if axis is None or target.is_whole:
             self._unpack_rows(tensor, packed if order is None else packed[order], slice(None), into)
         elif axis < len(tensor.shape) - 1 or axis == 0:
-            for span, own in target.slices():
-                self._unpack_rows(tensor, _taken(packed, span, axis, order), slice(None), own)
+            for span, part in target.slices():
+                self._unpack_rows(tensor, _select(packed, span, axis, order), slice(None), part)
         else:
             columns, num_bytes = BLOCKS[tensor.type]
-            for span, own in target.slices():
+            for span, part in target.slices():
                 first, last = span.start // columns, -(-span.stop // columns)
                 blocks = packed[..., first * num_bytes : last * num_bytes]
                 inside = slice(span.start - first * columns, span.stop - first * columns)
-                self._unpack_rows(tensor, blocks if order is None else blocks[order], inside, own)
+                self._unpack_rows(tensor, blocks if order is None else blocks[order], inside, part)
 
     def _unpack_rows(
         self, tensor: GGUFTensor, packed: NDArray[np.uint8], columns: slice, into: Tensor
@@ -269,17 +272,17 @@ class GGUFSource:
                 values = dequantize(packed[start : start + step], GGMLQuantizationType[tensor.type])
             except NotImplementedError as error:
                 raise ConfigError(
-                    f"{self._file.path}: {tensor.name} is {tensor.type}, which cannot be unpacked yet; "
+                    f"{self._file.path}: {tensor.name} is {tensor.type}, which cannot be dequantized yet; "
                     "use a file in another quantization, such as Q8_0 or Q4_K_M"
                 ) from error
             piece, values = into[start : start + step], values[..., columns]
             piece.copy_(torch.from_numpy(np.require(values, requirements=["C", "W"])).view(piece.shape))
 
 
-def _taken(
+def _select(
     packed: NDArray[np.uint8], span: slice, axis: int, order: NDArray[np.intp] | None
 ) -> NDArray[np.uint8]:
-    """A part of a tensor, of which rows come in this order."""
+    """Return the span of a tensor along an axis, with its rows in `order`."""
     if order is not None and axis == 0:
         return packed[order[span]]
     return (packed if order is None else packed[order])[(slice(None),) * axis + (span,)]
@@ -289,14 +292,16 @@ def _takes_bytes(target: Target | None) -> bool:
     return target is not None and target.tensor.dtype == torch.uint8
 
 
-def _whole(tensor: GGUFTensor) -> GGUFTensor:
-    """The one row of a matrix may be stored as a vector."""
+def _as_matrix(tensor: GGUFTensor) -> GGUFTensor:
+    """Return the tensor with two axes if it is the single row of a matrix, which may be stored as a
+    vector."""
     is_row = tensor.name.endswith("ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1
     return replace(tensor, shape=(1, *tensor.shape)) if is_row else tensor
 
 
 def hf_name(name: str, architecture: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; a name that is not known stays."""
+    """Map blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight; unknown names are returned
+    unchanged."""
     if expert := _EXPERT.fullmatch(name):
         merged = hf_name(f"{expert[1]}_exps.weight", architecture)
         return merged.replace(".experts.", f".experts.{expert[2]}.")
@@ -312,19 +317,19 @@ def hf_name(name: str, architecture: str) -> str:
 
 
 def gguf_name(name: str, architecture: str) -> str | None:
-    """`hf_name` the other way around; None for a name that files have none for."""
+    """Invert `hf_name`; return None if files have no such tensor."""
     names = _NAMES | _OTHER_NAMES.get(architecture, {})
     where, _, kind = name.rpartition(".")
     layer, _, part = where.removeprefix(f"{names['blk']}.").partition(".")
     is_in_layer = where.startswith(f"{names['blk']}.")
-    stored = next((each for each, known in names.items() if known == (part if is_in_layer else where)), None)
+    stored = next((key for key, known in names.items() if known == (part if is_in_layer else where)), None)
     if stored is None or kind not in ("weight", "bias"):
         return None
     return f"blk.{layer}.{stored}.{kind}" if is_in_layer else f"{stored}.{kind}"
 
 
 def row_order(name: str, num_rows: int, facts: ArchFacts) -> NDArray[np.intp] | None:
-    """The stored rows in the order that the model wants them; None: as they are."""
+    """Return the order of the stored rows that the model needs; None if it is the stored order."""
     if facts.architecture in _BY_HEAD and ".query_key_value." in name:
         rows, dim = np.arange(num_rows), facts.head_dim
         parts = np.split(rows, (facts.heads * dim, (facts.heads + facts.kv_heads) * dim))

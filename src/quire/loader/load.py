@@ -1,4 +1,5 @@
-"""load_model: build with unfilled tensors, fill them one by one from the checkpoint, finish."""
+"""load_model: builds a model with empty tensors, fills them one by one from the checkpoint, and finishes
+them."""
 
 import math
 import re
@@ -42,21 +43,21 @@ logger = get_logger(__name__)
 _MARKS = tuple(
     mark if mark[0] == "_" else f".{mark}" for scheme in Scheme.__subclasses__() for mark in scheme.marks
 )
-"""How the names of tensors end that only quantized layers have."""
+"""Name endings of tensors that only quantized layers have."""
 _WHOLE = Stage()
-Found = tuple[Target, Loads]
-"""What a tensor of the checkpoint fills, and the layer that it is of."""
+LayerTarget = tuple[Target, Loads]
+"""The target that a tensor of the checkpoint fills, and its layer."""
 _NUM_NAMED = 5
 _ALONE = World()
 _EXPERT = re.compile(r"(?<=\.experts)\.\d+\.")
-"""The number of one."""
-_BEFORE = {
+"""The number of an expert in a tensor's name."""
+_OLD_NAMES = {
     "LayerNorm.weight": "LayerNorm.gamma",
     "LayerNorm.bias": "LayerNorm.beta",
     "in_proj.weight": "in_proj_weight",
     "in_proj.bias": "in_proj_bias",
 }
-_HARMLESS = re.compile(
+_IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
     r"|^(thinker\.)?(model\.)?(vision_tower|vision_model|visual|audio_tower|vpm|resampler|merger|connector|mlp1)\."
     r"|^(thinker\.)?(model\.)?(multi_modal_projector|mm_projector|vit_large_projector|projector|mlp_AR)\."
@@ -66,8 +67,8 @@ _HARMLESS = re.compile(
     r"|\.(q_scale|prob_scale|input_scale(_ub)?|activation_scale|input_zero_point|weight_format|g_idx)$"
     r"|\.weight_shape$"
 )
-"""The angles of rotations, the causal mask of GPT-2 and GPT-NeoX, layers that draft tokens, those that see,
-scales of inputs where these are not narrowed, and what is known of packed weights anyway."""
+"""Weights that may be ignored: RoPE frequencies, the causal masks of GPT-2 and GPT-NeoX, MTP layers,
+multimodal encoders, input scales where inputs are not quantized, and metadata of packed weights."""
 
 
 def load_model(
@@ -91,19 +92,19 @@ def load_model(
     partly: bool = False,
     tower_group: Group | None = None,
 ) -> Any:
-    """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a CausalLM, or
-    what `build` makes; in a `world` of several workers what this one has of the layers of its stage.
+    """Return the model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a
+    CausalLM, or the result of `build`. With several workers it has this rank's shard of the layers of its
+    stage.
 
-    `packed` keeps the weights of a GGUF file as they are stored where the device can compute with them;
-    `quant` is how those of other files are stored, or are to be kept. How much is there is told to `tell`.
-    With `ep` each worker has some experts; `partly`: most of the checkpoint is another model's. What the
-    first stage sees or hears with is its `tower`, whose layers `tower_group` shares; None: there is none.
-    """
-    source = _opened(checkpoint, load_format, seed, with_modules=build is not None)
+    `packed` keeps the weights of a GGUF file as stored where the device can compute with them; `quant`
+    describes the quantization of other files. `tell` receives the loaded fraction. With `ep` each worker has
+    some experts; `partly`: most of the checkpoint belongs to another model. `tower_group` shares the layers
+    of the multimodal encoder, the `tower` of the first stage; None: there is none."""
+    source = _open_source(checkpoint, load_format, seed, with_modules=build is not None)
     if isinstance(source, ShardedSource):
-        kept = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
-        _open_saved(source, kept, world.tp.rank, spread=ep is not None)
-    stored, plain = source.shapes({}), PlainFormat(_narrow(checkpoint, dtype, device))
+        key = ShardedStateKey.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
+        _open_saved(source, key, world.tp.rank, spread=ep is not None)
+    stored, plain = source.shapes({}), PlainFormat(_weight_dtype(checkpoint, dtype, device))
     format = source.format(plain) if packed else plain
     if quant is not None:
         format = SchemeFormat(quant, plain, partial(_is_stored, stored) if stored else None)
@@ -123,7 +124,7 @@ def load_model(
         adapters=adapters,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
-    _complete(model, checkpoint.facts, scope, tower_group)
+    _add_tower(model, checkpoint.facts, scope, tower_group)
     with torch.no_grad(), LoadProgress(tell, disable=not show_progress or not sys.stderr.isatty()) as bar:
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)
@@ -132,8 +133,8 @@ def load_model(
     return model.eval()
 
 
-def _opened(checkpoint: Checkpoint, load_format: str, seed: int, *, with_modules: bool) -> Source:
-    """A saved state has the weights of modules, too, and random ones need none."""
+def _open_source(checkpoint: Checkpoint, load_format: str, seed: int, *, with_modules: bool) -> Source:
+    """Open the source of the weights. Saved states include extra modules, and random weights need none."""
     format = detect(checkpoint, load_format)
     source: Source = FORMATS[format](checkpoint, seed)
     if with_modules and checkpoint.pooling.dense and format in ("safetensors", "pt"):
@@ -141,8 +142,8 @@ def _opened(checkpoint: Checkpoint, load_format: str, seed: int, *, with_modules
     return source
 
 
-def _complete(model: Any, facts: ArchFacts, scope: Scope, group: Group | None) -> None:
-    """Give it its tower, and adapters the names of what it has no layers for."""
+def _add_tower(model: Any, facts: ArchFacts, scope: Scope, group: Group | None) -> None:
+    """Add the multimodal encoder, and pass the names of unused layers to the adapter slots."""
     if scope.adapters is not None:
         scope.adapters.unused = facts.unused
     if facts.media is not None and group is not None and scope.stage.is_first:
@@ -153,15 +154,15 @@ def _method(quant: QuantFacts | None) -> str | None:
     return None if quant is None else quant.method
 
 
-def _open_saved(source: ShardedSource, kept: ShardedStateKey, rank: int, *, spread: bool) -> None:
-    source.check(kept)
+def _open_saved(source: ShardedSource, key: ShardedStateKey, rank: int, *, spread: bool) -> None:
+    source.check(key)
     source.open(rank)
     if spread:
-        raise ConfigError("a saved state has a share of each expert: load the checkpoint it was made of")
+        raise ConfigError("a saved state does not support expert parallelism: load the original checkpoint")
 
 
 class LoadProgress:
-    """How much is loaded: as a bar, and told to who asked."""
+    """Loading progress: a progress bar, and a callback with the loaded fraction."""
 
     def __init__(self, tell: Callable[[float], None] | None, *, disable: bool) -> None:
         self._bar = tqdm(desc="Loading weights", disable=disable)
@@ -199,17 +200,17 @@ def _load(
 ) -> None:
     stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
-    found = _as_stored([(target, layer) for layer in layers for target in layer.targets()], stored)
-    targets = {name: target for name, (target, _) in found.items()}
+    layer_targets = _as_stored([(target, layer) for layer in layers for target in layer.targets()], stored)
+    targets = {name: target for name, (target, _) in layer_targets.items()}
     _check_needed(source, targets, checkpoint)
     if not partly:
-        _check_others(source, targets, checkpoint, stage, spread=spread)
+        _check_unused(source, targets, checkpoint, stage, spread=spread)
     progress.reset(len(targets))
-    left = Counter(id(layer) for _, layer in found.values())
-    for name in _filled(source, _begun(source.order(targets), found, stored)):
-        layer = found[name][1]
+    left = Counter(id(layer) for _, layer in layer_targets.values())
+    for name in _fill_targets(source, _begin_layers(source.order(targets), layer_targets, stored)):
+        layer = layer_targets[name][1]
         left[id(layer)] -= 1
-        if not left[id(layer)]:  # at once: the memory of what is repacked serves the next
+        if not left[id(layer)]:  # at once, so that memory freed by repacking is reused
             layer.finish()
         progress.update()
 
@@ -217,86 +218,92 @@ def _load(
 def _restore(source: ShardedSource, model: nn.Module, progress: "LoadProgress") -> None:
     targets = source.targets(model)
     progress.reset(len(targets))
-    for _ in _filled(source, (targets[name] for name in source.order(targets))):
+    for _ in _fill_targets(source, (targets[name] for name in source.order(targets))):
         progress.update()
     equip(model)
 
 
-def _begun(names: Iterable[str], found: dict[str, Found], stored: Mapping[str, Any]) -> Iterator[Target]:
-    """The targets of these names, each layer told before its first; `found` follows."""
+def _begin_layers(
+    names: Iterable[str], layer_targets: dict[str, LayerTarget], stored: Mapping[str, Any]
+) -> Iterator[Target]:
+    """Yield the targets of these names and begin each layer before its first; `layer_targets` is updated."""
     begun = set[int]()
     for name in names:
-        layer = found[name][1]
+        layer = layer_targets[name][1]
         if isinstance(layer, Begins) and id(layer) not in begun:
             begun.add(id(layer))
             layer.begin()
-            found |= _as_stored([(target, layer) for target in layer.targets()], stored)
-        yield found[name][0]
+            layer_targets |= _as_stored([(target, layer) for target in layer.targets()], stored)
+        yield layer_targets[name][0]
 
 
-def _filled(source: Source, targets: Iterator[Target]) -> Iterator[str]:
-    """Fill all targets, the next few at a time, and name each in the same order."""
+def _fill_targets(source: Source, targets: Iterator[Target]) -> Iterator[str]:
+    """Fill all targets, several at a time, and yield their names in order."""
     ahead: deque[tuple[str, Future[None]]] = deque()
     with ThreadPoolExecutor(source.num_readers, "quire-load") as pool:
         for target in targets:
             ahead.append((target.name, pool.submit(torch.no_grad()(source.fill), target)))
             if len(ahead) > source.num_readers:
-                yield _first(ahead)
+                yield _wait_first(ahead)
         while ahead:
-            yield _first(ahead)
+            yield _wait_first(ahead)
 
 
-def _first(ahead: deque[tuple[str, Future[None]]]) -> str:
+def _wait_first(ahead: deque[tuple[str, Future[None]]]) -> str:
     name, filled = ahead.popleft()
     filled.result()
     return name
 
 
-def _narrow(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """On a CPU that computes a bfloat16 checkpoint in float32, weights stay as narrow as they are stored: the
-    kernels widen them, and half the bytes are read."""
+def _weight_dtype(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of weights if it differs from the compute dtype. A CPU that computes a bfloat16
+    checkpoint in float32 keeps bfloat16 weights: the kernels widen them and read half the bytes."""
     fits = device.type == "cpu" and dtype == torch.float32 and checkpoint.dtype == "bfloat16"
     return torch.bfloat16 if fits and native.library() is not None else None
 
 
 def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
-    """Checkpoints of a body alone do not have its name in front of all others; those of models that also see
-    or hear have one more there, or two; those of the first BERTs call a norm's weight gamma, and its bias
-    beta; torch has queries, keys and values in one, whose name ends in another way."""
+    """Return the name of a tensor in the checkpoint. Checkpoints of a body alone omit its prefix, and
+    multimodal ones add one or two. Early BERTs name norm weights gamma and beta. torch fuses query, key and
+    value weights under another name."""
     if name in stored:
         return name
     body, _, rest = name.partition(".")
     inner = [f"{body}.{part}.{rest}" for part in ("language_model", "text_model")]
     known = [name, rest, *inner, f"language_model.{name}", f"language_model.{body}.{name}", f"llm.{name}"]
-    known += [f"{part}.{each}" for part in ("thinker", "vlm", "vlm.language_model") for each in (name, rest)]
-    for today, before in _BEFORE.items():
-        known += [each.removesuffix(today) + before for each in known if each.endswith(today)]
-    return next((each for each in known if each in stored), name)
+    known += [f"{part}.{tail}" for part in ("thinker", "vlm", "vlm.language_model") for tail in (name, rest)]
+    for new, old in _OLD_NAMES.items():
+        known += [alias.removesuffix(new) + old for alias in known if alias.endswith(new)]
+    return next((alias for alias in known if alias in stored), name)
 
 
 def _is_stored(stored: Mapping[str, tuple[int, ...]], name: str) -> bool:
     return _stored_name(name, stored) in stored
 
 
-def _as_stored(found: list[Found], stored: Mapping[str, tuple[int, ...]]) -> dict[str, Found]:
-    named = [(target._replace(name=_stored_name(target.name, stored)), layer) for target, layer in found]
-    return {target.name: (_cut(target, stored), layer) for target, layer in named}
+def _as_stored(
+    layer_targets: list[LayerTarget], stored: Mapping[str, tuple[int, ...]]
+) -> dict[str, LayerTarget]:
+    named = [
+        (target._replace(name=_stored_name(target.name, stored)), layer) for target, layer in layer_targets
+    ]
+    return {target.name: (_trim_text(target, stored), layer) for target, layer in named}
 
 
-def _cut(target: Target, stored: Mapping[str, tuple[int, ...]]) -> Target:
-    """A text is as long as the checkpoint has it."""
+def _trim_text(target: Target, stored: Mapping[str, tuple[int, ...]]) -> Target:
+    """Trim a text to its length in the checkpoint."""
     shape = stored.get(target.name, ())
     return target._replace(tensor=target.tensor[: shape[0]]) if target.is_text and shape else target
 
 
 def _check_needed(source: Source, targets: dict[str, Target], checkpoint: Checkpoint) -> None:
-    """Compare names and shapes before a byte is read."""
+    """Compare names and shapes before any tensor is read."""
     shapes = source.shapes(targets)
     missing = [name for name in targets if name not in shapes]
     if missing:
         raise ConfigError(
             f"{checkpoint.path} lacks {len(missing)} of the {len(targets)} weights that a "
-            f"{checkpoint.facts.architecture} needs: {_some(missing)}"
+            f"{checkpoint.facts.architecture} needs: {_list_names(missing)}"
         )
     for name, target in targets.items():
         if not _fits(shapes[name], target):
@@ -306,10 +313,10 @@ def _check_needed(source: Source, targets: dict[str, Target], checkpoint: Checkp
             )
 
 
-def _check_others(
+def _check_unused(
     source: Source, targets: dict[str, Target], checkpoint: Checkpoint, stage: Stage, *, spread: bool
 ) -> None:
-    """What the checkpoint has beside the targets; `spread`: other workers have other experts."""
+    """Check the tensors of the checkpoint that no target uses; `spread`: other workers have other experts."""
     shapes = source.shapes(targets)
     known = stage.layers(len(checkpoint.facts.layers)) if stage.count > 1 else None
     shared = {_EXPERT.sub(".*.", name) for name in targets} if spread else set()
@@ -317,40 +324,40 @@ def _check_others(
         name
         for name in shapes
         if name not in targets
-        and not _is_harmless(name, checkpoint)
+        and not _is_ignored(name, checkpoint)
         and not _is_elsewhere(name, known)
         and _EXPERT.sub(".*.", name) not in shared
     ]
     if odd := [name for name in extra if name.endswith(_MARKS)]:
         raise ConfigError(
             f"{checkpoint.path} has {len(odd)} quantized weights that a {checkpoint.facts.architecture} does "
-            f"not have, or has unquantized: {_some(odd)}; config.json and the weights are not of one model"
+            f"not have, or has unquantized: {_list_names(odd)}; config.json does not match the weights"
         )
     if extra:
-        logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(extra), _some(extra))
+        logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(extra), _list_names(extra))
 
 
 def _fits(shape: tuple[int, ...], target: Target) -> bool:
-    """A single number may be stored as a vector, too."""
+    """Whether a shape fits a target; a single number may be stored as a vector."""
     whole = target.shape
     as_row = target.is_flat or math.prod(whole) == 1
     return shape == whole or (as_row and math.prod(shape) == math.prod(whole))
 
 
-def _some(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return ", ".join(names[:_NUM_NAMED]) + more
 
 
 def _is_elsewhere(name: str, layers: range | None) -> bool:
-    """Whether a tensor is none of these layers': other stages have it."""
+    """Whether a tensor belongs to another stage than the one with these layers."""
     number = re.search(r"\.(\d+)\.", name)
     return layers is not None and (number is None or int(number[1]) not in layers)
 
 
-def _is_harmless(name: str, checkpoint: Checkpoint) -> bool:
-    """Tensors that some checkpoints carry although they follow from the rest, or do nothing here."""
+def _is_ignored(name: str, checkpoint: Checkpoint) -> bool:
+    """Whether a tensor can be ignored, because it follows from others or has no use here."""
     facts = checkpoint.facts
     if name == "lm_head.weight":
         return facts.tied
-    return bool(_HARMLESS.search(name) or (facts.unused and re.search(facts.unused, name)))
+    return bool(_IGNORED.search(name) or (facts.unused and re.search(facts.unused, name)))

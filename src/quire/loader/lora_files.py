@@ -1,4 +1,4 @@
-"""`LoRAFiles`: the files of an adapter, opened once, so that what was checked of them is what is read."""
+"""`LoRAFiles`: the files of an adapter, opened once, so that the checked files are the ones that are read."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from quire.loader.safetensors import DTYPES, ask_for_large_pages
 
 _MAX_CONFIG = 1 << 20
 _THREADS, _PART_BYTES = 8, 2 << 20
-"""That read it, and what one of them reads at a time."""
+"""Threads that read the file, and the bytes that each reads at a time."""
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
@@ -34,20 +34,20 @@ class _Opened(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The file itself, whatever its name has come to mean."""
+        """Return a path to the open file, even if its name now refers to another one."""
         return Path(f"/proc/self/fd/{self.fd}")
 
 
 class LoRAContents(NamedTuple):
-    """Of all of an adapter's files."""
+    """Digest and tensors of an adapter's files."""
 
     digest: bytes
     tensors: dict[str, Tensor]
 
 
 class LoRAFiles:
-    """The configuration and the tensors of the adapter in a folder. `within` are the directories that both
-    must lie in when they are opened, links followed; none: anywhere."""
+    """The configuration and the tensors of the adapter in a folder. Both must lie inside the directories
+    `within` after links are resolved; if it is empty, anywhere."""
 
     def __init__(self, folder: Path, within: Sequence[str] = ()) -> None:
         self.folder = folder
@@ -75,16 +75,16 @@ class LoRAFiles:
         except OSError:
             return None
         self._closing.callback(os.close, fd)
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             return None
         real = Path(os.readlink(f"/proc/self/fd/{fd}"))
         if self._within and not any(real.is_relative_to(root) for root in self._within):
-            raise ConfigError(f"{name} is a link to what is outside of the directories that are allowed")
-        return _Opened(name, fd, found.st_size)
+            raise ConfigError(f"{name} is a link to a file outside the allowed directories")
+        return _Opened(name, fd, status.st_size)
 
     def check_sizes(self, most: int) -> None:
-        """Before anything is read: whoever puts adapters there may put anything there."""
+        """Check file sizes before reading, since the folder may contain anything."""
         for file, limit in ((self._config, _MAX_CONFIG), (self._tensors, most)):
             if file is not None and file.size > limit:
                 raise ConfigError(
@@ -93,25 +93,25 @@ class LoRAFiles:
 
     def config(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._config_bytes.decode())
+            config = json.loads(self._config_bytes.decode())
         except ValueError as error:
             raise ConfigError(f"{CONFIG} is not valid JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"{CONFIG} holds a JSON {type(found).__name__}, expected an object")
-        return found
+        if not isinstance(config, dict):
+            raise ConfigError(f"{CONFIG} holds a JSON {type(config).__name__}, expected an object")
+        return config
 
     @property
     def tensors_name(self) -> str:
         return PICKLE if self._tensors is None else self._tensors.name
 
     def contents(self) -> LoRAContents:
-        """All of it, read once: what the digest is of is what the tensors are."""
+        """Read the files once, so that the digest belongs to these tensors."""
         file = self._tensors
         if file is None:
             raise ConfigError(f"{self.folder} has neither {TENSORS} nor {PICKLE}")
         memory = torch.empty(file.size, dtype=torch.uint8)
         ask_for_large_pages(memory)
-        # Threads of its own: a disk that never answers holds up no other adapter.
+        # A pool per adapter, so that a stalled disk delays no other adapter.
         with ThreadPoolExecutor(_THREADS, "quire-adapter-file") as pool:
             parts = pool.map(partial(_read_part, file, memory.numpy().data), range(0, file.size, _PART_BYTES))
         digest = hashlib.sha256(hashlib.sha256(self._config_bytes).digest() + b"".join(parts)).digest()
@@ -125,7 +125,7 @@ class LoRAFiles:
 
 
 def _read_part(file: _Opened, memory: memoryview, start: int) -> bytes:
-    """Its digest."""
+    """Read a part of the file and return its digest."""
     part = rest = memory[start : start + _PART_BYTES]
     while rest:
         count = os.preadv(file.fd, [rest], start + len(part) - len(rest))
@@ -136,7 +136,7 @@ def _read_part(file: _Opened, memory: memoryview, start: int) -> bytes:
 
 
 class _Stored(msgspec.Struct):
-    """A tensor as the header of a safetensors file has it. The entry that is none has other fields."""
+    """An entry in the header of a safetensors file; `__metadata__` has none of these fields."""
 
     dtype: str = ""
     shape: list[int] = []
@@ -144,15 +144,15 @@ class _Stored(msgspec.Struct):
 
 
 def _tensors_of(memory: Tensor) -> dict[str, Tensor]:
-    """Views of what a safetensors file holds, of which each byte must be some tensor's."""
+    """Return views of the tensors in a safetensors file, which must cover all of its bytes."""
     written = memory.numpy().data
     try:
         start = 8 + int.from_bytes(written[:8], "little")
         header = msgspec.json.decode(written[8:start], type=dict[str, _Stored])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _not_whole(str(error)) from error
+        raise _corrupt_file(str(error)) from error
     header.pop("__metadata__", None)
-    found, at = {}, start
+    tensors, at = {}, start
     for name, stored in sorted(header.items(), key=lambda item: item[1].data_offsets):
         dtype = DTYPES.get(stored.dtype)
         if dtype is None:
@@ -160,15 +160,15 @@ def _tensors_of(memory: Tensor) -> dict[str, Tensor]:
         first, end = (start + offset for offset in stored.data_offsets)
         size = math.prod(stored.shape) * dtype.itemsize
         if first != at or end != at + size or end > len(memory) or min(stored.shape, default=0) < 0:
-            raise _not_whole(f"the bytes of {name} are not where they should be")
+            raise _corrupt_file(f"the bytes of {name} are not where they should be")
         piece, at = memory[first:end], end
         if first % dtype.itemsize:
-            piece = piece.clone()  # to where numbers of this size may lie
-        found[name] = piece.view(dtype).view(stored.shape)
+            piece = piece.clone()  # to align it
+        tensors[name] = piece.view(dtype).view(stored.shape)
     if at != len(memory):
-        raise _not_whole(f"it has {len(memory)} bytes, and its header says {at}")
-    return found
+        raise _corrupt_file(f"it has {len(memory)} bytes, but its header lists {at}")
+    return tensors
 
 
-def _not_whole(why: str) -> ConfigError:
-    return ConfigError(f"{TENSORS} is not a whole safetensors file: {why}")
+def _corrupt_file(reason: str) -> ConfigError:
+    return ConfigError(f"{TENSORS} is not a whole safetensors file: {reason}")

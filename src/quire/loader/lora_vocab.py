@@ -1,4 +1,4 @@
-"""Tokens that an adapter brings, or has trained by themselves: their rows of embedding and head."""
+"""Embedding and head rows of tokens that an adapter adds or trains individually."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -22,31 +22,31 @@ Scale = Callable[[str], tuple[int, float]]
 
 
 def token_indices(keys: ConfigReader) -> dict[str, list[int]]:
-    """What `trainable_token_indices` says, by the end of a layer's name; '' is the embedding."""
-    found = keys.get("trainable_token_indices") or {}
-    by_layer = found if isinstance(found, dict) else {"": found}
+    """Return `trainable_token_indices` by the suffix of a layer's name; '' stands for the embedding."""
+    indices = keys.get("trainable_token_indices") or {}
+    by_layer = indices if isinstance(indices, dict) else {"": indices}
     for ids in by_layer.values():
-        if not isinstance(ids, list) or not all(type(each) is int and each >= 0 for each in ids):
+        if not isinstance(ids, list) or not all(type(id) is int and id >= 0 for id in ids):
             raise keys.wrong("trainable_token_indices", "a list of token ids, or such lists by layer")
     return by_layer
 
 
 @dataclass(slots=True)
 class _Layer:
-    """What the tensors have of one layer."""
+    """The tensors of one layer."""
 
     base: Tensor | None = None
-    """Rows beyond the vocabulary,"""
+    """Rows beyond the vocabulary."""
     factors: dict[str, Tensor] = field(default_factory=dict)
-    """what is added to these: A [rank, k] and B of an embedding, A and B [k, rank] of a head,"""
+    """Factors added to these: A [rank, k] and B of an embedding, A and B [k, rank] of a head."""
     scale: float = 1.0
     trained: dict[int, Tensor] = field(default_factory=dict)
-    """and rows by id, in place of others."""
+    """Rows by token id that replace others."""
 
 
 class LoRAVocabReader:
-    """Takes such rows out of the tensors of an adapter. `kinds`: embed_tokens or lm_head, by the names that
-    these have."""
+    """Extracts such rows from the tensors of an adapter. `kinds` maps layer names to embed_tokens or
+    lm_head."""
 
     def __init__(self, slots: AdapterSlots, kinds: Mapping[str, str]) -> None:
         self.slots, self._kinds = slots, kinds
@@ -55,7 +55,8 @@ class LoRAVocabReader:
     def take(
         self, tensors: dict[str, Tensor], token_ids: Mapping[str, list[int]], scale: Scale
     ) -> dict[str, LoRAVocab]:
-        """What is left in `tensors` is of the tokens that the model has."""
+        """Return the rows of added and trained tokens. Only rows of the model's own tokens stay in
+        `tensors`."""
         if token_ids and not self.slots.owned:
             raise ConfigError(f"trainable_token_indices is not supported: {self.slots.no_own}")
         layers: dict[str, _Layer] = {}
@@ -63,23 +64,25 @@ class LoRAVocabReader:
             match = _TENSOR.fullmatch(name)
             kind = match and self._kinds.get(match["layer"])
             if match is not None and kind:
-                self._part(name, match, tensors, layers.setdefault(kind, _Layer()), token_ids, scale)
-        found = {kind: own for kind in self.slots.owned if (own := self._own(kind, layers)) is not None}
-        self._check(found)
-        return found
+                self._take_tensor(name, match, tensors, layers.setdefault(kind, _Layer()), token_ids, scale)
+        vocabs = {
+            kind: rows for kind in self.slots.owned if (rows := self._build_rows(kind, layers)) is not None
+        }
+        self._check(vocabs)
+        return vocabs
 
-    def num_new(self, own: Mapping[str, LoRAVocab]) -> int:
-        """Tokens that the model does not have."""
-        return max((int((each.ids >= self._vocab(kind)).sum()) for kind, each in own.items()), default=0)
+    def num_new(self, vocabs: Mapping[str, LoRAVocab]) -> int:
+        """Return the number of tokens that the model does not have."""
+        return max((int((rows.ids >= self._vocab(kind)).sum()) for kind, rows in vocabs.items()), default=0)
 
     def why_not(self, tensor: Tensor, size: int) -> str:
-        """Of a tensor that is not as large as the model's."""
+        """Explain why a tensor may not be larger than the model's."""
         return f": an adapter cannot bring tokens here, {self.slots.no_own}" if len(tensor) > size else ""
 
     def _vocab(self, kind: str) -> int:
         return int(self.slots.owned[kind].vocab)
 
-    def _part(
+    def _take_tensor(
         self,
         name: str,
         match: re.Match[str],
@@ -91,11 +94,11 @@ class LoRAVocabReader:
         kind, layer, tensor = self._kinds[match["layer"]], match["layer"], tensors[name]
         vocab, within = self._vocab(kind), match["within"]
         if within in ("modules_to_save", "original_module"):
-            if f"{match['front']}{layer}.weight" in tensors:  # which is the one that was trained
+            if f"{match['front']}{layer}.weight" in tensors:  # that one is the trained copy
                 del tensors[name]
             return
         if match["what"] == "trainable_tokens_delta":
-            into.trained = self._trained(name, layer, tensors.pop(name), token_ids)
+            into.trained = self._trained_rows(name, layer, tensors.pop(name), token_ids)
         elif factor := match["factor"]:
             axis, is_long = (1, factor == "A") if kind == _EMBEDDING else (0, factor == "B")
             into.scale = scale(layer)[1]
@@ -109,10 +112,10 @@ class LoRAVocabReader:
             if within is None:
                 tensors[name] = kept[:vocab]
 
-    def _trained(
+    def _trained_rows(
         self, name: str, layer: str, rows: Tensor, token_ids: Mapping[str, list[int]]
     ) -> dict[int, Tensor]:
-        # Heads that are tied have what the embedding has.
+        # Tied heads share the rows of the embedding.
         named = [ids for end, ids in token_ids.items() if end and f".{layer}".endswith(f".{end}")]
         ids = (named or list(token_ids.values()) or [[]])[0]
         if rows.ndim != 2 or len(ids) != len(rows):
@@ -121,16 +124,16 @@ class LoRAVocabReader:
             )
         return dict(zip(ids, rows, strict=True))
 
-    def _own(self, kind: str, layers: Mapping[str, _Layer]) -> LoRAVocab | None:
-        room, found = self.slots.owned[kind], layers.get(kind, _Layer())
-        if room.tied and found.base is None and not found.trained and _EMBEDDING in layers:
-            found = _Layer(base=layers[_EMBEDDING].base, trained=layers[_EMBEDDING].trained)
-        rows = {} if found.base is None else dict(enumerate(_sum(kind, found), room.vocab))
-        rows |= found.trained
+    def _build_rows(self, kind: str, layers: Mapping[str, _Layer]) -> LoRAVocab | None:
+        vocab_slots, layer = self.slots.owned[kind], layers.get(kind, _Layer())
+        if vocab_slots.tied and layer.base is None and not layer.trained and _EMBEDDING in layers:
+            layer = _Layer(base=layers[_EMBEDDING].base, trained=layers[_EMBEDDING].trained)
+        rows = {} if layer.base is None else dict(enumerate(_sum_rows(kind, layer), vocab_slots.vocab))
+        rows |= layer.trained
         if not rows:
-            if len(found.factors) > 1:
+            if len(layer.factors) > 1:
                 raise ConfigError(
-                    f"the adapter has more tokens of {kind} than the model, and not their weights"
+                    f"the adapter has more tokens of {kind} than the model, but lacks their weights"
                 )
             return None
         if len(rows) > self.slots.num_own:
@@ -139,41 +142,43 @@ class LoRAVocabReader:
                 "--lora-extra-vocab-size",
                 param="lora_request",
             )
-        if any(row.shape != (room.hidden,) for row in rows.values()):
-            raise ConfigError(f"{kind} of the adapter is not {room.hidden} wide, as the model's is")
+        if any(row.shape != (vocab_slots.hidden,) for row in rows.values()):
+            raise ConfigError(f"{kind} of the adapter must have the model's hidden size {vocab_slots.hidden}")
         pins = self.slots.device.type == "cuda"
-        own = torch.empty(len(rows), room.hidden, dtype=self.slots.dtype, pin_memory=pins)
+        buffer = torch.empty(len(rows), vocab_slots.hidden, dtype=self.slots.dtype, pin_memory=pins)
         return LoRAVocab(
-            torch.tensor(list(rows), dtype=torch.int64), own.copy_(torch.stack(list(rows.values())))
+            torch.tensor(list(rows), dtype=torch.int64), buffer.copy_(torch.stack(list(rows.values())))
         )
 
-    def _check(self, found: Mapping[str, LoRAVocab]) -> None:
-        """Tokens that the model does not have are there one after the other, in both layers."""
+    def _check(self, vocabs: Mapping[str, LoRAVocab]) -> None:
+        """Check that new tokens have consecutive ids and are the same in both layers."""
         new = {
-            kind: sorted(each for each in found[kind].ids.tolist() if each >= room.vocab)
-            if kind in found
+            kind: sorted(id for id in vocabs[kind].ids.tolist() if id >= vocab_slots.vocab)
+            if kind in vocabs
             else []
-            for kind, room in self.slots.owned.items()
+            for kind, vocab_slots in self.slots.owned.items()
         }
         for kind, ids in new.items():
             first = self._vocab(kind)
             if ids != list(range(first, first + len(ids))):
                 raise ConfigError(
-                    f"the adapter brings the tokens {ids} of {kind}, and not all from {first} on"
+                    f"the adapter brings the tokens {ids} of {kind}, but new ids must start at {first}"
                 )
         if len({len(ids) for ids in new.values()}) > 1:
             counts = " and ".join(f"{len(ids)} rows of {kind}" for kind, ids in new.items())
             raise ConfigError(f"the adapter brings {counts}: a token of its own needs both")
 
 
-def _sum(kind: str, layer: _Layer) -> Tensor:
-    """[k, hidden], float32"""
+def _sum_rows(kind: str, layer: _Layer) -> Tensor:
+    """Return the rows of new tokens with their LoRA update, [k, hidden] in float32."""
     assert layer.base is not None
-    rows, (a, b) = layer.base.float(), (layer.factors.get(which) for which in "AB")
+    rows, (a, b) = layer.base.float(), (layer.factors.get(name) for name in "AB")
     if a is None or b is None:
         return rows
     a, b = a.float(), b.float()
     added = (b @ a).t() if kind == _EMBEDDING else b @ a
     if added.shape != rows.shape:
-        raise ConfigError(f"the adapter has weights of {len(rows)} tokens of its own, and adapts others")
+        raise ConfigError(
+            f"the adapter has weights of {len(rows)} tokens of its own, but adapts a different number"
+        )
     return rows + layer.scale * added

@@ -51,14 +51,14 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def load_pickle_bytes(name: str, data: memoryview) -> dict[str, Tensor]:
-    """Return the tensors of a file that was read into memory; `name` is what errors call it."""
+    """Return the tensors of a file that was read into memory; `name` is used in error messages."""
     return _plain_tensors(
         name, lambda: torch.load(io.BytesIO(data), map_location="cpu", mmap=False, weights_only=True)
     )
 
 
 def _plain_tensors(name: str, load: Callable[[], Any]) -> dict[str, Tensor]:
-    """Refuse all but strided tensors: torch does not check that the indices of sparse ones are in range."""
+    """Return the tensors of a pickle and reject all but strided ones: torch does not check sparse indices."""
     try:
         state = load()
     except (UnpicklingError, RuntimeError, ValueError, OSError, EOFError) as error:

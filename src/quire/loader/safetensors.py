@@ -1,4 +1,4 @@
-"""Weights from safetensors files, read by several threads: straight into place where the types agree."""
+"""Weights from safetensors files, read by several threads; directly into place if the dtypes agree."""
 
 import ctypes
 import itertools
@@ -38,36 +38,36 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By the names of the format."""
+"""By their names in the format."""
 _CHUNK_BYTES = 32 << 20
-"""Read at a time where the bytes cannot go straight to their place."""
+"""Bytes read at a time if they cannot be read directly into place."""
 
 _LARGE_BYTES = 8 << 20
-"""From here on memory is asked for in large pages."""
+"""From this size on memory is requested in huge pages."""
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies."""
+    """File, type and position of a tensor."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte, from the start of the file."""
+    """Offset of its first byte in the file."""
     row_bytes: int = 0
-    """From one row to the next, where other bytes lie between them."""
+    """Bytes between the starts of rows, if other bytes lie between the rows."""
 
 
 class SafetensorsSource:
     """The tensors of safetensors files."""
 
     num_readers = 4
-    """As many requests as a disk of today wants to see at once."""
+    """A modern disk is fastest with several reads in flight."""
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         paths = self._find(checkpoint)
         self.entries = {name: entry for path in paths for name, entry in entries_of(path).items()}
-        self._own = threading.local()
+        self._local = threading.local()
 
     def _find(self, checkpoint: Checkpoint) -> list[Path]:
         return find_shards(checkpoint.path, "model", ".safetensors")
@@ -84,15 +84,15 @@ class SafetensorsSource:
     def format(self, plain: Format) -> Format:
         return plain
 
-    @torch.inference_mode()  # a thread of a pool does not know in which mode the tensors were made
+    @torch.inference_mode()  # a pool thread may run in another mode than the one the tensors were made in
     def fill(self, target: Target) -> None:
         entry, into = self.entries[target.name], target.tensor
         check_type(entry.dtype, target)
         ask_for_large_pages(into)
         try:
             with entry.path.open("rb", buffering=0) as file:
-                for stored, own in _pieces(entry, target):
-                    self._fill(file, stored, own)
+                for stored, part in _pieces(entry, target):
+                    self._fill(file, stored, part)
         except OSError as error:
             raise ConfigError(
                 f"cannot read {target.name} from {entry.path}: {error}; download the file again"
@@ -109,7 +109,7 @@ class SafetensorsSource:
             self._read_in_pieces(file, entry, into)
 
     def _read_columns(self, file: FileIO, entry: TensorEntry, into: Tensor) -> None:
-        """Row by row out of mapped memory, of which only the pages with these columns are read."""
+        """Read row by row from mapped memory, so that only the pages with these columns are read."""
         rows, *row = entry.shape
         size = math.prod(row) * entry.dtype.itemsize
         start = entry.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -124,13 +124,13 @@ class SafetensorsSource:
             stage.copy(values, piece)
 
     def _stage(self, device: torch.device) -> "_Stage":
-        if not hasattr(self._own, "stages"):
-            self._own.stages = itertools.cycle([_Stage(device), _Stage(device)])
-        stage: _Stage = next(self._own.stages)
+        if not hasattr(self._local, "stages"):
+            self._local.stages = itertools.cycle([_Stage(device), _Stage(device)])
+        stage: _Stage = next(self._local.stages)
         return stage
 
     def _read_in_pieces(self, file: FileIO, entry: TensorEntry, into: Tensor) -> None:
-        """Through memory of this thread, some rows at a time: another type, another device."""
+        """Read some rows at a time through a staging buffer, to convert the dtype or the device."""
         rows, *row = entry.shape or (1,)
         step = max(1, _CHUNK_BYTES // max(1, math.prod(row) * entry.dtype.itemsize))
         into = into if into.shape == entry.shape and into.ndim else into.view(entry.shape or 1)
@@ -143,34 +143,33 @@ class SafetensorsSource:
 
 
 class _Stage:
-    """Memory that bytes pass through on their way to a device: page-locked where that is a GPU, so that the
-    next are read while these are on their way."""
+    """A staging buffer: page-locked for a GPU, so that the next bytes are read while these are copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self.left = torch.cuda.Event() if device.type == "cuda" else None
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
-        if self.left is not None:
-            self.left.synchronize()
+        if self.copied is not None:
+            self.copied.synchronize()
         if len(self.memory) < num_bytes:
-            self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.left is not None)
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.copied is not None)
         return self.memory[:num_bytes].view(dtype).view(shape)
 
     def copy(self, values: Tensor, into: Tensor) -> None:
-        if self.left is None:
+        if self.copied is None:
             into.copy_(values)
-        else:  # a type is changed over there, where it costs nothing
+        else:  # the dtype is converted on the device
             into.copy_(values.to(self.device, non_blocking=True))
-            self.left.record(torch.cuda.current_stream(self.device))
+            self.copied.record(torch.cuda.current_stream(self.device))
 
 
 def entries_of(path: Path) -> dict[str, TensorEntry]:
-    """What a file holds, once its header is known to fit its size."""
+    """Return the tensors of a file, after checking that its header matches its size."""
     try:
-        with safe_open(path, framework="np"):  # checks that every byte is some tensor's
+        with safe_open(path, framework="np"):  # checks that the tensors cover all bytes
             pass
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -180,19 +179,19 @@ def entries_of(path: Path) -> dict[str, TensorEntry]:
             f"{path} is not a whole safetensors file ({error}); it is truncated or corrupt, download it again"
         ) from error
     header.pop("__metadata__", None)
-    strange = sorted({each["dtype"] for each in header.values()} - DTYPES.keys())
-    if strange:
-        raise ConfigError(f"{path} holds {strange[0]} tensors; known: {', '.join(DTYPES)}")
+    unknown = sorted({stored["dtype"] for stored in header.values()} - DTYPES.keys())
+    if unknown:
+        raise ConfigError(f"{path} holds {unknown[0]} tensors; known: {', '.join(DTYPES)}")
     return {
         name: TensorEntry(
-            path, DTYPES[each["dtype"]], tuple(each["shape"]), 8 + size + each["data_offsets"][0]
+            path, DTYPES[stored["dtype"]], tuple(stored["shape"]), 8 + size + stored["data_offsets"][0]
         )
-        for name, each in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        for name, stored in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     }
 
 
 def _pieces(entry: TensorEntry, target: Target) -> Iterator[tuple[TensorEntry, Tensor]]:
-    """What the target takes of a tensor: where each part of it lies, and where it goes."""
+    """Yield the parts of the target's shard: position in the file, and destination."""
     if target.is_whole:
         yield entry._replace(shape=tuple(target.tensor.shape)), target.tensor
         return
@@ -200,14 +199,14 @@ def _pieces(entry: TensorEntry, target: Target) -> Iterator[tuple[TensorEntry, T
     assert axis is not None
     unit = math.prod(shape[axis + 1 :]) * entry.dtype.itemsize
     row_bytes = shape[axis] * unit
-    for own, into in target.slices():
-        size = own.stop - own.start
-        first = entry._replace(offset=entry.offset + own.start * unit, shape=tuple(into.shape))
+    for span, into in target.slices():
+        size = span.stop - span.start
+        first = entry._replace(offset=entry.offset + span.start * unit, shape=tuple(into.shape))
         if axis == 0 or math.prod(shape[:axis]) == 1:
             yield first, into
         elif axis == 1:
             yield first._replace(row_bytes=row_bytes), into
-        else:  # matrices, one behind the other
+        else:  # several matrices in sequence
             rows = shape[axis - 1]
             part = first._replace(shape=(rows, size, *shape[axis + 1 :]), row_bytes=row_bytes)
             for i, matrix in enumerate(into.flatten(0, axis - 2)):
@@ -215,20 +214,19 @@ def _pieces(entry: TensorEntry, target: Target) -> Iterator[tuple[TensorEntry, T
 
 
 def _read(file: RawIOBase, into: Tensor) -> None:
-    """As many bytes as the tensor has."""
+    """Read as many bytes as the tensor has."""
     rest = into.flatten().view(torch.uint8).numpy().data
     while rest:
         num_read = file.readinto(rest)
         if not num_read:
-            raise OSError("it ends early")
+            raise OSError("unexpected end of file")
         rest = rest[num_read:]
 
 
 def ask_for_large_pages(into: Tensor) -> None:
-    """Before the memory is touched: the kernel gives it out by the page, and small ones take longer than what
-    is read into them."""
+    """Request huge pages before the memory is touched: faults of small pages take longer than reading."""
     if into.device.type != "cpu" or into.nbytes < _LARGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     start = -(-into.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = ctypes.c_size_t(into.data_ptr() + into.nbytes - start)
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), size, mmap.MADV_HUGEPAGE)  # refused: no harm
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), size, mmap.MADV_HUGEPAGE)  # failure is harmless

@@ -1,4 +1,4 @@
-"""A model as the engine keeps it: saved after it was loaded, and put in its place again without repacking."""
+"""Sharded state: a model saved with its weights as the engine holds them, and loaded without repacking."""
 
 import platform
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from quire.quant.experts import StoredExperts
 from quire.quant.weight import Weight
 
 VERSION = 1
-"""Of how formats repack: it grows when an older state would be read wrongly."""
+"""Version of the weight layouts; raised when an older state would be read wrongly."""
 PART = "model-rank-{rank}-part-{part}.safetensors"
 _PART_BYTES = 5 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedStateKey:
-    """What a state was saved for; another engine keeps other tensors."""
+    """Settings that a state was saved for; another engine holds other tensors."""
 
     architecture: str
     dtype: str
@@ -48,36 +48,37 @@ class ShardedStateKey:
 
 def save_state(
     model: nn.Module,
-    kept: ShardedStateKey,
+    key: ShardedStateKey,
     stored: Mapping[str, tuple[int, ...]],
     folder: Path,
     rank: int = 0,
 ) -> int:
-    """Write every parameter of a rank into parts of `folder`, with what they are; returns their bytes.
+    """Write all parameters of a rank into files of `folder`, with the key; return their size in bytes.
     `stored` are the tensors of the checkpoint that the model was loaded from."""
     refuse_unsaved(model)
-    waiting: dict[str, Tensor] = {}
-    num_parts = num_bytes = waiting_bytes = 0
+    part: dict[str, Tensor] = {}
+    num_parts = num_bytes = part_bytes = 0
     for name, parameter in model.named_parameters():
-        if waiting and waiting_bytes + parameter.nbytes > _PART_BYTES:
-            write_tensors(folder / PART.format(rank=rank, part=num_parts), waiting)
-            num_parts, waiting, waiting_bytes = num_parts + 1, {}, 0
-        waiting[name] = parameter.detach().cpu().contiguous()
-        waiting_bytes += parameter.nbytes
+        if part and part_bytes + parameter.nbytes > _PART_BYTES:
+            write_tensors(folder / PART.format(rank=rank, part=num_parts), part)
+            num_parts, part, part_bytes = num_parts + 1, {}, 0
+        part[name] = parameter.detach().cpu().contiguous()
+        part_bytes += parameter.nbytes
         num_bytes += parameter.nbytes
-    write_tensors(folder / PART.format(rank=rank, part=num_parts), waiting)
+    write_tensors(folder / PART.format(rank=rank, part=num_parts), part)
     shapes = {name: list(shape) for name, shape in stored.items()}
-    write_json(folder / STATE, asdict(kept) | {"stored": shapes})
+    write_json(folder / STATE, asdict(key) | {"stored": shapes})
     return num_bytes
 
 
 def refuse_unsaved(model: nn.Module) -> None:
-    """A weight that repacks in its own `finish` may keep what is no parameter."""
+    """Refuse models with weights that repack in their own `finish`, as these may hold more than
+    parameters."""
     for module in model.modules():
         finish = getattr(type(module), "finish", None)
         if isinstance(module, Weight | StoredExperts) and finish not in (Weight.finish, StoredExperts.finish):
             raise ConfigError(
-                f"weights of the kind {type(module).__name__} cannot be saved as the engine keeps them; "
+                f"weights of the kind {type(module).__name__} cannot be saved as a sharded state; "
                 "load the checkpoint itself"
             )
 
@@ -92,17 +93,17 @@ class ShardedSource(SafetensorsSource):
                 f"{self.folder} holds no saved state ({STATE} is missing); make one with "
                 "`quire save-sharded-state MODEL -o DIR`, or leave load_format out"
             )
-        said = ConfigReader(str(self.folder / STATE), read_json(self.folder / STATE))
-        self.kept = {name: said.get(name) for name in ShardedStateKey.__dataclass_fields__}
+        state = ConfigReader(str(self.folder / STATE), read_json(self.folder / STATE))
+        self.kept = {name: state.get(name) for name in ShardedStateKey.__dataclass_fields__}
         self.kept["tensor_parallel_size"] = self.kept["tensor_parallel_size"] or 1
-        self.stored = {name: tuple(shape) for name, shape in (said.get("stored") or {}).items()}
+        self.stored = {name: tuple(shape) for name, shape in (state.get("stored") or {}).items()}
         super().__init__(checkpoint, seed)
 
     def _find(self, checkpoint: Checkpoint) -> list[Path]:
         return []
 
     def open(self, rank: int) -> None:
-        """The parts of one rank."""
+        """Open the files of one rank."""
         paths = sorted(
             self.folder.glob(PART.format(rank=rank, part="*")), key=lambda path: (len(path.name), path)
         )
@@ -115,28 +116,29 @@ class ShardedSource(SafetensorsSource):
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return self.stored
 
-    def check(self, kept: ShardedStateKey) -> None:
-        """Before anything is read: that this engine would keep the same."""
-        for name, ours in asdict(kept).items():
-            if self.kept[name] != ours:
+    def check(self, key: ShardedStateKey) -> None:
+        """Check that the state was saved for this engine's settings, before anything is read."""
+        for name, value in asdict(key).items():
+            if self.kept[name] != value:
                 raise ConfigError(
                     f"the state in {self.folder} was saved for {name} {self.kept[name]!r}, but this engine "
-                    f"has {ours!r}; save it again with `quire save-sharded-state` and the flags and machine "
+                    f"has {value!r}; save it again with `quire save-sharded-state` and the flags and machine "
                     "of this engine, or load the model's checkpoint itself"
                 )
 
     def targets(self, model: nn.Module) -> dict[str, Target]:
-        """The parameters of `model`, each as it was saved: of another shape, new, or gone."""
+        """Return targets for the saved parameters of `model`, after adapting its parameters to the saved
+        shapes."""
         refuse_unsaved(model)
-        ours = dict(model.named_parameters())
-        for name in ours.keys() - self.entries.keys():
+        parameters = dict(model.named_parameters())
+        for name in parameters.keys() - self.entries.keys():
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, None)
         for name, entry in self.entries.items():
             owner, _, last = name.rpartition(".")
-            parameter = ours.get(name)
+            parameter = parameters.get(name)
             if parameter is None or (parameter.shape, parameter.dtype) != (entry.shape, entry.dtype):
-                device = next(iter(ours.values())).device
+                device = next(iter(parameters.values())).device
                 tensor = torch.empty(entry.shape, dtype=entry.dtype, device=device)
                 if parameter is None:
                     setattr(model.get_submodule(owner), last, nn.Parameter(tensor, requires_grad=False))
@@ -146,7 +148,7 @@ class ShardedSource(SafetensorsSource):
 
 
 def equip(model: nn.Module) -> None:
-    """Find kernels for what was put in its place."""
+    """Choose kernels for the loaded weights."""
     for module in model.modules():
         if isinstance(module, Weight | StoredExperts):
             module.find_kernels()

@@ -1,4 +1,4 @@
-"""Which weight files a model directory has, and which others."""
+"""Weight files and other files of a model directory."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from quire.checkpoint.reader import read_json
 from quire.errors import ConfigError
 
 STATE = "sharded_state.json"
-"""Beside the parameters of a model as the engine keeps them: what they were saved for."""
+"""Settings of a sharded state, beside its weight files."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
 
 
@@ -22,7 +22,7 @@ def write_json(file: Path, values: dict[str, Any]) -> None:
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    """For everybody who may read what is beside it: safetensors by itself writes for the owner alone."""
+    """Write a safetensors file that other users may read: safetensors restricts it to the owner."""
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(_mode_of_new_files())
 
@@ -34,7 +34,7 @@ def _mode_of_new_files() -> int:
 
 
 def copy_around(path: Path, to: Path) -> None:
-    """Everything of a model directory but its weights; the modules behind it whole."""
+    """Copy all files of a model directory except weights; folders of extra modules are copied whole."""
     for file in sorted(path.iterdir()):
         is_weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
         if file.is_file() and not is_weights and file.name[0] != ".":
@@ -45,14 +45,14 @@ def copy_around(path: Path, to: Path) -> None:
 
 
 def find_shards(path: Path, stem: str, suffix: str) -> list[Path]:
-    """The files of `<stem><suffix>`: those that its index names, the one file, or all that end like it."""
+    """Return the files of `<stem><suffix>`: those in its index, the single file, or all with this suffix."""
     index = path / f"{stem}{suffix}.index.json"
     if index.is_file():
-        return _indexed(path, index)
+        return _list_indexed(path, index)
     single = path / f"{stem}{suffix}"
     if single.is_file():
         return [single]
-    # The consolidated file repeats the weights under other names; an adapter is not a model.
+    # A consolidated file repeats the weights under other names; adapters are not models.
     others = [
         file
         for file in path.glob(f"*{suffix}")
@@ -66,7 +66,7 @@ def find_shards(path: Path, stem: str, suffix: str) -> list[Path]:
     return sorted(others)
 
 
-def _indexed(path: Path, index: Path) -> list[Path]:
+def _list_indexed(path: Path, index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ConfigError(f"{index}: weight_map is missing or not an object of file names")

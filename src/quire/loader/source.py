@@ -1,4 +1,4 @@
-"""Where weights come from: the protocol, the table of formats, and which one a checkpoint is in."""
+"""Sources of weights: the protocol, the table of load formats, and their detection."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -26,54 +26,54 @@ FORMATS = LazyTable(
 
 
 class Source(Protocol):
-    """Made from (checkpoint, seed). Names are those of a Hugging Face checkpoint."""
+    """A source of weights, built from (checkpoint, seed). Names are those of a Hugging Face checkpoint."""
 
     num_readers: int
-    """How many threads may fill at a time."""
+    """Number of threads that may fill at a time."""
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor there is."""
+        """Return the shape of every stored tensor."""
         ...
 
     def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
-        """The names of `targets` in the order that reads fastest."""
+        """Return the names of `targets` in the order that is fastest to read."""
         ...
 
     def format(self, plain: Format) -> Format:
-        """The one in which layers may stay as they are stored, with `plain` for those that may not."""
+        """Return the format that keeps layers as they are stored, with `plain` for all others."""
         ...
 
     def fill(self, target: Target) -> None:
-        """Copy one tensor, or what the target takes of it and no more, converting to the type and device of
-        its target."""
+        """Copy one tensor, or only the target's shard of it, and convert it to the target's dtype and
+        device."""
         ...
 
 
 def put(stored: Tensor, target: Target) -> None:
-    """Copy a tensor of a file, or what the target takes of it."""
+    """Copy a stored tensor, or the target's shard of it."""
     check_type(stored.dtype, target)
     whole = stored.reshape(target.shape)
     if target.is_whole:
         target.tensor.copy_(whole)
         return
     assert target.axis is not None
-    for own, into in target.slices():
-        into.copy_(whole.narrow(target.axis, own.start, own.stop - own.start))
+    for span, into in target.slices():
+        into.copy_(whole.narrow(target.axis, span.start, span.stop - span.start))
 
 
 def check_type(stored: torch.dtype, target: Target) -> None:
-    """Numbers that mean something only beside a scale are not converted."""
+    """Raise if a quantized tensor would be converted, since its values depend on a scale."""
     into = target.tensor
     narrow = into.dtype.itemsize == 1 or not into.is_floating_point()
     if narrow and stored != into.dtype:
         raise ConfigError(
             f"{target.name} is stored as {stored}, but its quantization says {into.dtype}: config.json "
-            "and the weights are not of one model"
+            "does not match the weights"
         )
 
 
 def detect(checkpoint: Checkpoint, load_format: str) -> str:
-    """The key of FORMATS that `load_format` means for this checkpoint."""
+    """Return the key of FORMATS that `load_format` selects for this checkpoint."""
     known = ("auto", *FORMATS)
     if load_format not in known:
         hint = nearest(load_format, list(known))

@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, fed by the stats of each step."""
+"""Prometheus metrics with vLLM's names, updated with the stats of each step."""
 
 import copy
 import time
@@ -47,18 +47,18 @@ GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests waiting to be admitted.",
     "kv_cache_usage_perc": "Share of the KV cache blocks in use, 0 to 1.",
-    "gpu_cache_usage_perc": "The same under its older name.",
+    "gpu_cache_usage_perc": "Older name of the metric above.",
     "avg_prompt_throughput_toks_per_s": "Prompt tokens computed per second, over the last interval.",
     "avg_generation_throughput_toks_per_s": "Tokens generated per second, over the last interval.",
 }
 COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "mm_cache_queries": "Images, videos and sounds looked up among those processed before.",
-    "mm_cache_hits": "Of these, the ones that were there.",
+    "mm_cache_queries": "Images, videos and audio items looked up in the multimodal cache.",
+    "mm_cache_hits": "Items found in the multimodal cache.",
     "num_preemptions": "Requests preempted by recomputation.",
-    "request_resumed": "Answers that went on in a restarted core, or in another one, after theirs had died.",
-    "prompt_tokens": "Prompt tokens processed, cached ones counted in.",
+    "request_resumed": "Requests that continued in another or a restarted engine core after a crash.",
+    "prompt_tokens": "Prompt tokens processed, including cached ones.",
     "prompt_tokens_cached": "Prompt tokens taken from the prefix cache.",
     "generation_tokens": "Tokens generated.",
 }
@@ -66,75 +66,77 @@ HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
     "iteration_tokens_total": ("Tokens computed in one step.", [float(edge) for edge in _STEP_TOKENS]),
     "time_to_first_token_seconds": ("From arrival to the first token.", _FIRST_TOKEN),
     "inter_token_latency_seconds": ("Between two tokens of a request.", _PER_TOKEN),
-    "time_per_output_token_seconds": ("The same under its older name.", _PER_TOKEN),
+    "time_per_output_token_seconds": ("Older name of the metric above.", _PER_TOKEN),
     "request_time_per_output_token_seconds": ("Mean time per token after the first, by request.", _PER_TOKEN),
     "e2e_request_latency_seconds": ("From arrival to the last token.", _PER_REQUEST),
     "request_queue_time_seconds": ("Time spent waiting.", _PER_REQUEST),
     "request_inference_time_seconds": ("From admission to the last token.", _PER_REQUEST),
     "request_prefill_time_seconds": ("From admission to the first token.", _PER_REQUEST),
     "request_decode_time_seconds": ("From the first token to the last.", _PER_REQUEST),
-    "request_params_n": ("Sequences asked for.", [1, 2, 5, 10, 20]),
+    "request_params_n": ("The n of a request.", [1, 2, 5, 10, 20]),
 }
 LABELLED = {
     "request_success": ("Requests that ended.", "finished_reason", FINISH_REASONS),
     "prompt_tokens_by_source": (
-        "Prompt tokens by where they came from.",
+        "Prompt tokens by source.",
         "source",
         ("local_compute", "local_cache_hit", "external_kv_transfer"),
     ),
-    "num_requests_waiting_by_reason": ("Waiting requests, by why.", "reason", ("capacity", "deferred")),
+    "num_requests_waiting_by_reason": ("Waiting requests by reason.", "reason", ("capacity", "deferred")),
     "engine_sleep_state": (
-        "1 for the state the engine is in.",
+        "1 for the current sleep state of the engine.",
         "sleep_state",
         ("awake", "weights_offloaded", "discard_all"),
     ),
 }
-"""Families with a label of their own: text, label and its values. The last two are gauges."""
+"""Metrics with an additional label: help text, label and its values. The last two are gauges."""
 LENGTHS = {
     "request_prompt_tokens": "Prompt tokens of a request.",
     "request_generation_tokens": "Tokens generated for a request.",
     "request_max_num_generation_tokens": "Most tokens generated for any sequence of a request.",
     "request_params_max_tokens": "The max_tokens of a request.",
-    "request_prefill_kv_computed_tokens": "Prompt tokens computed, cached ones left out.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens computed, without cached ones.",
 }
 
 
 def length_buckets(longest: int) -> list[float]:
-    """1, 2, 5, 10, 20, 50, ... up to `longest`."""
+    """Return the bucket bounds 1, 2, 5, 10, 20, 50, ... up to `longest`."""
     edges = [digit * 10**power for power in range(len(str(longest))) for digit in (1, 2, 5)]
     return [float(edge) for edge in edges if edge <= longest]
 
 
 class MetricsLayout:
-    """Where each series stands in a page of numbers. All processes of an engine agree on it."""
+    """The position of each series in a page of numbers. All processes of an engine use the same layout."""
 
     def __init__(self, max_model_len: int, most_drafts: int = 0) -> None:
         labelled = [f"{name}:{value}" for name, (_, _, values) in LABELLED.items() for value in values]
         self.most_drafts = most_drafts
-        every = [*GAUGES, *COUNTERS, *labelled, *names_of(most_drafts), *SERIES]
-        self.places = {name: place for place, name in enumerate(every)}
+        names = [*GAUGES, *COUNTERS, *labelled, *names_of(most_drafts), *SERIES]
+        self.places = {name: place for place, name in enumerate(names)}
         edges = {name: edges for name, (_, edges) in HISTOGRAMS.items()} | EDGES
         edges |= dict.fromkeys(LENGTHS, length_buckets(max_model_len))
-        self.edges = {name: np.array(each, np.float64) for name, each in edges.items()}
+        self.edges = {name: np.array(bounds, np.float64) for name, bounds in edges.items()}
         size = len(self.places)
-        for name, each in self.edges.items():
+        for name, bounds in self.edges.items():
             self.places[name] = size
-            size += len(each) + 2  # a count per bucket, one beyond the last, and the sum
+            size += len(bounds) + 2  # a count per bucket, one above the last bound, and the sum
         self.size = size
 
     @classmethod
     def of(cls, config: EngineConfig) -> "MetricsLayout":
-        asked = config.speculation
-        return cls(config.model.max_model_len, 0 if asked is None else asked.num_speculative_tokens)
+        speculation = config.speculation
+        return cls(
+            config.model.max_model_len, 0 if speculation is None else speculation.num_speculative_tokens
+        )
 
 
 class MetricsPages:
-    """Pages in one shared file, by process and engine: each writes its own, and whoever is asked adds them
-    up. The cores come first, together as one process, then API processes, each with a page for every engine.
+    """Pages of one shared file, by process and engine. Each process writes its own page, and readers add
+    all pages up. The engine cores come first, together as one process, then API processes, each with a
+    page per engine.
 
-    A process that is restarted goes on with the pages of the one before it, so that counters never fall back.
-    Without a file there is one process, in memory.
-    """
+    A restarted process continues with the pages of its predecessor, so that counters never decrease. Without
+    a file there is one process, in memory."""
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ class MetricsPages:
         if file is None:
             self.pages = np.zeros((1, num_engines, layout.size))
         else:
-            # Plain arrays: a view of a memmap is another memmap, made anew for every number.
+            # A plain array: indexing a memmap creates another memmap object each time.
             whole = np.memmap(file, np.float64, "r+").view(np.ndarray)
             self.pages = whole.reshape(-1, num_engines, layout.size)
         self._process = process
@@ -164,26 +166,26 @@ class MetricsPages:
         return self.pages.shape[1]
 
     def of_engine(self, engine: int) -> "MetricsPages":
-        """The same, to write what concerns another engine."""
+        """Return pages to write the metrics of another engine."""
         other = copy.copy(self)
         other.own = self.pages[self._process, engine]
         return other
 
     def take_page(self, engine: int, page: bytes) -> None:
-        """What a core on another machine has counted so far. Whoever gets it may write it down: it is the
-        same for all."""
-        found = np.frombuffer(page)
-        if len(found) == self.layout.size:
-            self.pages[0, engine] = found
+        """Store the page of an engine core on another machine. Any process may do so, since all receive
+        the same."""
+        values = np.frombuffer(page)
+        if len(values) == self.layout.size:
+            self.pages[0, engine] = values
 
     def clear_gauges(self) -> None:
-        """The process that wrote them is gone."""
+        """Reset the gauges of a process that has ended."""
         reasons = LABELLED["num_requests_waiting_by_reason"][2]
         for name in [*GAUGES, *(f"num_requests_waiting_by_reason:{reason}" for reason in reasons)]:
             self._set(name, 0)
 
     def observe(self, step: StepStats, front: FrontStats) -> None:
-        """Count what a step did. The core knows the first half, the API process the second."""
+        """Count a step. The engine core has `step`, the API process has `front`."""
         self._set("num_requests_running", step.num_running)
         self._set("num_requests_waiting", step.num_waiting)
         self._set("num_requests_waiting_by_reason:capacity", step.num_waiting - step.num_deferred)
@@ -195,7 +197,7 @@ class MetricsPages:
         self._add("prefix_cache_queries", step.prefix_queries)
         self._add("prefix_cache_hits", step.prefix_hits)
         self._add("num_preemptions", step.num_preempted)
-        # Counted when a request is first admitted: what a preempted one computes again is no new prompt.
+        # Counted when a request is first admitted, so that recomputation after preemption is not counted.
         self._add("prompt_tokens", step.num_prompt_tokens)
         self._add("prompt_tokens_cached", step.num_cached_tokens)
         self._add("prompt_tokens_by_source:local_cache_hit", step.num_cached_tokens)
@@ -204,13 +206,13 @@ class MetricsPages:
             for name, count in additions(step).items():
                 self._add(name, count)
         if step.num_computed_tokens:
-            self._put("iteration_tokens_total", step.num_computed_tokens)
+            self._record("iteration_tokens_total", step.num_computed_tokens)
         self.observe_front(front)
 
     def observe_front(self, front: FrontStats) -> None:
         self._add("generation_tokens", front.num_tokens)
-        self._put_many(("time_to_first_token_seconds",), front.first_token_s)
-        self._put_many(
+        self._record_many(("time_to_first_token_seconds",), front.first_token_s)
+        self._record_many(
             ("inter_token_latency_seconds", "time_per_output_token_seconds"), front.between_tokens_s
         )
         for ended in front.finished:
@@ -219,31 +221,31 @@ class MetricsPages:
     def _observe_end(self, ended: FinishedSequence) -> None:
         self._add(f"request_success:{ended.reason}", 1)
         times = ended.times
-        self._put("request_prompt_tokens", ended.num_prompt_tokens)
-        self._put("request_generation_tokens", ended.num_output_tokens)
-        self._put("request_prefill_kv_computed_tokens", ended.num_prompt_tokens - ended.num_cached)
+        self._record("request_prompt_tokens", ended.num_prompt_tokens)
+        self._record("request_generation_tokens", ended.num_output_tokens)
+        self._record("request_prefill_kv_computed_tokens", ended.num_prompt_tokens - ended.num_cached)
         if ended.longest is not None:
-            self._put("request_max_num_generation_tokens", ended.longest)
-            self._put("request_params_n", ended.params.n)
+            self._record("request_max_num_generation_tokens", ended.longest)
+            self._record("request_params_n", ended.params.n)
         if ended.params.max_tokens is not None:
-            self._put("request_params_max_tokens", ended.params.max_tokens)
-        self._put("e2e_request_latency_seconds", time.time() - ended.arrived_at)
+            self._record("request_params_max_tokens", ended.params.max_tokens)
+        self._record("e2e_request_latency_seconds", time.time() - ended.arrived_at)
         if not ended.num_output_tokens:
             return
         decode = times.last_token_at - times.first_token_at
-        self._put("request_queue_time_seconds", times.scheduled_at - times.queued_at)
-        self._put("request_prefill_time_seconds", times.first_token_at - times.scheduled_at)
-        self._put("request_decode_time_seconds", decode)
-        self._put("request_inference_time_seconds", times.last_token_at - times.scheduled_at)
+        self._record("request_queue_time_seconds", times.scheduled_at - times.queued_at)
+        self._record("request_prefill_time_seconds", times.first_token_at - times.scheduled_at)
+        self._record("request_decode_time_seconds", decode)
+        self._record("request_inference_time_seconds", times.last_token_at - times.scheduled_at)
         if ended.num_output_tokens > 1:
-            self._put("request_time_per_output_token_seconds", decode / (ended.num_output_tokens - 1))
+            self._record("request_time_per_output_token_seconds", decode / (ended.num_output_tokens - 1))
 
     def count_resumed(self) -> None:
-        """A request with output so far was sent to a core in place of one that died."""
+        """Count a request that continues on another engine core after a crash."""
         self._add("request_resumed", 1)
 
     def observe_media(self, queries: int, hits: int) -> None:
-        """Items that were asked for, and those that had been processed."""
+        """Count the lookups and the hits of the multimodal cache."""
         self._add("mm_cache_queries", queries)
         self._add("mm_cache_hits", hits)
 
@@ -251,7 +253,7 @@ class MetricsPages:
         counter, observations = exchange.additions
         self._add(counter, 1)
         for name, value in observations.items():
-            self._put(name, value)
+            self._record(name, value)
 
     def _set(self, name: str, value: float) -> None:
         self.own[self.layout.places[name]] = value
@@ -260,14 +262,14 @@ class MetricsPages:
         if value:
             self.own[self.layout.places[name]] += value
 
-    def _put(self, name: str, value: float) -> None:
-        """An observation of a histogram."""
+    def _record(self, name: str, value: float) -> None:
+        """Add an observation to a histogram."""
         place, edges = self.layout.places[name], self.layout.edges[name]
         self.own[place + bisect_left(edges, value)] += 1
         self.own[place + len(edges) + 1] += value
 
-    def _put_many(self, names: tuple[str, ...], values: list[float]) -> None:
-        """Observations of histograms with the same edges."""
+    def _record_many(self, names: tuple[str, ...], values: list[float]) -> None:
+        """Add observations to histograms that have the same bounds."""
         if not values:
             return
         edges = self.layout.edges[names[0]]
@@ -282,13 +284,13 @@ class MetricsPages:
         self._set("avg_generation_throughput_toks_per_s", generation_tok_s)
 
     def value(self, name: str, engine: int | None = None) -> float:
-        """A gauge or counter, over all processes; of one engine, or over all."""
-        found = self.pages[:, :, self.layout.places[name]]
-        return float((found if engine is None else found[:, engine]).sum())
+        """Return a gauge or counter summed over all processes, of one engine or of all."""
+        values = self.pages[:, :, self.layout.places[name]]
+        return float((values if engine is None else values[:, engine]).sum())
 
 
 class EngineMetrics:
-    """The pages under their Prometheus names."""
+    """Exports the pages as Prometheus metrics."""
 
     def __init__(
         self,
@@ -300,22 +302,22 @@ class EngineMetrics:
         keys: KeyPages | None = None,
         max_loras: int | None = None,
     ) -> None:
-        """`first_engine` is the data-parallel rank of the first; `max_loras` None: no request has an
-        adapter."""
+        """Create the exporter. `first_engine`: data-parallel rank of the first engine. `max_loras`: None
+        without LoRA."""
         self.pages = pages
         self._keys = keys
         self._names = ["model_name", "engine"]
         self._engines = [
             (place, [model_name, str(first_engine + place)]) for place in range(pages.num_engines)
         ]
-        """Place and labels of each."""
+        """Index and labels of each engine."""
         self.cache_info = [cache_info | {"engine": labels[1]} for _, labels in self._engines]
-        self._alone = len(pages.pages) <= 2
-        """Whether this is the only API process: numbers of one of several would tell nothing."""
+        self._is_only_process = len(pages.pages) <= 2
+        """Whether this is the only API process. Process metrics of one of several would be misleading."""
 
         self._max_loras = max_loras
         self._adapters: dict[int, tuple[list[str], list[str]]] = {}
-        """By place of the engine: those that run, and those that are waited for."""
+        """Running and waiting adapters, by index of the engine."""
         self._adapters_at = 0.0
 
     def note_adapters(self, engine: int, running: list[str], waiting: list[str]) -> None:
@@ -324,10 +326,10 @@ class EngineMetrics:
             self._adapters_at = time.time()
 
     def _lora_info(self) -> PromMetric:
-        """Of all engines together, since routers look for one series: the latest."""
+        """Return the adapters of all engines in one series, as routers expect it."""
         family = GaugeMetricFamily(
             "vllm:lora_requests_info",
-            "When it was so, in unix time: which adapters requests run with, and which they wait for.",
+            "Unix time of the latest change of the adapters of running and waiting requests.",
             labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
         )
         if self._adapters:
@@ -339,7 +341,7 @@ class EngineMetrics:
         return family
 
     def collect(self) -> Iterator[PromMetric]:
-        """What `prometheus_client` asks of a collector."""
+        """Yield all metrics (the collector interface of `prometheus_client`)."""
         for name, text in GAUGES.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=self._names)
             for engine, labels in self._engines:
@@ -357,8 +359,8 @@ class EngineMetrics:
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The cache's settings.", labels=list(self.cache_info[0])
         )
-        for each in self.cache_info:
-            info.add_metric([str(value) for value in each.values()], 1)
+        for entry in self.cache_info:
+            info.add_metric([str(value) for value in entry.values()], 1)
         yield info
         if self._max_loras is not None:
             yield self._lora_info()
@@ -391,27 +393,27 @@ class EngineMetrics:
         return family
 
     def text(self) -> str:
-        """The exposition format, with what the client library tells of this process."""
+        """Return the metrics in the text format, with those of the client library about this process."""
         registry = CollectorRegistry()
         registry.register(self)
-        if self._alone:
+        if self._is_only_process:
             ProcessCollector(registry=registry)
             PlatformCollector(registry=registry)
             GCCollector(registry=registry)
         return generate_latest(registry).decode()
 
     def snapshot(self) -> list["Metric"]:
-        """Every metric as a plain value, as `LLM.get_metrics()` returns them."""
-        found: list[Metric] = []
+        """Return every metric as a plain value, for `LLM.get_metrics()`."""
+        metrics: list[Metric] = []
         for family in self.collect():
             by_labels: dict[tuple[tuple[str, str], ...], list[Any]] = {}
             for sample in family.samples:
                 key = tuple(item for item in sample.labels.items() if item[0] not in ("le", "position"))
                 by_labels.setdefault(key, []).append(sample)
-            found += [
+            metrics += [
                 _metric(family.name, family.type, dict(key), samples) for key, samples in by_labels.items()
             ]
-        return found
+        return metrics
 
 
 @dataclass
@@ -431,7 +433,7 @@ class Counter(Metric):
 
 @dataclass
 class Gauge(Metric):
-    """A value of the moment."""
+    """A current value."""
 
     value: float
 
@@ -445,7 +447,7 @@ class Vector(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """Observations: how many, their sum, and how many up to each bound."""
+    """Count and sum of observations, and the cumulative count up to each bound."""
 
     count: int
     sum: float

@@ -1,4 +1,4 @@
-"""HTTP traffic in numbers: the families that FastAPI servers usually export, and dashboards know."""
+"""HTTP metrics with the names of prometheus-fastapi-instrumentator, which dashboards use."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ HANDLERS = {
     "/openapi.json": ("GET",),
     "none": ("GET", "POST", "OTHER"),
 }
-"""What is counted, by the route that answers; `none` is every path that no route has."""
+"""Counted routes and methods; `none` is every path without a route."""
 UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
 STATUSES = ("2xx", "3xx", "4xx", "5xx")
 
@@ -61,19 +61,19 @@ _FINE = [
 ]
 
 SERIES = [f"http_requests {method} {handler} {status}" for handler, method in _COUNTED for status in STATUSES]
-"""Counters, as a page of numbers names them."""
+"""Names of the counters in a page of numbers."""
 EDGES: dict[str, list[float]] = {
     "http_request_duration_highr_seconds": _FINE,
     **{f"http_request_duration_seconds {method} {handler}": _COARSE for handler, method in _COUNTED},
     **{f"http_request_size_bytes {handler}": [] for handler in HANDLERS},
     **{f"http_response_size_bytes {handler}": [] for handler in HANDLERS},
 }
-"""Histograms, likewise; one without edges is a count and a sum."""
+"""Names and bounds of the histograms; one without bounds is a count and a sum."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and its answer, when both are over."""
+    """A completed request and response."""
 
     handler: str
     method: str
@@ -84,7 +84,7 @@ class Exchange:
 
     @property
     def additions(self) -> tuple[str, dict[str, float]]:
-        """The counter that it raises, and what it adds to which histogram."""
+        """Return the counter to increase and the values to add to histograms."""
         handler = self.handler if self.method in HANDLERS.get(self.handler, ()) else "none"
         method = self.method if self.method in HANDLERS[handler] else "OTHER"
         status = f"{min(max(self.status // 100, 2), 5)}xx"
@@ -97,7 +97,7 @@ class Exchange:
 
 
 def families(total: NDArray[np.float64], places: dict[str, int]) -> Iterator[PromMetric]:
-    """What has been seen, out of the sum of all pages."""
+    """Yield the metrics of the sum of all pages."""
     requests = CounterMetricFamily(
         "http_requests", "Requests by method, status and handler.", labels=["handler", "method", "status"]
     )

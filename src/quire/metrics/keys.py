@@ -1,7 +1,7 @@
-"""The keys of the API in numbers: pages in one shared file, one for each API process, and one for all.
+"""Metrics of API keys: pages in one shared file, one for each API process, and one common page.
 
-A process writes its own page and nobody else's, so counting takes no lock. The common page holds what is
-decided under one.
+Each process writes only its own page, so that counting needs no lock. The common page holds the values that
+are read and written under a lock.
 """
 
 import fcntl
@@ -15,18 +15,18 @@ from prometheus_client.core import Metric as PromMetric
 
 COLUMNS = ("requests", "prompt_tokens", "generation_tokens", "running")
 REASONS = ("concurrency", "tokens")
-"""Why a request is turned away."""
+"""Reasons why a request is rejected."""
 _ALL = [*COLUMNS, *REASONS]
 _PLACE = {name: place for place, name in enumerate(_ALL)}
 _TEXTS = {
-    "requests": "Requests let in, by key.",
+    "requests": "Requests admitted, by key.",
     "prompt_tokens": "Prompt tokens, by key.",
     "generation_tokens": "Tokens generated, by key.",
 }
 
 
 class KeyPages:
-    """What was counted of each key, by all API processes of a server. Without a file there is one, in
+    """The counts of each key, by all API processes of a server. Without a file there is one process, in
     memory."""
 
     def __init__(self, names: Sequence[str], file: Path | None = None, *, process: int = 0) -> None:
@@ -38,7 +38,7 @@ class KeyPages:
             self._pages = np.memmap(file, np.float64, "r+").view(np.ndarray).reshape(size)
         self._file = None if file is None else file.open("rb")
         self._own = self._pages[1 + process]
-        self._own[:, _PLACE["running"]] = 0  # those of a process that died here
+        self._own[:, _PLACE["running"]] = 0  # left over from a process that died
 
     @staticmethod
     def create(file: Path, num_keys: int, *, num_api: int) -> None:
@@ -52,7 +52,7 @@ class KeyPages:
 
     @contextmanager
     def agreed(self, key: int) -> Iterator["np.ndarray[tuple[int], np.dtype[np.float64]]"]:
-        """The common numbers of a key, while no other process reads or writes them."""
+        """Yield the common values of a key, locked against other processes."""
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
@@ -68,9 +68,9 @@ class KeyPages:
                 family.add_metric([name], self.total(key, what))
             yield family
         rejected = CounterMetricFamily(
-            "quire:key_rejected", "Requests turned away, by key and limit.", labels=["key", "reason"]
+            "quire:key_rejected", "Requests rejected, by key and limit.", labels=["key", "reason"]
         )
-        running = GaugeMetricFamily("quire:key_running", "Requests being answered, by key.", labels=["key"])
+        running = GaugeMetricFamily("quire:key_running", "Running requests, by key.", labels=["key"])
         for key, name in enumerate(self.names):
             running.add_metric([name], self.total(key, "running"))
             for reason in REASONS:
@@ -79,7 +79,7 @@ class KeyPages:
 
 
 class KeyAccount:
-    """What the engine knows of a key: whose share its requests are of, and where their tokens are counted."""
+    """A key as the engine uses it: the tenant and weight for scheduling, and the token counters."""
 
     def __init__(self, number: int, weight: float, pages: KeyPages) -> None:
         self._number = number

@@ -1,1 +1,1 @@
-"""Media on their way into prompts: fetched, decoded, processed, counted, kept. Nothing here knows torch."""
+"""Media of prompts: fetching, decoding, processing, caching. Nothing here imports torch."""

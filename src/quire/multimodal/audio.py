@@ -1,4 +1,4 @@
-"""Sounds out of files: one channel, at the rate that they were recorded with."""
+"""Decoding of audio files to one channel, at their own sample rate."""
 
 import struct
 from collections.abc import Callable, Iterator
@@ -13,15 +13,15 @@ from quire.multimodal.limits import Take
 from quire.multimodal.processors import Sound
 
 MAX_SAMPLES = 1 << 28
-"""Of all channels: an hour and a half at 48 kHz."""
+"""Largest number of samples of all channels: an hour and a half at 48 kHz."""
 MAX_RATE = 768_000
-_LOUDEST = 1e12
-"""Some give integers of 32 bits as they are; the power of much more is no number any longer."""
+_MAX_SAMPLE = 1e12
+"""Largest absolute sample: some clients send unscaled 32-bit integers; the power of more overflows."""
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _SAMPLE_BYTES = 8
-"""Bytes that a sample takes while it is decoded: as it is stored or in a piece, and as a number."""
-_TAKEN_SAMPLES = 1 << 20
-"""Samples for which room is taken at a time, where their number is not known before."""
+"""Bytes per sample while decoding: encoded or in a chunk, and as float32."""
+_RESERVED_SAMPLES = 1 << 20
+"""Samples for which memory is reserved at a time, where their number is unknown."""
 
 _Samples = NDArray[np.float32]
 _WIDTHS: dict[tuple[int, int], Callable[[memoryview], _Samples]] = {
@@ -32,43 +32,44 @@ _WIDTHS: dict[tuple[int, int], Callable[[memoryview], _Samples]] = {
     (_FLOAT, 32): lambda data: np.frombuffer(data, "<f4").astype(np.float32),
     (_FLOAT, 64): lambda data: np.frombuffer(data, "<f8").astype(np.float32),
 }
-"""How samples are stored in a WAV file, by format and bits, and what makes numbers from -1 to 1 of them."""
+"""Decoders of the samples of a WAV file to floats from -1 to 1, by format and bits."""
 
 
 def decode_sound(data: bytes, take: Take = lambda num_bytes: None) -> Sound:
+    """Decode an audio file. `take` reserves memory before it is used."""
     if data[:4] in (b"RIFF", b"RIFX") and data[8:12] == b"WAVE":
-        return _wav(data, take)
-    return _other(data, take)
+        return _decode_wav(data, take)
+    return _decode_with_pyav(data, take)
 
 
 def checked(samples: NDArray[Any], rate: int) -> Sound:
-    """Samples [n] or [n, channels]."""
+    """Check samples [n] or [n, channels] and average the channels."""
     if not 0 <= rate <= MAX_RATE:
-        raise RequestError(f"a sample rate of {rate} Hz is not possible: it may be up to {MAX_RATE}")
+        raise RequestError(f"a sample rate of {rate} Hz is not supported: the maximum is {MAX_RATE}")
     if not samples.size or samples.ndim > 2:
-        raise RequestError(f"a sound of shape {list(samples.shape)} has no samples")
+        raise RequestError(f"audio of shape {list(samples.shape)} has no samples")
     if samples.size > MAX_SAMPLES:
-        raise RequestError(f"the sound has {samples.size} samples, and there may be {MAX_SAMPLES}")
+        raise RequestError(f"the audio has {samples.size} samples, and {MAX_SAMPLES} are the maximum")
     numbers: _Samples = samples.astype(np.float32, copy=False)
-    if not (numbers.min() >= -_LOUDEST and numbers.max() <= _LOUDEST):  # nor is either true of NaN
-        raise RequestError(f"the sound has samples that are no numbers, or larger than {_LOUDEST:g}")
+    if not (numbers.min() >= -_MAX_SAMPLE and numbers.max() <= _MAX_SAMPLE):  # both are false for NaN
+        raise RequestError(f"the audio has samples that are NaN or larger than {_MAX_SAMPLE:g}")
     return Sound(numbers if numbers.ndim == 1 else numbers.mean(axis=1, dtype=np.float32), rate)
 
 
-def _wav(data: bytes, take: Take) -> Sound:
+def _decode_wav(data: bytes, take: Take) -> Sound:
     if data[:4] == b"RIFX":
-        raise RequestError("WAV files of the kind RIFX cannot be read; send RIFF")
+        raise RequestError("RIFX WAV files are not supported; send RIFF")
     form: bytes | None = None
     for name, body in _chunks(data):
         if name == b"fmt ":
             form = bytes(body)
         elif name == b"data" and form is not None:
-            return _pcm(form, body, take)
-    raise RequestError("the WAV file is broken or cut off: it has no `fmt ` or no `data`")
+            return _decode_samples(form, body, take)
+    raise RequestError("the WAV file is broken or truncated: it has no `fmt ` or no `data`")
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
-    """Names and contents; a length that is a lie ends with the file."""
+    """Yield names and contents of chunks; a length beyond the end of the file is cut."""
     place, view = 12, memoryview(data)
     while place + 8 <= len(data):
         name, length = struct.unpack_from("<4sI", data, place)
@@ -76,7 +77,7 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
         place += 8 + length + length % 2
 
 
-def _pcm(form: bytes, body: memoryview, take: Take) -> Sound:
+def _decode_samples(form: bytes, body: memoryview, take: Take) -> Sound:
     if len(form) < 16:
         raise RequestError("the WAV file is broken: its `fmt ` is too short")
     kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", form)
@@ -85,14 +86,14 @@ def _pcm(form: bytes, body: memoryview, take: Take) -> Sound:
     read = _WIDTHS.get((kind, bits))
     if read is None:
         raise RequestError(
-            f"a WAV file of format {kind} with {bits} bits cannot be read: send PCM of 8, 16, 24 or 32 bits, "
-            "or floats"
+            f"a WAV file of format {kind} with {bits} bits is not supported: send PCM of 8, 16, 24 or 32 "
+            "bits, or floats"
         )
     if not 1 <= channels <= 64 or not rate:
-        raise RequestError(f"a WAV file of {channels} channels and {rate} Hz cannot be read")
+        raise RequestError(f"a WAV file of {channels} channels and {rate} Hz is not supported")
     width = channels * bits // 8
     if len(body) // (bits // 8) > MAX_SAMPLES:
-        raise RequestError(f"the sound has more than {MAX_SAMPLES} samples")
+        raise RequestError(f"the audio has more than {MAX_SAMPLES} samples")
     take(len(body) // (bits // 8) * _SAMPLE_BYTES)
     samples = read(body[: len(body) // width * width])
     return checked(samples.reshape(-1, channels), rate)
@@ -110,22 +111,22 @@ def _of_24_bits(data: memoryview) -> _Samples:
     return _scaled(wide.view("<i4")[:, 0], 31)
 
 
-def _other(data: bytes, take: Take) -> Sound:
-    with pyav.opened(data, "a sound") as container:
+def _decode_with_pyav(data: bytes, take: Take) -> Sound:
+    with pyav.opened(data, "audio") as container:
         import av
 
         if not container.streams.audio:
-            raise RequestError("the file has no sound in it")
+            raise RequestError("the file has no audio stream")
         stream = container.streams.audio[0]
-        rate, pieces, count, room = stream.rate, [], 0, 0
+        rate, pieces, count, reserved = stream.rate, [], 0, 0
         resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
         for frame in container.decode(stream):
-            for each in resampler.resample(frame):
-                pieces.append(each.to_ndarray().reshape(-1))
+            for chunk in resampler.resample(frame):
+                pieces.append(chunk.to_ndarray().reshape(-1))
                 count += pieces[-1].size
                 if count > MAX_SAMPLES:
-                    raise RequestError(f"the sound has more than {MAX_SAMPLES} samples")
-                if count > room:  # what the head says of the length may be wrong
-                    take(_TAKEN_SAMPLES * _SAMPLE_BYTES)
-                    room += _TAKEN_SAMPLES
+                    raise RequestError(f"the audio has more than {MAX_SAMPLES} samples")
+                if count > reserved:  # the length in the header may be wrong
+                    take(_RESERVED_SAMPLES * _SAMPLE_BYTES)
+                    reserved += _RESERVED_SAMPLES
         return checked(np.concatenate(pieces) if pieces else np.zeros(0, np.float32), rate)

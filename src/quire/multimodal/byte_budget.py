@@ -1,4 +1,4 @@
-"""Room: how many bytes of items are held at once, by one request and by all of them."""
+"""Limits of the media bytes that one request and all requests hold at once."""
 
 import asyncio
 import contextlib
@@ -10,20 +10,20 @@ from quire.errors import RequestError
 
 
 class ByteBudget:
-    """Bytes that all requests may hold. Who wants more than is left waits until others are done; who has held
-    some for the longest never does, so that somebody always ends."""
+    """Number of bytes that all requests may hold. A hold that needs more than is left waits for others to
+    end; the oldest hold never waits, so that there is no deadlock."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = self._left = num_bytes
-        self._lock = threading.Lock()  # several event loops may share it
+        self._lock = threading.Lock()  # several event loops may share the budget
         self._holds: dict[BudgetHold, None] = {}
-        """Those that hold some, the oldest first."""
+        """Holds with bytes, the oldest first."""
         self._waiting: list[Callable[[], object]] = []
-        """What wakes those that wait."""
+        """Callbacks that wake waiting holds."""
 
     @contextlib.contextmanager
     def hold(self, share: "BudgetShare | None" = None) -> Iterator["BudgetHold"]:
-        """What is taken is given back at the end."""
+        """Yield a hold; its bytes are released at the end."""
         held = BudgetHold(self, share)
         try:
             yield held
@@ -34,25 +34,27 @@ class ByteBudget:
         while True:
             turn = asyncio.Event()
             wake = partial(asyncio.get_running_loop().call_soon_threadsafe, turn.set)
-            if self._took(hold, num_bytes, wake):
+            if self._try_take(hold, num_bytes, wake):
                 return
             await turn.wait()
 
     def take_here(self, hold: "BudgetHold", num_bytes: int) -> None:
-        """The same in a thread, which waits. A RequestError if one item wants more than there is at all."""
+        """Take bytes and block the thread until they are free; raise a RequestError if one item needs more
+        than the whole budget."""
         if hold.num_bytes + num_bytes > self._num_bytes:
             raise RequestError(
-                f"to decode it takes at least {hold.num_bytes + num_bytes} bytes, and all items together may "
-                f"take {self._num_bytes} (four times QUIRE_MEDIA_MAX_MB): send a smaller or a shorter one"
+                f"decoding it needs at least {hold.num_bytes + num_bytes} bytes, and all items together may "
+                f"use {self._num_bytes} (four times QUIRE_MEDIA_MAX_MB): send a smaller or a shorter one"
             )
         while True:
             turn = threading.Event()
-            if self._took(hold, num_bytes, turn.set):
+            if self._try_take(hold, num_bytes, turn.set):
                 return
             turn.wait()
 
-    def _took(self, hold: "BudgetHold", num_bytes: int, wake: Callable[[], object]) -> bool:
-        """Whether the bytes are taken; if not, `wake` is called when others have given some back."""
+    def _try_take(self, hold: "BudgetHold", num_bytes: int, wake: Callable[[], object]) -> bool:
+        """Try to take bytes and return whether that worked; if not, `wake` is called when some are
+        released."""
         with self._lock:
             self._holds.setdefault(hold)
             if num_bytes <= self._left or next(iter(self._holds)) is hold:
@@ -72,12 +74,12 @@ class ByteBudget:
                 self._holds.pop(hold, None)
             waiting, self._waiting = self._waiting, []
         for wake in waiting:
-            with contextlib.suppress(RuntimeError):  # the loop of one that gave up may be over
+            with contextlib.suppress(RuntimeError):  # the loop of a cancelled request may be closed
                 wake()
 
 
 class BudgetShare:
-    """Bytes of the items of one request."""
+    """The bytes of all items of one request, with their limit."""
 
     def __init__(self, most: int) -> None:
         self._most, self._num_bytes = most, 0
@@ -86,34 +88,34 @@ class BudgetShare:
         self._num_bytes += num_bytes
         if self._num_bytes > self._most:
             raise RequestError(
-                f"with it the media of the request have at least {self._num_bytes} bytes, and together they "
-                f"may have {self._most} (QUIRE_MEDIA_MAX_MB)"
+                f"the media of the request have at least {self._num_bytes} bytes, and at most {self._most} "
+                "are allowed (QUIRE_MEDIA_MAX_MB)"
             )
 
 
 class BudgetHold:
-    """What one item takes of a room, for one request."""
+    """The bytes that one item of a request holds of a budget."""
 
-    def __init__(self, room: ByteBudget, share: BudgetShare | None) -> None:
-        """Without a share no request is charged: only the room is limited."""
-        self._room, self._share = room, share
+    def __init__(self, budget: ByteBudget, share: BudgetShare | None) -> None:
+        """Build it. Without a share the bytes do not count towards the limit of a request."""
+        self._budget, self._share = budget, share
         self.num_bytes = 0
 
     async def take(self, num_bytes: int) -> None:
-        """A RequestError if that is more than the request may have."""
+        """Take bytes; raise a RequestError if the request exceeds its share."""
         self.count(num_bytes)
-        await self._room.take(self, num_bytes)
+        await self._budget.take(self, num_bytes)
 
     def take_here(self, num_bytes: int) -> None:
-        """The same in a thread, of what the request need not answer for."""
-        self._room.take_here(self, num_bytes)
+        """Take bytes in a thread; they do not count towards the share of the request."""
+        self._budget.take_here(self, num_bytes)
 
     def count(self, num_bytes: int) -> None:
-        """The request has brought so many, which need not be held. A RequestError as above."""
+        """Charge bytes to the share of the request without holding them; raise a RequestError above it."""
         if self._share is not None:
             self._share.add(num_bytes)
 
     def give(self, num_bytes: int) -> None:
-        """What came of a try that failed; the next one begins anew."""
+        """Release the bytes of a failed try."""
         self.count(-num_bytes)
-        self._room.give(self, num_bytes)
+        self._budget.give(self, num_bytes)

@@ -1,5 +1,4 @@
-"""Decoding: bytes become an image, a video or a sound. What is wrong with them, or more than there may be, is
-found as early as it can be known."""
+"""Decoding of bytes to an image, a video or audio, with errors and limits checked as early as possible."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +14,8 @@ __all__ = ["DecodeLimits", "decode"]
 
 
 def decode(modality: str, blob: Blob, options: Mapping[str, Any], limits: DecodeLimits) -> Content:
-    """`options` are the media_io_kwargs of the modality. A RequestError says what cannot be read, or what is
-    beyond the limits."""
+    """Decode an item. `options` are the media_io_kwargs of the modality. Raise a RequestError if the item is
+    invalid or exceeds the limits."""
     if modality == "image":
         return decode_image(blob.parts[0], options, limits)
     if modality == "audio":

@@ -1,4 +1,4 @@
-"""Fetching: what a url stands for, as bytes. Whatever is behind it has to be allowed, small and quick."""
+"""Fetching of urls, limited to allowed hosts and paths, in size and in time."""
 
 import asyncio
 import base64
@@ -26,12 +26,12 @@ from quire.multimodal.http import HttpAnswer, Take, get
 _PORTS = {"http": 80, "https": 443}
 _MAX_HOPS = 5
 _FIRST_PAUSE_S = 0.1
-"""Before a second try; the next ones wait twice as long each."""
+"""Pause before the first retry; it doubles with every further one."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 429)
-"""Statuses below 500 that may be other ones next time."""
+"""Statuses below 500 that are retried."""
 _MAX_LOOKUPS = 256
-"""Threads that ask for addresses: names that nobody answers for hold up no other work."""
+"""Concurrent DNS lookups: slow ones do not block other work."""
 _NOT_PUBLIC = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -42,28 +42,28 @@ _NOT_PUBLIC = tuple(
         "fec0::/10",  # site-local (RFC 3879)
     )
 )
-"""Networks that lead to private addresses or nowhere, and that `is_global` of some Pythons calls public."""
+"""Networks that are not public, although `is_global` of some Python versions accepts them."""
 _URL_SAFE = "/?&=%:@!$'()*+,;~[]|"
 _SHOWN = 80
-"""Characters of a url in errors."""
+"""Characters of a url that errors show."""
 
 
 class Blob(NamedTuple):
-    """An item as it was sent."""
+    """The encoded bytes of an item."""
 
     parts: tuple[bytes, ...]
-    """Mostly one; of a video that comes as images, one a frame."""
+    """Mostly one; a video sent as images has one part per frame."""
     media_type: str = ""
-    """As its sender calls it; empty: nobody said."""
+    """Media type that the sender declared; empty: none."""
 
 
 class _Transient(Exception):
-    """It did not work, and may the next time."""
+    """A failure that may not occur again on a retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where one hop goes."""
+    """Target of one hop."""
 
     url: str
     parts: SplitResult
@@ -77,8 +77,8 @@ class _Target:
 
 
 class Fetcher:
-    """Fetches by http(s) what the public may see, or what is on the hosts that the operator names; data: urls
-    are decoded, and file: urls are read below one directory."""
+    """Fetches http(s) urls of public addresses or of the allowed domains, decodes data: urls, and reads file:
+    urls below one directory."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Fetcher:
         allowed_domains: Sequence[str] = (),
         allowed_path: str = "",
     ) -> None:
-        """`threads` read what is near."""
+        """Build it. `threads` decode data: urls and read files."""
         self._threads = threads
         self._domains = frozenset(_plain(domain) for domain in allowed_domains)
         self._root = _directory(allowed_path) if allowed_path else None
@@ -107,21 +107,21 @@ class Fetcher:
         return ssl.create_default_context()
 
     async def fetch(self, url: str, modality: str, hold: BudgetHold) -> Blob:
-        """An Unreachable says why it cannot be had, a RequestError what is wrong with a data: url. What comes
-        is held in `hold`; to wait for room takes none of its time."""
+        """Fetch a url. Raise Unreachable if that fails, and a RequestError if a data: url is invalid. The
+        bytes are charged to `hold`; waiting for the budget does not count towards the timeout."""
         scheme = url[: url.find(":")].lower()
         if (read := {"data": self._decode_url, "file": self._read_file}.get(scheme)) is not None:
-            found = await asyncio.get_running_loop().run_in_executor(self._threads, read, url)
-            await hold.take(sum(map(len, found.parts)))
-            return found
+            blob = await asyncio.get_running_loop().run_in_executor(self._threads, read, url)
+            await hold.take(sum(map(len, blob.parts)))
+            return blob
         if scheme not in _PORTS:
-            raise Unreachable(f"{url!r:.{_SHOWN}} is no url that starts with http:, https:, data: or file:")
+            raise Unreachable(f"{url!r:.{_SHOWN}} does not start with http:, https:, data: or file:")
         seconds = self._seconds[modality]
         try:
             async with asyncio.timeout(seconds) as timer:
-                return await self._try(url, partial(_take, hold, timer), hold)
+                return await self._fetch_with_retries(url, partial(_take, hold, timer), hold)
         except TimeoutError:
-            raise Unreachable(f"{_shown(url)} was not there in full after {seconds:g} s") from None
+            raise Unreachable(f"{_shown(url)} was not fetched completely within {seconds:g} s") from None
 
     # ---- data: and file:
 
@@ -140,13 +140,13 @@ class Fetcher:
         try:
             return base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise RequestError(f"it is not base64: {error}") from None
+            raise RequestError(f"invalid base64: {error}") from None
 
     def _read_file(self, url: str) -> Blob:
         if self._root is None:
             raise Unreachable("Cannot load local files without `--allowed-local-media-path`.")
         parts = urlsplit(url)
-        refused = Unreachable("the file must lie in the directory of `--allowed-local-media-path`")
+        refused = Unreachable("the file must be in the directory of `--allowed-local-media-path`")
         if parts.netloc not in ("", "localhost"):
             raise refused
         try:
@@ -155,7 +155,7 @@ class Fetcher:
                 raise refused
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(handle, "rb") as file:
-                # A link may have been put in between since: what counts is what was opened.
+                # A symbolic link may have been created since: check the file that was opened.
                 if os.path.exists("/proc/self/fd") and not os.path.realpath(
                     f"/proc/self/fd/{handle}"
                 ).startswith(self._root):
@@ -166,7 +166,7 @@ class Fetcher:
         except (OSError, ValueError) as error:
             if isinstance(error, Unreachable):
                 raise
-            why = getattr(error, "strerror", None) or "its name is none"
+            why = getattr(error, "strerror", None) or "its name is invalid"
             raise Unreachable(f"the file cannot be read: {why}") from None
         if len(data) > self._max_bytes:
             raise Unreachable(self._too_large("more"))
@@ -177,8 +177,8 @@ class Fetcher:
 
     # ---- http(s)
 
-    async def _try(self, url: str, take: Take, hold: BudgetHold) -> Blob:
-        """As often as it may help."""
+    async def _fetch_with_retries(self, url: str, take: Take, hold: BudgetHold) -> Blob:
+        """Fetch a url, with retries."""
         for attempt in range(self._num_tries):
             try:
                 return await self._follow(url, take)
@@ -190,7 +190,7 @@ class Fetcher:
         raise AssertionError
 
     async def _follow(self, url: str, take: Take) -> Blob:
-        """From hop to hop; each is looked at as if it were the first."""
+        """Fetch a url and follow redirects; every hop is checked like the first."""
         target = _target(url)
         for _ in range(self._num_hops + 1):
             answer = await self._get(target, take)
@@ -201,14 +201,14 @@ class Fetcher:
                 raise _failed(answer.status)
             next_target = _target(_joined(target.url, location))
             if target.parts.scheme == "https" and next_target.parts.scheme == "http":
-                raise Unreachable(f"{_shown(url)} leads from https: to http:, which is not followed")
+                raise Unreachable(f"{_shown(url)} redirects from https: to http:, which is not followed")
             target = next_target
         if not self._num_hops:
             raise Unreachable(f"{_shown(url)} is a redirect, and VLLM_MEDIA_URL_ALLOW_REDIRECTS is off")
-        raise Unreachable(f"{_shown(url)} leads through more than {_MAX_HOPS} redirects")
+        raise Unreachable(f"{_shown(url)} has more than {_MAX_HOPS} redirects")
 
     async def _get(self, target: _Target, take: Take) -> HttpAnswer:
-        """From the first of its addresses that answers."""
+        """Send the request to the first address of the host that answers."""
         why = ""
         for address in await self._addresses(target):
             try:
@@ -231,26 +231,26 @@ class Fetcher:
         raise _Transient(why)
 
     async def _addresses(self, target: _Target) -> list[str]:
-        """Of the host, each of which may be connected to: to these, and not to what its name may stand for a
-        moment later."""
-        named = target.host in self._domains
-        if self._domains and not named:
+        """Resolve the host once and check every address. The connection uses these addresses, so that a
+        second DNS answer cannot change the target."""
+        is_allowed = target.host in self._domains
+        if self._domains and not is_allowed:
             raise Unreachable(f"{target.host} is not one of the hosts of --allowed-media-domains")
         try:
-            found = await self._lookups.find(target.host, target.port)
+            addresses = await self._lookups.find(target.host, target.port)
         except (OSError, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or "it is no name"
+            why = getattr(error, "strerror", None) or "it is not a valid name"
             raise _Transient(f"{target.host} has no address: {why}") from None
-        if not named and not all(_is_public(address) for address in found):
+        if not is_allowed and not all(_is_public(address) for address in addresses):
             raise Unreachable(
                 f"{target.host} is a private, local or otherwise special address: only "
                 "--allowed-media-domains can allow it"
             )
-        return found
+        return addresses
 
 
 async def _take(hold: BudgetHold, timer: asyncio.Timeout, num_bytes: int) -> None:
-    """The clock stands still meanwhile."""
+    """Take bytes of the budget; the timeout is suspended meanwhile."""
     loop, end = asyncio.get_running_loop(), timer.when()
     assert end is not None
     left = end - loop.time()
@@ -260,47 +260,46 @@ async def _take(hold: BudgetHold, timer: asyncio.Timeout, num_bytes: int) -> Non
 
 
 class Lookups:
-    """Asks for the addresses of hosts, each in a thread of its own, which nobody has to wait for: the system
-    may take minutes to say that there is no answer."""
+    """Resolves host names, each in a daemon thread: the system may take minutes to report a failure."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._asked: dict[tuple[str, int], Future[list[str]]] = {}
+        self._pending: dict[tuple[str, int], Future[list[str]]] = {}
 
     async def find(self, host: str, port: int) -> list[str]:
-        """An OSError if there is none, or too many are asked for."""
+        """Return the addresses of a host. Raise an OSError if it has none, or if too many lookups run."""
         with self._lock:
-            found = self._asked.get((host, port))
-            if found is None:
-                if len(self._asked) >= self._most:
-                    raise OSError(errno.EAGAIN, f"{self._most} names are looked up already")
-                found = self._asked[host, port] = Future()
-                threading.Thread(target=self._ask, args=(host, port, found), daemon=True).start()
+            lookup = self._pending.get((host, port))
+            if lookup is None:
+                if len(self._pending) >= self._most:
+                    raise OSError(errno.EAGAIN, f"{self._most} host names are being looked up already")
+                lookup = self._pending[host, port] = Future()
+                threading.Thread(target=self._look_up, args=(host, port, lookup), daemon=True).start()
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
-        def tell(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop of one that gave up may be over
+        def notify(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop of a cancelled request may be closed
                 loop.call_soon_threadsafe(done.set)
 
-        found.add_done_callback(tell)
+        lookup.add_done_callback(notify)
         await done.wait()
-        return found.result()
+        return lookup.result()
 
-    def _ask(self, host: str, port: int, found: Future[list[str]]) -> None:
+    def _look_up(self, host: str, port: int, lookup: Future[list[str]]) -> None:
         try:
             addresses = _resolve(host, port)
         except (OSError, UnicodeError) as error:
-            found.set_exception(error)
+            lookup.set_exception(error)
         else:
-            found.set_result(addresses)
+            lookup.set_result(addresses)
         finally:
             with self._lock:
-                del self._asked[host, port]
+                del self._pending[host, port]
 
 
 def _reason(error: OSError) -> str:
-    """asyncio's own texts repeat the address; those of the system say what happened."""
+    """Return the system's text of an error: those of asyncio repeat the address."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error) or type(error).__name__
@@ -310,7 +309,7 @@ def _failed(status: int) -> Exception:
     text = f"HTTP status {status}"
     if status >= 500 or status in _AGAIN:
         return _Transient(text)
-    return Unreachable(f"the server that has it answered with {text}")
+    return Unreachable(f"its server answered with {text}")
 
 
 def _target(url: str) -> _Target:
@@ -320,26 +319,24 @@ def _target(url: str) -> _Target:
     except ValueError:
         host = ""
     if not host or parts.scheme not in _PORTS:
-        raise Unreachable(f"{_shown(url)} is no url that can be fetched")
+        raise Unreachable(f"{_shown(url)} is not a url that can be fetched")
     if "@" in parts.netloc:
-        raise Unreachable(
-            f"{_shown(url.replace(parts.netloc, host, 1))} has a user's name in it; leave it out"
-        )
+        raise Unreachable(f"{_shown(url.replace(parts.netloc, host, 1))} contains a user name; remove it")
     if not parts.netloc.isascii():
         parts = parts._replace(netloc=host if port is None else f"{host}:{port}")
     return _Target(url, parts, host, port or _PORTS[parts.scheme])
 
 
 def _joined(url: str, location: str) -> str:
-    """The url that a redirect leads to."""
+    """Return the url that a redirect leads to."""
     try:
         return urljoin(url, location)
     except ValueError:
-        raise Unreachable(f"{_shown(url)} leads to {_shown(location)!r}, which is no url") from None
+        raise Unreachable(f"{_shown(url)} redirects to {_shown(location)!r}, which is not a url") from None
 
 
 def _plain(host: str) -> str:
-    """A host's name as it is compared: ASCII, lower case, without a dot behind it."""
+    """Normalize a host name: ASCII, lower case, without a trailing dot."""
     host = host.strip().lower().rstrip(".")
     if host.isascii():
         return host
@@ -350,8 +347,8 @@ def _plain(host: str) -> str:
 
 
 def _resolve(host: str, port: int) -> list[str]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(each[4][0]) for each in found))
+    records = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(record[4][0]) for record in records))
 
 
 def _is_public(text: str) -> bool:
@@ -360,20 +357,20 @@ def _is_public(text: str) -> bool:
         if address.ipv4_mapped is not None:
             return _is_public(str(address.ipv4_mapped))
         if address.sixtofour is not None or address.teredo is not None:
-            return False  # tunnels to IPv4 addresses, whichever
+            return False  # tunnels to any IPv4 address
     if any(address in network for network in _NOT_PUBLIC):
         return False
     return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
 def _directory(path: str) -> str:
-    """With links followed, and a separator behind it."""
-    found = os.path.realpath(os.path.expanduser(path))
-    if not os.path.isdir(found):
+    """Return the real path of a directory with a trailing separator."""
+    real_path = os.path.realpath(os.path.expanduser(path))
+    if not os.path.isdir(real_path):
         raise ConfigError(f"allowed_local_media_path {path!r} is not a directory")
-    return os.path.join(found, "")
+    return os.path.join(real_path, "")
 
 
 def _shown(url: str) -> str:
-    """A url in an error: what is behind its question mark may be a secret."""
+    """Return a url for an error message, without its query, which may contain a secret."""
     return url.partition("?")[0][:_SHOWN]

@@ -1,17 +1,18 @@
-"""The blocks of a GIF, counted before anybody decodes them."""
+"""Check of the number of blocks in a GIF before it is decoded."""
 
 from quire.errors import RequestError
 
 _MAX_FRAMES = 10_000
 _MAX_BLOCKS = 1 << 21
 _MAX_COMMENT_BLOCKS = 256
-"""Decoders put comments together piece by piece, and copy all of it for each."""
+"""Limit of comment blocks: decoders concatenate them in quadratic time."""
 _IMAGE, _EXTENSION, _END = 0x2C, 0x21, 0x3B
 _COMMENT = 0xFE
 
 
 def count_frames(data: bytes) -> int:
-    """A RequestError if there is more of anything than a picture needs; what is cut off is not found here."""
+    """Count the frames; raise a RequestError if there are too many blocks. A truncated file is not
+    detected."""
     place = 13 + _table_bytes(data[10:11])
     frames = blocks = comments = 0
     while place < len(data) and data[place] != _END:
@@ -30,13 +31,13 @@ def count_frames(data: bytes) -> int:
             blocks += 1
             comments += is_comment
             if blocks > _MAX_BLOCKS or comments > _MAX_COMMENT_BLOCKS:
-                raise RequestError("the GIF has more blocks than are read")
+                raise RequestError("the GIF has too many blocks")
         place += 1
         if frames > _MAX_FRAMES:
-            raise RequestError(f"the GIF has more than {_MAX_FRAMES} pictures")
+            raise RequestError(f"the GIF has more than {_MAX_FRAMES} frames")
     return frames
 
 
 def _table_bytes(flags: bytes) -> int:
-    """Of the colours behind a byte of flags."""
+    """Return the size of the colour table that a byte of flags declares."""
     return 3 << (flags[0] & 7) + 1 if flags and flags[0] & 0x80 else 0

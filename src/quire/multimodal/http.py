@@ -1,4 +1,4 @@
-"""One GET over one connection to one address: the least of HTTP that fetching needs."""
+"""A minimal HTTP client: one GET over one connection to one address."""
 
 import asyncio
 import ssl
@@ -14,17 +14,17 @@ _MAX_HEAD_BYTES = 1 << 16
 
 
 Take = Callable[[int], Awaitable[None]]
-"""Waits until there is room for so many bytes."""
+"""Waits until the budget has this number of bytes."""
 
 
 class HttpAnswer(NamedTuple):
-    """A whole answer."""
+    """A complete response."""
 
     status: int
     headers: dict[str, str]
-    """By names in lower case."""
+    """Headers by lower-case name."""
     body: bytes
-    """Of a status of 200; of others nobody reads it."""
+    """Body of a response with status 200; empty for others."""
 
 
 async def get(
@@ -38,9 +38,8 @@ async def get(
     max_bytes: int,
     take: Take,
 ) -> HttpAnswer:
-    """What `address` answers, which is called `host` to it. An OverflowError if the body is larger than
-    `max_bytes`, which is found out before it has come; an OSError if there is none, or it breaks off. Room is
-    taken for each piece of it."""
+    """Send a GET for `host` to `address`. Raise an OverflowError if the body is larger than `max_bytes`,
+    before it is read completely, and an OSError if the connection fails. `take` is called for each chunk."""
     reader, writer = await asyncio.open_connection(
         address, port, ssl=tls, server_hostname=host if tls is not None else None
     )
@@ -63,7 +62,7 @@ async def get(
 
 
 class _Reading:
-    """An answer as it comes. The names without an underscore are called by the parser, too."""
+    """A response that is being read. The parser calls the `on_` methods."""
 
     def __init__(self, max_bytes: int) -> None:
         self.is_complete = False
@@ -83,16 +82,16 @@ class _Reading:
         except httptools.HttpParserCallbackError as error:
             raise error.__context__ or error from None
         except httptools.HttpParserError as error:
-            if not self.is_complete:  # what comes behind the end is nobody's
-                raise ConnectionError(f"not an answer of HTTP: {error}") from None
+            if not self.is_complete:  # bytes after the end are ignored
+                raise ConnectionError(f"not an HTTP response: {error}") from None
         if not self._in_body and self._num_head > _MAX_HEAD_BYTES:
-            raise ConnectionError("its answer has no end of headers")
+            raise ConnectionError("the headers of its response are too long")
 
     def end(self) -> None:
-        """The connection is closed: an answer that says nothing of its length ends so."""
+        """Handle a closed connection, which ends a response without a length."""
         framed = "content-length" in self._headers or "transfer-encoding" in self._headers
         if not self._in_body or framed:
-            raise ConnectionError("the connection was closed before the answer was complete")
+            raise ConnectionError("the connection was closed before the response was complete")
         self.is_complete = True
 
     def result(self) -> HttpAnswer:
@@ -103,14 +102,14 @@ class _Reading:
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200:  # comes before the answer
+        if status < 200:  # an interim response
             return
         self._in_body = True
         if status != 200:
             self.is_complete = True
             return
         if self._headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
-            raise ConnectionError("its answer is compressed, which was not asked for")
+            raise ConnectionError("its response is compressed, which was not requested")
         length = self._headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_bytes:
             raise OverflowError

@@ -1,4 +1,4 @@
-"""Images out of files, as RGB."""
+"""Decoding of image files to RGB."""
 
 import functools
 import io
@@ -15,38 +15,37 @@ from quire.multimodal.gif import count_frames
 from quire.multimodal.limits import DecodeLimits
 
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
-"""Those of Pillow's that are pixels and nothing else."""
+"""Formats of Pillow that contain only pixels."""
 _WHITE = (255, 255, 255)
 _MARKUP = (b"<", b"\xef\xbb\xbf<", b"\x1f\x8b")
-"""What SVG begins with, and HTML; packed SVG as well."""
+"""First bytes of SVG, HTML and gzipped SVG."""
 _ICON = b"\0\0\1\0"
 _HEAD_BYTES = 1024
 _STORED_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}
-"""Bytes that Pillow stores for a pixel, by mode; all others take 4."""
+"""Bytes per pixel in Pillow, by mode; all other modes take 4."""
 _DECODER_BYTES = {"WEBP": 13, "AVIF": 8, "JPEG2000": 24, "GIF": 8}
-"""Bytes of a pixel that decoders hold beside the picture, by format, as measured with Pillow 13,"""
+"""Bytes per pixel that decoders use beside the image, by format, as measured with Pillow 13."""
 _PROGRESSIVE = 6
-"""and those of a progressive JPEG."""
+"""Bytes per pixel that the decoder of a progressive JPEG uses."""
 _RGB_BYTES = 4
 _STRIP_ROWS = 256
 
 
 def decode_image(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) -> Image.Image:
-    """The first picture of the file, upright."""
+    """Decode the first image of a file, rotated by its EXIF orientation."""
     background = background_of(options)
     with opened(data, limits) as image:
         num_pixels = image.width * image.height
         limits.take(num_pixels * pixel_bytes(image))
         image.load()
-        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # in some files it follows the picture
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # some files have it after the pixels
             limits.take(num_pixels * _STORED_BYTES.get(image.mode, 4))
             ImageOps.exif_transpose(image, in_place=True)
         return to_rgb(image, background)
 
 
 def pixel_bytes(image: Image.Image) -> int:
-    """Return the bytes for each pixel that decoding the image and making it RGB takes at most, out of its
-    head."""
+    """Return the bytes per pixel that decoding the image and converting it to RGB takes at most."""
     stored = _STORED_BYTES.get(image.mode, 4)
     decoder = _DECODER_BYTES.get(image.format or "", 0)
     if image.format == "JPEG" and image.info.get("progressive"):
@@ -54,28 +53,28 @@ def pixel_bytes(image: Image.Image) -> int:
     made = 0 if image.mode == "RGB" else _RGB_BYTES
     if image.has_transparency_data:
         made = _RGB_BYTES if image.mode == "RGBA" else 2 * _RGB_BYTES
-    elif stored == 2 or image.mode in ("I", "F"):  # by way of 8 bits
+    elif stored == 2 or image.mode in ("I", "F"):  # converted to 8 bits first
         made += 1
     return stored + max(decoder, made)
 
 
 def to_rgb(image: Image.Image, background: tuple[int, int, int] = _WHITE) -> Image.Image:
-    """What can be seen through is laid on the background; of 16 bits the upper ones count."""
+    """Convert to RGB: transparency shows the background, and 16 bits are cut to the upper 8."""
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     if image.mode.startswith("I"):
         return _upper_bits(image).convert("RGB")
     if image.has_transparency_data:
-        seen = image if image.mode == "RGBA" else image.convert("RGBA")
-        below = Image.new("RGB", seen.size, background)
-        below.paste(seen, mask=seen)
-        return below
+        with_alpha = image if image.mode == "RGBA" else image.convert("RGBA")
+        opaque = Image.new("RGB", with_alpha.size, background)
+        opaque.paste(with_alpha, mask=with_alpha)
+        return opaque
     return image.convert("RGB")
 
 
 def _upper_bits(image: Image.Image) -> Image.Image:
-    """Return greys of 16 or 32 bits as greys of 8, strip by strip: copies of a whole picture would take
-    several times its memory."""
+    """Convert 16-bit or 32-bit greys to 8 bits, strip by strip: copies of the whole image would take several
+    times its memory."""
     _, most = image.getextrema()
     is_wide = image.mode != "I" or (isinstance(most, int | float) and most > 255)
     grey = Image.new("L", image.size)
@@ -89,27 +88,27 @@ def _upper_bits(image: Image.Image) -> Image.Image:
 
 
 def background_of(options: Mapping[str, Any]) -> tuple[int, int, int]:
-    given = options.get("rgba_background_color", _WHITE)
+    color = options.get("rgba_background_color", _WHITE)
     if (
-        not isinstance(given, list | tuple)
-        or len(given) != 3
-        or not all(type(part) is int and 0 <= part <= 255 for part in given)
+        not isinstance(color, list | tuple)
+        or len(color) != 3
+        or not all(type(part) is int and 0 <= part <= 255 for part in color)
     ):
         raise RequestError(
             "rgba_background_color must be a list or tuple of 3 integers in the range [0, 255].",
             param="media_io_kwargs",
         )
-    red, green, blue = given
+    red, green, blue = color
     return red, green, blue
 
 
 @contextmanager
 def opened(data: bytes, limits: DecodeLimits) -> Iterator[Image.Image]:
-    """The file with its head read, and no more: it is small enough to be decoded."""
+    """Open an image and read only its header; its size is within the limits."""
     head = data[:_HEAD_BYTES].lstrip()
     if head.startswith(_MARKUP):
-        kind = "an SVG, which is not drawn here" if b"<svg" in head.lower() else "markup, or packed"
-        raise RequestError(f"it is not an image of pixels but {kind}")
+        kind = "an SVG, which is not supported" if b"<svg" in head.lower() else "markup or gzip"
+        raise RequestError(f"it is not a raster image but {kind}")
     try:
         if data.startswith(b"GIF8"):
             count_frames(data)
@@ -121,29 +120,29 @@ def opened(data: bytes, limits: DecodeLimits) -> Iterator[Image.Image]:
     except RequestError:
         raise
     except UnidentifiedImageError:
-        raise RequestError("it is not an image, or of a kind that is not known here") from None
+        raise RequestError("it is not an image, or its format is not supported") from None
     except Image.DecompressionBombError:
-        raise RequestError(f"its picture has more than {limits.max_pixels} pixels") from None
-    except Exception as error:  # decoders raise whatever they stumble over
-        raise RequestError(f"the file is broken or cut off: {error}") from None
+        raise RequestError(f"it has more than {limits.max_pixels} pixels") from None
+    except Exception as error:  # decoders raise any exception
+        raise RequestError(f"the file is broken or truncated: {error}") from None
 
 
 @functools.cache
 def _formats() -> list[str]:
-    """Those that this Pillow was built with."""
+    """Return the allowed formats that this Pillow was built with."""
     Image.init()
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
 def allow_pixels(count: int) -> None:
-    """Pillow has a limit of its own, for the whole process: twice this number."""
+    """Raise Pillow's process-wide limit, which is twice MAX_IMAGE_PIXELS, to this number."""
     if Image.MAX_IMAGE_PIXELS is not None and count > 2 * Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = count // 2 + 1
 
 
 def _check_icon(data: bytes) -> None:
-    """Refuse icons whose pictures are not of the size that their directory says: Pillow believes the
-    directory, and decodes what is there as soon as the file is opened."""
+    """Refuse icons with images of another size than their directory has: Pillow trusts the directory, and
+    decodes the image as soon as the file is opened."""
     (count,) = struct.unpack_from("<H", data, 4)
     for place in range(6, 6 + 16 * count, 16):
         width, height, *_, offset = struct.unpack_from("<BBBBHHII", data, place)
@@ -151,6 +150,6 @@ def _check_icon(data: bytes) -> None:
             size = struct.unpack_from(">II", data, offset + 16)
         else:
             width_stored, height_stored = struct.unpack_from("<ii", data, offset + 4)
-            size = width_stored, abs(height_stored) // 2  # the mask is stored below the picture
+            size = width_stored, abs(height_stored) // 2  # the mask is stored below the image
         if size != (width or 256, height or 256):
-            raise RequestError("it is an icon with a picture of another size than its directory says")
+            raise RequestError("it is an icon with an image of another size than its directory has")

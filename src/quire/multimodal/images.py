@@ -1,4 +1,4 @@
-"""Images as numbers: what the processors of all families do to them, as transformers with Pillow."""
+"""Image operations of all processors: resize, crop, tile, normalize, as in transformers with Pillow."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -25,14 +25,14 @@ HALF = (0.5, 0.5, 0.5)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _LARGEST = 1e4
-"""Of numbers that can be pixels."""
-_MOST_PARTS = 64
-_MOST_PIXELS = 8192
-"""Of a side that a request may ask for."""
-_MOST_AREA = 2**26
-"""Pixels of what an image is resized to: a line of one pixel would become gigabytes."""
+"""Upper bound of normalized pixel values."""
+_MAX_PARTS = 64
+_MAX_SIDE = 8192
+"""Largest side that a request may set."""
+_MAX_AREA = 2**26
+"""Largest number of pixels after a resize: an image of one pixel row could become gigabytes."""
 MOST_FRAMES = 768
-"""Of a video: each may become a megabyte, however small it was."""
+"""Largest number of frames of a video: each may be resized to a megabyte, however small it was."""
 IMAGE_ARGUMENTS = (
     "do_resize",
     "size",
@@ -44,41 +44,47 @@ IMAGE_ARGUMENTS = (
     "image_std",
     "do_convert_rgb",
 )
-"""What a request may say of images to every processor."""
+"""Arguments for images that a request may pass to every processor."""
 
 
 def stored_settings(path: Path, part: str = "image_processor", **defaults: Any) -> ConfigReader:
-    """What a checkpoint says of its processor: the newer file's part wins over the older file, and both over
-    the family's own."""
+    """Read the processor settings of a checkpoint: a section of processor_config.json, else
+    preprocessor_config.json, over the defaults of the family."""
     newer, older = path / "processor_config.json", path / "preprocessor_config.json"
-    found = read_json(newer).get(part) if newer.is_file() else None
+    section = read_json(newer).get(part) if newer.is_file() else None
     source = newer
-    if not isinstance(found, dict):
-        source, found = older, read_json(older) if older.is_file() else {}
-    said = {key: value for key, value in found.items() if value is not None}
-    return ConfigReader(str(source), {**defaults, **said})
+    if not isinstance(section, dict):
+        source, section = older, read_json(older) if older.is_file() else {}
+    values = {key: value for key, value in section.items() if value is not None}
+    return ConfigReader(str(source), {**defaults, **values})
 
 
-def film_settings(path: Path, otherwise: ConfigReader) -> ConfigReader:
-    """What it says of videos: a part of the newer file, or a file of its own; else they are as said."""
-    newer, own = path / "processor_config.json", path / "video_preprocessor_config.json"
+def video_settings(path: Path, otherwise: ConfigReader) -> ConfigReader:
+    """Read the video processor's settings, from processor_config.json or video_preprocessor_config.json.
+
+    Return `otherwise` if the checkpoint has neither.
+    """
+    newer, video_file = path / "processor_config.json", path / "video_preprocessor_config.json"
     if newer.is_file() and isinstance(read_json(newer).get("video_processor"), dict):
         return stored_settings(path, "video_processor")
-    if own.is_file():
+    if video_file.is_file():
         return ConfigReader(
-            str(own), {key: value for key, value in read_json(own).items() if value is not None}
+            str(video_file),
+            {key: value for key, value in read_json(video_file).items() if value is not None},
         )
     return otherwise
 
 
-def whole_settings(path: Path) -> ConfigReader:
-    """What it says of images and text together."""
+def processor_settings(path: Path) -> ConfigReader:
+    """Read processor_config.json, which is about images and text together."""
     file = path / "processor_config.json"
     return ConfigReader(str(file), read_json(file) if file.is_file() else {})
 
 
-def asked(stored: ConfigReader, arguments: Mapping[str, Any], known: Collection[str]) -> ConfigReader:
-    """The same with what a request wants otherwise."""
+def override_settings(
+    stored: ConfigReader, arguments: Mapping[str, Any], known: Collection[str]
+) -> ConfigReader:
+    """Return the stored settings with the mm_processor_kwargs of a request over them."""
     for name in arguments:
         if name not in known:
             raise RequestError(
@@ -95,13 +101,13 @@ def wrong_argument(error: ConfigError) -> RequestError:
 
 @dataclass(frozen=True)
 class PixelScaling:
-    """From bytes to numbers: scaled, mean and spread taken out. It is not done here: bytes travel lighter."""
+    """Rescaling and normalization of pixels. The worker applies it, because bytes are cheaper to send."""
 
     scale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
     is_narrow: bool = False
-    """Whether all of it is done in bfloat16."""
+    """Whether every operation is rounded to bfloat16."""
 
     @classmethod
     def read(
@@ -114,72 +120,72 @@ class PixelScaling:
             finish = cls(scale, means, stds, is_narrow)
         if not np.abs(finish._table).max() < _LARGEST:
             raise ConfigError(
-                f"{keys.source}: rescale_factor, image_mean and image_std make numbers too large"
+                f"{keys.source}: rescale_factor, image_mean and image_std make pixel values too large"
             )
         return finish
 
     @cached_property
     def _table(self) -> NDArray[np.float32]:
-        """What becomes of each byte, [3, 256]."""
+        """Return the normalized value of each byte and channel, [3, 256]."""
         rounded = _narrowed if self.is_narrow else np.asarray
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            return self._finished(rounded)
+            return self._build_table(rounded)
 
-    def _finished(self, rounded: Callable[[Any], NDArray[np.float32]]) -> NDArray[np.float32]:
+    def _build_table(self, rounded: Callable[[Any], NDArray[np.float32]]) -> NDArray[np.float32]:
         out = np.tile(np.arange(256, dtype=np.float64), (3, 1))
         table = rounded((out if self.scale is None else out * self.scale).astype(np.float32))
         if self.mean is not None and self.std is not None:
-            mean, std = (rounded(np.array(each, np.float32))[:, None] for each in (self.mean, self.std))
+            mean, std = (rounded(np.array(value, np.float32))[:, None] for value in (self.mean, self.std))
             table = rounded((rounded(table - mean) / std).astype(np.float32))
         return table
 
     def __call__(self, pixels: NDArray[np.uint8], **more: NDArray[np.uint8]) -> Arrays:
-        """[..., height, width, 3] each -> [..., 3, height, width], still bytes."""
-        given = {"pixels": pixels, **more}
-        return self.told(
-            **{name: np.stack([each[..., i] for i in range(3)], axis=-3) for name, each in given.items()}
+        """Transpose [..., height, width, 3] to [..., 3, height, width], as bytes with their table."""
+        arrays = {"pixels": pixels, **more}
+        return self.to_arrays(
+            **{name: np.stack([array[..., i] for i in range(3)], axis=-3) for name, array in arrays.items()}
         )
 
-    def numbers(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """The same of one, done here: for who goes on with it."""
+    def normalized(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the normalized pixels, [..., 3, height, width]."""
         return np.stack([self._table[i][pixels[..., i]] for i in range(3)], axis=-3)
 
-    def told(self, **given: NDArray[np.uint8]) -> Arrays:
-        """Bytes [..., 3, height, width], and what is to become of each on the device of the tower."""
-        return {name: Array.of(each) for name, each in given.items()} | {TABLE: Array.of(self._table)}
+    def to_arrays(self, **arrays: NDArray[np.uint8]) -> Arrays:
+        """Return bytes [..., 3, height, width] with the table by which the vision encoder normalizes them."""
+        return {name: Array.of(array) for name, array in arrays.items()} | {TABLE: Array.of(self._table)}
 
 
 def _narrowed(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The nearest numbers of bfloat16."""
+    """Round to bfloat16."""
     bits = numbers.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
 def _per_channel(keys: ConfigReader, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-    found = keys.get(key)
-    found = default if found is None else found
-    found = [found] * 3 if isinstance(found, (int, float)) else found
+    values = keys.get(key)
+    values = default if values is None else values
+    values = [values] * 3 if isinstance(values, (int, float)) else values
     if (
-        not isinstance(found, (list, tuple))
-        or len(found) != 3
-        or not all(isinstance(each, (int, float)) and abs(each) < _LARGEST for each in found)
+        not isinstance(values, (list, tuple))
+        or len(values) != 3
+        or not all(isinstance(value, (int, float)) and abs(value) < _LARGEST for value in values)
     ):
         raise keys.wrong(key, "a number for each of three channels")
-    return tuple(float(each) for each in found)
+    return tuple(float(value) for value in values)
 
 
 def count_of(keys: ConfigReader, key: str, default: int) -> int:
-    """How many tiles or crops an image may have: so many that they can all be looked at."""
+    """Read how many tiles or crops an image may have; raise a ConfigError above the limit."""
     count = keys.size(key, default)
-    if count > _MOST_PARTS:
-        raise keys.wrong(key, f"{_MOST_PARTS} at most")
+    if count > _MAX_PARTS:
+        raise keys.wrong(key, f"{_MAX_PARTS} at most")
     return count
 
 
 def resample_of(keys: ConfigReader, default: Image.Resampling) -> Image.Resampling:
-    found = keys.get("resample")
+    value = keys.get("resample")
     try:
-        return default if found is None else Image.Resampling(found)
+        return default if value is None else Image.Resampling(value)
     except (ValueError, TypeError) as error:
         raise keys.wrong("resample", "the number of one of Pillow's filters") from error
 
@@ -187,38 +193,38 @@ def resample_of(keys: ConfigReader, default: Image.Resampling) -> Image.Resampli
 def check_frames(count: int) -> None:
     if count > MOST_FRAMES:
         raise RequestError(
-            f"{count} frames of a video are more than {MOST_FRAMES}: ask for fewer by num_frames of "
+            f"the video has {count} frames, and at most {MOST_FRAMES} are allowed: set num_frames of "
             "media_io_kwargs.video"
         )
 
 
 def resized(image: Image.Image, size: Size, resample: Image.Resampling) -> Pixels:
     height, width = size
-    if height * width > _MOST_AREA:
+    if height * width > _MAX_AREA:
         raise ConfigError(
-            f"an image of {image.width} x {image.height} pixels would become one of {width} x {height}, and "
-            f"{_MOST_AREA} pixels are the most"
+            f"an image of {image.width} x {image.height} pixels would be resized to {width} x {height}, and "
+            f"{_MAX_AREA} pixels are the maximum"
         )
     return np.asarray(image.resize((width, height), resample=resample))
 
 
 def size_of(keys: ConfigReader, key: str = "size") -> dict[str, int]:
-    """Some of height, width, shortest_edge, longest_edge; a single number is a square's side."""
-    found = keys.get(key)
-    if isinstance(found, int) and not isinstance(found, bool):
-        found = {"height": found, "width": found}
-    if isinstance(found, (list, tuple)) and len(found) == 2:
-        found = {"height": found[0], "width": found[1]}
-    if not isinstance(found, dict):
+    """Read a size: some of height, width, shortest_edge, longest_edge; a single number is a square's side."""
+    size = keys.get(key)
+    if isinstance(size, int) and not isinstance(size, bool):
+        size = {"height": size, "width": size}
+    if isinstance(size, (list, tuple)) and len(size) == 2:
+        size = {"height": size[0], "width": size[1]}
+    if not isinstance(size, dict):
         raise keys.wrong(key, "an object such as {'height': 336, 'width': 336}")
-    said = {name: value for name, value in found.items() if value is not None}
-    if not said or not all(isinstance(each, int) and 0 < each <= _MOST_PIXELS for each in said.values()):
-        raise keys.wrong(key, f"numbers of pixels, {_MOST_PIXELS} at most")
-    return said
+    sides = {name: value for name, value in size.items() if value is not None}
+    if not sides or not all(isinstance(side, int) and 0 < side <= _MAX_SIDE for side in sides.values()):
+        raise keys.wrong(key, f"numbers of pixels, {_MAX_SIDE} at most")
+    return sides
 
 
 def fitted(size: Mapping[str, int], image: Size) -> Size:
-    """What an image is resized to: exactly, or until its shorter edge is so long."""
+    """Return the size to resize an image to: exactly `size`, or with its shortest edge."""
     if "height" in size and "width" in size:
         return size["height"], size["width"]
     if "shortest_edge" in size and "longest_edge" not in size:
@@ -230,7 +236,7 @@ def fitted(size: Mapping[str, int], image: Size) -> Size:
 
 
 def center_cropped(pixels: Pixels, size: Size) -> Pixels:
-    """Its middle; zeros around an image that is too small."""
+    """Return the center of an image, padded with zeros where the image is too small."""
     height, width = pixels.shape[:2]
     high, wide = size
     if high > height or wide > width:
@@ -243,20 +249,20 @@ def center_cropped(pixels: Pixels, size: Size) -> Pixels:
     return pixels[top : top + high, first : first + wide]
 
 
-def squared(image: Image.Image, mean: tuple[float, ...]) -> Image.Image:
-    """The image in the middle of a square of its mean colour."""
+def pad_to_square(image: Image.Image, mean: tuple[float, ...]) -> Image.Image:
+    """Return the image in the center of a square that is filled with the mean colour."""
     width, height = image.size
     side = max(image.size)
     if width == height:
         return image
-    red, green, blue = (int(each * 255) for each in mean)
+    red, green, blue = (int(value * 255) for value in mean)
     out = Image.new("RGB", (side, side), (red, green, blue))
     out.paste(image, ((side - width) // 2, (side - height) // 2))
     return out
 
 
 def tiled(pixels: Pixels, tile: Size) -> NDArray[np.uint8]:
-    """Row by row: [tiles, height, width, 3] of an image that they fill."""
+    """Cut an image of whole tiles row by row: [tiles, height, width, 3]."""
     high, wide = tile
     rows, columns = pixels.shape[0] // high, pixels.shape[1] // wide
     grid = pixels.reshape(rows, high, columns, wide, 3).transpose(0, 2, 1, 3, 4)

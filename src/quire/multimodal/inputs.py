@@ -1,4 +1,4 @@
-"""Items as users bring them, and what they are known by."""
+"""Items as users send them, and their cache keys."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -22,13 +22,13 @@ class MediaLink(NamedTuple):
 
 
 class Base64Media(NamedTuple):
-    """An item as the text of its file."""
+    """An item as base64 text."""
 
     text: str
 
 
 Embeds = dict[str, NDArray[Any]]
-"""Vectors in place of an item, and what belongs to them."""
+"""Embeddings in place of an item, with values such as its grid."""
 Source = MediaLink | Base64Media | Blob | Image.Image | Video | Sound | Embeds | None
 
 
@@ -38,21 +38,22 @@ class MediaInput:
 
     modality: str
     source: Source
-    """None: whoever has its uuid has it already."""
+    """Content of the item; None: it must be cached under its uuid."""
     place: str
-    """Where it stands in what was sent, for errors."""
+    """Place of the item in the request, for error messages."""
     param: str | None = None
-    """The field at fault if it cannot be had."""
+    """Request field to name in errors."""
     uuid: str | None = None
-    """What its sender knows it by, in place of its content;"""
+    """Identifier that the client chose, used in place of the content."""
     salt: str | None = None
-    """only among those who have the same."""
+    """Cache salt of the uuid: only requests with the same salt share the item."""
     scope: str = ""
     """The cache scope of its request (data/cache_scope.py): items of two scopes have different keys."""
 
     @property
     def text(self) -> str | None:
-        """Of an item that came as its content, in ASCII, what it came as."""
+        """Return the text of an item that was sent as a data: url or base64, if it is ASCII and has no
+        uuid."""
         match self.source:
             case MediaLink(text) if text[:5].lower() == "data:":
                 pass
@@ -63,15 +64,15 @@ class MediaInput:
         return text if self.uuid is None and text.isascii() else None
 
     def wrong(self, error: RequestError) -> RequestError:
-        """The error with the item's place in it."""
+        """Return the error with the item's place."""
         return type(error)(f"{self.place}: {error}", error.param or self.param)
 
 
 class MediaKeys:
-    """Makes keys: the same for the same content, read in the same way."""
+    """Computes cache keys: equal for the same content with the same arguments."""
 
     def __init__(self, algorithm: str) -> None:
-        """One of mm_hasher_algorithm; blake3 is a package, and without it sha256 does."""
+        """Build it for mm_hasher_algorithm; without the package blake3, sha256 is used."""
         self._new: Any = getattr(hashlib, algorithm, hashlib.sha256)
         if algorithm == "blake3":
             try:
@@ -81,33 +82,33 @@ class MediaKeys:
             else:
                 self._new = blake3
 
-    def of(self, given: MediaInput, *read_with: Mapping[str, Any]) -> bytes:
-        uuid = [f"uuid {given.uuid}".encode(), f"{given.salt or ''}".encode()]
-        named = uuid if given.uuid is not None else _contents(given.source)
+    def of(self, item: MediaInput, *read_with: Mapping[str, Any]) -> bytes:
+        uuid = [f"uuid {item.uuid}".encode(), f"{item.salt or ''}".encode()]
+        named = uuid if item.uuid is not None else _contents(item.source)
         how = msgspec.json.encode(read_with, order="sorted", enc_hook=repr)
-        scope = [f"scope {given.scope}".encode()] if given.scope else []
-        return self._of(*scope, given.modality.encode(), how, *named)
+        scope = [f"scope {item.scope}".encode()] if item.scope else []
+        return self._of(*scope, item.modality.encode(), how, *named)
 
     def fitted(self, key: bytes, processed: ProcessedItem) -> bytes:
-        """The key of an item by its uuid, for items that became as much as it has. Others have the same uuid
-        if two users chose it: theirs may be mistaken for it, but must fit."""
-        arrays = {name: (each.dtype, each.shape) for name, each in (processed.arrays or {}).items()}
+        """Return the key of an item with a uuid. It includes the shapes, so that an item of another user with
+        the same uuid cannot break the encoder."""
+        arrays = {name: (array.dtype, array.shape) for name, array in (processed.arrays or {}).items()}
         form = msgspec.json.encode((processed.token_ids, processed.runs, arrays), order="sorted")
         return self._of(key, form)
 
     def _of(self, *pieces: Any) -> bytes:
         digest = self._new()
         for piece in pieces:
-            # Each with its length in front: no two lists of pieces run together into the same bytes.
+            # With the length before each piece, different lists of pieces never hash the same bytes.
             digest.update(memoryview(piece).nbytes.to_bytes(8, "little"))
             digest.update(piece)
-        found: bytes = digest.digest()
-        return found
+        result: bytes = digest.digest()
+        return result
 
 
 def _contents(source: Source) -> Iterable[Any]:
     match source:
-        case MediaLink(text) | Base64Media(text):  # the text, not what it stands for
+        case MediaLink(text) | Base64Media(text):  # the text, not the content behind it
             return [type(source).__name__.encode(), text.encode()]
         case Blob(parts, media_type):
             return [b"file", b"frames" if media_type == "video/jpeg" else b"", *parts]

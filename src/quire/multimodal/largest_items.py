@@ -1,4 +1,4 @@
-"""The largest items that an engine reckons with."""
+"""Sizes of the largest items that an engine plans for."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,15 +15,16 @@ from quire.multimodal.processors import PROCESSORS, Content, Foresees, Processor
 from quire.text.tokenizer import Tokenizer
 
 _SIZES = {"image": ("width", "height"), "video": ("num_frames", "width", "height"), "audio": ("length",)}
-"""What limit_mm_per_prompt calls them, in the order of `Processor.largest`."""
+"""Names of the sizes in limit_mm_per_prompt, in the order of `Processor.largest`."""
 _RATE = 16000
 
 
 def largest_items(
     path: Path, media: MediaFacts, section: MultimodalSection, tokenizer: Tokenizer | None, longest: int
 ) -> dict[str, int]:
-    """By modality that prompts may have: the vectors of the largest, at most as many as the `longest` prompt
-    has tokens. Without a tokenizer nobody knows better. Those that no tokens stand for are all alike."""
+    """Return the number of vectors of the largest item of each enabled modality, at most `longest`, the
+    number of tokens of the longest prompt. Without a tokenizer it is `longest`. Cross-attended items have one
+    size."""
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
     names = [name for name in media.modalities if limits[name]]
     if media.crossed:
@@ -35,10 +36,12 @@ def largest_items(
 
 
 def _num_vectors(processor: Processor, modality: str, section: MultimodalSection) -> int:
-    """As the processor says, unless settings say how large items are, or how they are read: then one of that
-    size is processed. Of a video it is only foretold, or else taken as it says: the largest takes long."""
-    asked = section.limit_mm_per_prompt.get(modality)
-    sizes = asked if isinstance(asked, dict) and asked.keys() - {"count"} else {}
+    """Return the processor's maximum, or process a blank item where settings limit sizes or set arguments.
+
+    The vectors of a video are counted without processing it, which takes long for the largest.
+    """
+    limit = section.limit_mm_per_prompt.get(modality)
+    sizes = limit if isinstance(limit, dict) and limit.keys() - {"count"} else {}
     if not sizes and (modality == "audio" or not section.mm_processor_kwargs):
         return processor.most_vectors(modality)
     size = _size(modality, sizes, processor.largest(modality))
@@ -47,8 +50,8 @@ def _num_vectors(processor: Processor, modality: str, section: MultimodalSection
     if modality == "video" and not sizes:
         return processor.most_vectors(modality)
     blank = _blank(modality, size)
-    made = processor.process(modality, blank, section.mm_processor_kwargs)
-    return sum(count for _, count in made.runs) if made.runs else len(made.token_ids)
+    processed = processor.process(modality, blank, section.mm_processor_kwargs)
+    return sum(count for _, count in processed.runs) if processed.runs else len(processed.token_ids)
 
 
 def _size(modality: str, sizes: Mapping[str, Any], largest: tuple[int, ...]) -> list[int]:
@@ -57,7 +60,7 @@ def _size(modality: str, sizes: Mapping[str, Any], largest: tuple[int, ...]) -> 
         is_size = isinstance(size, int) and not isinstance(size, bool) and size > 0
         if name != "count" and (name not in names or not is_size):
             raise ConfigError(
-                f"limit_mm_per_prompt.{modality} has no {name}={size!r}; it takes count and the sizes "
+                f"limit_mm_per_prompt.{modality} does not accept {name}={size!r}; it takes count, "
                 f"{', '.join(names)}"
             )
     return [sizes.get(name, most) for name, most in zip(names, largest, strict=True)]

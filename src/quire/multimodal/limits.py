@@ -1,4 +1,4 @@
-"""Limits: what may be decoded, and the memory that it takes."""
+"""Limits of the size of decoded items and of the memory for decoding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,27 +7,27 @@ from quire.errors import RequestError
 from quire.multimodal.processors import Video
 
 Check = Callable[[Video], None]
-"""Takes a black video of the size that would be decoded; a RequestError if it is too large."""
+"""Takes a black video of the size to decode; raises a RequestError if it is too large."""
 Take = Callable[[int], None]
-"""Takes the number of bytes that decoding is about to need, and waits until there is room for them; a
-RequestError if there never will be."""
+"""Reserves the bytes that decoding is about to use, and waits until they are free; raises a RequestError if
+they exceed the whole budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """The limits of one item."""
+    """Limits for decoding one item."""
 
     max_pixels: int
-    """Of an image."""
+    """Largest number of pixels of an image."""
     check: Check = lambda video: None
     take: Take = lambda num_bytes: None
 
     def check_pixels(self, width: int, height: int, count: int = 1, *, times: int = 1) -> None:
-        """Refuse `count` pictures of this size with more pixels than `times` those of an image."""
+        """Refuse `count` frames of this size if they have more than `times` the pixels of an image."""
         num_pixels, most = width * height * count, times * self.max_pixels
         if num_pixels > most:
-            several = f"{count} pictures of " if count > 1 else ""
+            prefix = f"{count} frames of " if count > 1 else ""
             raise RequestError(
-                f"{several}{width} x {height} are {num_pixels} pixels, and there may be {most} "
+                f"{prefix}{width} x {height} are {num_pixels} pixels, and {most} are the maximum "
                 "(VLLM_MAX_IMAGE_PIXELS)"
             )

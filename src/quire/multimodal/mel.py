@@ -1,4 +1,4 @@
-"""Sounds as numbers: at another rate, and how loud each pitch is in each moment, as Whisper hears it."""
+"""Resampling of audio, and log-mel spectrograms as Whisper computes them."""
 
 import math
 from fractions import Fraction
@@ -12,34 +12,34 @@ from quire.multimodal.processors import Sound
 
 Samples = NDArray[np.float32]
 _CROSSINGS = 64
-"""Zeros of the sinc on each side."""
+"""Zero crossings of the sinc on each side."""
 _PASSED = 0.95
-"""Of the lower rate's half, where the filter falls by half: nothing is lost up to 0.9, nothing folds back
-from 1 on."""
+"""Cutoff as a fraction of the lower Nyquist frequency: the pass band ends at 0.9, and nothing aliases from 1
+on."""
 _KAISER_BETA = 10.0
-"""What is to be kept out is 100 dB down."""
+"""Shape of the Kaiser window: the stop band is attenuated by 100 dB."""
 _POINTS = 2048
-"""Of the filter's table, from one zero to the next."""
+"""Points of the filter table between two zero crossings."""
 _PHASES = 1000
-"""Filters at most: rates that need more are taken for their neighbours, some millionths away."""
+"""Largest number of filter phases: a ratio that needs more is approximated to some millionths."""
 _AT_ONCE = 1 << 14
-"""Samples that are made of so many windows."""
+"""Output samples that are computed at once."""
 _LEAST_HZ = 1000
 _LINEAR_HZ, _LINEAR_MELS = 1000.0, 15.0
-"""Mels count pitches evenly up to there, and by their logarithms above."""
+"""The mel scale is linear up to this frequency and logarithmic above."""
 _MELS_PER_LOG = 27 / math.log(6.4)
 _QUIETEST = 1e-10
 _FRAMES = 4096
-"""Whose spectra are in memory at once."""
+"""Frames with spectra in memory at once."""
 
 
 def resampled(sound: Sound, rate: int, most: int) -> Samples:
-    """The first `most` samples of the sound at this rate."""
+    """Convert audio to this sample rate; return the first `most` samples."""
     samples = sound.samples
     if sound.rate == rate:
         return samples[:most]
     if sound.rate < _LEAST_HZ:
-        raise RequestError(f"a sample rate of {sound.rate} Hz is too low: {_LEAST_HZ} is the least")
+        raise RequestError(f"a sample rate of {sound.rate} Hz is too low: {_LEAST_HZ} is the minimum")
     down, up = Fraction(sound.rate, rate).limit_denominator(_PHASES).as_integer_ratio()
     count = min(most, -(-len(samples) * up // down))
     cutoff = _PASSED * min(1.0, up / down)
@@ -50,24 +50,24 @@ def resampled(sound: Sound, rate: int, most: int) -> Samples:
     places, filter = _filter()
     out = np.empty(count, np.float32)
     for phase in range(min(up, count)):
-        # These outputs all lie equally far behind an input.
+        # All outputs of a phase have the same distance to an input sample.
         first, behind = divmod(phase * down, up)
-        aux_hidden_states = np.interp(np.abs(distances - cutoff * behind / up), places, filter, right=0)
+        taps = np.interp(np.abs(distances - cutoff * behind / up), places, filter, right=0)
         rows = out[phase::up]
-        rows[:] = _filtered(padded[first:], (cutoff * aux_hidden_states).astype(np.float32), down, len(rows))
+        rows[:] = _filtered(padded[first:], (cutoff * taps).astype(np.float32), down, len(rows))
     return out
 
 
-def _filtered(samples: Samples, aux_hidden_states: Samples, step: int, count: int) -> Samples:
-    """The sums of `count` windows of samples, each `step` behind the one before, times the taps."""
-    wide = -(-len(aux_hidden_states) // step)
+def _filtered(samples: Samples, taps: Samples, step: int, count: int) -> Samples:
+    """Return the dot products of the taps with `count` windows of samples, at a stride of `step`."""
+    wide = -(-len(taps) // step)
     if step == 1 or wide == 1:
-        around = np.lib.stride_tricks.sliding_window_view(samples, len(aux_hidden_states))
-        windows: Samples = around[::step][:count] @ aux_hidden_states
+        around = np.lib.stride_tricks.sliding_window_view(samples, len(taps))
+        windows: Samples = around[::step][:count] @ taps
         return windows
-    # Windows overlap, and rows of `step` samples do not: these times each row of taps is one fast product,
-    # whose diagonals are summed.
-    weights = np.pad(aux_hidden_states, (0, wide * step - len(aux_hidden_states))).reshape(wide, step).T
+    # Windows overlap, but rows of `step` samples do not: multiply those with all rows of taps in one matmul,
+    # then sum the diagonals.
+    weights = np.pad(taps, (0, wide * step - len(taps))).reshape(wide, step).T
     out = np.empty(count, np.float32)
     for start in range(0, count, _AT_ONCE):
         num = min(_AT_ONCE, count - start)
@@ -82,7 +82,7 @@ def _filtered(samples: Samples, aux_hidden_states: Samples, step: int, count: in
 
 @lru_cache
 def _filter() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """A sinc under Kaiser's window, from its middle on: how far, in zeros, and how much."""
+    """Return the right half of a Kaiser-windowed sinc: positions in zero crossings, and values."""
     places = np.linspace(0, _CROSSINGS, _CROSSINGS * _POINTS + 1)
     window = np.i0(_KAISER_BETA * np.sqrt(1 - (places / _CROSSINGS) ** 2)) / np.i0(_KAISER_BETA)
     return places, np.sinc(places) * window
@@ -90,8 +90,8 @@ def _filter() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 @lru_cache
 def mel_filters(count: int, fft: int, rate: int) -> NDArray[np.float64]:
-    """[frequencies, count]: triangles over the frequencies, of one area, whose corners are even in mels up to
-    8 kHz."""
+    """Return the mel filter bank, [frequencies, count]: triangles of equal area with corners evenly spaced in
+    mels up to 8 kHz."""
     top = _LINEAR_MELS + math.log(8000.0 / _LINEAR_HZ) * _MELS_PER_LOG
     mels = np.linspace(0.0, top, count + 2)
     above = _LINEAR_HZ * np.exp((mels - _LINEAR_MELS) / _MELS_PER_LOG)
@@ -113,17 +113,17 @@ def log_mel(
     hop: int = 160,
     is_cut: bool = False,
 ) -> Samples:
-    """[frames, mels] of samples with silence behind them, `frames * hop` in all, or with nothing (`is_cut`):
-    logarithms of the power, from the loudest of all down to 80 dB less."""
+    """Return the log-mel spectrogram, [frames, mels], clipped at 80 dB below its maximum. The samples are
+    padded with silence to `frames * hop`, unless `is_cut`."""
     length = len(samples) if is_cut else min(len(samples) + 2 * fft, frames * hop)
-    heard = np.zeros(length, np.float64)
-    heard[: len(samples)] = samples[: len(heard)]
-    around = np.lib.stride_tricks.sliding_window_view(np.pad(heard, fft // 2, mode="reflect"), fft)[::hop]
+    signal = np.zeros(length, np.float64)
+    signal[: len(samples)] = samples[: len(signal)]
+    around = np.lib.stride_tricks.sliding_window_view(np.pad(signal, fft // 2, mode="reflect"), fft)[::hop]
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(fft) / fft)
     out: Samples = np.full((frames, mels), np.log10(_QUIETEST), np.float32)
     for first in range(0, min(frames, len(around)), _FRAMES):
         power = np.abs(np.fft.rfft(around[first : min(first + _FRAMES, frames)] * window)) ** 2
-        found = np.log10(np.maximum(power @ mel_filters(mels, fft, rate), _QUIETEST))
-        out[first : first + len(found)] = found
+        log_power = np.log10(np.maximum(power @ mel_filters(mels, fft, rate), _QUIETEST))
+        out[first : first + len(log_power)] = log_power
     out = (np.maximum(out, out.max() - 8) + 4) / 4
     return out

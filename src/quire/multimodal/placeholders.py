@@ -1,4 +1,4 @@
-"""Spans: the marks of items in a prompt's tokens give way to the tokens that stand for them."""
+"""Replacement of the marks of items in a prompt by their spans of placeholder tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,65 +12,68 @@ from quire.multimodal.processors import Processor, joins
 _ID_BYTES = 4
 Mark = tuple[int, ...]
 Join = Callable[[int, int], int | None]
-"""See `Joins`."""
+"""Signature of `Joins.joined`."""
 
 
 def place(
     token_ids: Sequence[int], prepared: Sequence[PreparedItem], processor: Processor
 ) -> tuple[list[int], Media]:
-    """The tokens with all spans in their places. Items of a modality go to its marks in their order; a prompt
-    may also have the spans already. Items of a modality without a mark have no span."""
-    marks = {each.modality: tuple(processor.marks(each.modality)) for each in prepared}
+    """Return the tokens with the span of every item, and the media with their positions.
+
+    Items of a modality replace its marks in order. A prompt may also contain the spans already. Items of a
+    modality without a mark have no span.
+    """
+    marks = {item.modality: tuple(processor.marks(item.modality)) for item in prepared}
     if not all(marks.values()):
-        return list(token_ids), Media([_item(0, each) for each in prepared])
-    joined = processor.joined if joins(processor) else _apart
-    found = _marks_in(token_ids, marks)
-    if len(found) != len(prepared):
-        there = _spans_in(token_ids, prepared, joined)
-        if there is None:
-            raise _mismatch(prepared, len(found))
-        tokens, spans = list(token_ids), there
-        facts = [each.processed.facts for each in prepared]
+        return list(token_ids), Media([_build_item(0, item) for item in prepared])
+    joined = processor.joined if joins(processor) else _never_joined
+    mark_places = _find_marks(token_ids, marks)
+    if len(mark_places) != len(prepared):
+        present = _find_spans(token_ids, prepared, joined)
+        if present is None:
+            raise _mismatch(prepared, len(mark_places))
+        tokens, spans = list(token_ids), present
+        facts = [item.processed.facts for item in prepared]
     else:
-        matched = _matched(found, prepared, marks)
-        tokens, spans = _replaced(token_ids, matched, marks, joined)
-        facts = [each.processed.facts for _, each in matched]
+        matched = _match_items(mark_places, prepared, marks)
+        tokens, spans = _replace_marks(token_ids, matched, marks, joined)
+        facts = [item.processed.facts for _, item in matched]
     return tokens, Media(spans, processor.positions(tokens, spans, facts))
 
 
-def _marks_in(token_ids: Sequence[int], marks: dict[str, Mark]) -> list[tuple[int, Mark]]:
-    """Where there is a mark, and which."""
+def _find_marks(token_ids: Sequence[int], marks: dict[str, Mark]) -> list[tuple[int, Mark]]:
+    """Return the index and the mark of every mark in the prompt."""
     first: dict[int, list[Mark]] = {}
     for mark in sorted({*marks.values()}, key=len, reverse=True):
         first.setdefault(mark[0], []).append(mark)
-    found, end = [], 0
+    mark_places, end = [], 0
     for at, token_id in enumerate(token_ids):
         if at < end or token_id not in first:
             continue
         for mark in first[token_id]:
             if tuple(token_ids[at : at + len(mark)]) == mark:
-                found.append((at, mark))
+                mark_places.append((at, mark))
                 end = at + len(mark)
                 break
-    return found
+    return mark_places
 
 
-def _matched(
-    found: Sequence[tuple[int, Mark]],
+def _match_items(
+    mark_places: Sequence[tuple[int, Mark]],
     prepared: Sequence[PreparedItem],
     marks: dict[str, Mark],
 ) -> list[tuple[int, PreparedItem]]:
-    """To each mark the first item left that it may be of."""
+    """Match each mark to the next item of its modality."""
     left, matched = list(prepared), []
-    for at, mark in found:
-        fitting = next((k for k, each in enumerate(left) if marks[each.modality] == mark), None)
+    for at, mark in mark_places:
+        fitting = next((k for k, item in enumerate(left) if marks[item.modality] == mark), None)
         if fitting is None:
-            raise _mismatch(prepared, len(found))
+            raise _mismatch(prepared, len(mark_places))
         matched.append((at, left.pop(fitting)))
     return matched
 
 
-def _replaced(
+def _replace_marks(
     token_ids: Sequence[int],
     matched: Sequence[tuple[int, PreparedItem]],
     marks: dict[str, Mark],
@@ -78,18 +81,18 @@ def _replaced(
 ) -> tuple[list[int], list[MediaItem]]:
     tokens: list[int] = []
     items, done = [], 0
-    for at, each in matched:
+    for at, item in matched:
         _append(tokens, token_ids[done:at], joined)
         offset = len(tokens)
-        cut = _append(tokens, each.processed.token_ids, joined)
-        items.append(_item(offset, each, cut))
-        done = at + len(marks[each.modality])
+        num_merged = _append(tokens, item.processed.token_ids, joined)
+        items.append(_build_item(offset, item, num_merged))
+        done = at + len(marks[item.modality])
     _append(tokens, token_ids[done:], joined)
     return tokens, items
 
 
 def _append(tokens: list[int], more: Sequence[int], joined: Join) -> int:
-    """How many of `more` have become one with what stands before them."""
+    """Append tokens; return how many of them were merged into the token before (0 or 1)."""
     both = joined(tokens[-1], more[0]) if tokens and more else None
     if both is None:
         tokens += more
@@ -99,18 +102,18 @@ def _append(tokens: list[int], more: Sequence[int], joined: Join) -> int:
     return 1
 
 
-def _apart(before: int, after: int) -> int | None:
+def _never_joined(before: int, after: int) -> int | None:
     return None
 
 
-def _spans_in(
-    token_ids: Sequence[int], prepared: Sequence[PreparedItem], joined: Join = _apart
+def _find_spans(
+    token_ids: Sequence[int], prepared: Sequence[PreparedItem], joined: Join = _never_joined
 ) -> list[MediaItem] | None:
-    """The spans as they stand in the prompt, one behind the other; None if one is not there. Their first and
-    last tokens may have become one with what is around them."""
+    """Find the spans that the prompt already contains, in order; None if one is missing. The first and last
+    tokens of a span may be merged with the tokens around it."""
     tokens, items, end = _bytes(token_ids), list[MediaItem](), 0
-    for each in prepared:
-        span = each.processed.token_ids
+    for item in prepared:
+        span = item.processed.token_ids
         front, back = (int(joined(span[edge], span[edge]) is not None) for edge in (0, -1))
         inner = span[front : len(span) - back]
         place = _find(tokens, _bytes(inner), max(end, front))
@@ -120,8 +123,8 @@ def _spans_in(
         around = [*token_ids[place - front : place], *token_ids[behind : behind + back]]
         if len(around) < front + back or any(joined(id, span[0]) is None for id in around):
             return None
-        is_own = not front or (token_ids[place - 1] == span[0] and place - 1 >= end)
-        items.append(_item(place - front if is_own else place, each, 0 if is_own else 1))
+        is_apart = not front or (token_ids[place - 1] == span[0] and place - 1 >= end)
+        items.append(_build_item(place - front if is_apart else place, item, 0 if is_apart else 1))
         end = behind + back
     return items
 
@@ -134,19 +137,19 @@ def _find(tokens: bytes, wanted: bytes, start: int) -> int | None:
 
 
 def _bytes(token_ids: Sequence[int]) -> bytes:
-    """In which a span is found in a time that does not grow with both lengths multiplied."""
+    """Return the ids as bytes: `bytes.find` searches in linear time."""
     return np.asarray(token_ids, np.int32).tobytes()
 
 
-def _item(offset: int, each: PreparedItem, cut: int = 0) -> MediaItem:
-    """Of which the first so many tokens are not its own."""
-    processed = each.processed
+def _build_item(offset: int, item: PreparedItem, num_merged: int = 0) -> MediaItem:
+    """Build the item of a span without its first `num_merged` tokens, which belong to the text."""
+    processed = item.processed
     return MediaItem(
-        modality=each.modality,
-        key=each.key,
+        modality=item.modality,
+        key=item.key,
         offset=offset,
-        length=len(processed.token_ids) - cut,
-        runs=[(first - cut, count) for first, count in processed.runs],
+        length=len(processed.token_ids) - num_merged,
+        runs=[(first - num_merged, count) for first, count in processed.runs],
         arrays=processed.arrays,
         stored=processed.stored,
     )
@@ -154,11 +157,11 @@ def _item(offset: int, each: PreparedItem, cut: int = 0) -> MediaItem:
 
 def _mismatch(prepared: Sequence[PreparedItem], num_marks: int) -> RequestError:
     kinds = ", ".join(
-        f"{sum(each.modality == kind for each in prepared)} {kind}(s)"
-        for kind in dict.fromkeys(each.modality for each in prepared)
+        f"{sum(item.modality == kind for item in prepared)} {kind}(s)"
+        for kind in dict.fromkeys(item.modality for item in prepared)
     )
     return RequestError(
-        f"the prompt has {num_marks} places for media, and {kinds} came with it: write the model's mark once "
-        "for each item, and nowhere else",
+        f"the prompt has {num_marks} placeholders for media, and {kinds} came with it: write the model's "
+        "placeholder once for each item, and nowhere else",
         param="prompt",
     )

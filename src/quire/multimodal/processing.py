@@ -1,4 +1,4 @@
-"""Kitchen: items as users bring them become what a tower reads."""
+"""Fetching, decoding and processing of the media items of a request."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -30,28 +30,28 @@ T = TypeVar("T")
 Options = Mapping[str, Any]
 
 _AT_ONCE = 16
-"""Items of one prompt that are on their way at the same time."""
+"""Items of one request that are prepared concurrently."""
 _REQUESTS = 4
-"""That may have as many bytes of media on their way as there may be; others wait."""
+"""Requests that may hold the maximum number of media bytes at once; others wait."""
 _LONG = 1 << 17
-"""Characters whose digest takes longer than it takes to hand them to a thread."""
+"""Characters from which on a digest is computed in a thread."""
 _TEXTS_BYTES, _TEXT_BYTES = 16 << 20, 512
-"""For all texts that are known, and for one of them: of each a digest is kept."""
+"""Bytes of the cache of known texts, and of one entry: only digests are kept."""
 
 
 @dataclass(slots=True)
 class PreparedItem:
-    """An item that is ready for the prompt, and what it is known by."""
+    """A processed item with its cache key."""
 
     modality: str
     key: bytes
     processed: ProcessedItem
     raw: "RawItem | None" = None
-    """What it is made of, where its arrays are elsewhere, and may be lost there."""
+    """The unprocessed item, if its arrays are only in the engine core, which may evict them."""
 
 
 class RawItem(NamedTuple):
-    """An item, and how it is read."""
+    """An unprocessed item with its mm_processor_kwargs and media_io_kwargs."""
 
     item: MediaInput
     arguments: Options
@@ -59,29 +59,29 @@ class RawItem(NamedTuple):
 
 
 class KnownText(NamedTuple):
-    """An item that came as a text before."""
+    """An item that was sent before as the same text (a data: url or base64)."""
 
     name: bytes
-    """What it is looked up by."""
+    """Name of the item in the processor cache."""
     num_bytes: int
-    """Of its content."""
+    """Size of its content."""
 
 
 class EqualItems:
-    """The items of one prompt by what they are looked up by: those that are the same are made once."""
+    """The items of one request by name: equal items are processed once."""
 
     def __init__(self) -> None:
         self._locks: dict[bytes, asyncio.Lock] = {}
-        self.made: dict[bytes, tuple[bytes, ProcessedItem]] = {}
-        """With their keys."""
+        self.processed: dict[bytes, tuple[bytes, ProcessedItem]] = {}
+        """Key and processed item, by name."""
 
-    def alone(self, name: bytes) -> asyncio.Lock:
-        """Who holds it makes it."""
+    def lock(self, name: bytes) -> asyncio.Lock:
+        """Return the lock under which the item of this name is processed."""
         return self._locks.setdefault(name, asyncio.Lock())
 
 
 class MediaProcessor:
-    """Fetches items, and has them decoded and processed in threads. One for a model and a process."""
+    """Fetches items, and decodes and processes them in threads. A process has one per model."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class MediaProcessor:
         *,
         max_tokens: int | None = None,
     ) -> None:
-        """The items of a prompt may stand for `max_tokens`; None: for any number."""
+        """Build it. `max_tokens` limits the placeholder tokens of a prompt; None: no limit."""
         self.processor = processor
         self.processor_cache = ProcessorCache(0) if processor_cache is None else processor_cache
         self._max_tokens = max_tokens
@@ -105,30 +105,30 @@ class MediaProcessor:
         )
         self._keys = MediaKeys(section.mm_hasher_algorithm)
         self._texts: Lru[KnownText] = Lru(_TEXTS_BYTES)
-        """What data: urls and the like stood for, by their digest: those that are known are not decoded."""
+        """Items sent as text, by digest: known texts are not decoded again."""
         self._reading, self._arguments = section.media_io_kwargs, section.mm_processor_kwargs
         self._max_pixels, self._max_bytes = env.max_image_pixels, int(env.media_max_mb * 2**20)
-        self._room = ByteBudget(_REQUESTS * self._max_bytes)
+        self._fetching = ByteBudget(_REQUESTS * self._max_bytes)
         self._decoding = ByteBudget(_REQUESTS * self._max_bytes)
-        """For what is decoded. Its own: what takes of it waits for nothing that holds some of the other."""
+        """Budget of decoded bytes. It is separate from `_fetching`, so that the two cannot deadlock."""
         allow_pixels(self._max_pixels)
 
     def prepare_now(
-        self, given: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
+        self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
-        """`prepare` for those who wait for it, whether a loop runs in their thread or not."""
+        """Run `prepare` and block until it ends, whether or not an event loop runs in this thread."""
         context = copy_context()
         with ThreadPoolExecutor(1) as waiter:
-            work = waiter.submit(lambda: context.run(asyncio.run, self.prepare(given, arguments, reading)))
+            work = waiter.submit(lambda: context.run(asyncio.run, self.prepare(items, arguments, reading)))
             return work.result()
 
     async def prepare(
-        self, given: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
+        self, items: Sequence[MediaInput], arguments: Options | None = None, reading: Options | None = None
     ) -> list[PreparedItem]:
-        """In the order of `given`. `arguments` are mm_processor_kwargs, `reading` are media_io_kwargs, each
-        beside those of the server. An error of one item, which it names, ends the work on all."""
-        (found,) = await self.prepare_each([given], arguments, reading)
-        return found
+        """Prepare the items of one prompt, in order. `arguments` are mm_processor_kwargs, `reading` are
+        media_io_kwargs, both over those of the server. An error names its item and cancels the others."""
+        (prepared,) = await self.prepare_each([items], arguments, reading)
+        return prepared
 
     async def prepare_each(
         self,
@@ -136,122 +136,123 @@ class MediaProcessor:
         arguments: Options | None = None,
         reading: Options | None = None,
     ) -> list[list[PreparedItem]]:
-        """The same of several prompts of one request."""
-        told = {**self._arguments, **(arguments or {})}
+        """Prepare the items of several prompts of one request."""
+        merged = {**self._arguments, **(arguments or {})}
         for item in chain.from_iterable(prompts):
             item.scope = CACHE_SCOPE.get()
-        places, share, twins = asyncio.Semaphore(_AT_ONCE), BudgetShare(self._max_bytes), EqualItems()
+        slots, share, equal_items = asyncio.Semaphore(_AT_ONCE), BudgetShare(self._max_bytes), EqualItems()
         num_tokens = [0] * len(prompts)
 
-        async def one(prompt: int, item: MediaInput) -> PreparedItem:
-            async with places:
-                with self._room.hold(share) as hold:
-                    raw = RawItem(item, told, self._options(item.modality, reading))
-                    ready = await self._one(raw, hold, twins)
+        async def prepare_one(prompt: int, item: MediaInput) -> PreparedItem:
+            async with slots:
+                with self._fetching.hold(share) as hold:
+                    raw = RawItem(item, merged, self._options(item.modality, reading))
+                    ready = await self._prepare_item(raw, hold, equal_items)
             num_tokens[prompt] += len(ready.processed.token_ids)
             if self._max_tokens is not None and num_tokens[prompt] > self._max_tokens:
                 raise RequestError(
-                    f"{item.place}: with it the media of the prompt stand for at least {num_tokens[prompt]} "
+                    f"{item.place}: the media of the prompt have at least {num_tokens[prompt]} placeholder "
                     f"tokens, and this model's maximum context length is {self._max_tokens} tokens",
                     "input_tokens",
                 )
             return ready
 
-        tasks = [asyncio.create_task(one(at, item)) for at, given in enumerate(prompts) for item in given]
+        tasks = [
+            asyncio.create_task(prepare_one(at, item)) for at, items in enumerate(prompts) for item in items
+        ]
         try:
-            found = iter(await asyncio.gather(*tasks))
+            prepared = iter(await asyncio.gather(*tasks))
         finally:
             await ended(tasks)
-        return [[next(found) for _ in given] for given in prompts]
+        return [[next(prepared) for _ in items] for items in prompts]
 
     def _options(self, modality: str, reading: Options | None) -> Options:
-        asked = (reading or {}).get(modality) or {}
-        if not isinstance(asked, Mapping):
+        options = (reading or {}).get(modality) or {}
+        if not isinstance(options, Mapping):
             raise RequestError(f"media_io_kwargs: {modality} must be an object", param="media_io_kwargs")
-        return {**(self._reading.get(modality) or {}), **asked}
+        return {**(self._reading.get(modality) or {}), **options}
 
-    async def _one(self, raw: RawItem, hold: BudgetHold, twins: "EqualItems") -> PreparedItem:
+    async def _prepare_item(self, raw: RawItem, hold: BudgetHold, equal_items: EqualItems) -> PreparedItem:
         try:
             text = await self._digest(raw)
             known = None if text is None else self._texts.get(text)
             if known is None:
-                raw, name = await self._named(raw, hold)
+                raw, name = await self._name_item(raw, hold)
             else:
                 name = known.name
-            async with twins.alone(name):
-                found = self.processor_cache.find(name) or twins.made.get(name)
-                if found is None:
-                    key, processed = await self._made(name, raw, hold)
+            async with equal_items.lock(name):
+                result = self.processor_cache.find(name) or equal_items.processed.get(name)
+                if result is None:
+                    key, processed = await self._process_item(name, raw, hold)
                     processed = await self._in_thread(self.processor_cache.keep, name, key, processed)
-                    found = twins.made[name] = key, processed
+                    result = equal_items.processed[name] = key, processed
                 elif known is not None:
                     hold.count(known.num_bytes)
             if text is not None and known is None:
                 self._texts.put(text, KnownText(name, hold.num_bytes), _TEXT_BYTES)
         except RequestError as error:
             raise raw.item.wrong(error) from None
-        key, processed = found
+        key, processed = result
         is_here = processed.arrays is not None or processed.stored is not None
         return PreparedItem(raw.item.modality, key, processed, None if is_here else raw)
 
     async def _digest(self, raw: RawItem) -> bytes | None:
-        """Of the text that an item came as, and of how it is read; None: it is known by something else."""
+        """Return the digest of an item that was sent as text, and of its arguments; None for other items."""
         text = raw.item.text
         if text is None or not self.processor_cache.is_open:
             return None
         return self._keys.of(*raw) if len(text) < _LONG else await self._in_thread(self._keys.of, *raw)
 
-    async def _named(self, raw: RawItem, hold: BudgetHold) -> tuple[RawItem, bytes]:
-        """With its content at hand, unless it has a uuid; and what it is looked up by."""
+    async def _name_item(self, raw: RawItem, hold: BudgetHold) -> tuple[RawItem, bytes]:
+        """Return the item with its content, unless it has a uuid, and its name in the cache."""
         if raw.item.uuid is None:
-            raw = raw._replace(item=await self._brought(raw.item, hold))
+            raw = raw._replace(item=await self._load_content(raw.item, hold))
         return raw, await self._in_thread(self._keys.of, *raw)
 
-    async def _made(self, name: bytes, raw: RawItem, hold: BudgetHold) -> tuple[bytes, ProcessedItem]:
-        """With the key of the item, out of what it is looked up by."""
-        item = await self._brought(raw.item, hold)
-        processed = await self._in_thread(self._processed, item, raw.arguments, raw.options)
+    async def _process_item(self, name: bytes, raw: RawItem, hold: BudgetHold) -> tuple[bytes, ProcessedItem]:
+        """Return the key of the item and the processed item."""
+        item = await self._load_content(raw.item, hold)
+        processed = await self._in_thread(self._decode_and_process, item, raw.arguments, raw.options)
         return (name if item.uuid is None else self._keys.fitted(name, processed)), processed
 
     async def make_again(self, prepared: Sequence[PreparedItem]) -> dict[bytes, Arrays]:
-        """The arrays by key, of those whose arrays were elsewhere."""
-
+        """Process again the items that the engine core has lost; return the arrays by key."""
         share = BudgetShare(self._max_bytes)
 
-        async def one(wanted: bytes, raw: RawItem) -> Arrays | None:
+        async def process_one(wanted: bytes, raw: RawItem) -> Arrays | None:
             try:
-                with self._room.hold(share) as hold:
-                    raw, name = await self._named(raw, hold)
-                    key, processed = await self._made(name, raw, hold)
+                with self._fetching.hold(share) as hold:
+                    raw, name = await self._name_item(raw, hold)
+                    key, processed = await self._process_item(name, raw, hold)
                 if key != wanted:
                     raise RequestError(
-                        f"what came with the uuid {raw.item.uuid!r:.80} is not what it stood for"
+                        f"the content of the uuid {raw.item.uuid!r:.80} is not what was sent with it before"
                     )
                 return processed.arrays
             except RequestError as error:
                 raise raw.item.wrong(error) from None
 
-        raws = {each.key: each.raw for each in prepared if each.raw is not None}
-        made = await asyncio.gather(*(one(key, raw) for key, raw in raws.items()))
+        raws = {item.key: item.raw for item in prepared if item.raw is not None}
+        made = await asyncio.gather(*(process_one(key, raw) for key, raw in raws.items()))
         return {key: arrays for key, arrays in zip(raws, made, strict=True) if arrays is not None}
 
     async def hear(self, data: bytes, rate: int, max_seconds: float) -> Samples:
-        """A file of sound as samples at this rate."""
+        """Decode an audio file to samples at this rate."""
 
-        def heard() -> Samples:
+        def decode_samples() -> Samples:
             with self._decoding.hold() as hold:
                 sound = decode_sound(data, hold.take_here)
                 if len(sound.samples) > max_seconds * sound.rate:
                     raise RequestError(
-                        f"the sound is {len(sound.samples) / sound.rate:.1f} seconds long, and "
-                        f"{max_seconds:g} are the most: send it in parts"
+                        f"the audio is {len(sound.samples) / sound.rate:.1f} seconds long, and "
+                        f"{max_seconds:g} are the maximum: send it in parts"
                     )
                 return resampled(sound, rate, int(max_seconds * rate))
 
-        return await self._in_thread(heard)
+        return await self._in_thread(decode_samples)
 
-    async def _brought(self, item: MediaInput, hold: BudgetHold) -> MediaInput:
-        """The item with its content at hand, for which it takes room."""
+    async def _load_content(self, item: MediaInput, hold: BudgetHold) -> MediaInput:
+        """Fetch or decode the content of an item, within the byte budget."""
         source = item.source
         if isinstance(source, MediaLink):
             source = await self._fetcher.fetch(source.url, item.modality, hold)
@@ -260,10 +261,10 @@ class MediaProcessor:
             source = Blob((await self._in_thread(self._fetcher.decode_base64, source.text),))
         return replace(item, source=source)
 
-    def _processed(self, item: MediaInput, arguments: Options, options: Options) -> ProcessedItem:
+    def _decode_and_process(self, item: MediaInput, arguments: Options, options: Options) -> ProcessedItem:
         content = item.source
         if content is None:
-            raise RequestError(f"there is no content, and nothing is kept of the uuid {item.uuid!r:.80}")
+            raise RequestError(f"there is no content, and nothing is cached for the uuid {item.uuid!r:.80}")
         if isinstance(content, dict):
             return self.processor.process_embeds(item.modality, content)
         with self._decoding.hold() as hold:
@@ -275,16 +276,16 @@ class MediaProcessor:
             return self.processor.process(item.modality, content, arguments)
 
     def _check_video(self, arguments: Options, video: Video) -> None:
-        """Before it is decoded: one that has no place in a prompt may take all memory."""
+        """Refuse a video that does not fit a prompt before it is decoded into memory."""
         if self._max_tokens is None or not isinstance(self.processor, Foresees):
             return
         count = self.processor.num_vectors(video, arguments)
         if count > self._max_tokens:
             frames, height, width, _ = video.frames.shape
             raise RequestError(
-                f"{frames} frames of {width} x {height} pixels stand for at least {count} tokens, and this "
-                f"model's maximum context length is {self._max_tokens} tokens: ask for fewer by num_frames "
-                "of media_io_kwargs.video",
+                f"{frames} frames of {width} x {height} pixels need at least {count} tokens, and this "
+                f"model's maximum context length is {self._max_tokens} tokens: set a smaller num_frames of "
+                "media_io_kwargs.video",
                 "input_tokens",
             )
 

@@ -1,4 +1,4 @@
-"""Larder: what was made of items, for the next prompt that has them."""
+"""Cache of processed items, for later prompts with the same items."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +14,11 @@ from quire.system.shared_arena import SharedArena, SharedObject
 
 log = get_logger(__name__)
 _ID_BYTES = 8
-"""What a token takes in a list."""
+"""Bytes of a token id in a list."""
 
 
 class _Kept(NamedTuple):
-    """An item, and where its arrays are, if they are in shared memory."""
+    """A cached item, with the place of its arrays if they are in shared memory."""
 
     key: bytes
     processed: ProcessedItem
@@ -26,27 +26,27 @@ class _Kept(NamedTuple):
 
 
 class ProcessorCache:
-    """Processed items by key, of one API process. With a far side the arrays are there: the core keeps what
-    it is sent in the same order, and what it has is not sent again. With an arena they are in shared memory,
-    and none is sent."""
+    """Processed items by key, of one API process. With `far` the engine core keeps the arrays: it evicts in
+    the same order, and arrays that it has are not sent again. With an arena they are in shared memory, and
+    none is sent."""
 
     def __init__(self, max_bytes: int, *, far: bool = False, arena: SharedArena | None = None) -> None:
         self._kept: Lru[_Kept] = Lru(max_bytes, self._on_drop)
-        """By what it is looked up by: its key, but for items with a uuid."""
+        """Items by name: the key, except for items with a uuid."""
         self._arena = arena
         self._is_shared = True
-        """Whether the core reads the arena."""
+        """Whether the engine core can read the arena."""
         self._far: Lru[None] | None = Lru(max_bytes) if far else None
-        """What the core has."""
+        """Keys of the arrays that the engine core has."""
         self.count: Callable[[int, int], None] = lambda queries, hits: None
-        """Told of items that were asked for, and of those that were there."""
+        """Called with the numbers of lookups and of hits."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
     def is_open(self) -> bool:
-        """Whether anything is kept at all."""
+        """Whether the cache is enabled."""
         return self._kept.max_bytes > 0
 
     @property
@@ -54,25 +54,25 @@ class ProcessorCache:
         return self._kept.num_bytes
 
     def find(self, name: bytes) -> tuple[bytes, ProcessedItem] | None:
-        """The key of an item and what was made of it: without arrays, if those are on the far side."""
-        found = self._kept.get(name) if self.is_open else None
-        if found is not None and self._far is not None and found.key not in self._far:
-            found = None
-        processed = None if found is None else self._at_hand(found)
+        """Return the key and the processed item, without arrays if the engine core has them."""
+        entry = self._kept.get(name) if self.is_open else None
+        if entry is not None and self._far is not None and entry.key not in self._far:
+            entry = None
+        processed = None if entry is None else self._with_place(entry)
         if self.is_open:
             self.count(1, processed is not None)
-        return None if found is None or processed is None else (found.key, processed)
+        return None if entry is None or processed is None else (entry.key, processed)
 
     def keep(self, name: bytes, key: bytes, processed: ProcessedItem) -> ProcessedItem:
-        """As it is used from now on."""
+        """Store a processed item; return it as it is used from now on."""
         num_bytes = size_of(processed.arrays or {}) + _ID_BYTES * len(processed.token_ids)
         kept = _Kept(key, processed if self._far is None else replace(processed, arrays=None))
         if self._arena is not None:
-            parcel = self._stored(self._arena, processed.arrays or {})
+            parcel = self._store(self._arena, processed.arrays or {})
             if parcel is None:
                 return processed
             kept = _Kept(key, replace(processed, arrays=None), parcel)
-            processed = self._at_hand(kept) or processed
+            processed = self._with_place(kept) or processed
         if not self._kept.put(name, kept, num_bytes):
             self._on_drop(kept)
             if self.is_open:
@@ -81,8 +81,9 @@ class ProcessorCache:
 
     # ---- shared memory
 
-    def _stored(self, arena: SharedArena, arrays: Arrays) -> SharedObject | None:
-        """In the place of as many that nobody needs now as it takes, oldest first. None: it cannot be."""
+    def _store(self, arena: SharedArena, arrays: Arrays) -> SharedObject | None:
+        """Store arrays in shared memory, evicting unused items, the oldest first. None if there is no
+        space."""
         if (size := size_of(arrays)) > arena.max_parcel_bytes:
             _warn(size, "mm_shm_cache_max_object_size_mb", arena.max_parcel_bytes)
             return None
@@ -96,8 +97,8 @@ class ProcessorCache:
                     return parcel
         return None
 
-    def _at_hand(self, kept: _Kept) -> ProcessedItem | None:
-        """None: another has just taken its place."""
+    def _with_place(self, kept: _Kept) -> ProcessedItem | None:
+        """Return the item; None if its place in shared memory was just overwritten."""
         if self._arena is None or kept.parcel is None:
             return kept.processed
         stored = self._arena.share(kept.parcel)
@@ -111,23 +112,23 @@ class ProcessorCache:
         self._kept.clear()
         self.forget_far()
 
-    # ---- the far side
+    # ---- the engine core's copy
 
     def forget_far(self) -> None:
-        """It may have nothing any more. What it still has is older than all that it is sent from now on, so
-        that it goes first there, and never too early."""
+        """Assume that the engine core has no arrays. Those that it still has are older than all later ones,
+        so that it evicts them first."""
         if self._far is not None:
             self._far.clear()
 
     def lose_far(self) -> None:
-        """It is dead; the next one may read what is shared."""
+        """Reset after the engine core died; the next one may be able to read the arena."""
         self.forget_far()
         if self._arena is not None:
             self._arena.lose_far()
             self._is_shared = True
 
     def lacks(self, media: Media) -> bool:
-        """Whether there is an item that neither is here nor there."""
+        """Return whether an item has no arrays here, in shared memory or in the engine core."""
         return any(
             item.arrays is None and item.stored is None and not self._is_far(item.key) for item in media.items
         )
@@ -136,32 +137,35 @@ class ProcessorCache:
         return self._far is not None and key in self._far
 
     def outgoing(self, media: Media, *, whole: bool = False) -> Media:
-        """As it is sent to the core: without arrays that it has, unless it is to have the `whole`."""
+        """Return the media to send to the engine core: without arrays that it has, unless `whole`."""
         if self._arena is not None:
-            return self._referred(self._arena, media, whole)
+            return self._refer_to_arena(self._arena, media, whole)
         if self._far is None:
             return media
-        brought: dict[bytes, Arrays] = {}
+        new_arrays: dict[bytes, Arrays] = {}
         sent: list[MediaItem] = []
         for item in media.items:
             arrays = item.arrays
-            if item.key in brought:
+            if item.key in new_arrays:
                 arrays = None
             elif arrays is not None and (whole or item.key not in self._far):
-                brought[item.key] = arrays
+                new_arrays[item.key] = arrays
             else:
-                assert item.key in self._far, "an item that nobody has"
+                assert item.key in self._far, "an item without arrays"
                 self._far.get(item.key)
                 arrays = None
             sent.append(msgspec.structs.replace(item, arrays=arrays))
-        for key, arrays in brought.items():
+        for key, arrays in new_arrays.items():
             self._far.put(key, None, size_of(arrays))
         return msgspec.structs.replace(media, items=sent)
 
-    def _referred(self, arena: SharedArena, media: Media, whole: bool) -> Media:
-        """To shared memory, unless the core cannot read it: a second time nobody tries."""
+    def _refer_to_arena(self, arena: SharedArena, media: Media, whole: bool) -> Media:
+        """Replace arrays by references to shared memory; send them if the engine core cannot read it
+        (`whole`)."""
         if whole and self._is_shared:
-            log.warning("The engine cannot open the shared memory of media: they are sent to it")
+            log.warning(
+                "The engine core cannot open the shared memory of media: arrays are sent over the connection"
+            )
             self._is_shared = False
         sent: list[MediaItem] = []
         for item in media.items:
@@ -176,7 +180,7 @@ class ProcessorCache:
 
 def _warn(num_bytes: int, setting: str, limit: int) -> None:
     log.warning(
-        "An item of %.1f MiB is larger than %s (%.1f MiB), and is not kept",
+        "An item of %.1f MiB is larger than %s (%.1f MiB) and is not cached",
         num_bytes / 2**20,
         setting,
         limit / 2**20,

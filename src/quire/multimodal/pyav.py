@@ -1,4 +1,4 @@
-"""PyAV, where it is installed: files that need a codec."""
+"""Containers that need a codec, opened with PyAV where it is installed."""
 
 import io
 from collections.abc import Iterator
@@ -23,21 +23,21 @@ _KINDS: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x00\x00\x01\xba", "mpeg"),
     (0, b"G", "mpegts"),
 )
-"""Where a file says what it is, how, and FFmpeg's name for it. It is told that name, so that nothing which
-only lists other files (a playlist) is taken for a film."""
+"""Offset and bytes of the signature of a format, and FFmpeg's name for it. FFmpeg is given the name, so that
+it never opens a playlist, which refers to other files."""
 
 
 @contextmanager
 def opened(data: bytes, what: str) -> Iterator[Any]:
-    """An open container. `what` is what the user has sent, for errors."""
+    """Open a container. `what` names the modality in errors."""
     name = next((name for at, mark, name in _KINDS if data.startswith(mark, at)), None)
     if name is None:
-        raise RequestError(f"it is not {what}, or of a kind that is not known here")
+        raise RequestError(f"it is not {what}, or its format is not supported")
     try:
         import av
     except ImportError:
         raise RequestError(
-            f"it is {what} of the kind {name!r}, which needs PyAV: install the server with `quire[media]`"
+            f"it is {what} of the format {name!r}, which needs PyAV: install the server with `quire[media]`"
         ) from None
     try:
         with av.open(
@@ -47,4 +47,4 @@ def opened(data: bytes, what: str) -> Iterator[Any]:
     except (av.error.FFmpegError, ValueError, IndexError) as error:
         if isinstance(error, RequestError):
             raise
-        raise RequestError(f"the file is broken or cut off: {error}") from None
+        raise RequestError(f"the file is broken or truncated: {error}") from None

@@ -1,4 +1,4 @@
-"""Videos out of files: frames spread evenly over all there are, as many as are asked for."""
+"""Decoding of video files: a number of evenly spaced frames."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,31 +17,30 @@ from quire.multimodal.processors import Video
 
 _NUM_FRAMES = 32
 _MAX_FRAMES = 100_000
-"""Of a film; all of them are passed on the way to the last."""
+"""Largest number of frames of a video file: all frames before the last sampled one are decoded."""
 _DECODE_S = 60.0
-_KEPT = 2
-"""Times the pixels of an image, that the frames taken may have together."""
-_PASSED = 4
-"""The same of the frames of a moving picture, each of which is drawn over the one before."""
+_MAX_SAMPLED = 2
+"""Largest number of pixels of all sampled frames, as a multiple of an image's limit."""
+_MAX_ANIMATED = 4
+"""Largest number of pixels of all frames of an animated image, as a multiple of an image's limit."""
 _CODEC_BYTES = 24
-"""Bytes of a codec for each pixel of a frame: it holds up to 16 frames that later ones refer to, of 1.5 bytes
-a pixel."""
+"""Bytes of a codec per pixel of a frame: up to 16 reference frames of 1.5 bytes per pixel."""
 _PICTURE_BYTES = 20
-"""Bytes for each pixel of one picture of a moving picture: what is drawn on, the next one, and it as RGB."""
+"""Bytes per pixel of an animated image: the canvas, the next frame, and that as RGB."""
 
 
 def decode_video(blob: Blob, options: Mapping[str, Any], limits: DecodeLimits) -> Video:
-    """By Pillow if it is a moving picture or comes frame by frame, else by PyAV."""
+    """Decode a video, with Pillow if it is an animated image or single frames, else with PyAV."""
     data = blob.parts[0]
     if blob.media_type == "video/jpeg" or len(blob.parts) > 1:
-        return _of_frames(blob.parts, options, limits)
+        return _decode_frames(blob.parts, options, limits)
     if data.startswith((b"GIF8", b"\x89PNG")) or data[8:12] in (b"WEBP", b"avis", b"avif"):
-        return _animated(data, options, limits)
-    return _film(data, options, limits)
+        return _decode_animation(data, options, limits)
+    return _decode_file(data, options, limits)
 
 
 def chosen(total: int, fps: float | None, options: Mapping[str, Any]) -> list[int]:
-    """Which of so many frames are taken: `num_frames` of them (-1: all), and at most `fps` a second."""
+    """Return the indices of the sampled frames: `num_frames` (-1: all), and at most `fps` per second."""
     count, wanted = options.get("num_frames", _NUM_FRAMES), options.get("fps")
     if type(count) is not int or (count < 1 and count != -1):
         raise _wrong("num_frames", "a positive integer, or -1 for all", count)
@@ -54,12 +53,12 @@ def chosen(total: int, fps: float | None, options: Mapping[str, Any]) -> list[in
     return indices
 
 
-def _wrong(name: str, what: str, found: Any) -> RequestError:
-    return RequestError(f"media_io_kwargs: video.{name} must be {what}, not {found!r:.40}", "media_io_kwargs")
+def _wrong(name: str, what: str, value: Any) -> RequestError:
+    return RequestError(f"media_io_kwargs: video.{name} must be {what}, not {value!r:.40}", "media_io_kwargs")
 
 
-def _of_frames(parts: Sequence[bytes], options: Mapping[str, Any], limits: DecodeLimits) -> Video:
-    """One that was cut into pictures before: all of them are meant, unless fewer are asked for."""
+def _decode_frames(parts: Sequence[bytes], options: Mapping[str, Any], limits: DecodeLimits) -> Video:
+    """Decode a video that was sent as images: all of them, unless `num_frames` is set."""
     indices = chosen(len(parts), None, {"num_frames": -1, **options})
     frames: _Frames | None = None
     for index in indices:
@@ -73,12 +72,12 @@ def _of_frames(parts: Sequence[bytes], options: Mapping[str, Any], limits: Decod
     return frames.video()
 
 
-def _animated(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) -> Video:
+def _decode_animation(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) -> Video:
     with opened(data, limits) as image:
         total = count_frames(data) if data.startswith(b"GIF8") else getattr(image, "n_frames", 1)
-        limits.check_pixels(*image.size, total, times=_PASSED)
+        limits.check_pixels(*image.size, total, times=_MAX_ANIMATED)
         limits.take(image.width * image.height * _PICTURE_BYTES)
-        image.load()  # some files say how long a picture is shown only with it
+        image.load()  # some files have the duration of a frame only with its pixels
         length_ms = image.info.get("duration")
         fps = 1000 / length_ms if length_ms else None
         indices = chosen(total, fps, options)
@@ -87,17 +86,17 @@ def _animated(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) -> 
         end = time.monotonic() + _DECODE_S
         for index in range(total):
             image.seek(index)
-            limits.check_pixels(*image.size, total, times=_PASSED)
+            limits.check_pixels(*image.size, total, times=_MAX_ANIMATED)
             _check_time(end)
             if index in wanted:
                 frames.add(np.asarray(to_rgb(image.resize(size) if image.size != size else image.copy())))
         return frames.video()
 
 
-def _film(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) -> Video:
+def _decode_file(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) -> Video:
     with pyav.opened(data, "a video") as container:
         if not container.streams.video:
-            raise RequestError("the file has no video in it")
+            raise RequestError("the file has no video stream")
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         total = _count(container, stream)
@@ -124,8 +123,8 @@ def _film(data: bytes, options: Mapping[str, Any], limits: DecodeLimits) -> Vide
 
 
 def _begin_size(largest: int, width: int, height: int, limits: DecodeLimits) -> int:
-    """Take what a codec needs for frames of this size, if those before had fewer pixels: the size in the head
-    may be wrong. Return the pixels of the largest frame."""
+    """Reserve the memory of a codec for frames of this size, if earlier ones had fewer pixels: the size in
+    the header may be wrong. Return the pixels of the largest frame."""
     if width * height > largest:
         limits.check_pixels(width, height)
         limits.take((width * height - largest) * _CODEC_BYTES)
@@ -133,7 +132,7 @@ def _begin_size(largest: int, width: int, height: int, limits: DecodeLimits) -> 
 
 
 def _count(container: Any, stream: Any) -> int:
-    """Frames by their packets, which are not decoded: what the head says of them may be wrong."""
+    """Count the frames by their packets, without decoding: the number in the header may be wrong."""
     total = 0
     for packet in container.demux(stream):
         total += packet.size > 0
@@ -150,8 +149,7 @@ def _check_time(end: float) -> None:
 
 
 class _Frames:
-    """Those of a video that are taken, each in its place: together they may be most of what there is room
-    for."""
+    """The sampled frames of a video, in one array."""
 
     def __init__(
         self,
@@ -162,9 +160,9 @@ class _Frames:
         limits: DecodeLimits,
         picture_bytes: int = 0,
     ) -> None:
-        """`size`: width and height; `picture_bytes` for each pixel of one of them are taken beside those of
-        all. A RequestError if all are too large."""
-        limits.check_pixels(*size, len(indices), times=_KEPT)
+        """Reserve memory for all frames, and `picture_bytes` per pixel of one frame. `size`: width and
+        height. Raise a RequestError if the frames are too large."""
+        limits.check_pixels(*size, len(indices), times=_MAX_SAMPLED)
         self.size, self._indices, self._fps, self._total = size, indices, fps, total
         limits.check(Video.black(len(indices), *size, *self._facts(len(indices))))
         limits.take(size[0] * size[1] * (3 * len(indices) + picture_bytes))
@@ -172,9 +170,9 @@ class _Frames:
         self._count = 0
 
     def _facts(self, count: int) -> tuple[float | None, int, tuple[int, ...], float | None]:
-        """Of so many of them."""
-        own = None if self._fps is None else self._fps * count / self._total
-        return own, self._total, tuple(self._indices[:count]), self._fps
+        """Return the fields of `Video` after `frames`, if there are `count` frames."""
+        sampled_fps = None if self._fps is None else self._fps * count / self._total
+        return sampled_fps, self._total, tuple(self._indices[:count]), self._fps
 
     def add(self, frame: NDArray[np.uint8]) -> None:
         self._frames[self._count] = frame

@@ -1,1 +1,1 @@
-"""Planning before a device is rented: what a model needs, where it fits, how fast it can be."""
+"""Capacity planning without a device: the memory of a model, where it fits, and its expected speed."""

@@ -1,4 +1,4 @@
-"""`quire plan`: what a model needs, where it fits, how fast it can be, and the line to type."""
+"""`quire plan`: the memory of a model, where it fits, its expected speed, and the command to run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from quire.plan.model_sizes import subject
 
 _CONTEXT, _CONCURRENCY = 8192, 1
 _PASSED = ("kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
-"""Flags of the engine that change what fits."""
+"""Engine flags that affect memory."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -26,48 +26,50 @@ def add_flags(parser: ArgumentParser) -> None:
         " layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256",
     )
     parser.add_argument("--gpu", default="h200", help=f"{', '.join(DEVICES)}, or the GiB of one")
-    parser.add_argument("--gpus", type=int, default=8, help="how many there are at most")
+    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs, at most")
     parser.add_argument(
         "--context",
         "--max-model-len",
         type=int,
         default=None,
-        help=f"tokens of the longest request; {_CONTEXT:,} or what the model was made for",
+        help=f"tokens of the longest request; {_CONTEXT:,} or the model's maximum",
     )
-    parser.add_argument("--concurrency", type=int, default=_CONCURRENCY, help="such requests at once")
+    parser.add_argument(
+        "--concurrency", type=int, default=_CONCURRENCY, help="concurrent requests of that length"
+    )
     parser.add_argument("--precision", default=None, help=f"one of {', '.join(PRECISIONS)}; all by default")
     parser.add_argument("--revision", default=None, help="branch, tag or commit of a hub model")
     parser.add_argument("--kv-cache-dtype", default=None)
     parser.add_argument("--gpu-memory-utilization", type=float, default=None)
     parser.add_argument("--max-num-seqs", type=int, default=None)
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
-    parser.add_argument("--svg", type=Path, default=None, metavar="FILE", help="a picture of the memory")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--svg", type=Path, default=None, metavar="FILE", help="draw the memory as SVG")
 
 
 def run(args: Namespace) -> int:
     checkpoint, note = subject(args.model, Env.read(os.environ), revision=args.revision)
-    wanted = _wanted(args, checkpoint)
+    wanted = _parse_workload(args, checkpoint)
     precisions = _precisions(args, checkpoint)
     kind = device(args.gpu)
     if args.gpus < 1:
-        raise ConfigError(f"--gpus {args.gpus}: at least one is needed")
-    found = smallest(
+        raise ConfigError(f"--gpus {args.gpus} must be at least 1")
+    fits = smallest(
         checkpoint, kind.machine(args.gpus), wanted, precisions, most=args.gpus, per_node=kind.per_node
     )
     if args.svg is not None:
-        args.svg.write_text(picture.svg(args.model, kind, found), encoding="utf-8")
+        args.svg.write_text(picture.svg(args.model, kind, fits), encoding="utf-8")
     if args.json:
-        print(json.dumps(_as_json(args, checkpoint, wanted, precisions, found), indent=2))
+        print(json.dumps(_as_json(args, checkpoint, wanted, precisions, fits), indent=2))
     else:
-        print(report.text(args.model, checkpoint, kind, args.gpus, wanted, found, note))
-    return 0 if any(not fit.why_not for fit in found) else 1
+        print(report.text(args.model, checkpoint, kind, args.gpus, wanted, fits, note))
+    return 0 if any(not fit.why_not for fit in fits) else 1
 
 
-def _wanted(args: Namespace, checkpoint: Checkpoint) -> Wanted:
+def _parse_workload(args: Namespace, checkpoint: Checkpoint) -> Wanted:
     context = args.context or min(_CONTEXT, checkpoint.derived_max_len)
     if context < 1 or args.concurrency < 1:
-        raise ConfigError("--context and --concurrency are at least 1")
+        raise ConfigError("--context and --concurrency must be at least 1")
     flags = {name: getattr(args, name) for name in _PASSED if getattr(args, name) is not None}
     return Wanted(context, args.concurrency, flags)
 
@@ -87,15 +89,15 @@ def _as_json(
     checkpoint: Checkpoint,
     wanted: Wanted,
     precisions: tuple[str, ...],
-    found: list[MemoryFit],
+    fits: list[MemoryFit],
 ) -> dict[str, Any]:
-    kind, chosen = device(args.gpu), report.best(found, precisions[0])
+    kind, chosen = device(args.gpu), report.best(fits, precisions[0])
     return {
         "model": args.model,
         **report.facts_of(checkpoint, precisions, "bfloat16"),
         "device": {"name": kind.label, "bytes": kind.total_bytes, "count": args.gpus},
         "context": wanted.context,
         "concurrency": wanted.concurrency,
-        "layouts": [report.described(fit, kind, wanted) for fit in found],
+        "layouts": [report.described(fit, kind, wanted) for fit in fits],
         "command": None if chosen is None else report.command(args.model, chosen, wanted),
     }

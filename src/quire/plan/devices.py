@@ -1,4 +1,4 @@
-"""Devices by name: their memory and what they can do, as their makers state it."""
+"""Devices by name: memory and peak rates, as stated by their vendors."""
 
 import re
 from typing import NamedTuple
@@ -14,20 +14,20 @@ class Accelerator(NamedTuple):
 
     label: str
     total_bytes: int
-    """As the driver reports it, which is less than the box says."""
+    """Memory reported by the driver, which is less than advertised."""
     bytes_s: float
-    """Of its memory."""
+    """Memory bandwidth."""
     flops: float
     """In bfloat16."""
     narrow_flops: float
-    """In fp8 or int8; where it has none, those of bfloat16."""
+    """In fp8 or int8; equal to bfloat16 if unsupported."""
     link_bytes_s: float
-    """To others in the same machine, one way."""
+    """Bandwidth to other devices in the same machine, one way."""
     capability: tuple[int, int] = (9, 0)
     per_node: int = 8
 
     def machine(self, count: int) -> Machine:
-        """What `resolve()` would find there."""
+        """Return the machine that `resolve()` would detect there."""
         return Machine(
             device="cuda",
             name=self.label,
@@ -55,12 +55,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gib|gb|g)?", re.IGNORECASE)
 
 
 def device(name: str) -> Accelerator:
-    """By name, or a number of GiB: then it is as quick as an H100 in all else."""
-    found = DEVICES.get(name.lower())
-    if found is not None:
-        return found
+    """Return a device by name or by its GiB; the latter has the rates of an H100."""
+    known_device = DEVICES.get(name.lower())
+    if known_device is not None:
+        return known_device
     size = _SIZE.fullmatch(name)
     if size is None or float(size[1]) <= 0:
         known = ", ".join(DEVICES)
-        raise ConfigError(f"--gpu {name!r} is not known: give {known} or its GiB{nearest(name, DEVICES)}")
+        raise ConfigError(f"--gpu {name!r} is unknown: use {known} or its GiB{nearest(name, DEVICES)}")
     return DEVICES["h100"]._replace(label=f"{size[1]} GiB", total_bytes=int(float(size[1]) * _GIB))

@@ -1,4 +1,4 @@
-"""`quire doctor`: what is wrong with this machine for this model, and what to do about it."""
+"""`quire doctor`: checks this machine for a model, and names remedies."""
 
 import argparse
 import json
@@ -22,14 +22,14 @@ from quire.plan.model_sizes import subject
 from quire.system.platform import detect, hardware_threads, thread_advice
 
 _TORCH = ((2, 11), (2, 14))
-"""From which version on, and below which."""
+"""Lowest supported version, and the first unsupported one."""
 _CONTEXT = 4096
 _CACHE_BYTES = 2 << 30
-"""Free room below which the cache folder is too small for even a small model."""
+"""Free space below which the cache folder is too small even for a small model."""
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     state: Literal["ok", "warning", "broken"]
     what: str
@@ -38,10 +38,10 @@ class Finding(NamedTuple):
 
 def add_flags(parser: FlagParser) -> None:
     parser.add_argument(
-        "model", nargs="?", default=None, help="as for `quire serve`; without it, the machine"
+        "model", nargs="?", default=None, help="as for `quire serve`; without it only the machine is checked"
     )
-    parser.add_argument("--host", default=None, help="that the server will listen on")
-    parser.add_argument("--port", type=int, default=8000, help="that the server will listen on")
+    parser.add_argument("--host", default=None, help="address that the server will listen on")
+    parser.add_argument("--port", type=int, default=8000, help="port that the server will listen on")
     parser.add_argument("--api-key", nargs="*", default=None, help="as for `quire serve`")
     parser.add_argument("--allowed-origins", type=json.loads, default=None, help="as for `quire serve`")
     parser.add_argument("--max-model-len", type=int, default=None)
@@ -50,21 +50,21 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = list(examine(args))
-    for state, what, remedy in found:
+    findings = list(examine(args))
+    for state, what, remedy in findings:
         print(f"{state:<8} {what}" + (f"\n         -> {remedy}" if remedy else ""))
-    return 1 if any(each.state == "broken" for each in found) else 0
+    return 1 if any(finding.state == "broken" for finding in findings) else 0
 
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
-    """All of it; a look that fails is a finding, too."""
+    """Run all checks; a check that fails is a finding as well."""
     env = Env.read(os.environ)
     try:
         machine = detect()
     except QuireError as error:
         yield Finding("broken", "the device cannot be used", str(error))
         return
-    looks: list[Callable[[], Iterator[Finding]]] = [
+    checks: list[Callable[[], Iterator[Finding]]] = [
         _python,
         lambda: _device(machine),
         _compiler,
@@ -75,9 +75,9 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         lambda: _access(args, env),
         lambda: _model(machine, args, env),
     ]
-    for look in looks:
+    for check in checks:
         try:
-            yield from look()
+            yield from check()
         except OSError as error:
             yield Finding("broken", str(error))
 
@@ -105,7 +105,9 @@ def _device(machine: Machine) -> Iterator[Finding]:
         at = ".".join(map(str, machine.capability))
         yield Finding("warning", f"{name}: capability {at}", "bfloat16 needs 8.0: use --dtype float16")
     elif machine.free_bytes < machine.total_bytes / 2:
-        yield Finding("warning", f"{name}: others use it, too", "end them, or lower --gpu-memory-utilization")
+        yield Finding(
+            "warning", f"{name}: other processes use it", "stop them, or lower --gpu-memory-utilization"
+        )
     else:
         yield Finding("ok", name)
     if machine.device == "cpu" and Path("/proc/driver/nvidia/version").exists():
@@ -118,17 +120,17 @@ def _device(machine: Machine) -> Iterator[Finding]:
 
 
 def _compiler() -> Iterator[Finding]:
-    asked = os.environ.get("CC", "").split()
-    names = asked[:1] or ["cc", "gcc", "clang"]
-    found = next((name for name in names if shutil.which(name)), None)
-    if found is None:
+    configured = os.environ.get("CC", "").split()
+    names = configured[:1] or ["cc", "gcc", "clang"]
+    compiler = next((name for name in names if shutil.which(name)), None)
+    if compiler is None:
         yield Finding(
             "warning",
             f"no C compiler ({', '.join(names)})",
             "install gcc: without it a CPU computes much slower",
         )
     else:
-        yield Finding("ok", f"C compiler: {shutil.which(found)}")
+        yield Finding("ok", f"C compiler: {shutil.which(compiler)}")
 
 
 def _threads(machine: Machine, args: argparse.Namespace) -> Iterator[Finding]:
@@ -174,13 +176,17 @@ def _port(port: int) -> Iterator[Finding]:
         try:
             probe.bind(("0.0.0.0", port))
         except OSError as error:
-            yield Finding("broken", f"port {port}: {error.strerror}", "end who listens there, or give --port")
+            yield Finding(
+                "broken",
+                f"port {port}: {error.strerror}",
+                "stop the process that listens there, or use another --port",
+            )
             return
     yield Finding("ok", f"port {port} is free")
 
 
 def _access(args: argparse.Namespace, env: Env) -> Iterator[Finding]:
-    """Whether others can use the server, whatever machine or web page they ask from."""
+    """Check whether other machines or web pages can use the server."""
     from quire.server.http.exposure import exposures  # slow to import
     from quire.server.settings import make_settings
 
@@ -188,13 +194,15 @@ def _access(args: argparse.Namespace, env: Env) -> Iterator[Finding]:
     try:
         settings = make_settings(flags, env=env)
     except ConfigError as error:
-        yield Finding("broken", "the settings of access", str(error))
+        yield Finding("broken", "invalid access settings", str(error))
         return
-    ways = exposures(settings)
-    for what, remedy in ways:
+    risks = exposures(settings)
+    for what, remedy in risks:
         yield Finding("warning", what, remedy)
-    if not ways:
-        yield Finding("ok", "an API key is set" if settings.keys else "only this machine reaches the server")
+    if not risks:
+        yield Finding(
+            "ok", "an API key is set" if settings.keys else "only this machine can reach the server"
+        )
 
 
 def _model(machine: Machine, args: argparse.Namespace, env: Env) -> Iterator[Finding]:
@@ -215,9 +223,9 @@ def _model(machine: Machine, args: argparse.Namespace, env: Env) -> Iterator[Fin
         if not fit.why_not and fit.cache is not None:
             held = f"{fit.cache.num_tokens:,} tokens of cache"
             state: Literal["ok", "warning"] = "ok" if precision in ("bf16", STORED) else "warning"
-            said = f"{args.model} fits in {precision} with {held}"
-            yield Finding(state, said, "" if state == "ok" else f"bf16 does not fit: use {precision}")
+            message = f"{args.model} fits in {precision} with {held}"
+            yield Finding(state, message, "" if state == "ok" else f"bf16 does not fit: use {precision}")
             return
     yield Finding(
-        "broken", f"{args.model} does not fit: {fit.why_not}", f"quire plan {args.model} says where"
+        "broken", f"{args.model} does not fit: {fit.why_not}", f"quire plan {args.model} shows where it fits"
     )

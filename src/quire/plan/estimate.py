@@ -1,4 +1,4 @@
-"""Reckoning: bytes on each device, term by term, and whether a model fits there."""
+"""Memory estimate: bytes on each device, term by term, and whether a model fits."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,18 +25,18 @@ from quire.memory import (
 )
 
 LIBRARY_BYTES = 0.8 * 2**30
-"""Of a CUDA context and the libraries in it: 0.74 to 0.90 GiB were there on an H200."""
+"""CUDA context and libraries: 0.74 to 0.90 GiB were measured on an H200."""
 
 
 class Precision(NamedTuple):
-    """How weights are kept."""
+    """Storage of the weights."""
 
     bits: float
-    """Of a number of a linear layer, its share of scales included."""
+    """Bits per weight of a linear layer, including scales."""
     end_bits: int
-    """Of one of the embedding and the head."""
+    """Bits per weight of the embedding and the head."""
     flags: Mapping[str, Any]
-    """What to serve with."""
+    """Engine flags that select it."""
     note: str = ""
 
 
@@ -48,23 +48,23 @@ PRECISIONS = {
     "int4": Precision(4.16, 16, {}, "a checkpoint of 4 bits, as `quire quantize --to int4` writes"),
 }
 STORED = "stored"
-"""As a GGUF file has them."""
+"""The precision of a GGUF file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the device of a layout that has most."""
+    """Bytes on the device with the highest usage."""
 
     weights: int
     activations: int
     graphs: int
     libraries: int
     kv: int = 0
-    """What is left for the cache, and what the cache makes of it."""
+    """Bytes of the KV cache."""
 
     @property
     def beside(self) -> int:
-        """All but the cache."""
+        """Return everything except the KV cache."""
         return self.weights + self.activations + self.graphs + self.libraries
 
     def terms(self) -> dict[str, int]:
@@ -79,7 +79,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFit:
-    """A precision and a layout: what it takes, and whether it can be had."""
+    """A precision and a layout, with their memory and whether they fit."""
 
     precision: str
     tp: int
@@ -96,18 +96,18 @@ class MemoryFit:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the plan is for."""
+    """The requested workload."""
 
     context: int
     """Tokens of the longest request."""
     concurrency: int
-    """Requests of that length at once."""
+    """Number of concurrent requests of that length."""
     flags: Mapping[str, Any]
-    """Of the engine, as the user gave them."""
+    """Engine flags given by the user."""
 
 
 def weight_bytes(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 1) -> int:
-    """On the device that has most. A file is divided as its layers are."""
+    """Return the weight bytes on the device with the most. A file is divided like its layers."""
     whole = count(checkpoint.facts)
     bits, end_bits = _bits(checkpoint, precision)
     stages = stage_layers(len(whole.layers), pp)
@@ -123,20 +123,21 @@ def weight_bytes(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 
 
 def _bits(checkpoint: Checkpoint, precision: str) -> tuple[float, float]:
     if precision != STORED:
-        kept = PRECISIONS[precision]
-        return kept.bits, kept.end_bits
+        entry = PRECISIONS[precision]
+        return entry.bits, entry.end_bits
     bits = 8 * checkpoint.path.stat().st_size / count(checkpoint.facts).total
     return bits, bits
 
 
 def kv_bytes_per_token(checkpoint: Checkpoint, kv_dtype: str) -> dict[str, tuple[int, int]]:
-    """By kind of layer: how many there are, and bytes of a token (of a row, for states and items) in each."""
-    found: dict[str, tuple[int, int]] = {}
+    """Return, by kind of layer, the number of layers and the bytes per token (per row for states and
+    items)."""
+    by_kind: dict[str, tuple[int, int]] = {}
     specs = (spec.parts for spec in cache_specs(checkpoint.facts) if spec is not None)
     for spec in chain.from_iterable(specs):
         kind = spec.kind if spec.window is None else f"{spec.kind} of {spec.window:,}"
-        found[kind] = (found.get(kind, (0, 0))[0] + 1, _bytes_of(spec, kv_dtype))
-    return found
+        by_kind[kind] = (by_kind.get(kind, (0, 0))[0] + 1, _bytes_of(spec, kv_dtype))
+    return by_kind
 
 
 def _bytes_of(spec: CacheSpec, kv_dtype: str) -> int:
@@ -146,7 +147,7 @@ def _bytes_of(spec: CacheSpec, kv_dtype: str) -> int:
 def fits(
     checkpoint: Checkpoint, machine: Machine, precision: str, wanted: Wanted, *, tp: int, pp: int
 ) -> MemoryFit:
-    """What `quire serve` would find there, without anything being loaded."""
+    """Return the result that `quire serve` would have on this machine, without loading anything."""
     try:
         config = resolve(
             _settings(precision, wanted, tp, pp),
@@ -160,10 +161,10 @@ def fits(
     except ConfigError as error:
         return MemoryFit(precision, tp, pp, why_not=str(error).split(". ")[0])
     needed = wanted.concurrency * wanted.context
-    why = ""
+    reason = ""
     if cache.num_tokens < needed:
-        why = f"{cache.num_tokens:,} tokens of cache fit, and {needed:,} are asked for"
-    return MemoryFit(precision, tp, pp, memory, cache, config, why)
+        reason = f"{cache.num_tokens:,} tokens of KV cache fit, but {needed:,} are needed"
+    return MemoryFit(precision, tp, pp, memory, cache, config, reason)
 
 
 _QUIET = Env(cache_root=Env.read({}).cache_root)
@@ -176,7 +177,7 @@ def _settings(precision: str, wanted: Wanted, tp: int, pp: int) -> dict[str, Any
 
 
 def memory_of(config: EngineConfig, precision: str) -> Memory:
-    """All but the cache."""
+    """Return the memory of a device without the KV cache."""
     parallel, limits = config.parallel, config.scheduler
     weights = weight_bytes(
         config.checkpoint, precision, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -193,25 +194,25 @@ def memory_of(config: EngineConfig, precision: str) -> Memory:
 
 
 def cache_of(config: EngineConfig, memory: Memory) -> CacheSize:
-    """The cache that fits beside all else; of the stage that has room for least."""
-    room = _room(config, memory)
-    if room.kv_bytes <= 0:
-        short = human(-room.kv_bytes)
-        raise ConfigError(f"{short} are missing for weights, activations and libraries alone")
-    own = config.own_facts
-    stages = stage_layers(len(own.layers), config.parallel.pipeline_parallel_size)
-    whole = layout(cache_specs(own), config.model.max_model_len)
+    """Return the KV cache that fits beside everything else, on the pipeline stage with the least space."""
+    cache_room = _room(config, memory)
+    if cache_room.kv_bytes <= 0:
+        short = human(-cache_room.kv_bytes)
+        raise ConfigError(f"weights, activations and libraries alone exceed the memory by {short}")
+    facts = config.own_facts
+    stages = stage_layers(len(facts.layers), config.parallel.pipeline_parallel_size)
+    whole = layout(cache_specs(facts), config.model.max_model_len)
     return min(
         (
             size_cache(
-                whole.of({*layers, *range(len(own.layers), len(whole.specs))}),
+                whole.of({*layers, *range(len(facts.layers), len(whole.specs))}),
                 kv_dtype=kv_dtype(config),
                 block_size=config.cache.block_size,
                 max_model_len=config.model.max_model_len,
                 max_chunk=config.scheduler.max_chunk,
                 num_rows=config.scheduler.max_num_seqs,
                 auto_fit=False,
-                room=room,
+                room=cache_room,
             )
             for layers in stages
         ),
@@ -220,7 +221,7 @@ def cache_of(config: EngineConfig, memory: Memory) -> CacheSize:
 
 
 def _room(config: EngineConfig, memory: Memory) -> CacheRoom:
-    """As a worker finds it on a device that nobody else uses."""
+    """Return the space of the KV cache on a device without other users."""
     cache, total = config.cache, config.machine.total_bytes
     kv_bytes = int(total * cache.gpu_memory_utilization) - memory.beside
     if cache.kv_cache_memory_bytes is not None:
@@ -232,19 +233,19 @@ def _room(config: EngineConfig, memory: Memory) -> CacheRoom:
 
 
 def kv_dtype(config: EngineConfig) -> str:
-    """The type of the cache."""
-    asked = config.cache.kv_cache_dtype
-    return asked if asked in DTYPE_BYTES else config.model.dtype
+    """Return the KV cache dtype."""
+    requested = config.cache.kv_cache_dtype
+    return requested if requested in DTYPE_BYTES else config.model.dtype
 
 
 def bytes_of_cache(config: EngineConfig) -> int:
-    """Of one number in it."""
+    """Return the bytes of one value in the KV cache."""
     return DTYPE_BYTES[kv_dtype(config)]
 
 
 def layouts(most: int, per_node: int) -> Iterator[tuple[int, int]]:
-    """Ways to spread a model over devices, few first. Within a machine each layer is divided; stages come in
-    where that does not go, or where there are several machines."""
+    """Yield parallel layouts, smallest first. Tensor parallelism is used within a machine, pipeline stages
+    where it is not possible or across machines."""
     powers = [1 << power for power in range(min(most, per_node).bit_length())]
     yield from ((tp, 1) for tp in powers)
     staged = ((tp, pp) for tp in powers for pp in range(2, most // tp + 1))
@@ -260,12 +261,12 @@ def smallest(
     most: int,
     per_node: int,
 ) -> list[MemoryFit]:
-    """For each precision, the least layout that works, with all that were tried before it."""
-    found = []
+    """Return, for each precision, the smallest layout that fits, with all that were tried before it."""
+    tried = []
     for precision in precisions:
         for tp, pp in layouts(most, per_node):
             fit = fits(checkpoint, machine, precision, wanted, tp=tp, pp=pp)
-            found.append(fit)
+            tried.append(fit)
             if not fit.why_not:
                 break
-    return found
+    return tried

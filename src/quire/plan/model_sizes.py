@@ -1,4 +1,4 @@
-"""The model of a plan: on disk, on the hub, or only its sizes."""
+"""The model of a plan: on disk, on the hub, or given by its sizes."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ _NEEDED = ("layers", "hidden", "heads", "intermediate", "vocab")
 
 
 class KnownSizes(NamedTuple):
-    """A dense decoder whose sizes many models share."""
+    """A dense decoder with sizes that many models share."""
 
     layers: int
     hidden: int
@@ -40,19 +40,19 @@ KNOWN = {
     "123b": KnownSizes(88, 12288, 96, 8, 28672, 32768, 131072),
     "405b": KnownSizes(126, 16384, 128, 8, 53248, 128256, 131072),
 }
-"""By the size that names of models carry."""
+"""By the size in model names."""
 _NAMED_SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)b(?![a-z])", re.IGNORECASE)
 
 
-def subject(model: str, env: Env, **asked: Any) -> tuple[Checkpoint, str]:
-    """The model, and what is to be said of how it was found."""
+def subject(model: str, env: Env, **options: Any) -> tuple[Checkpoint, str]:
+    """Return the model, and a note if it was approximated."""
     if "=" in model:
-        return _of_sizes(_parse(model)), ""
+        return _build_checkpoint(_parse(model)), ""
     if Path(model).exists() or Path(model).suffix == ".gguf":
         return read_checkpoint(locate(model, cache_root=env.cache_root)), ""
     try:
-        # Without weights: config.json tells all that is needed.
-        path = locate(model, cache_root=env.cache_root, load_format="dummy", **asked)
+        # Without weights: config.json is enough.
+        path = locate(model, cache_root=env.cache_root, load_format="dummy", **options)
         return read_checkpoint(path), ""
     except ConfigError as error:
         size = _NAMED_SIZE.search(model)
@@ -63,7 +63,9 @@ def subject(model: str, env: Env, **asked: Any) -> tuple[Checkpoint, str]:
                 f"one of {', '.join(KNOWN)} in it"
             ) from None
         sizes = {name: int(value) for name, value in known._asdict().items()}
-        return _of_sizes(sizes), f"no config.json was found: the usual shape of {size[0]} is planned for"
+        return _build_checkpoint(
+            sizes
+        ), f"no config.json found: assuming the usual sizes of a {size[0]} model"
 
 
 def _parse(text: str) -> dict[str, int]:
@@ -71,14 +73,14 @@ def _parse(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name not in _SIZES or not value.isdecimal():
-            raise ConfigError(f"{part!r} is no size of a model; known: {', '.join(_SIZES)}, each =NUMBER")
+            raise ConfigError(f"{part!r} is not a size of a model; known: {', '.join(_SIZES)}, each =NUMBER")
         sizes[name] = int(value)
     if missing := [name for name in _NEEDED if not sizes.get(name)]:
-        raise ConfigError(f"a plan of sizes alone needs {', '.join(missing)}, too")
+        raise ConfigError(f"a plan by sizes also needs {', '.join(missing)}")
     return sizes
 
 
-def _of_sizes(sizes: dict[str, int]) -> Checkpoint:
+def _build_checkpoint(sizes: dict[str, int]) -> Checkpoint:
     heads, max_len = sizes["heads"], sizes.get("max_len", 32768)
     head_dim = sizes.get("head_dim", sizes["hidden"] // heads)
     layer = LayerFacts(RopeFacts(dim=head_dim, max_len=max_len))

@@ -1,4 +1,4 @@
-"""Where memory goes, as a picture: a bar for each layout that works."""
+"""Memory of each layout that fits, as an SVG chart."""
 
 from html import escape
 
@@ -16,9 +16,9 @@ _COLOURS = {
 _WIDTH, _LEFT, _BAR, _GAP, _TOP = 860, 130, 26, 14, 64
 
 
-def svg(title: str, device: Accelerator, found: list[MemoryFit]) -> str:
-    """Each bar is one device of a layout; the frame is its memory."""
-    bars = [fit for fit in found if fit.memory is not None and fit.cache is not None]
+def svg(title: str, device: Accelerator, fits: list[MemoryFit]) -> str:
+    """Draw a bar for one device of each layout; the frame is the device's memory."""
+    bars = [fit for fit in fits if fit.memory is not None and fit.cache is not None]
     height = _TOP + len(bars) * (_BAR + _GAP) + 20
     scale = (_WIDTH - _LEFT - 20) / device.total_bytes
     parts = [

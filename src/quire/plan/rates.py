@@ -1,4 +1,4 @@
-"""Rates: how fast a layout can be, from what its devices move and compute, and what was measured of that."""
+"""Expected speed of a layout, from the bandwidth and compute of its devices and measured efficiencies."""
 
 from typing import NamedTuple
 
@@ -11,63 +11,67 @@ from quire.plan.devices import DEVICES, Accelerator
 from quire.plan.estimate import MemoryFit, bytes_of_cache, weight_bytes
 
 _SUM_S = 10e-6
-"""Of a small sum between the devices of a machine; two come in each layer. Assumed."""
+"""Assumed seconds of a small all-reduce within a machine; there are two per layer."""
 _MODEL = "llama-3.1-8b"
-"""By whose measured rows efficiencies are taken: dense, and large enough for memory to be what counts."""
+"""Model with the measurements used for efficiencies: dense, and large enough to be memory-bound."""
 
 
 class TokenRates(NamedTuple):
-    """Tokens a second."""
+    """Tokens per second of a batch."""
 
     batch: int
     decode_ms: float
-    """Of one token of each sequence."""
+    """Milliseconds for one token of each sequence."""
     decode_tok_s: float
     prefill_tok_s: float
 
 
 def _efficiencies() -> tuple[list[float], float]:
-    """Shares of the floor that an H200 reached: decodes by batch, and prompts."""
+    """Return the efficiencies that an H200 reached: decodes by batch size, and prompts."""
     shape, device = SHAPES[_MODEL], DEVICES["h200"]
-    row = next(each for each in MEASURED if each.model == _MODEL and each.tp == 1)
+    row = next(entry for entry in MEASURED if entry.model == _MODEL and entry.tp == 1)
     weights = shape.layers * (shape.attention_weights + shape.mlp_weights(0)) + shape.head_weights
-    shares = []
+    efficiencies = []
     for batch, took_ms in zip(BATCHES, row.decode_ms, strict=True):
         read = 2 * weights + batch * CONTEXT * shape.layers * shape.kv_bytes(1)
-        shares.append(max(read / device.bytes_s, 2 * batch * weights / device.flops) / (took_ms / 1e3))
-    return shares, row.prefill_tok_s * 2 * weights / device.flops
+        efficiencies.append(max(read / device.bytes_s, 2 * batch * weights / device.flops) / (took_ms / 1e3))
+    return efficiencies, row.prefill_tok_s * 2 * weights / device.flops
 
 
 def rates(fit: MemoryFit, device: Accelerator, *, batch: int, context: int) -> TokenRates:
-    """With so many sequences of so many tokens each. Stages of a pipeline have a part of the batch each."""
-    assert fit.config is not None, "a layout that cannot be had has no rates"
+    """Return the rates for `batch` sequences of `context` tokens. Each pipeline stage has a part of the
+    batch."""
+    assert fit.config is not None, "a layout that does not fit has no rates"
     decodes, prompts = _efficiencies()
-    checkpoint, own = fit.config.checkpoint, -(-batch // fit.pp)
+    checkpoint, stage_batch = fit.config.checkpoint, -(-batch // fit.pp)
     weights = count(checkpoint.facts)
-    unmet = sum(_unmet(layer, own) for layer in weights.layers) + (weights.embedding if weights.head else 0)
-    unmet += weights.tower
-    read = weight_bytes(checkpoint, fit.precision) * (1 - unmet / weights.total)
-    read += own * _cache_bytes(fit, context)
+    unused = sum(_unused_weights(layer, stage_batch) for layer in weights.layers) + (
+        weights.embedding if weights.head else 0
+    )
+    unused += weights.tower
+    read = weight_bytes(checkpoint, fit.precision) * (1 - unused / weights.total)
+    read += stage_batch * _cache_bytes(fit, context)
     flops = device.narrow_flops if fit.precision in ("fp8", "int8") else device.flops
-    floor_s = max(read / device.bytes_s, 2 * own * weights.active / flops) / fit.tp
+    floor_s = max(read / device.bytes_s, 2 * stage_batch * weights.active / flops) / fit.tp
     sums_s = 0.0 if fit.tp == 1 else 2 * len(weights.layers) * _SUM_S
-    step_s = floor_s / float(np.interp(np.log(own), np.log(BATCHES), decodes)) + sums_s
+    step_s = floor_s / float(np.interp(np.log(stage_batch), np.log(BATCHES), decodes)) + sums_s
     prefill = prompts * flops * fit.num_devices / (2 * weights.active)
     return TokenRates(batch, 1e3 * step_s, batch / step_s, prefill)
 
 
 def _cache_bytes(fit: MemoryFit, context: int) -> int:
-    """What one token of a sequence looks at."""
+    """Return the cache bytes that one token of a sequence reads."""
     assert fit.config is not None
-    kept = bytes_of_cache(fit.config)
+    dtype_bytes = bytes_of_cache(fit.config)
     specs = [spec for spec in cache_specs(fit.config.checkpoint.facts) if spec is not None]
     paged = [spec for spec in specs if spec.is_paged]
-    seen = (min(context, spec.window or context) * spec.planes * spec.numbers for spec in paged)
-    return kept * sum(seen) + sum(spec.row_bytes(kept) for spec in specs)
+    num_values = (min(context, spec.window or context) * spec.planes * spec.numbers for spec in paged)
+    return dtype_bytes * sum(num_values) + sum(spec.row_bytes(dtype_bytes) for spec in specs)
 
 
-def _unmet(layer: LayerWeights, batch: int) -> float:
-    """Numbers of experts that nobody in a batch is given to, of uniform routing."""
+def _unused_weights(layer: LayerWeights, batch: int) -> float:
+    """Return the expected number of expert weights that no token of a batch is routed to, for uniform
+    routing."""
     if not layer.experts:
         return 0.0
     missed: float = (1 - layer.met / layer.experts) ** batch

@@ -1,4 +1,4 @@
-"""A plan in words: the formula term by term, what fits and what does not, the line to type."""
+"""A plan as text: memory by term, the layouts that fit and those that do not, and the command to run."""
 
 import shlex
 from typing import Any
@@ -14,34 +14,35 @@ from quire.plan.rates import TokenRates, rates
 _BATCHES = (1, 32, 256)
 
 
-def best(found: list[MemoryFit], preferred: str) -> MemoryFit | None:
-    """What is recommended: the preferred precision if it fits at all, else the first that does."""
-    working = [fit for fit in found if not fit.why_not]
+def best(fits: list[MemoryFit], preferred: str) -> MemoryFit | None:
+    """Return the recommended layout: with the preferred precision if it fits, otherwise the first that
+    fits."""
+    working = [fit for fit in fits if not fit.why_not]
     return next((fit for fit in working if fit.precision == preferred), working[0] if working else None)
 
 
 def facts_of(checkpoint: Checkpoint, precisions: tuple[str, ...], dtype: str) -> dict[str, Any]:
-    """What the model is, whatever it runs on."""
+    """Return the properties of the model that do not depend on the device."""
     weights = count(checkpoint.facts)
-    kept = kv_bytes_per_token(checkpoint, dtype)
+    by_kind = kv_bytes_per_token(checkpoint, dtype)
     return {
         "architecture": checkpoint.facts.architecture,
         "parameters": weights.total,
         "active_parameters": weights.active,
         "weight_bytes": {name: weight_bytes(checkpoint, name) for name in precisions},
         "kv_bytes": {
-            kind: {"layers": layers, "per_row" if kind in OF_ROWS else "per_token": each}
-            for kind, (layers, each) in kept.items()
+            kind: {"layers": layers, "per_row" if kind in OF_ROWS else "per_token": num_bytes}
+            for kind, (layers, num_bytes) in by_kind.items()
         },
         "kv_bytes_per_token": sum(
-            layers * each for kind, (layers, each) in kept.items() if kind not in OF_ROWS
+            layers * num_bytes for kind, (layers, num_bytes) in by_kind.items() if kind not in OF_ROWS
         ),
     }
 
 
 def described(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> dict[str, Any]:
-    """One precision and layout as plain values."""
-    found: dict[str, Any] = {
+    """Return one precision and layout as plain values."""
+    result: dict[str, Any] = {
         "precision": fit.precision,
         "tensor_parallel_size": fit.tp,
         "pipeline_parallel_size": fit.pp,
@@ -49,12 +50,12 @@ def described(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> dict[str, 
         "why_not": fit.why_not,
     }
     if fit.memory is not None and fit.cache is not None:
-        found["bytes_per_device"] = {**fit.memory.terms(), "KV cache": fit.cache.num_bytes}
-        found["cache_tokens"] = fit.cache.num_tokens
-        found["concurrency"] = round(fit.cache.num_tokens / wanted.context, 2)
+        result["bytes_per_device"] = {**fit.memory.terms(), "KV cache": fit.cache.num_bytes}
+        result["cache_tokens"] = fit.cache.num_tokens
+        result["concurrency"] = round(fit.cache.num_tokens / wanted.context, 2)
     if not fit.why_not:
-        found["rates"] = [rate._asdict() for rate in _rates(fit, device, wanted)]
-    return found
+        result["rates"] = [rate._asdict() for rate in _rates(fit, device, wanted)]
+    return result
 
 
 def _rates(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[TokenRates]:
@@ -65,7 +66,7 @@ def _rates(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[TokenRat
 
 
 def command(model: str, fit: MemoryFit, wanted: Wanted) -> str:
-    """What to type."""
+    """Return the command to run."""
     flags: dict[str, Any] = {"max_model_len": wanted.context, **wanted.flags}
     flags |= PRECISIONS[fit.precision].flags if fit.precision in PRECISIONS else {}
     flags |= {"tensor_parallel_size": fit.tp} if fit.tp > 1 else {}
@@ -80,34 +81,37 @@ def text(
     device: Accelerator,
     count_: int,
     wanted: Wanted,
-    found: list[MemoryFit],
+    fits: list[MemoryFit],
     note: str,
 ) -> str:
-    """All of it, for a terminal."""
-    precisions = tuple(dict.fromkeys(fit.precision for fit in found))
-    chosen = best(found, precisions[0])
+    """Return the whole report for a terminal."""
+    precisions = tuple(dict.fromkeys(fit.precision for fit in fits))
+    chosen = best(fits, precisions[0])
     dtype = "bfloat16" if chosen is None or chosen.config is None else kv_dtype(chosen.config)
-    said = facts_of(checkpoint, precisions, dtype)
-    lines = [f"{model}: {said['architecture']}, {said['parameters'] / 1e9:.2f} B parameters"]
-    if said["active_parameters"] < 0.8 * said["parameters"]:
-        lines[0] += f", {said['active_parameters'] / 1e9:.2f} B of them met by a token"
+    facts = facts_of(checkpoint, precisions, dtype)
+    lines = [f"{model}: {facts['architecture']}, {facts['parameters'] / 1e9:.2f} B parameters"]
+    if facts["active_parameters"] < 0.8 * facts["parameters"]:
+        lines[0] += f", {facts['active_parameters'] / 1e9:.2f} B of them active per token"
     lines += [f"Note: {note}"] if note else []
-    sizes = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in said["weight_bytes"].items())
+    sizes = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in facts["weight_bytes"].items())
     lines.append(f"Weights, GB: {sizes}")
     kinds = ", ".join(
-        f"{each['layers']} layers ({kind}) x {each.get('per_token', each.get('per_row')):,}"
-        for kind, each in said["kv_bytes"].items()
+        f"{entry['layers']} layers ({kind}) x {entry.get('per_token', entry.get('per_row')):,}"
+        for kind, entry in facts["kv_bytes"].items()
     )
-    per_token = said["kv_bytes_per_token"]
-    lines.append(f"KV cache in {dtype}, bytes: {kinds} = {per_token:,} a token")
-    every = wanted.concurrency * wanted.context * per_token
+    per_token = facts["kv_bytes_per_token"]
+    lines.append(f"KV cache in {dtype}, bytes: {kinds} = {per_token:,} per token")
+    total_bytes = wanted.concurrency * wanted.context * per_token
     lines.append(
-        f"  {wanted.concurrency} requests of {wanted.context:,} tokens: {every / 1e9:,.1f} GB if all is kept"
+        f"  {wanted.concurrency} requests of {wanted.context:,} tokens: "
+        f"{total_bytes / 1e9:,.1f} GB if all tokens are kept"
     )
     lines += ["", f"{device.label}, {human(device.total_bytes)} each, up to {count_}:"]
-    lines += [_line(fit, wanted) for fit in found]
+    lines += [_line(fit, wanted) for fit in fits]
     if chosen is None:
-        return "\n".join([*lines, "", "Nothing of this fits: more devices, fewer bits or a shorter context."])
+        return "\n".join(
+            [*lines, "", "Nothing fits: use more devices, a lower precision or a shorter context."]
+        )
     return "\n".join(
         [
             *lines,
@@ -132,7 +136,8 @@ def _line(fit: MemoryFit, wanted: Wanted) -> str:
 
 
 def _formula(fit: MemoryFit) -> list[str]:
-    """As the guide has it: weights + libraries + the peak of activations + KV of a sequence x sequences."""
+    """Return the memory formula: weights + libraries + peak activations + KV cache of a sequence x
+    sequences."""
     assert fit.memory is not None and fit.cache is not None
     terms = {**fit.memory.terms(), "KV cache": fit.cache.num_bytes}
     lines = [f"Memory of one device, {fit.precision}, tp {fit.tp}, pp {fit.pp}:"]
@@ -144,14 +149,14 @@ def _formula(fit: MemoryFit) -> list[str]:
 
 
 def _speeds(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> list[str]:
-    lines = ["Expected (floor of bytes and flops x what an H200 was measured to reach):"]
+    lines = ["Expected (roofline x efficiency measured on an H200):"]
     for rate in _rates(fit, device, wanted):
         lines.append(
-            f"  batch {rate.batch:>4}: {rate.decode_ms:7.2f} ms a token, {rate.decode_tok_s:>9,.0f} tok/s"
+            f"  batch {rate.batch:>4}: {rate.decode_ms:7.2f} ms per token, {rate.decode_tok_s:>9,.0f} tok/s"
         )
     return [*lines, f"  prompts: {_rates(fit, device, wanted)[0].prefill_tok_s:,.0f} tok/s"]
 
 
 def _notes(fit: MemoryFit) -> list[str]:
-    kept = PRECISIONS.get(fit.precision)
-    return [f"  ({kept.note})"] if kept is not None and kept.note else []
+    precision = PRECISIONS.get(fit.precision)
+    return [f"  ({precision.note})"] if precision is not None and precision.note else []

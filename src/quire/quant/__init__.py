@@ -1,1 +1,1 @@
-"""Weights: how linear layers and experts hold theirs and multiply by them, one file per format."""
+"""Weights: storage and matmuls of linear layers and experts, one file per format."""

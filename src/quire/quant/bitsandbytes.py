@@ -1,4 +1,4 @@
-"""The weights of bitsandbytes: 4 bits that stand for numbers of a table, and whole numbers of 8 bits."""
+"""Weights of bitsandbytes: 4-bit indices into a table of values, and 8-bit integers."""
 
 import functools
 import json
@@ -19,16 +19,16 @@ from quire.quant.sharding import Runs, Shard, check_units
 from quire.quant.weight import LinearShape, Piece, TextTensor, Weight, bias_of, kept, unfilled, with_bias
 
 _SCALES = "SCB"
-"""The largest number of each output, where weights have 8 bits: it has the code 127."""
+"""Name of the scales of 8-bit weights: the absolute maximum of each output, which has the code 127."""
 _LARGEST = 127.0
 _NESTED = 256
-"""Scales that have one scale, where those are narrowed as well."""
+"""Number of scales that share one scale if scales are quantized as well."""
 _TEXT_BYTES = 1024
-"""Room for what a weight's `quant_state` says."""
+"""Buffer size for the `quant_state` of a weight."""
 
 
 class BitsAndBytesFormat:
-    """Makes weights of this package: those of 4 bits stay so on a GPU, those of 8 bits everywhere."""
+    """Builds bitsandbytes weights. 4-bit weights stay packed on a GPU, 8-bit weights on every device."""
 
     def __init__(self, scheme: BitsAndBytes, plain: Format) -> None:
         self.scheme = scheme
@@ -58,8 +58,8 @@ class BitsAndBytesFormat:
 
 
 class Packed4(nn.Module):
-    """`num` matrices as they are stored, or what a device has of their rows or columns: bytes of two codes,
-    row after row, and what scales them."""
+    """`num` stored matrices, or this device's shard of their rows or columns: bytes of two codes, row by row,
+    with their scales."""
 
     def __init__(
         self, num: int, rows: Runs, columns: Shard, scheme: BitsAndBytes, device: torch.device
@@ -67,25 +67,25 @@ class Packed4(nn.Module):
         super().__init__()
         self.rows, self.columns, self.scheme = rows, columns, scheme
         self.size = sum(run.size for run in rows), columns.size
-        numbers = math.prod(self.size)
+        num_values = math.prod(self.size)
         self.is_share = not (columns.is_whole and all(run.is_whole for run in rows))
-        """Then no block is cut, and rows are whole blocks."""
-        made = functools.partial(unfilled, num, device=device)
-        self.codes = made(numbers // 2, 1, dtype=torch.uint8)
-        self.absmax = made(-(-numbers // BLOCK), dtype=torch.uint8 if scheme.nested else torch.float32)
-        self.table = made(16, dtype=torch.float32)
-        self.state = made(_TEXT_BYTES, dtype=torch.uint8).zero_()
+        """Whether it is a shard. Then no block is cut, and rows consist of whole blocks."""
+        make = functools.partial(unfilled, num, device=device)
+        self.codes = make(num_values // 2, 1, dtype=torch.uint8)
+        self.absmax = make(-(-num_values // BLOCK), dtype=torch.uint8 if scheme.nested else torch.float32)
+        self.table = make(16, dtype=torch.float32)
+        self.state = make(_TEXT_BYTES, dtype=torch.uint8).zero_()
         all_blocks = -(-sum(run.all for run in rows) * columns.all // BLOCK)
-        self.nested_absmax = made(-(-all_blocks // _NESTED) if scheme.nested else 0, dtype=torch.float32)
-        self.nested_table = made(256 if scheme.nested else 0, dtype=torch.float32)
+        self.nested_absmax = make(-(-all_blocks // _NESTED) if scheme.nested else 0, dtype=torch.float32)
+        self.nested_table = make(256 if scheme.nested else 0, dtype=torch.float32)
 
     def pieces(self) -> dict[str, Piece]:
-        """By the suffix of its name. What scales scales is not divided."""
+        """Return the tensors to load by suffix. The scales of scales are not sharded."""
         codes, absmax = Piece(self.codes, None), Piece(self.absmax, None)
         if self.is_share:
             codes, absmax = (
-                Piece(of.view(len(of), self.size[0], -1), 1, 2, per_input=per, is_flat=True)
-                for of, per in ((self.codes, 2), (self.absmax, BLOCK))
+                Piece(tensor.view(len(tensor), self.size[0], -1), 1, 2, per_input=per, is_flat=True)
+                for tensor, per in ((self.codes, 2), (self.absmax, BLOCK))
             )
         pieces = {
             "weight": codes,
@@ -99,12 +99,12 @@ class Packed4(nn.Module):
         return pieces
 
     def code(self, i: int) -> Tensor:
-        """[rows, columns]: the first of two is in the high half of a byte."""
+        """Return the codes [rows, columns]; the first of two is in the high half of a byte."""
         packed = self.codes[i, :, 0]
         return torch.stack((packed >> 4, packed & 15), 1).view(self.size)
 
     def scales(self, i: int) -> Tensor:
-        """One for each block."""
+        """Return one scale per block."""
         absmax = self.absmax[i]
         if not self.scheme.nested:
             return absmax
@@ -112,7 +112,7 @@ class Packed4(nn.Module):
         return self.nested_table[i][absmax.long()] * scale + self._offset(i)
 
     def _blocks(self) -> Tensor:
-        """The numbers of these blocks when all are counted."""
+        """Return the indices of this shard's blocks in the whole matrix."""
         device = self.codes.device
         if not self.is_share:
             return torch.arange(self.absmax.shape[1], device=device)
@@ -125,12 +125,12 @@ class Packed4(nn.Module):
         return (torch.cat(rows)[:, None] * columns.all + within).flatten()
 
     def _offset(self, i: int) -> float:
-        """What was taken off all scales before they were narrowed."""
+        """Return the offset that was subtracted from all scales before they were quantized."""
         text = bytes(self.state[i].tolist()).rstrip(b"\0")
         return float(json.loads(text).get("nested_offset", 0.0)) if text else 0.0
 
     def values(self, i: int) -> Tensor:
-        """[rows, columns] float32."""
+        """Return the dequantized values, [rows, columns] in float32."""
         values, rows = self.table[i][self.code(i).long()].flatten(), self.size[0]
         missing = -len(values) % BLOCK
         blocks = torch.cat((values, values.new_zeros(missing))).view(1, -1)
@@ -138,7 +138,7 @@ class Packed4(nn.Module):
 
 
 class Table4(Weight):
-    """Codes of 4 bits, on a GPU; else a plain weight once it is loaded."""
+    """A weight of 4-bit codes; dequantized after loading if the device has no kernel."""
 
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight], scheme: BitsAndBytes) -> None:
         super().__init__(shape)
@@ -148,14 +148,15 @@ class Table4(Weight):
         self.stored = nn.ModuleList(Packed4(1, rows, columns, scheme, shape.device) for rows in outputs)
         self.bias = bias_of(shape)
         self.codes: nn.Parameter | None = None
-        """After `repack` codes on a GPU, or else numbers."""
+        """After `repack` the codes on a GPU, otherwise dequantized values."""
         self.scales: nn.Parameter | None = None
         self.table: nn.Parameter | None = None
         self.orders: list[Tensor] | None = None
 
     def parts(self) -> list[dict[str, Piece]]:
         parts = [
-            {suffix: _of_one(piece) for suffix, piece in stored.pieces().items()} for stored in self._stored()
+            {suffix: _without_first_axis(piece) for suffix, piece in stored.pieces().items()}
+            for stored in self._stored()
         ]
         return with_bias(parts, self.bias, self.shape.sizes_out)
 
@@ -166,22 +167,22 @@ class Table4(Weight):
     def _stored(self) -> list[Packed4]:
         return [stored for stored in self.stored if isinstance(stored, Packed4)]
 
-    def _in_order(self, parts: list[Tensor]) -> Tensor:
-        """Blocks across rows cannot be put in order before they are rows."""
+    def _reorder_rows(self, parts: list[Tensor]) -> Tensor:
+        """Concatenate parts with their rows in order. This is done after loading, since blocks span rows."""
         orders = self.orders or [torch.arange(len(part)) for part in parts]
         return torch.cat([part[order.to(part.device)] for part, order in zip(parts, orders, strict=True)])
 
     def repack(self) -> None:
         stored = self._stored()
         on_gpu = self.shape.device.type == "cuda" and self.shape.size_in % (2 * BLOCK) == 0
-        if on_gpu and all(torch.equal(of.table, stored[0].table) for of in stored):
-            self.codes = kept(self._in_order([in_halves(of.code(0)) for of in stored]))
-            self.scales = kept(self._in_order([of.scales(0).view(of.size[0], -1) for of in stored]))
+        if on_gpu and all(torch.equal(part.table, stored[0].table) for part in stored):
+            self.codes = kept(self._reorder_rows([in_halves(part.code(0)) for part in stored]))
+            self.scales = kept(self._reorder_rows([part.scales(0).view(part.size[0], -1) for part in stored]))
             self.table = kept(stored[0].table.data[0])
         else:
-            values = self._in_order([of.values(0) for of in stored])
-            why = f"{self.kind} has no kernels for this device or width"
-            self.codes = widened(self.plain, values, why)
+            values = self._reorder_rows([part.values(0) for part in stored])
+            reason = f"{self.kind} has no kernels for this device or width"
+            self.codes = widened(self.plain, values, reason)
         self.stored = nn.ModuleList()
 
     def find_kernels(self) -> None:
@@ -197,7 +198,7 @@ class Table4(Weight):
 
 
 class TableExperts(StoredExperts):
-    """Experts with codes of 4 bits, which become plain ones once they are loaded."""
+    """Experts with 4-bit codes, dequantized after loading."""
 
     def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts], scheme: BitsAndBytes) -> None:
         super().__init__(shape)
@@ -221,10 +222,10 @@ class TableExperts(StoredExperts):
 
     def repack(self) -> None:
         stored, experts = self._stored(), range(self.shape.experts)
-        gate, up, down = (torch.stack([of.values(i) for i in experts]) for of in stored.values())
+        gate, up, down = (torch.stack([part.values(i) for i in experts]) for part in stored.values())
         self.stored = nn.ModuleDict()
-        why = f"{self.kind} experts have no kernels"
-        self.gate_up, self.down = widened_experts(self.plain, torch.cat((gate, up), 1), down, why)
+        reason = f"{self.kind} experts have no kernels"
+        self.gate_up, self.down = widened_experts(self.plain, torch.cat((gate, up), 1), down, reason)
 
     def find_kernels(self) -> None:
         assert self.gate_up is not None and self.down is not None
@@ -232,16 +233,16 @@ class TableExperts(StoredExperts):
 
 
 def _check(name: str, rows: Runs, columns: Shard) -> None:
-    """Blocks go on from one row to the next: a share of them needs rows of whole blocks."""
+    """Check that a shard consists of whole blocks, which span rows."""
     check_units(name, (columns,), BLOCK, "blocks")
     if columns.all % BLOCK and not all(run.is_whole for run in rows):
         raise ConfigError(
-            f"{name}: blocks of {BLOCK} go on from one row of {columns.all} to the next, so that no share of "
-            "rows is whole blocks; use tensor_parallel_size 1, or a checkpoint that is stored in another way"
+            f"{name}: blocks of {BLOCK} span rows of {columns.all} columns, so that no shard of "
+            "rows consists of whole blocks; use tensor_parallel_size 1 or another checkpoint"
         )
 
 
-def _of_one(piece: Piece) -> Piece:
-    """Of the only matrix."""
+def _without_first_axis(piece: Piece) -> Piece:
+    """Return a piece without the axis of matrices."""
     outputs, inputs = (None if axis is None else axis - 1 for axis in (piece.outputs, piece.inputs))
     return piece._replace(tensor=piece.tensor[0], outputs=outputs, inputs=inputs)

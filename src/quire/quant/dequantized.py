@@ -1,4 +1,4 @@
-"""Weights that no kernel multiplies as they were stored: they become plain ones."""
+"""Weights without a kernel for their stored format, which are dequantized."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,12 +13,12 @@ from quire.quant.weight import Weight
 
 logger = get_logger(__name__)
 
-_NOWHERE = torch.device("meta")
+_META = torch.device("meta")
 
 
-def widened(plain: Callable[[], Weight], values: Tensor, why: str) -> nn.Parameter:
-    """The values [outputs, inputs] of a weight as `plain` would keep them."""
-    warn_once(logger, f"{why}: weights are unpacked, and take as much memory as in an unquantized model")
+def widened(plain: Callable[[], Weight], values: Tensor, reason: str) -> nn.Parameter:
+    """Return the values [outputs, inputs] of a weight as `plain` stores them, and warn once."""
+    warn_once(logger, f"{reason}: weights are dequantized and take as much memory as in an unquantized model")
     wide = plain()
     for part, rows in zip(wide.parts(), values.split(list(wide.shape.sizes_out)), strict=True):
         part["weight"].tensor.copy_(rows)
@@ -26,8 +26,8 @@ def widened(plain: Callable[[], Weight], values: Tensor, why: str) -> nn.Paramet
 
 
 def use_plain(weight: Weight, values: nn.Parameter, bias: nn.Parameter | None) -> None:
-    """Let a plain weight do all that `weight` is asked for."""
-    plain = PlainWeight(replace(weight.shape, bias=False, device=_NOWHERE), values.dtype)
+    """Let a plain weight replace the kernels of `weight`."""
+    plain = PlainWeight(replace(weight.shape, bias=False, device=_META), values.dtype)
     plain.weight, plain.bias = values, bias
     plain.find_kernels()
     weight.product, weight.rows = plain.product, plain.rows
@@ -35,10 +35,10 @@ def use_plain(weight: Weight, values: nn.Parameter, bias: nn.Parameter | None) -
 
 
 def widened_experts(
-    plain: Callable[[], StoredExperts], gate_up: Tensor, down: Tensor, why: str
+    plain: Callable[[], StoredExperts], gate_up: Tensor, down: Tensor, reason: str
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """`widened`, for experts."""
-    warn_once(logger, f"{why}: experts are unpacked, and take as much memory as in an unquantized model")
+    """Return the values of experts as `plain` stores them, and warn once."""
+    warn_once(logger, f"{reason}: experts are dequantized and take as much memory as in an unquantized model")
     wide = plain()
     for name, values in (("gate_up", gate_up), ("down", down)):
         wide.parts()[name]["weight"].tensor.copy_(values)
@@ -46,8 +46,8 @@ def widened_experts(
 
 
 def use_plain_experts(experts: StoredExperts, gate_up: nn.Parameter, down: nn.Parameter) -> None:
-    """`use_plain`, for experts."""
-    plain = PlainExperts(replace(experts.shape, bias=False, device=_NOWHERE), gate_up.dtype)
+    """Let plain experts replace the kernels of `experts`."""
+    plain = PlainExperts(replace(experts.shape, bias=False, device=_META), gate_up.dtype)
     plain.gate_up, plain.down = gate_up, down
     plain.gate_up_bias, plain.down_bias = experts.gate_up_bias, experts.down_bias
     plain.find_kernels()

@@ -14,7 +14,7 @@ from quire.quant.weight import Piece, unfilled
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """The sizes of a layer's experts, and the type of what they compute."""
+    """The sizes of a layer's experts, and their compute dtype."""
 
     experts: int
     hidden: int
@@ -24,14 +24,15 @@ class ExpertShape:
     dtype: torch.dtype
     device: torch.device
     inner: Shard | None = None
-    """Which of the stored intermediate numbers these are; None: all."""
+    """The shard of the intermediate size; None: all of it."""
 
 
 class StoredExperts(nn.Module):
-    """Owns the tensors of all experts of a layer, unfilled at first."""
+    """Owns the tensors of all experts of a layer, which are empty at first."""
 
     mix: Callable[..., Tensor]
-    """Weighted sum of the chosen experts' outputs (`mix` of `kernels/reference/moe.py`); set by `finish`."""
+    """Computes the weighted sum of the selected experts' outputs (`mix` of `kernels/reference/moe.py`); set
+    by `finish`."""
 
     def __init__(self, shape: ExpertShape) -> None:
         super().__init__()
@@ -45,27 +46,29 @@ class StoredExperts(nn.Module):
 
     @property
     def adapts(self) -> bool:
-        """Whether `mix` takes adapters; known after `finish`."""
+        """Whether `mix` supports LoRA adapters; known after `finish`."""
         return "adapters" in inspect.signature(self.mix).parameters
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self.mix(x, ids, weights)
 
     def parts(self) -> dict[str, dict[str, Piece]]:
-        """For `gate` and `up` or both as `gate_up`, and `down`: what loading fills, by the suffix of its name
-        in the checkpoint. The first axis is the experts'; a weight is [experts, outputs, inputs]."""
+        """Return the tensors to load by part (`gate` and `up`, or `gate_up`, and `down`) and by suffix of
+        their checkpoint names. The first axis is that of the experts; a weight is [experts, outputs,
+        inputs]."""
         raise NotImplementedError
 
     def bias_parts(self) -> dict[str, Piece]:
-        """The same for biases, if there are any: of `gate_up` and `down`."""
+        """Return the biases of `gate_up` and `down`, if there are any."""
         biases = {"gate_up": self.gate_up_bias, "down": self.down_bias}
         return {name: Piece(bias, 1) for name, bias in biases.items() if bias is not None}
 
     def begin(self) -> None:
-        """Called once before the first piece is filled; afterwards `parts` may be other tensors."""
+        """Prepare for loading; called once before the first tensor is filled. Afterwards `parts` may
+        change."""
 
     def reorder(self, order: Tensor) -> None:
-        """After loading and before `finish`: the outputs of `gate_up` in another order."""
+        """Reorder the outputs of `gate_up`, after loading and before `finish`."""
         biases = [self.bias_parts()["gate_up"]] if self.shape.bias else []
         for tensor, axis, *_ in (*self.parts()["gate_up"].values(), *biases):
             if axis is not None:
@@ -73,30 +76,30 @@ class StoredExperts(nn.Module):
                     expert.copy_(expert.index_select(axis - 1, order.to(expert.device)))
 
     def finish(self) -> None:
-        """As a `Weight`'s."""
+        """Finish loading; see `Weight.finish`."""
         self.repack()
         self.find_kernels()
 
     def repack(self) -> None:
-        """Leave the tensors as kernels read them; all that is kept are parameters."""
+        """Convert the tensors to the layout of the kernels; everything kept is a parameter."""
 
     def find_kernels(self) -> None:
-        """For the tensors as `repack` leaves them."""
+        """Choose kernels for the tensors as left by `repack`."""
         raise NotImplementedError
 
     def by_expert(self) -> list[list[Tensor]]:
-        """All that kernels read, in bytes: of each tensor what is each expert's. To copy an expert's bytes to
-        another's place is to move it there."""
+        """Return the bytes that kernels read, by tensor and expert. Copying an expert's bytes moves the
+        expert."""
         if isinstance(self.mix, CpuExperts):
             return self.mix.by_expert()
-        return [_rows_of(tensor, self.shape.experts) for tensor in self.parameters() if tensor.numel()]
+        return [_split_bytes(tensor, self.shape.experts) for tensor in self.parameters() if tensor.numel()]
 
     @property
     def biases(self) -> list[nn.Parameter]:
         return [bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None]
 
 
-def _rows_of(tensor: Tensor, num: int) -> list[Tensor]:
-    """The bytes of a tensor of so many experts, one after the other."""
+def _split_bytes(tensor: Tensor, num: int) -> list[Tensor]:
+    """Return the bytes of a tensor, split by expert."""
     assert tensor.is_contiguous() and tensor.numel() % num == 0
     return list(tensor.detach().flatten().view(torch.uint8).view(num, -1))

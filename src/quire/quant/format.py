@@ -1,4 +1,4 @@
-"""Format: how a checkpoint's weights are kept."""
+"""Format: the storage format of a checkpoint's weights."""
 
 from typing import Protocol
 
@@ -7,10 +7,10 @@ from quire.quant.weight import LinearShape, Weight
 
 
 class Format(Protocol):
-    """Makes the weights of layers, each from the names of the parts of the checkpoint that it is made of."""
+    """Builds the weights of layers from the names of their parts in the checkpoint."""
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight: ...
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        """All experts of a layer are in each part."""
+        """Build all experts of a layer; each part contains all of them."""
         ...

@@ -1,4 +1,4 @@
-"""SchemeFormat: makes each layer's weight by the scheme that its checkpoint names."""
+"""SchemeFormat: builds the weight of each layer by the scheme in its checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,27 +23,29 @@ SCHEMES = LazyTable(
         "Mxfp4": "quire.quant.mxfp4:Mxfp4Format",
     },
 )
-"""By the name of a scheme's class: what is made of (scheme, plain format), a `Format`."""
+"""By the name of the scheme's class: a callable (scheme, plain format) that returns a `Format`."""
 
 
 class SchemeFormat:
-    """A `Format` for layers in several schemes; those without one are `plain`."""
+    """A `Format` for layers in several schemes; layers without one are `plain`."""
 
     def __init__(self, facts: QuantFacts, plain: Format, is_stored: Callable[[str], bool] | None) -> None:
         self.facts = facts
         self.plain = plain
         self.is_stored = is_stored
-        """Whether the checkpoint has a tensor of a name; None where it has none at all."""
-        self._made: dict[Scheme, Format] = {}
+        """Whether the checkpoint has a tensor of a name; None if there are no weight files."""
+        self._formats: dict[Scheme, Format] = {}
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
         schemes = [self._scheme(part, narrows=shape.narrows) for part in parts]
-        alike = [(scheme, len(list(run))) for scheme, run in groupby(schemes)]
-        if len(alike) == 1:
+        runs = [(scheme, len(list(run))) for scheme, run in groupby(schemes)]
+        if len(runs) == 1:
             return self._format(schemes[0]).linear(parts, shape)
-        weights, named = [], iter(parts)
-        for (scheme, count), own in zip(alike, shapes_of(shape, [count for _, count in alike]), strict=True):
-            weights.append(self._format(scheme).linear(tuple(islice(named, count)), own))
+        weights, names = [], iter(parts)
+        for (scheme, count), part_shape in zip(
+            runs, shapes_of(shape, [count for _, count in runs]), strict=True
+        ):
+            weights.append(self._format(scheme).linear(tuple(islice(names, count)), part_shape))
         return MixedWeight(shape, weights)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
@@ -51,22 +53,22 @@ class SchemeFormat:
         first, *others = set(schemes.values())
         if others:
             raise ConfigError(
-                "these experts are computed as one, but are not stored alike: "
+                "experts of a layer must have the same quantization scheme: "
                 + ", ".join(f"{part} ({scheme or 'plain'})" for part, scheme in schemes.items())
-                + "; use a checkpoint whose experts are"
+                + "; use another checkpoint"
             )
         return self._format(first).experts(parts, shape)
 
     def _format(self, scheme: Scheme | None) -> Format:
         if scheme is None:
             return self.plain
-        if scheme not in self._made:
-            self._made[scheme] = SCHEMES[type(scheme).__name__](scheme, self.plain)
-        return self._made[scheme]
+        if scheme not in self._formats:
+            self._formats[scheme] = SCHEMES[type(scheme).__name__](scheme, self.plain)
+        return self._formats[scheme]
 
     def _scheme(self, part: str, *, narrows: bool) -> Scheme | None:
-        """A layer's as the facts say, if the checkpoint has such tensors of it."""
-        names = part, _of_one_expert(part)
+        """Return the scheme of a layer if the checkpoint has its tensors."""
+        names = part, _first_expert(part)
         scheme = next(filter(None, map(self.facts.scheme, reversed(names))), None)
         if scheme is None:
             return None
@@ -78,13 +80,13 @@ class SchemeFormat:
             for mark in scheme.marks
             if self.is_stored(f"{name}{'' if mark[0] == '_' else '.'}{mark}")
         )
-        found = next(marks, None)
-        if found is not None and isinstance(scheme, Fp8):
-            return replace(scheme, scale_name=found)  # files differ in what they call it
-        return None if found is None else scheme
+        mark = next(marks, None)
+        if mark is not None and isinstance(scheme, Fp8):
+            return replace(scheme, scale_name=mark)  # files use different names
+        return None if mark is None else scheme
 
 
-def _of_one_expert(part: str) -> str:
-    """experts.gate_proj -> experts.0.gate_proj"""
+def _first_expert(part: str) -> str:
+    """Map experts.gate_proj to experts.0.gate_proj."""
     where, _, last = part.rpartition(".")
     return f"{where}.0.{last}"

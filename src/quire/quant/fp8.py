@@ -1,8 +1,7 @@
-"""Weights in e4m3 with scales, stored like that or narrowed while they are loaded.
+"""FP8 (e4m3) weights with scales, stored as such or quantized while they are loaded.
 
-What a layer is given is scaled by what it is, a scale for each token (or, where weights have one for each
-block, for each 128 numbers): scales of inputs that a checkpoint has are not used.
-"""
+Inputs are quantized dynamically, with a scale per token (or, for block-wise weights, per 128 values). Input
+scales of a checkpoint are not used."""
 
 import functools
 
@@ -24,7 +23,7 @@ from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, lend, 
 
 
 class Fp8Format:
-    """Makes weights of one scheme."""
+    """Builds the weights of one scheme."""
 
     def __init__(self, scheme: Fp8, plain: Format) -> None:
         self.scheme = scheme
@@ -39,7 +38,7 @@ class Fp8Format:
             for part, runs in zip(parts, shape.outputs, strict=False):
                 check_units(part, runs, BLOCK, "blocks")
             check_units(", ".join(parts), (shape.inputs,) if shape.inputs else (), BLOCK, "blocks")
-            if any(size % BLOCK for size in shape.sizes_out[:-1]):  # no block has outputs of two parts
+            if any(size % BLOCK for size in shape.sizes_out[:-1]):  # no block spans two parts
                 return MixedWeight(
                     shape, [Fp8Weight(self.scheme, one) for one in shapes_of(shape, [1] * len(parts))]
                 )
@@ -57,7 +56,7 @@ class Fp8Format:
 
 
 class Fp8Weight(Weight):
-    """The weight of a linear layer."""
+    """The FP8 weight of a linear layer."""
 
     def __init__(self, scheme: Fp8, shape: LinearShape) -> None:
         super().__init__(shape)
@@ -73,14 +72,14 @@ class Fp8Weight(Weight):
     def reorder(self, orders: list[Tensor]) -> None:
         blocks = [_order_of_blocks(order) for order in orders]
         if self.stored.per != "block" or any(order is None for order in blocks):
-            self.stored.part_blocks()
+            self.stored.rescale_by_output()
             return super().reorder(orders)
         for part, order, of_blocks in zip(self.parts(), orders, blocks, strict=True):
             for suffix, (tensor, axis, *_) in part.items():
                 if axis is not None:
-                    own = of_blocks if suffix == self.stored.scheme.scale_name else order
-                    assert own is not None
-                    tensor.copy_(tensor.index_select(axis, own.to(tensor.device)))
+                    new_order = of_blocks if suffix == self.stored.scheme.scale_name else order
+                    assert new_order is not None
+                    tensor.copy_(tensor.index_select(axis, new_order.to(tensor.device)))
 
     def repack(self) -> None:
         self.stored.settle()
@@ -91,7 +90,7 @@ class Fp8Weight(Weight):
         if weight.data.is_cuda:
             self._find_on_gpu(weight)
         elif native.serves(self.shape.device, self.shape.dtype):
-            self.product = LinearProduct([_in_c(weight)], bias)
+            self.product = LinearProduct([_cpu_matrix(weight)], bias)
 
     def _find_on_gpu(self, weight: Scaled) -> None:
         from quire.kernels.triton import fp8
@@ -109,7 +108,7 @@ class Fp8Weight(Weight):
 
 
 class Fp8Experts(StoredExperts):
-    """The experts of a layer."""
+    """The FP8 experts of a layer."""
 
     def __init__(self, scheme: Fp8, shape: ExpertShape) -> None:
         super().__init__(shape)
@@ -129,7 +128,7 @@ class Fp8Experts(StoredExperts):
         self.down.begin()
 
     def reorder(self, order: Tensor) -> None:
-        self.gate_up.part_blocks()
+        self.gate_up.rescale_by_output()
         super().reorder(order)
 
     def repack(self) -> None:
@@ -154,12 +153,12 @@ class Fp8Experts(StoredExperts):
 
             self.mix = functools.partial(mix_on_gpu, experts=experts, activation=activation)
         elif native.serves(self.shape.device, self.shape.dtype):
-            gates, downs = ([_in_c(Scaled(*each)) for each in zip(*of, strict=True)] for of in weights)
+            gates, downs = ([_cpu_matrix(Scaled(*pair)) for pair in zip(*of, strict=True)] for of in weights)
             self.mix = CpuExperts([[part] for part in gates], downs, activation, *self.biases)
 
 
 class Fp8Matrices(nn.Module):
-    """Weights with their scales: one matrix, or as many as `lead` says, of parts with so many outputs."""
+    """Weights with their scales: one matrix, or several by `lead`, with parts of `sizes_out` outputs."""
 
     def __init__(
         self,
@@ -185,20 +184,21 @@ class Fp8Matrices(nn.Module):
         self.scale = kept(scale)
 
     def pieces(self) -> list[dict[str, Piece]]:
-        """What loading fills, by part."""
+        """Return the tensors to load, by part."""
         weights = self.weight.split(self.sizes_out, self.axis)
         if self.per == "tensor":
             scales = list(self.scale.unbind(-1))
         else:
             unit = BLOCK if self.per == "block" else 1
             scales = list(self.scale.split([-(-size // unit) for size in self.sizes_out], self.axis))
-        return [self._named(*each) for each in zip(weights, scales, strict=True)]
+        return [self._pieces_of(*pair) for pair in zip(weights, scales, strict=True)]
 
     def whole(self) -> dict[str, Piece]:
-        """The same for all parts in one tensor: a scale of all is the first one's."""
-        return self._named(self.weight, self.scale[..., 0] if self.per == "tensor" else self.scale)
+        """Return the tensors to load if all parts are stored in one tensor; a per-tensor scale goes to the
+        first part."""
+        return self._pieces_of(self.weight, self.scale[..., 0] if self.per == "tensor" else self.scale)
 
-    def _named(self, weight: Tensor, scale: Tensor) -> dict[str, Piece]:
+    def _pieces_of(self, weight: Tensor, scale: Tensor) -> dict[str, Piece]:
         outputs, inputs = {
             "channel": (self.axis, None),
             "tensor": (None, None),
@@ -214,8 +214,8 @@ class Fp8Matrices(nn.Module):
         if not self.scheme.stored:
             self.weight = lend(self.weight)
 
-    def part_blocks(self) -> None:
-        """Each output gets a scale of its own, so that they can change places."""
+    def rescale_by_output(self) -> None:
+        """Replace block scales by one scale per output, so that outputs can be reordered."""
         if self.per == "block":
             wide = widened(Scaled(self.weight.data, self.scale.data), torch.float32)
             self.weight.data, scale = narrowed(wide)
@@ -223,17 +223,17 @@ class Fp8Matrices(nn.Module):
 
     @property
     def scaled(self) -> Scaled:
-        """After `settle`."""
+        """Return weight and scale after `settle`."""
         return Scaled(self.weight.data, self.scale.data)
 
     def settle(self) -> None:
-        """One scale an output or a block."""
+        """Bring the scales to one per output or block, quantizing the weight if it is not stored so."""
         if not self.scheme.stored:
             matrices = self.weight.data.flatten(0, -3) if self.axis else self.weight.data[None]
-            made = [narrowed(matrix) for matrix in matrices]  # one by one: each is wide for a moment
+            quantized = [narrowed(matrix) for matrix in matrices]  # one by one, to save memory
             shape = self.weight.shape
-            self.weight.data = torch.stack([matrix.data for matrix in made]).view(shape)
-            self.scale.data = torch.stack([matrix.scale for matrix in made]).view(shape[:-1])
+            self.weight.data = torch.stack([matrix.data for matrix in quantized]).view(shape)
+            self.scale.data = torch.stack([matrix.scale for matrix in quantized]).view(shape[:-1])
         elif self.per == "channel":
             self.scale.data = self.scale.data.squeeze(-1)
         elif self.per == "tensor":
@@ -244,13 +244,13 @@ class Fp8Matrices(nn.Module):
 
 
 def _order_of_blocks(order: Tensor) -> Tensor | None:
-    """Which block each block of outputs comes from, where none has outputs of two."""
+    """Return the source of each block of outputs; None if a block has several sources."""
     sources = order.div(BLOCK, rounding_mode="floor").split(BLOCK)
     firsts = torch.stack([source[0] for source in sources])
     is_whole = all(bool((source == first).all()) for source, first in zip(sources, firsts, strict=True))
     return firsts if is_whole else None
 
 
-def _in_c(weight: Scaled) -> Matrix:
-    """For the kernels of a CPU."""
+def _cpu_matrix(weight: Scaled) -> Matrix:
+    """Return the weight as a matrix of the CPU kernels."""
     return Matrix.fp8(weight.data, weight.scale, (BLOCK, BLOCK) if weight.is_blocked else None)

@@ -28,11 +28,11 @@ logger = get_logger(__name__)
 Stored = tuple[str | int, ...]
 """The ggml type of a tensor, and its shape."""
 BLOCKS = {name: (columns, num_bytes) for name, columns, num_bytes in GGML_TYPES.values()}
-"""By ggml type: numbers of a block, and its bytes."""
+"""By ggml type: values and bytes of a block."""
 
 
 class GGUFFormat:
-    """Keeps weights packed where the kernels know the types of all parts; `plain` makes the rest."""
+    """Keeps weights packed if the kernels support the types of all parts; `plain` builds the rest."""
 
     def __init__(self, stored: Mapping[str, Stored], plain: Format) -> None:
         self.stored = stored
@@ -40,16 +40,16 @@ class GGUFFormat:
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
         stored = self._stored(parts)
-        if not _can_stay(stored, 2, shape):
+        if not _is_supported(stored, 2, shape):
             return self.plain.linear(parts, shape)
         for part, kind in zip(parts, _kinds(stored), strict=False):
             _check(part, kind, shape.inputs)
-        made = GGUFWeightOnGPU if shape.device.type == "cuda" else GGUFWeight
-        return made(_kinds(stored), shape)
+        weight_class = GGUFWeightOnGPU if shape.device.type == "cuda" else GGUFWeight
+        return weight_class(_kinds(stored), shape)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         stored = self._stored(parts)
-        if len(stored) != 3 or not _can_stay(stored, 3, shape):
+        if len(stored) != 3 or not _is_supported(stored, 3, shape):
             return self.plain.experts(parts, shape)
         gate, up, down = _kinds(stored)
         _check(parts[-1], down, shape.inner)
@@ -60,7 +60,7 @@ class GGUFFormat:
         return GGUFExpertsOnGPU(_kinds(stored), shape)
 
     def _stored(self, parts: tuple[str, ...]) -> list[Stored]:
-        """Those that there are."""
+        """Return the parts that the file has."""
         names = [f"{part}.weight" for part in parts]
         return [self.stored[name] for name in names if name in self.stored]
 
@@ -75,11 +75,11 @@ def _check(part: str, kind: str, inputs: Shard | None) -> None:
 
 
 def _per_input(kind: str) -> Fraction:
-    """Numbers to a byte."""
+    """Return the values per byte."""
     return Fraction(*BLOCKS[kind])
 
 
-def _can_stay(parts: list[Stored], num_dims: int, layer: LinearShape | ExpertShape) -> bool:
+def _is_supported(parts: list[Stored], num_dims: int, layer: LinearShape | ExpertShape) -> bool:
     device = layer.device
     known = set(KINDS) if device.type == "cuda" else set()
     if native.serves(device, layer.dtype):
@@ -89,23 +89,25 @@ def _can_stay(parts: list[Stored], num_dims: int, layer: LinearShape | ExpertSha
     missing = [kind for kind in _kinds(parts) if kind not in known]
     for kind in missing:
         if known and BLOCKS[kind][0] > 1:
-            warn_once(logger, f"Weights of the type {kind} are unpacked: no {device.type} kernel reads them")
+            warn_once(
+                logger, f"Weights of the type {kind} are dequantized: no {device.type} kernel supports them"
+            )
     return not missing
 
 
 def _unfilled(kind: str, *shape: int) -> nn.Parameter:
-    """For bytes of a file that hold matrices of this shape: the source will put its own in their place."""
+    """Return a placeholder for the bytes of matrices of this shape; the source replaces it."""
     (block_columns, block_bytes), (*rows, columns) = BLOCKS[kind], shape
     nothing = torch.empty(1, dtype=torch.uint8)
     return kept(nothing.expand(*rows, columns // block_columns * block_bytes))
 
 
 class GGUFWeight(Weight):
-    """The bytes of the file while loading, the order that the kernel reads best afterwards."""
+    """Holds the bytes of the file while loading, and the layout of the kernels afterwards."""
 
     def __init__(self, kinds: tuple[str, ...], shape: LinearShape) -> None:
         super().__init__(shape)
-        # A part that the file lacks takes any type: loading will say that it is missing.
+        # A part that the file lacks takes any type: loading will report it as missing.
         self.kinds = kinds + kinds[-1:] * (len(shape.sizes_out) - len(kinds))
         self.packed = nn.ParameterList(
             _unfilled(kind, size_out, shape.size_in)
@@ -123,7 +125,7 @@ class GGUFWeight(Weight):
     def reorder(self, orders: list[Tensor]) -> None:
         for part, order in zip(self.parts(), orders, strict=True):
             weight = part["weight"].tensor
-            weight.data = weight.data[order]  # the file's own bytes cannot be written to
+            weight.data = weight.data[order]  # the mapped file is read-only
             if "bias" in part:
                 bias = part["bias"].tensor
                 bias.copy_(bias[order])
@@ -138,7 +140,7 @@ class GGUFWeight(Weight):
 
 
 class GGUFWeightOnGPU(GGUFWeight):
-    """The same in the planes that the kernels of a GPU read. Neighbouring parts of one type become one."""
+    """A GGUF weight in the planes of the GPU kernels. Adjacent parts of one type are merged."""
 
     def finish(self) -> None:
         from quire.kernels.triton.gguf_launch import gated, rows
@@ -164,14 +166,14 @@ class GGUFWeightOnGPU(GGUFWeight):
         out = torch.empty(len(x), sum(self.shape.sizes_out), dtype=x.dtype, device=x.device)
         at = 0
         for planes in self.planes:
-            own = slice(at, at + planes.rows)
-            product(x, planes, None if self.bias is None else self.bias[own], out[:, own])
+            span = slice(at, at + planes.rows)
+            product(x, planes, None if self.bias is None else self.bias[span], out[:, span])
             at += planes.rows
         return out
 
 
 class GGUFExperts(StoredExperts):
-    """`GGUFWeight`, for the experts of a layer: the kinds are those of gate, up and down."""
+    """GGUF experts of a layer; the kinds are those of gate, up and down."""
 
     def __init__(self, kinds: tuple[str, ...], shape: ExpertShape) -> None:
         super().__init__(shape)
@@ -203,7 +205,7 @@ class GGUFExperts(StoredExperts):
 
 
 class GGUFExpertsOnGPU(GGUFExperts):
-    """The same in the planes that the kernels of a GPU read, gate and up of an expert behind each other."""
+    """GGUF experts in the planes of the GPU kernels; gate and up of an expert are adjacent."""
 
     def finish(self) -> None:
         from quire.kernels.triton.gguf_launch import mix
@@ -221,16 +223,16 @@ class GGUFExpertsOnGPU(GGUFExperts):
 
 
 def _matrix_shape(name: str, shape: ExpertShape) -> tuple[int, int]:
-    """Rows and columns of an expert's gate, up or down."""
+    """Return rows and columns of an expert's gate, up or down."""
     sizes = shape.intermediate, shape.hidden
     return sizes[::-1] if name == "down" else sizes
 
 
 def cut(whole: Matrix, num: int) -> list[Matrix]:
-    """A matrix as `num` of as many rows each.
+    """Split a matrix into `num` matrices of equally many rows.
 
-    No two have rows in one group: as many columns as one has rows are whole blocks in the other projection.
-    """
+    No two have rows in one group: as many columns as one has rows are whole blocks in the other
+    projection."""
     rows = whole.rows // num
     assert not whole.interleaved or rows % group_rows() == 0
     size = rows * whole.row_bytes

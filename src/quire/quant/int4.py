@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits in groups: AWQ, GPTQ and packed ones of compressed-tensors."""
+"""Grouped 4-bit and 8-bit weights: AWQ, GPTQ and the packed format of compressed-tensors."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,14 +25,14 @@ logger = get_logger(__name__)
 _GROUPS = (-1, 32, 64, 128)
 _BITS = {"awq": (4,), "gptq": (4, 8), "gptq_v2": (4, 8), "compressed": (4, 8)}
 _EXPERTS = ("gate", "up", "down")
-_WHY_PLAIN = {
-    "cpu": "have zeros or scales that the CPU's packed types do not",
-    "cuda": "are of a type or a device that the packed kernels do not know",
+_UNSUPPORTED = {
+    "cpu": "have zeros or scales that the CPU kernels do not support",
+    "cuda": "have a dtype or a device that the packed kernels do not support",
 }
 
 
 class Int4Format:
-    """Keeps a file's groups packed."""
+    """Keeps grouped weights packed."""
 
     def __init__(self, scheme: Grouped, plain: Format) -> None:
         self.scheme = scheme
@@ -48,7 +48,7 @@ class Int4Format:
         if len(parts) != 3 and not (len(parts) == 2 and parts[0].endswith("up_proj")):
             raise ConfigError(
                 f"{parts[0]}: experts of {self.scheme.layout} are stored one by one, with gate, up and down "
-                "apart; this model has them together"
+                "separate, but this model has them fused"
             )
         for name, (outputs, inputs) in _sizes_of(shape).items():
             _check(self.scheme, f"{parts[0]} ({name})", (outputs,), inputs)
@@ -79,12 +79,12 @@ def _check(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
             f"{name}: {scheme.layout} packs {per} numbers into a word, which does not divide {outputs} "
             f"outputs and {inputs.all} inputs; leave this layer out of the quantization"
         )
-    _check_shares(scheme, name, runs, inputs)
+    _check_shards(scheme, name, runs, inputs)
 
 
-def _check_shares(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
-    """Outputs share words where zeros, or all codes, are stored; inputs share groups and words. Inputs in
-    another order are in groups one by one, once a share is read."""
+def _check_shards(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None:
+    """Check that a shard cuts no words or groups. Outputs share words if zeros or all codes are packed;
+    inputs share groups and words. With act_order, inputs are regrouped after loading."""
     per = 32 // scheme.bits
     if scheme.layout != "compressed" or not scheme.symmetric:
         check_units(name, runs, per, "words")
@@ -95,13 +95,13 @@ def _check_shares(scheme: Grouped, name: str, runs: Runs, inputs: Shard) -> None
 def _pieces(
     scheme: Grouped, outputs: int, inputs: Shard, device: torch.device, *front: int
 ) -> dict[str, Piece]:
-    """Unfilled, of one weight or of as many as `front` says. Where each share of inputs has some of all
-    groups it needs all that is stored of these."""
+    """Return empty tensors of one weight, or of several by `front`. If each shard of inputs has members of
+    all groups, it needs the tensors of all groups."""
     needs_all = scheme.act_order or scheme.group < 0
-    own, whole = (_sizes(scheme, outputs, size) for size in (inputs.size, inputs.all))
+    sizes, whole_sizes = (_sizes(scheme, outputs, size) for size in (inputs.size, inputs.all))
     pieces = {}
-    for suffix in own:
-        size = (whole if needs_all and own[suffix].of_groups else own)[suffix]
+    for suffix in sizes:
+        size = (whole_sizes if needs_all and sizes[suffix].of_groups else sizes)[suffix]
         axes = size.outputs, None if needs_all and size.of_groups else size.inputs
         by_output, by_input = (None if axis is None else axis + len(front) for axis in axes)
         tensor = unfilled(*front, *size.shape, dtype=size.dtype, device=device)
@@ -115,7 +115,7 @@ def _sizes(scheme: Grouped, outputs: int, inputs: int) -> Sizes:
 
 
 class Int4Linear(Weight):
-    """The tensors of the file while loading, one layout of the kernels afterwards."""
+    """Holds the tensors of the file while loading, and the layout of the kernels afterwards."""
 
     def __init__(self, scheme: Grouped, shape: LinearShape, plain: Format) -> None:
         super().__init__(shape)
@@ -126,7 +126,7 @@ class Int4Linear(Weight):
         self.stored = [_pieces(scheme, size, self.inputs, shape.device) for size in shape.sizes_out]
         self.orders = [torch.arange(size) for size in shape.sizes_out]
         self.packed = nn.ParameterList()
-        """What the kernels read."""
+        """The tensors that the kernels read."""
 
     def parts(self) -> list[dict[str, Piece]]:
         if self.bias is None:
@@ -135,7 +135,7 @@ class Int4Linear(Weight):
         return [{**part, "bias": Piece(piece)} for part, piece in zip(self.stored, biases, strict=True)]
 
     def reorder(self, orders: list[Tensor]) -> None:
-        """Outputs that share a word cannot change places: `finish` will see to it."""
+        """Remember the order of outputs; `finish` applies it, since several outputs share a word."""
         self.orders = [old[new] for old, new in zip(self.orders, orders, strict=True)]
         for part, order in zip(self.parts(), orders, strict=True):
             if "bias" in part:
@@ -143,26 +143,28 @@ class Int4Linear(Weight):
                 bias.copy_(bias[order.to(bias.device)])
 
     def finish(self) -> None:
-        alike: list[tuple[list[Int4Codes], Tensor | None]] = []
+        runs: list[tuple[list[Int4Codes], Tensor | None]] = []
         for i, order in enumerate(self.orders):
             codes, inputs = self._read(i, order)
-            if alike and _same(alike[-1][1], inputs):
-                alike[-1][0].append(codes)
+            if runs and _is_same_order(runs[-1][1], inputs):
+                runs[-1][0].append(codes)
             else:
-                alike.append(([codes], inputs))
+                runs.append(([codes], inputs))
         ends = (
-            torch.tensor([0] + [sum(len(codes.codes) for codes in of) for of, _ in alike]).cumsum(0).tolist()
+            torch.tensor([0] + [sum(len(codes.codes) for codes in parts) for parts, _ in runs])
+            .cumsum(0)
+            .tolist()
         )
         products = [
-            self._product(of, inputs, None if self.bias is None else self.bias[start:end])
-            for (of, inputs), start, end in zip(alike, ends, ends[1:], strict=False)
+            self._build_product(parts, inputs, None if self.bias is None else self.bias[start:end])
+            for (parts, inputs), start, end in zip(runs, ends, ends[1:], strict=False)
         ]
-        self.product = products[0] if len(products) == 1 else partial(_side_by_side, products=products)
+        self.product = products[0] if len(products) == 1 else partial(_concatenate, products=products)
         if len(products) > 1:
             self.gated = None
 
     def _read(self, i: int, order: Tensor) -> tuple[Int4Codes, Tensor | None]:
-        """A part in the open; its tensors of the file are given back."""
+        """Return the codes of a part and the order of its inputs, and release its stored tensors."""
         stored = {suffix: piece.tensor for suffix, piece in self.stored[i].items()}
         codes, inputs = read(self.scheme, stored, self.inputs)
         self.stored[i] = {}
@@ -173,23 +175,23 @@ class Int4Linear(Weight):
             )
         return codes, inputs
 
-    def _product(
+    def _build_product(
         self, parts: list[Int4Codes], order: Tensor | None, bias: Tensor | None
     ) -> Callable[[Tensor], Tensor]:
-        """Of parts with the same order of inputs."""
+        """Return the matmul of parts with the same order of inputs."""
         shape, product = self.shape, None
         gather: Callable[[Tensor], Tensor] | None = None
         if any(codes.group == 1 for codes in parts):
-            return self._unpacked(parts, order, bias)
+            return self._dequantize(parts, order, bias)
         if shape.device.type == "cuda":
             product = self._on_gpu(parts, bias, may_gate=order is None)
-            gather = None if order is None else partial(_gathered, order=order)
+            gather = None if order is None else partial(_gather, order=order)
         elif native.serves(shape.device, shape.dtype):
-            product = self._in_c(parts, bias)
+            product = self._on_cpu(parts, bias)
             gather = None if order is None else Gather(order)
         if product is None:
-            return self._unpacked(parts, order, bias)
-        return product if gather is None else partial(_after, first=gather, then=product)
+            return self._dequantize(parts, order, bias)
+        return product if gather is None else partial(_compose, first=gather, then=product)
 
     def _on_gpu(
         self, parts: list[Int4Codes], bias: Tensor | None, *, may_gate: bool
@@ -205,7 +207,7 @@ class Int4Linear(Weight):
             self.gated = partial(gated, weight=weight)
         return partial(linear, weight=weight, bias=bias)
 
-    def _in_c(self, parts: list[Int4Codes], bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    def _on_cpu(self, parts: list[Int4Codes], bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         blocks = [as_blocks(part) for part in parts]
         matrices = [pack(*block, interleaved=interleaves()) for block in blocks if block is not None]
         if len(matrices) < len(parts):
@@ -213,25 +215,25 @@ class Int4Linear(Weight):
         self.packed += [kept(matrix.data) for matrix in matrices]
         return LinearProduct(matrices, bias)
 
-    def _unpacked(
+    def _dequantize(
         self, parts: list[Int4Codes], order: Tensor | None, bias: Tensor | None
     ) -> Callable[[Tensor], Tensor]:
-        """As plain as if it had been stored so."""
-        _say_why(self.scheme, self.shape.device)
+        """Dequantize the parts into a plain weight and return its matmul."""
+        _warn_dequantized(self.scheme, self.shape.device)
         shape = replace(self.shape, sizes_out=tuple(len(part.codes) for part in parts))
         weight = self.plain.linear(("",) * len(parts), shape)
         for stored, codes in zip(weight.parts(), parts, strict=True):
-            stored["weight"].tensor.copy_(_in_order(codes, order, shape.size_in))
+            stored["weight"].tensor.copy_(_values_in_order(codes, order, shape.size_in))
         if bias is not None:
-            for piece, own in zip(weight.parts(), bias.split(list(shape.sizes_out)), strict=True):
-                piece["bias"].tensor.copy_(own)
+            for piece, part_bias in zip(weight.parts(), bias.split(list(shape.sizes_out)), strict=True):
+                piece["bias"].tensor.copy_(part_bias)
         weight.finish()
         self.packed += list(weight.parameters())
         return weight.product
 
 
 class Int4Experts(StoredExperts):
-    """`Int4Linear`, for the experts of a layer."""
+    """Grouped experts of a layer; see `Int4Linear`."""
 
     def __init__(self, scheme: Grouped, shape: ExpertShape, plain: Format) -> None:
         super().__init__(shape)
@@ -251,9 +253,9 @@ class Int4Experts(StoredExperts):
         if shape.device.type == "cuda":
             done = shape.dtype in (torch.bfloat16, torch.float16) and self._on_gpu()
         else:
-            done = native.serves(shape.device, shape.dtype) and self._in_c()
+            done = native.serves(shape.device, shape.dtype) and self._on_cpu()
         if not done:
-            self._unpacked()
+            self._dequantize()
         self.stored = {}
 
     def _read(self, name: str, expert: int) -> tuple[Int4Codes, Tensor | None]:
@@ -266,49 +268,49 @@ class Int4Experts(StoredExperts):
 
         if not has_room() or self.shape.hidden % 8 or self.shape.intermediate % 8:
             return False
-        made = {}
-        for what in (("gate", "up"), ("down",)):
-            each = []
+        packed = {}
+        for names in (("gate", "up"), ("down",)):
+            experts = []
             for expert in range(self.shape.experts):
-                read = [self._read(name, expert) for name in what]
-                if any(order is not None or codes.group == 1 for codes, order in read):
+                parts = [self._read(name, expert) for name in names]
+                if any(order is not None or codes.group == 1 for codes, order in parts):
                     return False
                 fields = [
-                    torch.cat(field) for field in list(zip(*(codes for codes, _ in read), strict=True))[:3]
+                    torch.cat(field) for field in list(zip(*(codes for codes, _ in parts), strict=True))[:3]
                 ]
-                each.append(pack(*fields, bits=self.scheme.bits, dtype=self.shape.dtype))
-            made[what] = stack(each)
-            self.packed += [kept(made[what].codes), kept(made[what].heads)]
+                experts.append(pack(*fields, bits=self.scheme.bits, dtype=self.shape.dtype))
+            packed[names] = stack(experts)
+            self.packed += [kept(packed[names].codes), kept(packed[names].heads)]
         self.mix = partial(
             mix,
-            gate_up=made["gate", "up"],
-            down=made["down",],
+            gate_up=packed["gate", "up"],
+            down=packed["down",],
             biases=(self.gate_up_bias, self.down_bias),
             activation=self.shape.activation,
         )
         return True
 
-    def _in_c(self) -> bool:
+    def _on_cpu(self) -> bool:
         matrices: dict[str, list[Matrix]] = {name: [] for name in _EXPERTS}
-        for name, of in matrices.items():
+        for name, parts in matrices.items():
             for expert in range(self.shape.experts):
                 codes, order = self._read(name, expert)
                 blocks = as_blocks(codes) if order is None else None
                 if blocks is None:
                     return False
-                of.append(pack(*blocks, interleaved=interleaves()))
-        self.packed += [kept(matrix.data) for of in matrices.values() for matrix in of]
+                parts.append(pack(*blocks, interleaved=interleaves()))
+        self.packed += [kept(matrix.data) for parts in matrices.values() for matrix in parts]
         gate_up = list(zip(matrices["gate"], matrices["up"], strict=True))
         self.mix = CpuExperts(gate_up, matrices["down"], self.shape.activation, *self.biases)
         return True
 
-    def _unpacked(self) -> None:
-        _say_why(self.scheme, self.shape.device)
+    def _dequantize(self) -> None:
+        _warn_dequantized(self.scheme, self.shape.device)
         experts = self.plain.experts(_EXPERTS, self.shape)
         for name in _EXPERTS:
             into = experts.parts()[name]["weight"].tensor
             for expert in range(self.shape.experts):
-                into[expert].copy_(_in_order(*self._read(name, expert), into.shape[2]))
+                into[expert].copy_(_values_in_order(*self._read(name, expert), into.shape[2]))
         for name, piece in self.bias_parts().items():
             experts.bias_parts()[name].tensor.copy_(piece.tensor)
         experts.finish()
@@ -317,38 +319,38 @@ class Int4Experts(StoredExperts):
 
 
 def _sizes_of(shape: ExpertShape) -> dict[str, tuple[Shard, Shard]]:
-    """Outputs and inputs of an expert's weights."""
+    """Return outputs and inputs of an expert's weights."""
     up = shape.inner or Shard(shape.intermediate), Shard(shape.hidden)
     return {"gate": up, "up": up, "down": up[::-1]}
 
 
-def _in_order(codes: Int4Codes, order: Tensor | None, inputs: int) -> Tensor:
-    """The numbers, with their inputs where x has them. Fillers name an input again, and are 0."""
+def _values_in_order(codes: Int4Codes, order: Tensor | None, inputs: int) -> Tensor:
+    """Return the dequantized values in the order of x. Padding entries repeat an input and are 0."""
     values = codes.values()
     if order is None:
         return values
     return values.new_zeros(len(values), inputs).index_add_(1, order.long(), values)
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
+def _is_same_order(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-def _gathered(x: Tensor, order: Tensor) -> Tensor:
+def _gather(x: Tensor, order: Tensor) -> Tensor:
     return x.index_select(1, order)
 
 
-def _after(x: Tensor, first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor]) -> Tensor:
+def _compose(x: Tensor, first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor]) -> Tensor:
     return then(first(x))
 
 
-def _side_by_side(x: Tensor, products: list[Callable[[Tensor], Tensor]]) -> Tensor:
+def _concatenate(x: Tensor, products: list[Callable[[Tensor], Tensor]]) -> Tensor:
     return torch.cat([product(x) for product in products], 1)
 
 
-def _say_why(scheme: Grouped, device: torch.device) -> None:
+def _warn_dequantized(scheme: Grouped, device: torch.device) -> None:
     warn_once(
         logger,
-        f"Some {scheme.layout} weights of {scheme.bits} bits {_WHY_PLAIN[device.type]}: they are unpacked, "
-        "and take the memory of plain ones",
+        f"Some {scheme.layout} weights of {scheme.bits} bits {_UNSUPPORTED[device.type]}: they are "
+        "dequantized and take as much memory as unquantized ones",
     )

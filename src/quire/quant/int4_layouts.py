@@ -1,4 +1,4 @@
-"""The tensors in which files keep weights in groups: those of AWQ, of GPTQ and of compressed-tensors."""
+"""Tensor layouts of grouped weights in files: AWQ, GPTQ and compressed-tensors."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from quire.kernels.reference.int4 import Int4Codes
 from quire.quant.sharding import Shard
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of 8 outputs is in the lowest bits of a word, and so on."""
+"""Output in the lowest bits of a word of 8, and so on."""
 
 
 class Int4Size(NamedTuple):
-    """A tensor of the file, its axes along outputs and inputs, and how many one number there is for."""
+    """A tensor of the file, its axes along outputs and inputs, and how many of these share one value."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -26,7 +26,7 @@ class Int4Size(NamedTuple):
     per_output: int = 1
     per_input: int = 1
     of_groups: bool = False
-    """Whether it tells of groups of inputs."""
+    """Whether it describes groups of inputs."""
 
 
 Sizes = dict[str, Int4Size]
@@ -34,18 +34,18 @@ Sizes = dict[str, Int4Size]
 
 
 class Int4Layout(NamedTuple):
-    """What is stored for a weight, and how it is read."""
+    """The stored tensors of a weight, and how to read them."""
 
     sizes: Callable[[Grouped, int, int, int], Sizes]
-    """Of (scheme, outputs, inputs, groups)."""
+    """Return the tensors for (scheme, outputs, inputs, groups)."""
     read: Callable[[Grouped, dict[str, Tensor]], tuple[Tensor, Tensor, Tensor]]
-    """Codes [outputs, inputs] uint8, scales and zeros [outputs, groups]."""
+    """Return codes [outputs, inputs] as uint8, scales and zeros [outputs, groups]."""
     order: str
-    """The suffix of each input's group, where these are not neighbours."""
+    """Suffix of the tensor with each input's group, if groups are not contiguous."""
 
 
 def fields(words: Tensor, bits: int, axis: int) -> Tensor:
-    """The fields of int32 words, from the lowest on, one after the other along `axis`, as uint8."""
+    """Unpack the bit fields of int32 words along `axis`, from the lowest on, as uint8."""
     parts = [(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in range(0, 32, bits)]
     return torch.stack(parts, axis + 1).flatten(axis, axis + 1)
 
@@ -83,7 +83,7 @@ def _gptq_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Size
 
 
 def _read_gptq(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros of the first version are stored less one."""
+    """Read GPTQ tensors. Zeros of the first version are stored minus one."""
     codes = fields(stored["qweight"], scheme.bits, 0)
     zeros = fields(stored["qzeros"], scheme.bits, 1).to(torch.int32) + (scheme.layout == "gptq")
     return codes.t(), stored["scales"].t(), zeros.t()
@@ -106,7 +106,8 @@ def _compressed_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -
 
 
 def _read_compressed(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and zeros are stored as if they were signed, and half of their range added."""
+    """Read packed tensors of compressed-tensors. Codes and zeros are stored with half of their range
+    added."""
     scales = stored["weight_scale"]
     codes = fields(stored["weight_packed"], scheme.bits, 1)
     if scheme.symmetric:
@@ -123,7 +124,7 @@ LAYOUTS = {
 
 
 def read(scheme: Grouped, stored: dict[str, Tensor], inputs: Shard) -> tuple[Int4Codes, Tensor | None]:
-    """A weight in the open, and the order of its inputs if it is not theirs."""
+    """Return the codes of a weight, and the order of its inputs if it differs from that of x."""
     layout, order = LAYOUTS[scheme.layout], None
     codes, scales, zeros = layout.read(scheme, stored)
     whole = Int4Codes(codes[:, : inputs.size], scales, zeros.to(torch.int32), scheme.bits)
@@ -133,37 +134,39 @@ def read(scheme: Grouped, stored: dict[str, Tensor], inputs: Shard) -> tuple[Int
         if not inputs.is_whole and whole.scales.shape[1] > 1:
             if order is None:
                 group_of = torch.arange(inputs.all, device=group_of.device) // scheme.group
-            whole, order = _share(whole, group_of.long()[inputs.start : inputs.start + inputs.size])
+            whole, order = _shard_groups(whole, group_of.long()[inputs.start : inputs.start + inputs.size])
         elif order is not None:
             whole = whole._replace(codes=whole.codes[:, order])
     return whole.contiguous(), order
 
 
-def _share(whole: Int4Codes, group_of: Tensor) -> tuple[Int4Codes, Tensor | None]:
-    """Inputs of these groups, of which there may be any number of each: each goes into blocks of its own,
-    filled up with codes that stand for 0. The order names an input for those as well."""
+def _shard_groups(whole: Int4Codes, group_of: Tensor) -> tuple[Int4Codes, Tensor | None]:
+    """Group the inputs of a shard, which has an arbitrary number of each group. Each group gets whole blocks,
+    padded with codes for 0. The order maps padding to some input as well."""
     counts = torch.bincount(group_of, minlength=whole.scales.shape[1])
-    rooms = -(-counts // BLOCK) * BLOCK
-    group_of_place = torch.arange(len(rooms), device=rooms.device).repeat_interleave(rooms)
-    if bool((whole.zeros >> whole.bits).any()):  # no code stands for 0
+    padded_counts = -(-counts // BLOCK) * BLOCK
+    group_of_place = torch.arange(len(padded_counts), device=padded_counts.device).repeat_interleave(
+        padded_counts
+    )
+    if bool((whole.zeros >> whole.bits).any()):  # no code is equal to 0
         return Int4Codes(whole.codes, whole.scales[:, group_of], whole.zeros[:, group_of], whole.bits), None
     sorted_inputs = group_of.argsort(stable=True)
-    fillers = (rooms - counts).cumsum(0) - (rooms - counts)
-    places = torch.arange(len(group_of), device=rooms.device) + fillers[group_of[sorted_inputs]]
+    fillers = (padded_counts - counts).cumsum(0) - (padded_counts - counts)
+    places = torch.arange(len(group_of), device=padded_counts.device) + fillers[group_of[sorted_inputs]]
     codes = whole.zeros[:, group_of_place].to(torch.uint8)
     codes[:, places] = whole.codes[:, sorted_inputs]
     order = torch.zeros_like(group_of_place).index_copy_(0, places, sorted_inputs)
     groups = group_of_place[::BLOCK]
     is_same = torch.equal(order, torch.arange(len(group_of), device=order.device))
-    made = Int4Codes(codes, whole.scales[:, groups], whole.zeros[:, groups], whole.bits)
-    return made, None if is_same else order
+    padded = Int4Codes(codes, whole.scales[:, groups], whole.zeros[:, groups], whole.bits)
+    return padded, None if is_same else order
 
 
 def _order(group_of: Tensor, groups: int) -> Tensor | None:
-    """Where the inputs are, group after group."""
+    """Return the inputs ordered by group; None if they are in order."""
     if not bool(group_of.any()) or bool((group_of.diff() >= 0).all()):
         return None
     sizes = torch.bincount(group_of.long(), minlength=groups)
     if len(sizes) != groups or bool((sizes != sizes[0]).any()):
-        raise ConfigError("a g_idx of the checkpoint has groups of several sizes: the file is broken")
+        raise ConfigError("a g_idx of the checkpoint has groups of different sizes: the file is corrupt")
     return group_of.argsort(stable=True)

@@ -1,4 +1,4 @@
-"""Weights of 8 bits with a scale for each output: as they are stored, or narrowed while they are loaded."""
+"""8-bit weights with a scale per output: stored as such, or quantized while they are loaded."""
 
 import functools
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from quire.quant.format import Format
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, lend, lent, unfilled, with_bias
 
 _ALIGNED = 16
-"""Inputs of experts on a GPU are a multiple of this."""
+"""Inputs of experts on a GPU must be a multiple of this."""
 
 
 class Int8Format:
-    """Makes weights of 8 bits. Inputs of a layer are rounded, too, on a GPU and where there are many."""
+    """Builds 8-bit weights. Inputs are quantized as well on a GPU, if there are many."""
 
     def __init__(self, scheme: Int8, plain: Format) -> None:
         self.scheme = scheme
@@ -48,20 +48,20 @@ class Int8Format:
 
 
 class Int8Linear(Weight):
-    """What weights of 8 bits share: how they are kept and used once their codes are there."""
+    """Base class of 8-bit weights: their storage and kernels after loading."""
 
     rounds = False
-    """Whether many inputs are rounded, too."""
+    """Whether many inputs are quantized as well."""
 
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight]) -> None:
         super().__init__(shape)
         self.plain = plain
         self.bias = bias_of(shape)
         self.codes: nn.Parameter | None = None
-        """After `repack` codes on a GPU, blocks of them on a CPU, or else numbers."""
+        """After `repack` codes on a GPU, blocks of codes on a CPU, otherwise dequantized values."""
         self.scales: nn.Parameter | None = None
         self.inputs: nn.Parameter | None = None
-        """The scale of inputs, if it is stored."""
+        """The static scale of inputs, if it is stored."""
 
     def keep(self, weight: Int8Codes) -> None:
         self.scales = None
@@ -71,7 +71,7 @@ class Int8Linear(Weight):
             self.codes = kept(as_blocks(weight))
         else:
             values = weight.widened(torch.float32)
-            self.codes = widened(self.plain, values, _why(weight, self.shape))
+            self.codes = widened(self.plain, values, _missing_kernel(weight, self.shape))
 
     def find_kernels(self) -> None:
         shape, codes, bias = self.shape, self.codes, self.bias
@@ -93,8 +93,7 @@ class Int8Linear(Weight):
 
 
 class Int8Stored(Int8Linear):
-    """The codes and scales of a checkpoint; `scale` is the name of the latter, which are divided by
-    `divisor`."""
+    """Codes and scales of a checkpoint; `scale` is the name of the scales, which are divided by `divisor`."""
 
     def __init__(
         self,
@@ -134,15 +133,15 @@ class Int8Stored(Int8Linear):
         scales = self.scales.data / self.divisor
         if self.scheme.weights == "tensor":
             scales = scales.repeat_interleave(torch.tensor(self.shape.sizes_out, device=scales.device))
-        # One input has one scale: the largest, which none of its parts overflows. With a zero of its own it
-        # is rounded by its own largest number instead.
+        # All parts have one input and use the largest input scale, which overflows none of them. Inputs with
+        # a zero point are quantized dynamically instead.
         is_used = self.inputs is not None and self.scheme.symmetric
         self.inputs = kept(self.inputs.data.max()[None]) if self.inputs is not None and is_used else None
         self.keep(Int8Codes(self.codes.data, scales))
 
 
 class Int8Quantized(Int8Linear):
-    """A plain weight while it is loaded, codes afterwards."""
+    """A plain weight while it is loaded, quantized afterwards."""
 
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight]) -> None:
         super().__init__(shape, plain)
@@ -168,7 +167,7 @@ class Int8Quantized(Int8Linear):
 
 
 class SharedExperts(StoredExperts):
-    """`Int8Linear`, for the experts of a layer."""
+    """Base class of 8-bit experts; see `Int8Linear`."""
 
     def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts]) -> None:
         super().__init__(shape)
@@ -183,14 +182,14 @@ class SharedExperts(StoredExperts):
         is_aligned = shape.hidden % _ALIGNED == shape.intermediate % _ALIGNED == 0
         self.gate_up_scales = self.down_scales = None
         if gate_up.codes.is_cuda and is_aligned:
-            self.gate_up, self.down = (kept(of.codes) for of in both)
-            self.gate_up_scales, self.down_scales = (kept(of.scales) for of in both)
+            self.gate_up, self.down = (kept(codes.codes) for codes in both)
+            self.gate_up_scales, self.down_scales = (kept(codes.scales) for codes in both)
         elif native.serves(shape.device, shape.dtype) and all(map(fits_blocks, both)):
-            self.gate_up, self.down = (kept(as_blocks(of)) for of in both)
+            self.gate_up, self.down = (kept(as_blocks(codes)) for codes in both)
         else:
-            wide = [of.widened(torch.float32) for of in both]
-            why = _why(gate_up if fits_blocks(down) else down, shape)
-            self.gate_up, self.down = widened_experts(self.plain, wide[0], wide[1], why)
+            wide = [codes.widened(torch.float32) for codes in both]
+            reason = _missing_kernel(gate_up if fits_blocks(down) else down, shape)
+            self.gate_up, self.down = widened_experts(self.plain, wide[0], wide[1], reason)
 
     def find_kernels(self) -> None:
         shape, gate_up, down = self.shape, self.gate_up, self.down
@@ -214,7 +213,7 @@ class SharedExperts(StoredExperts):
 
 
 class Int8Experts(SharedExperts):
-    """The codes and scales of a checkpoint."""
+    """Codes and scales of a checkpoint's experts."""
 
     def __init__(
         self,
@@ -227,12 +226,12 @@ class Int8Experts(SharedExperts):
         super().__init__(shape, plain)
         self.weights, self.scale, self.divisor = weights, scale, divisor
         num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
-        made = functools.partial(unfilled, num, device=shape.device)
-        self.gate_up = made(2 * inner, hidden, dtype=torch.int8)
-        self.down = made(hidden, inner, dtype=torch.int8)
+        make = functools.partial(unfilled, num, device=shape.device)
+        self.gate_up = make(2 * inner, hidden, dtype=torch.int8)
+        self.down = make(hidden, inner, dtype=torch.int8)
         per_channel = weights == "channel"
-        self.gate_up_scales = made(2 * inner if per_channel else 2, 1, dtype=torch.float32)
-        self.down_scales = made(hidden if per_channel else 1, 1, dtype=torch.float32)
+        self.gate_up_scales = make(2 * inner if per_channel else 2, 1, dtype=torch.float32)
+        self.down_scales = make(hidden if per_channel else 1, 1, dtype=torch.float32)
 
     def parts(self) -> dict[str, dict[str, Piece]]:
         assert self.gate_up is not None and self.down is not None
@@ -254,22 +253,22 @@ class Int8Experts(SharedExperts):
     def repack(self) -> None:
         assert self.gate_up is not None and self.down is not None
         both = []
-        for of, scales in ((self.gate_up, self.gate_up_scales), (self.down, self.down_scales)):
+        for codes, scales in ((self.gate_up, self.gate_up_scales), (self.down, self.down_scales)):
             assert scales is not None
             wide = scales.data[:, :, 0] / self.divisor
-            both.append(Int8Codes(of.data, wide.repeat_interleave(of.shape[1] // wide.shape[1], 1)))
+            both.append(Int8Codes(codes.data, wide.repeat_interleave(codes.shape[1] // wide.shape[1], 1)))
         self.keep(*both)
 
 
 class Int8QuantizedExperts(SharedExperts):
-    """Plain experts while they are loaded, codes afterwards."""
+    """Plain experts while they are loaded, quantized afterwards."""
 
     def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts]) -> None:
         super().__init__(shape, plain)
         num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
-        made = functools.partial(lent, num, dtype=shape.dtype, device=shape.device)
-        self.gate_up = made(2 * inner, hidden)
-        self.down = made(hidden, inner)
+        make = functools.partial(lent, num, dtype=shape.dtype, device=shape.device)
+        self.gate_up = make(2 * inner, hidden)
+        self.down = make(hidden, inner)
 
     def parts(self) -> dict[str, dict[str, Piece]]:
         assert self.gate_up is not None and self.down is not None
@@ -283,20 +282,20 @@ class Int8QuantizedExperts(SharedExperts):
 
     def repack(self) -> None:
         assert self.gate_up is not None and self.down is not None
-        gate_up = _narrow_each(self.gate_up.data)
+        gate_up = _quantize_experts(self.gate_up.data)
         self.gate_up = None
-        down = _narrow_each(self.down.data)
+        down = _quantize_experts(self.down.data)
         self.down = None
         self.keep(gate_up, down)
 
 
 def are_together(parts: tuple[str, ...]) -> bool:
-    """Whether gate and up are in one tensor; there are experts without a gate, too."""
+    """Whether gate and up are in one tensor; some experts have no gate."""
     return len(parts) == 2 and not parts[0].endswith(".up_proj")
 
 
-def _narrow_each(weight: Tensor) -> Int8Codes:
-    """Expert by expert: what lies between a weight and its codes is wide."""
+def _quantize_experts(weight: Tensor) -> Int8Codes:
+    """Quantize expert by expert, since intermediate values are wide."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
     for i, expert in enumerate(weight):
@@ -308,7 +307,7 @@ def _rows(weight: Int8Codes, dtype: torch.dtype, ids: Tensor) -> Tensor:
     return Int8Codes(weight.codes[ids], weight.scales[ids]).widened(dtype)
 
 
-def _why(weight: Int8Codes, shape: LinearShape | ExpertShape) -> str:
+def _missing_kernel(weight: Int8Codes, shape: LinearShape | ExpertShape) -> str:
     if not native.serves(shape.device, shape.dtype):
         return f"int8 weights in {shape.dtype} have no kernels here"
     return f"int8 weights of {weight.codes.shape[-1]} columns or scales like these have no kernels here"

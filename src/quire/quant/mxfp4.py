@@ -21,13 +21,13 @@ from quire.quant.weight import LinearShape, Piece, Weight, unfilled
 
 
 class Mxfp4Format:
-    """Keeps experts packed; no other layer is stored like this."""
+    """Keeps experts packed; other layers are never stored as MXFP4."""
 
     def __init__(self, scheme: Mxfp4, plain: Format) -> None:
         self.scheme = scheme
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        raise ConfigError(f"{parts[0]}: mxfp4 is for experts; use a checkpoint whose other layers are plain")
+        raise ConfigError(f"{parts[0]}: mxfp4 is for experts; use a checkpoint with other layers unquantized")
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         if len(parts) != 2:
@@ -46,7 +46,7 @@ class Mxfp4Format:
 
 
 class Mxfp4Experts(StoredExperts):
-    """Blocks of 32 numbers in 16 bytes, and their scales."""
+    """Blocks of 32 values in 16 bytes, and their scales."""
 
     def __init__(self, shape: ExpertShape) -> None:
         super().__init__(shape)
@@ -77,15 +77,15 @@ class Mxfp4Experts(StoredExperts):
             self.mix = functools.partial(mix_on_gpu, experts=packed, activation=activation)
         elif native.serves(self.shape.device, self.shape.dtype):
             gates, downs = (
-                self._repacked(self.gate_up, self.gate_up_scales),
-                self._repacked(self.down, self.down_scales),
+                self._repack(self.gate_up, self.gate_up_scales),
+                self._repack(self.down, self.down_scales),
             )
             self.mix = CpuExperts([[part] for part in gates], downs, activation, *self.biases)
         else:
             self.mix = functools.partial(self._mix_unpacked, activation=activation)
 
-    def _repacked(self, blocks: nn.Parameter, scales: nn.Parameter) -> list[Matrix]:
-        """In the order of the native kernel; the memory of what was loaded is given back."""
+    def _repack(self, blocks: nn.Parameter, scales: nn.Parameter) -> list[Matrix]:
+        """Return the matrices in the layout of the native kernel, and release the loaded tensors."""
         num, rows, *_ = blocks.shape
         stored = torch.cat((scales[..., None], blocks), -1).view(num * rows, -1)
         scales.data = scales.data.new_empty(0)
@@ -94,14 +94,14 @@ class Mxfp4Experts(StoredExperts):
         return cut(whole, num)
 
     def _mix_unpacked(self, x: Tensor, ids: Tensor, weights: Tensor, *, activation: str) -> Tensor:
-        """In plain torch."""
+        """Compute the experts in plain torch, with dequantized weights."""
         gate_up, down = unpack(self.gate_up, self.gate_up_scales), unpack(self.down, self.down_scales)
         experts = ExpertWeights(gate_up.to(x.dtype), down.to(x.dtype), *self.biases)
         return mix(x, ids, weights, experts, activation)
 
 
 def _unfilled(shape: ExpertShape, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """For blocks and scales."""
+    """Return empty tensors for blocks and scales."""
     size = shape.experts, rows, columns // BLOCK
     blocks = unfilled(*size, BLOCK // 2, dtype=torch.uint8, device=shape.device)
     return blocks, unfilled(*size, dtype=torch.uint8, device=shape.device)

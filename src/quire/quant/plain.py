@@ -1,4 +1,4 @@
-"""Weights as they were stored, or in a narrower type than the model's: products widen them."""
+"""Unquantized weights, in the model's dtype or a narrower one that matmuls widen."""
 
 import functools
 
@@ -17,37 +17,37 @@ from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, unfill
 
 
 class PlainWeight(Weight):
-    """The weight of a linear layer, in the type of the layer or `cache_dtype`."""
+    """The weight of a linear layer, in the layer's dtype or `stored_dtype`."""
 
-    def __init__(self, shape: LinearShape, cache_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, shape: LinearShape, stored_dtype: torch.dtype | None = None) -> None:
         super().__init__(shape)
         size = sum(shape.sizes_out), shape.size_in
-        self.weight = unfilled(*size, dtype=cache_dtype or shape.dtype, device=shape.device)
+        self.weight = unfilled(*size, dtype=stored_dtype or shape.dtype, device=shape.device)
         self.bias = bias_of(shape)
-        self.rooms = list(shape.sizes_out)
-        """Outputs of each part, and zeros behind them."""
+        self.padded_sizes = list(shape.sizes_out)
+        """Number of outputs of each part, including zero padding."""
 
     def widen(self, *, outputs: int = 1, inputs: int = 1) -> None:
-        """Before loading: have multiples of these, by zeros behind the outputs of each part and behind the
-        inputs. The library's products are slow on rows that do not begin at whole words."""
-        self.rooms = [-(-size // outputs) * outputs for size in self.shape.sizes_out]
-        size = sum(self.rooms), -(-self.shape.size_in // inputs) * inputs
+        """Pad the outputs of each part and the inputs with zeros to multiples of these, before loading.
+        Library GEMMs are slow on rows that are not aligned."""
+        self.padded_sizes = [-(-size // outputs) * outputs for size in self.shape.sizes_out]
+        size = sum(self.padded_sizes), -(-self.shape.size_in // inputs) * inputs
         self.weight = kept(self.weight.new_zeros(size))
         if self.bias is not None:
             self.bias = kept(self.bias.new_zeros(size[0]))
 
     def parts(self) -> list[dict[str, Piece]]:
         sizes, size_in = self.shape.sizes_out, self.shape.size_in
-        rows = zip(self.weight.split(self.rooms), sizes, strict=True)
-        parts = [{"weight": Piece(each[:size, :size_in], 0, 1)} for each, size in rows]
+        rows = zip(self.weight.split(self.padded_sizes), sizes, strict=True)
+        parts = [{"weight": Piece(weight[:size, :size_in], 0, 1)} for weight, size in rows]
         if self.bias is not None:
-            for part, piece, size in zip(parts, self.bias.split(self.rooms), sizes, strict=True):
+            for part, piece, size in zip(parts, self.bias.split(self.padded_sizes), sizes, strict=True):
                 part["bias"] = Piece(piece[:size])
         return parts
 
     def find_kernels(self) -> None:
         weight, bias, wide = self.weight, self.bias, self.shape.dtype == torch.float32
-        self.product = functools.partial(_wide_linear if wide else F.linear, weight=weight, bias=bias)
+        self.product = functools.partial(_float32_linear if wide else F.linear, weight=weight, bias=bias)
         if weight.dtype == self.shape.dtype:
             self.rows = functools.partial(choose(weight.device, weight.dtype).embed, table=weight)
         if weight.is_cuda:
@@ -71,12 +71,12 @@ class PlainWeight(Weight):
 
 
 class PlainExperts(StoredExperts):
-    """The experts of a layer, in its type or `cache_dtype`."""
+    """The experts of a layer, in its dtype or `stored_dtype`."""
 
-    def __init__(self, shape: ExpertShape, cache_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, shape: ExpertShape, stored_dtype: torch.dtype | None = None) -> None:
         super().__init__(shape)
         num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
-        dtype = cache_dtype or shape.dtype
+        dtype = stored_dtype or shape.dtype
         self.gate_up = unfilled(num, 2 * inner, hidden, dtype=dtype, device=shape.device)
         self.down = unfilled(num, hidden, inner, dtype=dtype, device=shape.device)
 
@@ -99,18 +99,18 @@ class PlainExperts(StoredExperts):
 
 
 class PlainFormat:
-    """Keeps weights plain, in their layer's type or `cache_dtype`."""
+    """Keeps weights unquantized, in their layer's dtype or `stored_dtype`."""
 
-    def __init__(self, cache_dtype: torch.dtype | None = None) -> None:
-        self.cache_dtype = cache_dtype
+    def __init__(self, stored_dtype: torch.dtype | None = None) -> None:
+        self.stored_dtype = stored_dtype
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        return PlainWeight(shape, self.cache_dtype)
+        return PlainWeight(shape, self.stored_dtype)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
-        return PlainExperts(shape, self.cache_dtype)
+        return PlainExperts(shape, self.stored_dtype)
 
 
-def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A layer in float32 may be given narrower numbers."""
+def _float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a layer in float32 for inputs that may be narrower."""
     return F.linear(x.float(), weight.float(), bias)

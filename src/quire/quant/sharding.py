@@ -1,4 +1,4 @@
-"""Shares: which part of a stored size a device of a group has."""
+"""Shards: the part of a stored size that a device of a tensor-parallel group has."""
 
 from collections.abc import Iterable
 from fractions import Fraction
@@ -8,18 +8,18 @@ from quire.errors import ConfigError
 from quire.parallel.group import Group
 
 _MOST_DEVICES = 64
-"""That are named to those who asked for a number that does not fit."""
+"""The largest device count suggested in error messages."""
 
 
 class Shard(NamedTuple):
-    """Numbers that lie one after the other in the checkpoint, and those of them that this device has."""
+    """A contiguous range of a stored axis that this device has."""
 
     size: int
-    """How many it has; those from the end of the whole on are zeros."""
+    """Length of the range; entries beyond the end of the axis are zeros."""
     start: int = 0
-    """The first of them."""
+    """Index of the first entry."""
     whole: int = -1
-    """How many there are in all; -1: it has all."""
+    """Length of the whole axis; -1: equal to `size`."""
 
     @property
     def all(self) -> int:
@@ -30,7 +30,7 @@ class Shard(NamedTuple):
         return self.size == self.all
 
     def per(self, unit: int | Fraction) -> "Shard":
-        """The same of a tensor that has one number for so many of these."""
+        """Return the shard of a tensor that has one value per `unit` of these."""
         return Shard(_over(self.size, unit), _over(self.start, unit), _over(self.all, unit))
 
 
@@ -39,17 +39,17 @@ def _over(size: int, unit: int | Fraction) -> int:
 
 
 Runs = tuple[Shard, ...]
-"""All that lies one after the other along an axis of a stored tensor."""
+"""Shards of the consecutive ranges along an axis of a stored tensor."""
 
 
 def divided(group: Group, size: int) -> Shard:
-    """An equal share for each device."""
+    """Return an equal shard for each device."""
     share = group.share(size)
     return Shard(share, group.rank * share, size)
 
 
-def topk_indices(numbers: Iterable[int], size: int) -> Runs:
-    """Some numbers of a size, in rising order."""
+def shards_of(numbers: Iterable[int], size: int) -> Runs:
+    """Return the runs that select `numbers`, which ascend, from an axis of `size`."""
     runs: list[Shard] = []
     end = 0
     for number in numbers:
@@ -63,13 +63,14 @@ def topk_indices(numbers: Iterable[int], size: int) -> Runs:
 
 
 def padded(group: Group, size: int) -> Shard:
-    """The same of a size that does not divide: the last device may have fewer."""
+    """Return the shard of a size that may not divide evenly: the last device may have fewer."""
     share = -(-size // group.size)
     return Shard(share, min(group.rank * share, size), size)
 
 
 def of_heads(group: Group, heads: int, width: int) -> Shard:
-    """So many numbers for each head; where heads are fewer than devices, neighbours have the same one."""
+    """Return the shard of `heads` with `width` values each; with fewer heads than devices, adjacent devices
+    share one."""
     if group.size <= heads:
         return divided(group, heads * width)
     assert group.size % heads == 0
@@ -77,19 +78,19 @@ def of_heads(group: Group, heads: int, width: int) -> Shard:
 
 
 def by_group(group: Group, num: int, runs: Runs) -> Runs:
-    """Runs of all groups of heads as they lie in the checkpoint if each group of them lies together: whole
-    groups, or of one group what the device has of it."""
+    """Return the runs of all head groups if each group is contiguous in the checkpoint: whole groups, or the
+    device's part of one group."""
     whole = sum(run.all for run in runs)
     if num % group.size == 0:
         return (divided(group, whole),)
-    own = group.rank * num // group.size
+    index = group.rank * num // group.size
     ends = whole // num
-    inside = [Shard(run.size, run.start - own * (run.all // num), run.all // num) for run in runs]
-    return (Shard(0, 0, own * ends), *inside, Shard(0, 0, whole - (own + 1) * ends))
+    inside = [Shard(run.size, run.start - index * (run.all // num), run.all // num) for run in runs]
+    return (Shard(0, 0, index * ends), *inside, Shard(0, 0, whole - (index + 1) * ends))
 
 
 def check_units(name: str, runs: Iterable[Shard], unit: int, what: str) -> None:
-    """Refuse shares that cut what is stored as one: a block, a group, a word of so many numbers."""
+    """Raise if a shard cuts a storage unit: a block, a group or a word of `unit` values."""
     for run in runs:
         ends = run.start + run.size
         if run.is_whole or not (run.start % unit or (ends % unit and ends != run.all)):
@@ -97,12 +98,12 @@ def check_units(name: str, runs: Iterable[Shard], unit: int, what: str) -> None:
         fitting = [n for n in range(1, _MOST_DEVICES + 1) if run.all % (n * unit) == 0] or [1]
         whole = ", enable_expert_parallel, which leaves experts whole," if ".experts" in name else ","
         raise ConfigError(
-            f"{name}: {what} of {unit} do not fit into shares of {run.size} out of {run.all}; use "
-            f"tensor_parallel_size {listed(fitting)}{whole} or a checkpoint that is stored in another way"
+            f"{name}: {what} of {unit} do not fit into shards of {run.size} out of {run.all}; use "
+            f"tensor_parallel_size {listed(fitting)}{whole} or another checkpoint"
         )
 
 
 def listed(numbers: list[int]) -> str:
-    """1, 2 or 4"""
+    """Format numbers as "1, 2 or 4"."""
     *most, last = map(str, numbers)
     return f"{', '.join(most)} or {last}" if most else last

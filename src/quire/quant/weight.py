@@ -1,4 +1,4 @@
-"""Weight: the weight of a linear layer in some format, apart from what the layer is for."""
+"""Weight: the weight of a linear layer in some format, independent of the layer's purpose."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,65 +15,66 @@ from quire.quant.sharding import Runs, Shard
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """What a layer needs of its weight: sizes, and the type of what it computes."""
+    """Sizes of a layer's weight, and its compute dtype."""
 
     size_in: int
     sizes_out: tuple[int, ...]
-    """One for each part of the checkpoint; their outputs lie one after the other (query, key, value)."""
+    """One for each part of the checkpoint; their outputs are concatenated (query, key, value)."""
     bias: bool
     dtype: torch.dtype
     device: torch.device
     narrows: bool = True
-    """Whether it may be kept in fewer bits than it is stored in: not so where little memory is saved, or
-    much depends on it."""
+    """Whether it may be quantized while it is loaded: not if that saves little memory or costs much
+    accuracy."""
     outputs: tuple[Runs, ...] = ()
-    """Of each part: which of the stored outputs these are; empty: all."""
+    """Shards of the outputs of each part; empty: all."""
     inputs: Shard | None = None
-    """The same of inputs."""
+    """Shard of the inputs; None: all."""
 
 
 class Piece(NamedTuple):
-    """What one tensor of the checkpoint fills, and its axes along the layer's outputs and inputs."""
+    """The tensor that a tensor of the checkpoint fills, and its axes along the layer's outputs and inputs."""
 
     tensor: Tensor
     outputs: int | None = 0
     inputs: int | None = None
     per_output: int = 1
-    """How many outputs one number along that axis is for."""
+    """Number of outputs per value along that axis."""
     per_input: int | Fraction = 1
     is_flat: bool = False
-    """Whether the checkpoint has all of it in one row or column."""
+    """Whether the checkpoint stores it as a single row or column."""
 
 
 class TextTensor(Piece):
-    """Room for the bytes of a text, all zeros: the checkpoint may have fewer."""
+    """A zeroed buffer for the bytes of a text, which may be shorter in the checkpoint."""
 
 
 class Chooses(Protocol):
-    """`Ops.route` of a router's product."""
+    """`Ops.route` fused with a router's matmul."""
 
     def __call__(self, x: Tensor, *, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
 
 class Weight(nn.Module):
-    """Owns its tensors, unfilled at first. What a kernel does beside the product is an ability: None where
-    there is no such kernel, settled by `finish`."""
+    """Owns its tensors, which are empty at first. Fused kernels are optional: None if there is no such
+    kernel. They are set by `finish`."""
 
     product: Callable[[Tensor], Tensor]
-    """x W^T + b; there after `finish`."""
+    """Computes x W^T + b; set by `finish`."""
     gated: Callable[[Tensor], Tensor] | None = None
-    """Of a gate and an up part: silu(gate) * up."""
+    """Computes silu(gate) * up of a gate and an up part."""
     of_gates: Callable[[Tensor], Tensor] | None = None
-    """The product of silu(gate) * up, for x [T, 2 * size_in] of a gate and an up part."""
+    """Computes the matmul of silu(gate) * up, for x [T, 2 * size_in] of a gate and an up part."""
     entered: Callable[[Tensor, HeadEntry], Tensor | None] | None = None
-    """Of query, key and value: `Ops.rotate_and_write` of the product; None where it does not fit x."""
+    """Computes query, key and value followed by `Ops.rotate_and_write`; returns None if x is not
+    supported."""
     adapted: Callable[..., Tensor] | None = None
-    """The product, and what adapters add (`adapted`)."""
+    """Computes the matmul with the LoRA update of adapters (`adapted`)."""
     gated_adapted: Callable[..., Tensor] | None = None
     entered_adapted: Callable[..., Tensor | None] | None = None
     chosen: Chooses | None = None
     rows: Callable[[Tensor], Tensor] | None = None
-    """Of an embedding: [T] ids -> [T, size_in]."""
+    """Looks up rows of an embedding: [T] ids -> [T, size_in]."""
 
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
@@ -83,37 +84,38 @@ class Weight(nn.Module):
         return self.product(x)
 
     def parts(self) -> list[dict[str, Piece]]:
-        """For each part: what loading fills, by the suffix of its checkpoint name."""
+        """Return the tensors to load for each part, by the suffix of their checkpoint names."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Called once before the first piece is filled; afterwards `parts` may be other tensors."""
+        """Prepare for loading; called once before the first tensor is filled. Afterwards `parts` may
+        change."""
 
     def reorder(self, orders: list[Tensor]) -> None:
-        """After loading and before `finish`: the outputs of each part in another order."""
+        """Reorder the outputs of each part, after loading and before `finish`."""
         for part, order in zip(self.parts(), orders, strict=True):
             for tensor, axis, *_ in part.values():
                 if axis is not None:
                     tensor.copy_(tensor.index_select(axis, order.to(tensor.device)))
 
     def finish(self) -> None:
-        """Called once after loading. A weight that does not change it can be saved as it is then, and its
-        tensors put in their place again, followed by `find_kernels` alone."""
+        """Finish loading; called once. A weight that does not override it can be saved in this state, and
+        restored by filling its tensors and calling `find_kernels`."""
         self.repack()
         self.find_kernels()
 
     def repack(self) -> None:
-        """Leave the tensors as kernels read them; all that is kept are parameters."""
+        """Convert the tensors to the layout of the kernels; everything kept is a parameter."""
 
     def find_kernels(self) -> None:
-        """For the tensors as `repack` leaves them."""
+        """Choose kernels for the tensors as left by `repack`."""
         raise NotImplementedError
 
 
 def with_bias(
     parts: list[dict[str, Piece]], bias: Tensor | None, sizes: Sequence[int]
 ) -> list[dict[str, Piece]]:
-    """Parts of so many outputs each, with their pieces of a bias that is one for all."""
+    """Add to each part its slice of a shared bias."""
     if bias is not None:
         for part, piece in zip(parts, bias.split(list(sizes)), strict=True):
             part["bias"] = Piece(piece)
@@ -121,23 +123,23 @@ def with_bias(
 
 
 def kept(tensor: Tensor) -> nn.Parameter:
-    """As a module owns its tensors: nothing is trained."""
+    """Return the tensor as a parameter that is not trained."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
 def bias_of(shape: LinearShape) -> nn.Parameter | None:
-    """Unfilled, where there is one."""
+    """Return an empty bias if the layer has one."""
     return unfilled(sum(shape.sizes_out), dtype=shape.dtype, device=shape.device) if shape.bias else None
 
 
 def lent(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Stands for an unfilled tensor that is there only between `begin` and `finish`: of weights that are
-    narrowed while they are loaded, no more than a layer's are in memory as they were stored."""
+    """Return a placeholder for a tensor that exists only between `begin` and `finish`. So weights that are
+    quantized while loading are in memory unquantized for one layer at a time."""
     return kept(torch.empty(1, dtype=dtype, device=device).expand(*size))
 
 
 def lend(parameter: nn.Parameter) -> nn.Parameter:
-    """What it stands for."""
+    """Return the tensor that a placeholder stands for."""
     return unfilled(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 

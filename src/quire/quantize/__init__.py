@@ -1,1 +1,1 @@
-"""`quire quantize`: a model into a checkpoint of fewer bits that other engines read, too."""
+"""`quire quantize`: writes a quantized checkpoint that other engines can read as well."""

@@ -1,4 +1,4 @@
-"""`quire quantize`: the flags, and what is written where."""
+"""`quire quantize`: the command line, and the output directory."""
 
 import argparse
 import os
@@ -36,15 +36,15 @@ def add_flags(parser: FlagParser) -> None:
         "--group-size",
         type=int,
         metavar="N",
-        help="int4: inputs that share a scale. Default: 128, or 64 or 32 where that does not divide a layer.",
+        help="int4: inputs that share a scale. Default: 128, or 64 or 32 if 128 does not divide a layer.",
     )
     parser.add_argument(
         "--ignore",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="Regex of names of layers that stay as they are, beside embeddings, heads, norms and routers; "
-        "may be given again.",
+        help="Regex of layer names to leave unquantized, beside embeddings, heads, norms and routers; "
+        "may be repeated.",
     )
     parser.add_argument("--revision", help="Of a hub model: branch, tag or commit.")
     parser.add_argument("--hf-token", metavar="TOKEN", help="Token for private or gated models on the hub.")
@@ -52,9 +52,9 @@ def add_flags(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.group_size is not None and args.to != "int4":
-        raise ConfigError(f"--group-size is for --to int4, not for {args.to}, which has scales of its own")
+        raise ConfigError(f"--group-size is for --to int4, not for {args.to}, which has fixed groups")
     if args.ignore and args.to in GGUF_KINDS:
-        raise ConfigError("--ignore is for fp8, int8 and int4; a .gguf file keeps both ends of a model wider")
+        raise ConfigError("--ignore is for fp8, int8 and int4; a .gguf file keeps embeddings and head wider")
     if args.group_size is not None and (args.group_size < 8 or args.group_size % 8):
         raise ConfigError(f"--group-size {args.group_size} must be a multiple of 8, such as 32, 64 or 128")
     path = locate(
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def convert(stored: SourceModel, kind: str, to: Path, *, group: int | None = None, ignore: list[str]) -> int:
-    """Write the model as `kind` into the directory `to`, which is gone again if that fails."""
+    """Write the model as `kind` into the directory `to`, which is removed again on failure."""
     plan = None if kind in GGUF_KINDS else RoundingPlan(stored, SCHEMES[kind], group, ignore)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"{to} is there already and not an empty directory; give another --output")
+        raise ConfigError(f"{to} exists and is not an empty directory; give another --output")
     to.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=len(stored.shapes), desc="Quantizing", disable=not sys.stderr.isatty())
     try:

@@ -1,4 +1,4 @@
-"""Writing a directory in compressed-tensors' layout, file by file."""
+"""Writes a model directory in the format of compressed-tensors."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -14,26 +14,26 @@ from quire.quantize.stored import SourceModel
 
 logger = get_logger(__name__)
 
-_LEFT_ALONE = re.compile(
+_UNQUANTIZED = re.compile(
     r"(^|\.)(lm_head|embed\w*|wte|wpe|\w*norm\w*|\w*router\w*|gate|shared_expert_gate|conv1d|score|classifier)$"
     r"|(^|\.)(x_proj|dt_proj)$"
     r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector)\."
 )
-"""Modules that stay as they are: both ends of the model, norms, routers, what time steps and
-the other parts of Mamba's scan are made by, and what sees."""
+"""Modules that stay unquantized: embeddings and head, norms, routers, Mamba's time-step and scan projections,
+and vision encoders."""
 _GROUPS = (128, 64, 32)
-"""Sizes of groups, the first that fits is taken where none is asked for."""
+"""Default group sizes; the first that fits is used."""
 _FILE_BYTES = 4 << 30
-"""A file is begun anew when the last has grown to this."""
+"""Size from which on a new file is begun."""
 
 
 class RoundingPlan:
-    """Which weights of a model are rounded, and in groups of how many inputs."""
+    """The weights of a model to quantize, and their group size."""
 
     def __init__(
         self, stored: SourceModel, scheme: RoundingScheme, group: int | None, ignore: Iterable[str]
     ) -> None:
-        more = [re.compile(pattern) for pattern in ignore]
+        patterns = [re.compile(pattern) for pattern in ignore]
         self.stored, self.scheme = stored, scheme
         modules = {
             name.removesuffix(".weight"): shape
@@ -43,47 +43,49 @@ class RoundingPlan:
         self.modules = {
             module: shape
             for module, shape in modules.items()
-            if not _LEFT_ALONE.search(module) and not any(each.search(module) for each in more)
+            if not _UNQUANTIZED.search(module) and not any(pattern.search(module) for pattern in patterns)
         }
-        """What is rounded."""
+        """Modules to quantize."""
         self.ignored = sorted({"lm_head", *modules} - {*self.modules})
-        self._refuse()
-        self.group = self._group(group) if scheme.grouped else 0
+        self._check_supported()
+        self.group = self._choose_group(group) if scheme.grouped else 0
 
-    def _refuse(self) -> None:
+    def _check_supported(self) -> None:
         stored, path = self.stored, self.stored.checkpoint.path
         if stored.checkpoint.facts.across:
             raise ConfigError(
                 f"{path}: a {stored.checkpoint.facts.architecture} has weights with inputs before outputs, "
-                "which compressed-tensors has no layout for; use another model"
+                "which compressed-tensors does not support; use another model"
             )
         whole = [name for name, shape in stored.shapes.items() if len(shape) == 3 and ".experts." in name]
         if whole:
             raise ConfigError(
-                f"{path}: {whole[0]} holds all experts in one tensor, which compressed-tensors has no layout "
-                "for; use a checkpoint with a tensor for each expert"
+                f"{path}: {whole[0]} holds all experts in one tensor, which compressed-tensors does not "
+                "support; use a checkpoint with a tensor for each expert"
             )
         if not self.modules:
             raise ConfigError(f"{path}: nothing is left to quantize; ignore fewer layers")
 
-    def _group(self, asked: int | None) -> int:
-        for group in [asked] if asked else _GROUPS:
+    def _choose_group(self, requested: int | None) -> int:
+        for group in [requested] if requested else _GROUPS:
             odd = [(name, shape[1]) for name, shape in self.modules.items() if shape[1] % group]
             if not odd:
-                if asked is None and group != _GROUPS[0]:
+                if requested is None and group != _GROUPS[0]:
                     logger.info(
-                        "Groups of %d inputs: %d do not divide those of all layers", group, _GROUPS[0]
+                        "Using groups of %d inputs, since %d does not divide the inputs of all layers",
+                        group,
+                        _GROUPS[0],
                     )
                 return group
         name, inputs = odd[0]
         fits = [
             str(group) for group in _GROUPS if all(shape[1] % group == 0 for shape in self.modules.values())
         ]
-        way_out = f"use --group-size {' or '.join(fits)}" if fits else f"leave it out with --ignore '{name}'"
-        raise ConfigError(f"{name} has {inputs} inputs, which groups of {group} do not divide; {way_out}")
+        remedy = f"use --group-size {' or '.join(fits)}" if fits else f"leave it out with --ignore '{name}'"
+        raise ConfigError(f"{name} has {inputs} inputs, which groups of {group} do not divide; {remedy}")
 
     def apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """A tensor as it is written."""
+        """Return the tensors to write for a tensor of the model."""
         module = name.removesuffix(".weight")
         if module in self.modules and name.endswith(".weight"):
             parts = self.scheme.pack(tensor.float(), self.group, self.stored.dtype)
@@ -92,29 +94,29 @@ class RoundingPlan:
 
 
 class Files:
-    """Files of a directory, written one after the other; `close` names them, and writes the index."""
+    """The safetensors files of a directory, written one by one; `close` renames them and writes the index."""
 
     def __init__(self, folder: Path, file_bytes: int = _FILE_BYTES) -> None:
         self.folder = folder
         self.file_bytes = file_bytes
-        self._waiting: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
         self._written: list[list[str]] = []
         self.num_bytes = 0
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        self._waiting |= tensors
-        if sum(tensor.nbytes for tensor in self._waiting.values()) >= self.file_bytes:
+        self._pending |= tensors
+        if sum(tensor.nbytes for tensor in self._pending.values()) >= self.file_bytes:
             self._write()
 
     def _write(self) -> None:
         file = self.folder / f"part-{len(self._written)}.safetensors"
-        write_tensors(file, self._waiting)
-        self.num_bytes += sum(tensor.nbytes for tensor in self._waiting.values())
-        self._written.append(list(self._waiting))
-        self._waiting = {}
+        write_tensors(file, self._pending)
+        self.num_bytes += sum(tensor.nbytes for tensor in self._pending.values())
+        self._written.append(list(self._pending))
+        self._pending = {}
 
     def close(self) -> None:
-        if self._waiting:
+        if self._pending:
             self._write()
         count, weight_map = len(self._written), dict[str, str]()
         for i, names in enumerate(self._written):
@@ -127,7 +129,7 @@ class Files:
 
 
 def write_compressed(plan: RoundingPlan, to: Path, progress: Callable[[], object]) -> int:
-    """Calls `progress` after each tensor; returns the number of bytes written."""
+    """Write the quantized model, calling `progress` after each tensor; return the number of bytes."""
     stored = plan.stored
     config = stored.config()
     stored.copy_rest(to)

@@ -1,4 +1,4 @@
-"""Writing a GGUF file: from another with all that its header says, or from a directory of a known family."""
+"""Writes a GGUF file: from another one with its metadata, or from a directory of a supported architecture."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -23,13 +23,13 @@ from quire.quantize.vocab import gguf_vocab
 from quire.text.tokenizer import load_tokenizer
 
 _TYPE = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.I)
-"""The type in the name of a file."""
+"""The quantization type in a file name."""
 GGUF_KINDS = {
     "gguf-q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
     "gguf-q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 _ENDS = ("token_embd.weight", "output.weight")
-"""Never fewer than 8 bits: all that a model reads and says passes through them."""
+"""Kept in at least 8 bits, since every token passes through them."""
 _EXACT = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias", "attn_sinks.weight")
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -37,13 +37,13 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""Those of a directory whose header can be written."""
+"""Architectures of directories for which a header can be written."""
 
 Values = NDArray[Any]
 
 
 class _Writer:
-    """A file whose header is written first, and then its tensors one by one in the same order."""
+    """A file with its header written first, then its tensors one by one in the same order."""
 
     def __init__(self, path: Path, architecture: str, kind: GGMLQuantizationType) -> None:
         self.writer = GGUFWriter(path, architecture)
@@ -75,7 +75,7 @@ class _Writer:
 
 
 def write_gguf(stored: SourceModel, to: str, folder: Path, progress: Callable[[], object]) -> int:
-    """One file in `folder`; returns the number of bytes of its tensors."""
+    """Write one file into `folder`; return the number of bytes of its tensors."""
     kind, file_type = GGUF_KINDS[to]
     source = stored.checkpoint.path
     name = _TYPE.sub("", source.stem) if stored.is_gguf else source.name
@@ -84,12 +84,12 @@ def write_gguf(stored: SourceModel, to: str, folder: Path, progress: Callable[[]
         metadata = GGUFFile(source).metadata
         out = _Writer(path, metadata["general.architecture"], kind)
         _copy_header(source, out.writer)
-        tensors = _of_file(GGUFFile(source), out)
+        tensors = _plan_file(GGUFFile(source), out)
     else:
-        facts = _writable(stored)
+        facts = _header_facts(stored)
         out = _Writer(path, _ARCHITECTURES[facts.architecture], kind)
         _write_header(stored, facts, out.writer)
-        tensors = _of_directory(stored, facts, out)
+        tensors = _plan_directory(stored, facts, out)
     out.writer.add_file_type(file_type)
     out.writer.add_quantization_version(2)
     for name, values in tensors:
@@ -100,16 +100,21 @@ def write_gguf(stored: SourceModel, to: str, folder: Path, progress: Callable[[]
 
 
 def _copy_header(source: Path, writer: GGUFWriter) -> None:
-    ours = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment")
+    replaced = (
+        "general.architecture",
+        "general.file_type",
+        "general.quantization_version",
+        "general.alignment",
+    )
     for field in GGUFReader(source).fields.values():
-        if field.name in ours or field.name.startswith(("GGUF.", "split.")):
+        if field.name in replaced or field.name.startswith(("GGUF.", "split.")):
             continue
         kind = field.types[0]
         inner = field.types[-1] if kind == GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), kind, inner)
 
 
-def _of_file(file: GGUFFile, out: _Writer) -> Iterator[tuple[str, Values]]:
+def _plan_file(file: GGUFFile, out: _Writer) -> Iterator[tuple[str, Values]]:
     for name, tensor in file.tensors.items():
         out.plan(name, tensor.shape)
     out.begin()
@@ -119,18 +124,18 @@ def _of_file(file: GGUFFile, out: _Writer) -> Iterator[tuple[str, Values]]:
         file.forget()
 
 
-def _writable(stored: SourceModel) -> ArchFacts:
-    """The facts as the header tells them, if it can."""
+def _header_facts(stored: SourceModel) -> ArchFacts:
+    """Return the facts as a header can describe them; raise if it cannot."""
     facts, path = stored.checkpoint.facts, stored.checkpoint.path
     if facts.architecture not in _ARCHITECTURES:
         raise ConfigError(
             f"{path}: a GGUF header cannot be written for a {facts.architecture}; known: "
             f"{', '.join(_ARCHITECTURES)}; use --to fp8, int8 or int4"
         )
-    odd = [kind for layer in facts.layers for kind in [layer.rope and layer.rope.kind]]
-    if {*odd} - {"default", "linear", "llama3"} or any(layer.window for layer in facts.layers):
-        what = f"a rotation of the kind {odd[0]}" if odd[0] != "default" else "windows"
-        raise ConfigError(f"{path}: {what} is not written to GGUF headers; use --to fp8, int8 or int4")
+    rope_kinds = [kind for layer in facts.layers for kind in [layer.rope and layer.rope.kind]]
+    if {*rope_kinds} - {"default", "linear", "llama3"} or any(layer.window for layer in facts.layers):
+        feature = f"RoPE of the kind {rope_kinds[0]}" if rope_kinds[0] != "default" else "a sliding window"
+        raise ConfigError(f"{path}: {feature} is not written to GGUF headers; use --to fp8, int8 or int4")
     is_llama = _ARCHITECTURES[facts.architecture] == "llama"
     return replace(facts, architecture="LlamaForCausalLM") if is_llama else facts
 
@@ -161,32 +166,32 @@ def _write_header(stored: SourceModel, facts: ArchFacts, writer: GGUFWriter) -> 
         writer.add_key_value(key, value, GGUFValueType.UINT32 if kind == GGUFValueType.INT32 else kind, inner)
 
 
-def _of_directory(stored: SourceModel, facts: ArchFacts, out: _Writer) -> Iterator[tuple[str, Values]]:
+def _plan_directory(stored: SourceModel, facts: ArchFacts, out: _Writer) -> Iterator[tuple[str, Values]]:
     names = {name: gguf_name(name, facts.architecture) for name in stored.shapes}
     if facts.tied:
         names.pop("lm_head.weight", None)
-    unknown = [name for name, stored_as in names.items() if stored_as is None and "inv_freq" not in name]
+    unknown = [name for name, new_name in names.items() if new_name is None and "inv_freq" not in name]
     if unknown:
         raise ConfigError(f"{stored.checkpoint.path}: GGUF files have no name for {unknown[0]}")
     factors = _rope_factors(facts)
     if factors is not None:
         out.plan("rope_freqs.weight", factors.shape)
-    for name, stored_as in names.items():
-        if stored_as is not None:
-            out.plan(stored_as, stored.shapes[name])
+    for name, new_name in names.items():
+        if new_name is not None:
+            out.plan(new_name, stored.shapes[name])
     out.begin()
     if factors is not None:
         yield "rope_freqs.weight", factors
     for name, tensor in stored.tensors():
-        stored_as = names.get(name)
-        if stored_as is not None:
+        new_name = names.get(name)
+        if new_name is not None:
             rows = row_order(name, len(tensor), facts)
             values = tensor.float().numpy()
-            yield stored_as, values if rows is None else values[np.argsort(rows)]
+            yield new_name, values if rows is None else values[np.argsort(rows)]
 
 
 def _rope_factors(facts: ArchFacts) -> Values | None:
-    """By what llama3's stretch divides each frequency."""
+    """Return the factors by which llama3 scaling divides each frequency."""
     rope = facts.layers[0].rope
     if rope is None or rope.kind != "llama3":
         return None

@@ -1,4 +1,4 @@
-"""Round to nearest: what compressed-tensors keeps of a weight, and how config.json tells of it."""
+"""Round-to-nearest quantization: the tensors of compressed-tensors, and their config.json entry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,33 +8,33 @@ import torch
 from torch import Tensor
 
 Parts = dict[str, Tensor]
-"""By the suffix of their names, in place of `weight`."""
+"""By the suffix that replaces `weight` in their names."""
 _LARGEST_FP8 = 448.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoundingScheme:
-    """How the weights of linear layers are rounded and stored."""
+    """Rounding and storage of the weights of linear layers."""
 
     format: str
-    """As compressed-tensors calls it."""
+    """The format's name in compressed-tensors."""
     pack: Callable[[Tensor, int, torch.dtype], Parts]
-    """Of a float32 weight [outputs, inputs], the inputs of a group, and the type of scales."""
+    """Packs a float32 weight [outputs, inputs], given the group size and the dtype of scales."""
     bits: int
     kind: Literal["float", "int"]
     grouped: bool = False
-    """Inputs by groups that share a scale; otherwise an output has one."""
+    """Whether groups of inputs share a scale; otherwise each output has one."""
     dynamic: bool = True
-    """Whether activations are rounded, too, token by token."""
+    """Whether activations are quantized as well, dynamically per token."""
 
     def config(self, group: int, ignore: list[str]) -> dict[str, Any]:
-        """The quantization_config."""
+        """Return the quantization_config."""
         numbers = {"num_bits": self.bits, "type": self.kind, "symmetric": True}
-        by = {"strategy": "group", "group_size": group} if self.grouped else {"strategy": "channel"}
+        granularity = {"strategy": "group", "group_size": group} if self.grouped else {"strategy": "channel"}
         activations = numbers | {"strategy": "token", "dynamic": True} if self.dynamic else None
         layers = {
             "targets": ["Linear"],
-            "weights": numbers | by | {"dynamic": False},
+            "weights": numbers | granularity | {"dynamic": False},
             "input_activations": activations,
             "output_activations": None,
         }
@@ -56,25 +56,25 @@ def _fp8(weight: Tensor, group: int, dtype: torch.dtype) -> Parts:
 
 def _int8(weight: Tensor, group: int, dtype: torch.dtype) -> Parts:
     scale = _scale(weight, 127.5, dtype)
-    return {"weight": _rounded(weight, scale, 8), "weight_scale": scale}
+    return {"weight": _round(weight, scale, 8), "weight_scale": scale}
 
 
 def _int4(weight: Tensor, group: int, dtype: torch.dtype) -> Parts:
     grouped = weight.unflatten(1, (-1, group))
     scale = _scale(grouped, 7.5, dtype)
-    nibbles = (_rounded(grouped, scale, 4) + 8).view(len(weight), -1, 8).to(torch.int32)
+    nibbles = (_round(grouped, scale, 4) + 8).view(len(weight), -1, 8).to(torch.int32)
     packed = (nibbles << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
     shape = torch.tensor(weight.shape)
     return {"weight_packed": packed, "weight_scale": scale.squeeze(-1), "weight_shape": shape}
 
 
 def _scale(weight: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
-    """Of each row, as it will be read again."""
+    """Return the scale of each row, rounded to the stored dtype."""
     scale = (weight.abs().amax(-1, keepdim=True) / largest).to(dtype)
     return torch.where(scale == 0, 1, scale)
 
 
-def _rounded(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
+def _round(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
     bound = 1 << (bits - 1)
     return (weight / scale.float()).round().clamp(-bound, bound - 1).to(torch.int8)
 

@@ -1,4 +1,4 @@
-"""The model that is to be quantized: its tensors one at a time, and the files around them."""
+"""The model to quantize: its tensors one at a time, and its other files."""
 
 import re
 from collections.abc import Iterator
@@ -26,20 +26,20 @@ _MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-"""Of a GGUF file's architecture; those whose config.json can be written from its header."""
+"""model_type by the architecture of a GGUF file, for those with a config.json that can be written."""
 
 
 class SourceModel:
-    """A directory or a GGUF file, under the names of a directory."""
+    """A model directory or a GGUF file, with the names of a directory."""
 
     def __init__(self, path: Path) -> None:
         if path.is_dir() and any(read_json(path / "config.json").get(key) for key in _QUANTIZED):
-            raise ConfigError(f"{path} is quantized already; give the checkpoint that it was made from")
+            raise ConfigError(f"{path} is quantized already; use the original checkpoint")
         self.checkpoint: Checkpoint = read_checkpoint(path)
         self._source = FORMATS[detect(self.checkpoint, "auto")](self.checkpoint, 0)
         self.is_gguf = self.checkpoint.format == "gguf"
         self.dtype: torch.dtype = torch.bfloat16 if self.is_gguf else _dtype(self.checkpoint)
-        """Of what stays as it is, and of scales."""
+        """dtype of unquantized tensors and of scales."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._whole: dict[str, str] = {}
         for name, shape in self._source.shapes({}).items():
@@ -47,25 +47,25 @@ class SourceModel:
             if experts is None:
                 self.shapes[name] = tuple(shape)
             else:
-                each = [f"{experts[1]}.{i}.{experts[2]}" for i in range(shape[0])]
-                self.shapes |= dict.fromkeys(each, tuple(shape[1:]))
-                self._whole |= dict.fromkeys(each, name)
+                names = [f"{experts[1]}.{i}.{experts[2]}" for i in range(shape[0])]
+                self.shapes |= dict.fromkeys(names, tuple(shape[1:]))
+                self._whole |= dict.fromkeys(names, name)
 
     @property
     def num_tensors(self) -> int:
         return len(self.shapes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All, one after the other; a GGUF file's are float32, others as they are."""
-        of_whole: tuple[str, Tensor] | None = None
+        """Yield all tensors one by one; those of a GGUF file in float32, others as stored."""
+        loaded: tuple[str, Tensor] | None = None
         for name in self.shapes:
             whole = self._whole.get(name)
             if whole is None:
                 yield name, self._read(name)
                 continue
-            if of_whole is None or of_whole[0] != whole:
-                of_whole = whole, self._read(whole)
-            yield name, of_whole[1][int(name.split(".experts.")[1].split(".")[0])].clone()
+            if loaded is None or loaded[0] != whole:
+                loaded = whole, self._read(whole)
+            yield name, loaded[1][int(name.split(".experts.")[1].split(".")[0])].clone()
 
     def _read(self, name: str) -> Tensor:
         shape = self._source.shapes({})[name]
@@ -74,25 +74,25 @@ class SourceModel:
         return into
 
     def config(self) -> dict[str, Any]:
-        """What its config.json says, or would."""
+        """Return the contents of config.json, which is built for a GGUF file."""
         if not self.is_gguf:
             return read_json(self.checkpoint.path / "config.json")
         return gguf_config(self.checkpoint)
 
     def copy_rest(self, to: Path) -> None:
-        """Everything but weights: tokenizer, chat template, sampling defaults."""
+        """Copy everything but weights: tokenizer, chat template, sampling defaults."""
         if self.is_gguf:
             return _write_tokenizer(self.checkpoint, to)
         copy_around(self.checkpoint.path, to)
 
 
 def _dtype(checkpoint: Checkpoint) -> torch.dtype:
-    found: torch.dtype = getattr(torch, checkpoint.dtype)
-    return found
+    dtype: torch.dtype = getattr(torch, checkpoint.dtype)
+    return dtype
 
 
 def gguf_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The config.json of a GGUF file's model."""
+    """Return the config.json of a GGUF file's model."""
     facts, path = checkpoint.facts, checkpoint.path
     moe = facts.moe
     if facts.architecture not in _MODEL_TYPES or (moe and "Moe" not in facts.architecture):
@@ -140,20 +140,20 @@ def _rope(path: Path, rope: RopeFacts | None) -> dict[str, Any]:
     assert rope is not None
     if rope.kind not in ("default", "linear", "yarn"):
         raise ConfigError(
-            f"{path}: its rotation is stretched by numbers of its own (rope_freqs), which config.json has no "
-            "words for; start from the model's directory with config.json"
+            f"{path}: its RoPE is scaled by a tensor (rope_freqs), which config.json cannot "
+            "describe; start from the model's directory with config.json"
         )
-    found: dict[str, Any] = {"rope_theta": rope.theta}
+    config: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.kind != "default":
-        found["rope_scaling"] = {"rope_type": rope.kind, "factor": rope.factor}
+        config["rope_scaling"] = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind == "yarn":
-        found["rope_scaling"] |= {
+        config["rope_scaling"] |= {
             "original_max_position_embeddings": rope.original_max_len,
             "beta_fast": rope.beta_fast,
             "beta_slow": rope.beta_slow,
         }
-        found["max_position_embeddings"] = rope.max_len
-    return found
+        config["max_position_embeddings"] = rope.max_len
+    return config
 
 
 def _write_tokenizer(checkpoint: Checkpoint, to: Path) -> None:

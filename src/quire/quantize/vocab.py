@@ -1,4 +1,4 @@
-"""A tokenizer as GGUF headers describe it, checked by reading it back."""
+"""A tokenizer in the form of a GGUF header, verified by reading it back."""
 
 import json
 from collections.abc import Sequence
@@ -9,37 +9,37 @@ from quire.text.gguf_vocab import WORDS, GGUFWords, read_vocab
 from quire.text.tokenizer import Tokenizer
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
-"""tokenizer.ggml.token_type"""
+"""Values of tokenizer.ggml.token_type."""
 _PROBE = (
     "Hello WORLD, it's 2024 and I'LL pay $12,345.67 for 3 cafés!\n\n  def f(x):\n\treturn x**2 # <tag/>\r\n"
     "naïve Straße 你好，世界 こんにちは 안녕하세요 Привет мир ¿qué? 10000000  x_y  '...' ½ e\u0301 🙂👍🏽  "
 )
 _PREFERRED = {"gpt-2": "default"}
-"""Names that llama.cpp prefers to others that mean the same."""
+"""Names that llama.cpp prefers over equivalent ones."""
 
 
 def gguf_vocab(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """The keys of the header; `size` is the number of rows of the embedding."""
+    """Return the tokenizer keys of the header; `size` is the number of rows of the embedding."""
     written = json.loads(tokenizer.backend.to_str())
     model = written["model"]
     if model["type"] != "BPE" or (written["decoder"] or {}).get("type") != "ByteLevel":
         raise ConfigError(
             f"the tokenizer is {model['type']} with a decoder of the kind "
-            f"{(written['decoder'] or {}).get('type')}, and only byte-level BPE is written to GGUF files; "
+            f"{(written['decoder'] or {}).get('type')}, but only byte-level BPE is supported in GGUF files; "
             "use --to fp8, int8 or int4"
         )
-    found: dict[str, Any] = {"tokenizer.ggml.model": "gpt2"} | _tokens(tokenizer, model, size)
+    header: dict[str, Any] = {"tokenizer.ggml.model": "gpt2"} | _tokens(tokenizer, model, size)
     roles = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "padding": tokenizer.pad_token_id}
     others = [i for i in eos_ids if i != roles["eos"]]
     roles["eot"] = others[0] if others else None
-    found |= {f"tokenizer.ggml.{role}_token_id": i for role, i in roles.items() if i is not None}
+    header |= {f"tokenizer.ggml.{role}_token_id": i for role, i in roles.items() if i is not None}
     bos = tokenizer.bos_token_id
-    found["tokenizer.ggml.add_bos_token"] = bos is not None and tokenizer.encode("a")[0] == bos
+    header["tokenizer.ggml.add_bos_token"] = bos is not None and tokenizer.encode("a")[0] == bos
     if isinstance(tokenizer.chat_template, str):
-        found["tokenizer.chat_template"] = tokenizer.chat_template
+        header["tokenizer.chat_template"] = tokenizer.chat_template
     elif tokenizer.chat_template is not None:
-        found |= {f"tokenizer.chat_template.{name}": text for name, text in tokenizer.chat_template.items()}
-    return found | {"tokenizer.ggml.pre": _pre(tokenizer, found)}
+        header |= {f"tokenizer.chat_template.{name}": text for name, text in tokenizer.chat_template.items()}
+    return header | {"tokenizer.ggml.pre": _find_pre_tokenizer(tokenizer, header)}
 
 
 def _tokens(tokenizer: Tokenizer, model: dict[str, Any], size: int) -> dict[str, Any]:
@@ -57,8 +57,8 @@ def _tokens(tokenizer: Tokenizer, model: dict[str, Any], size: int) -> dict[str,
     }
 
 
-def _pre(tokenizer: Tokenizer, vocab: dict[str, Any]) -> str:
-    """The name of the way in which text is cut into words: the one that reads back as this tokenizer."""
+def _find_pre_tokenizer(tokenizer: Tokenizer, vocab: dict[str, Any]) -> str:
+    """Return the name of the pre-tokenizer that tokenizes like this tokenizer."""
     expected = tokenizer.encode(_PROBE)
     tried: dict[GGUFWords, str] = {}
     for name, words in WORDS.items():
@@ -67,7 +67,4 @@ def _pre(tokenizer: Tokenizer, vocab: dict[str, Any]) -> str:
         backend = read_vocab(vocab | {"tokenizer.ggml.pre": name}).backend
         if backend.encode(_PROBE).ids == expected:
             return next((better for better, worse in _PREFERRED.items() if worse == name), name)
-    raise ConfigError(
-        "the tokenizer cuts text into words in a way that GGUF files have no name for; use --to fp8, int8 or "
-        "int4"
-    )
+    raise ConfigError("the pre-tokenizer has no equivalent in GGUF files; use --to fp8, int8 or int4")

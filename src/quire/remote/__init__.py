@@ -1,1 +1,1 @@
-"""A client for OpenAI-compatible servers, made for many streams at little cost."""
+"""A client of OpenAI-compatible servers, optimized for many concurrent streams."""

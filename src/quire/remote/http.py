@@ -1,4 +1,5 @@
-"""HTTP/1.1 over keep-alive connections. A body is handed on as it arrives, without a task switch."""
+"""HTTP/1.1 client with keep-alive connections. Body data is passed on as it arrives, without a task
+switch."""
 
 import asyncio
 import os
@@ -18,21 +19,22 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class ServerGone(QuireError):
-    """No answer, or one that broke off: nothing listens, the connection was lost, or time ran out."""
+    """Raised if a server does not answer completely: it cannot be reached, the connection was lost, or it
+    timed out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A whole answer: status and body."""
+    """A response: status, headers and body."""
 
     status: int
     headers: dict[str, str]
     body: bytes
-    """Empty where the body went to `on_body`."""
+    """The body; empty if it was passed to `on_body`."""
 
 
 class HttpClient:
-    """Requests to one server. A connection is used again when its answer is complete."""
+    """HTTP client of one server. A connection is reused when its response is complete."""
 
     def __init__(
         self, base_url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float | None = None
@@ -62,7 +64,7 @@ class HttpClient:
         on_body: Callable[[bytes], None] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """Send and wait for the whole answer. A body with status 200 goes to `on_body` piece by piece."""
+        """Send a request and return the response. A body with status 200 is passed to `on_body` in chunks."""
         message = self._message(method, path, body, headers or {})
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -92,7 +94,7 @@ class HttpClient:
                 response = await connection.exchange(message, on_body)
             except BaseException as error:
                 connection.close()
-                # The server may have closed an idle connection in the moment in which it was used again.
+                # The server may have closed an idle connection just when it was reused.
                 if used and not connection.answered and isinstance(error, ConnectionError):
                     continue
                 raise
@@ -124,19 +126,20 @@ class HttpClient:
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """One request at a time. The names without an underscore are called by asyncio and by the parser."""
+    """A connection with one request at a time. asyncio and the parser call the names without an
+    underscore."""
 
     def __init__(self) -> None:
         self.closed = False
         self.answered = False
-        """Whether anything came back for the latest request."""
+        """Whether any data was received for the latest request."""
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[Response] | None = None
         self._parser: Any = None
         self._sink: Callable[[bytes], None] | None = None
         self._on_body: Callable[[bytes], None] | None = None
         self._headers: dict[str, str] = {}
-        self._kept: list[bytes] = []
+        self._body: list[bytes] = []
         self._in_body = False
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
 
@@ -145,7 +148,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._waiter = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._sink = on_body
-        self._headers, self._kept = {}, []
+        self._headers, self._body = {}, []
         self.answered = self._in_body = False
         self._transport.write(message)
         try:
@@ -162,7 +165,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        # A buffer of our own: asyncio would take a fresh 256 KiB from the system for every token.
+        # A reused buffer: asyncio would allocate 256 KiB for every token.
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -195,8 +198,8 @@ class _Connection(asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_body = True
-        wanted = self._sink is not None and self._parser.get_status_code() == 200
-        self._on_body = self._sink if wanted else self._kept.append
+        is_streamed = self._sink is not None and self._parser.get_status_code() == 200
+        self._on_body = self._sink if is_streamed else self._body.append
 
     def on_body(self, data: bytes) -> None:
         assert self._on_body is not None
@@ -204,17 +207,17 @@ class _Connection(asyncio.BufferedProtocol):
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200:  # "100 Continue" comes before the answer
+        if status < 200:  # "100 Continue" precedes the response
             self._headers, self._in_body = {}, False
             return
         self._in_body = False
         self.closed = self.closed or not self._parser.should_keep_alive()
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(Response(status, self._headers, b"".join(self._kept)))
+            self._waiter.set_result(Response(status, self._headers, b"".join(self._body)))
 
 
 def _reason(error: OSError) -> str:
-    """asyncio's own texts repeat the address; those of the system say what happened."""
+    """Return the reason of an OSError: the system's text, since asyncio's repeats the address."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error)

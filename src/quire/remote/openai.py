@@ -1,4 +1,4 @@
-"""The parts of OpenAI's API that a client needs: models, streamed chunks, errors."""
+"""The client side of OpenAI's API: models, streamed chunks, errors."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,25 +11,25 @@ from quire.remote.sse import EventSplitter
 
 
 class BadAnswer(QuireError):
-    """The server answered with an error, or with something that cannot be understood."""
+    """Raised if the server returned an error or an invalid response."""
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens, as the server counts them."""
+    """Token counts of the server."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What a chunk adds to a chat answer."""
+    """The part that a chunk adds to a chat message."""
 
     content: str | None = None
     reasoning: str | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What a chunk adds to one of the answers."""
+    """The part that a chunk adds to one choice."""
 
     text: str = ""
     delta: Delta | None = None
@@ -37,7 +37,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """An event of a streamed answer."""
+    """An event of a streamed response."""
 
     choices: tuple[Choice, ...] = ()
     usage: Usage | None = None
@@ -45,7 +45,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What this chunk adds to the first choice."""
+        """Return the text that this chunk adds to the first choice."""
         if not self.choices:
             return ""
         choice = self.choices[0]
@@ -53,7 +53,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """A model that the server offers."""
+    """A model that the server lists."""
 
     id: str
     root: str | None = None
@@ -69,12 +69,12 @@ _read_models = msgspec.json.Decoder(_Models).decode
 
 
 class CompletionStream:
-    """The events of one streamed answer, read as they come. What goes wrong is kept in `error`."""
+    """Parses the events of one streamed response. An error is stored in `error`."""
 
     def __init__(self, on_chunk: Callable[[Chunk], None]) -> None:
         self.error: str | None = None
         self.complete = False
-        """Whether a finish reason or the closing mark has come."""
+        """Whether a finish reason or [DONE] was received."""
         self._on_chunk = on_chunk
         self._split = EventSplitter().feed
 
@@ -83,9 +83,9 @@ class CompletionStream:
             if event == b"[DONE]":
                 self.complete = True
             elif self.error is None:
-                self._take(event)
+                self._read_event(event)
 
-    def _take(self, event: bytes) -> None:
+    def _read_event(self, event: bytes) -> None:
         try:
             chunk = _read_chunk(event)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -107,7 +107,8 @@ async def stream(
     *,
     headers: Mapping[str, str] | None = None,
 ) -> None:
-    """Ask for a streamed answer and hand on its chunks. BadAnswer if it is none, or breaks off."""
+    """Request a streamed response and pass on its chunks. Raises BadAnswer if it is an error or
+    incomplete."""
     reader = CompletionStream(on_chunk)
     response = await client.request("POST", path, body, on_body=reader.feed, headers=headers)
     if response.status != 200:
@@ -119,17 +120,17 @@ async def stream(
 
 
 async def models(client: HttpClient, path: str = "/v1/models") -> tuple[ModelCard, ...]:
-    """What the server serves, the first being its own choice."""
+    """Return the models of the server; the first is its default."""
     response = await client.request("GET", path)
     if response.status != 200:
         raise BadAnswer(f"{client.base_url}{path}: {error_of(response)}")
     try:
-        found = _read_models(response.body).data
+        cards = _read_models(response.body).data
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadAnswer(f"{client.base_url}{path} does not list models: {error}") from None
-    if not found:
-        raise BadAnswer(f"{client.base_url}{path} lists no model; name one yourself")
-    return found
+    if not cards:
+        raise BadAnswer(f"{client.base_url}{path} lists no model; pass a model name")
+    return cards
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
@@ -137,7 +138,7 @@ def bearer(api_key: str | None) -> dict[str, str]:
 
 
 def error_of(response: Response) -> str:
-    """A failed answer in one line."""
+    """Return a failed response as one line."""
     try:
         content = msgspec.json.decode(response.body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -148,7 +149,7 @@ def error_of(response: Response) -> str:
 
 
 def message_of(error: Any) -> str:
-    """The message out of an error in any of the shapes that servers give it."""
+    """Return the message of an error in any of the formats that servers use."""
     if isinstance(error, dict) and "message" in error:
         error = error["message"]
     return " ".join(str(error).split())[:500] or "no message"

@@ -1,4 +1,4 @@
-"""Server-sent events out of a body that arrives in arbitrary pieces."""
+"""Server-sent events of a body that arrives in arbitrary chunks."""
 
 import re
 
@@ -6,13 +6,13 @@ _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 
 
 class EventSplitter:
-    """Give it bytes, get the data of the events that are complete."""
+    """Splits bytes into the data of complete events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        # Nearly every piece is exactly one event of one line.
+        # Nearly every chunk is exactly one event of one line.
         if (
             data.endswith(b"\n\n")
             and data.startswith(b"data: ")
@@ -21,10 +21,10 @@ class EventSplitter:
         ):
             return [data[6:-2]]
         *events, self._rest = _BLANK_LINE.split(self._rest + data)
-        return [found for event in events if (found := _data(event)) is not None]
+        return [content for event in events if (content := _data(event)) is not None]
 
 
 def _data(event: bytes) -> bytes | None:
-    """The data lines of one event; None where it has none, as a comment that keeps the connection open."""
+    """Return the data lines of one event; None if it has none, such as a keep-alive comment."""
     lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None

@@ -1,4 +1,4 @@
-"""Admission: who waits for a row, and who is let in."""
+"""Admission: the queue of waiting requests, and the choice of those that get a row."""
 
 import time
 
@@ -21,7 +21,7 @@ from quire.sched.spec import NO_DRAFTS, Drafting, Drafts
 
 
 class Admitter:
-    """The requests without a row, and the choice of those that get one."""
+    """Holds the requests without a row and chooses those that get one."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Admitter:
         fair: bool = False,
         drafting: Drafting | None = None,
     ) -> None:
-        """A `fair` one divides tokens between tenants."""
+        """Build the admitter. With `fair`, the tokens of a step are divided between tenants."""
         self.drafting = drafting
         self.kv = kv
         self.running = running
@@ -58,7 +58,7 @@ class Admitter:
         self.waiting = GatedLine(line, gates)
 
     def timed(self, flight: StepInFlight) -> None:
-        """Learn from how long a step took."""
+        """Update the pace estimates with the duration of a step."""
         if self.drafting is not None:
             self.drafting.timed(flight)
         if self.shares is not None:
@@ -80,8 +80,8 @@ class Admitter:
             limits.paced_tokens = num_decodes + self.prompt_pace.limit(limits.max_tokens)
 
     def divide(self, pending: Ints, *, admits: bool) -> Ints:
-        """The tokens of a step, to the running rows in order; with some left to who is next in line, if
-        anybody is let in."""
+        """Divide the tokens of a step between the running rows, in order. If the step `admits`, some tokens
+        are left for the next waiting request."""
         self._pace(pending)
         pending = self.media.allow(self.running, pending, self.limits)
         if self.shares is None:
@@ -93,7 +93,7 @@ class Admitter:
         return self.media.undivided(self.running, chunks, self.limits)
 
     def _claim(self, num_pending: int) -> Claim | None:
-        """What the running leave to the next in line, if it could come in."""
+        """Return the tokens that running rows leave to the next waiting request, if it can be admitted."""
         assert self.shares is not None
         if self.trial or len(self.running) >= self.limits.max_rows:
             return None
@@ -103,12 +103,12 @@ class Admitter:
         if num_pending + num_tokens <= self.limits.budget or not self._fits(request):
             return None
         if not self.media.cut(request, self.kv.lookup(request).num_tokens, num_tokens, self.limits):
-            return None  # those who hold what it waits for go on
+            return None  # its encoder cache space is held by running rows, so these continue
         return Claim(self.shares.levels.item(request.tenant), num_tokens)
 
     def draft(self, chunks: Ints, growth: Growth) -> tuple[Ints, Growth, Drafts]:
-        """With what the running rows may compute beside these, ahead of what they have drawn: as far as there
-        are blocks for it."""
+        """Add draft tokens to the chunks of the running rows, as far as the budget and the free blocks
+        allow."""
         drafting, rows = self.drafting, self.running.order
         if drafting is None or self.trial:
             return chunks, growth, NO_DRAFTS
@@ -122,7 +122,7 @@ class Admitter:
         return chunks, growth, drafts
 
     def _spare(self, num_tokens: int) -> int:
-        """What a step with so many tokens has left for drafts: the next in line comes first."""
+        """Return the token budget left for drafts, after reserving the first chunk of the next request."""
         left = self.limits.budget - num_tokens
         if len(self.waiting) and len(self.running) < self.limits.max_rows:
             request = self.waiting.next()
@@ -131,12 +131,12 @@ class Admitter:
         return left
 
     def charge(self, chunks: Ints) -> None:
-        """The running rows, in order, compute so many tokens."""
+        """Charge the tenants of the running rows, in order, for `chunks` tokens."""
         if self.shares is not None:
             self.shares.charge(self.running.tenant[self.running.order], chunks)
 
     def in_the_way(self) -> int | None:
-        """The row that makes way for the next in line, where shares are fair and it has too little of one."""
+        """Return the row to preempt for the next request if its tenant is below its fair share."""
         kv, order = self.kv, self.running.order
         if self.shares is None or self.trial or not len(order) or (request := self.waiting.next()) is None:
             return None
@@ -147,7 +147,7 @@ class Admitter:
         return self.shares.in_the_way(request, self.running, kv.num_held(order), room)
 
     def victims(self) -> RowIds | None:
-        """Those rows among which one is chosen when blocks run out; None: all."""
+        """Return the rows to choose from when blocks run out; None stands for all rows."""
         if self.shares is None:
             return None
         order = self.running.order
@@ -163,8 +163,8 @@ class Admitter:
         return self.kv.fits(hit, reach, self.running, spare=self.num_watermark_blocks)
 
     def admit(self, budget: int, notes: Notes) -> list[tuple[Admission, int]]:
-        """Waiting requests, in order, while there are tokens, rows and blocks; each with its first chunk. Who
-        waits for something else is passed by, and keeps its place."""
+        """Admit waiting requests, in order, while tokens, rows and blocks last; return each with its first
+        chunk. Requests that wait for something else are skipped and keep their place."""
         if self.trial:
             return self._admit_suspect(notes)
         admitted: list[tuple[Admission, int]] = []
@@ -176,7 +176,7 @@ class Admitter:
             chunk = min(pending, self.limits.max_chunk, budget)
             chunk = self.media.cut(request, hit.num_tokens, chunk, self.limits)
             is_cut = chunk < pending and not self._may_split(pending)
-            if not chunk or (is_cut and len(self.running)):  # who is alone has all that there is
+            if not chunk or (is_cut and len(self.running)):  # a request that runs alone may be split
                 break
             reach = len(request.tokens) if self.reserve_full_prompt else hit.num_tokens + chunk
             if not self.kv.fits(hit, reach, self.running, spare=self.num_watermark_blocks):
@@ -189,12 +189,12 @@ class Admitter:
         return admitted
 
     def _may_split(self, num_tokens: int) -> bool:
-        """Without chunked prefill a request waits for a step with room for all of it. If none can have that
-        it comes in pieces: a preempted one brings its output along."""
+        """Whether a prompt may be split. Without chunked prefill a request waits for a step that holds all of
+        it, unless it exceeds the step's limit: a preempted request also computes its output again."""
         return self.chunked_prefill or num_tokens > self.limits.max_chunk
 
     def _admit_suspect(self, notes: Notes) -> list[tuple[Admission, int]]:
-        """One at a time, and alone, until it has a token of its own."""
+        """Admit the next suspect alone. It stays alone until it has a new token."""
         request = self.trial.first
         if len(self.running) or self.gates.holds(request, alone=True):
             return []

@@ -1,10 +1,10 @@
-"""Blocks of the KV cache: who uses them, which are free, and which prefix each holds."""
+"""Blocks of the KV cache: reference counts, the free list and the prefix index."""
 
 from collections.abc import Iterable
 
 
 class Block:
-    """A page of the cache. Free blocks are linked in the order in which they will be reused."""
+    """A block of the cache. Free blocks are linked in the order in which they will be reused."""
 
     __slots__ = ("id", "key", "next", "num_users", "prev")
 
@@ -12,7 +12,7 @@ class Block:
         self.id = id
         self.num_users = 0
         self.key: bytes | None = None
-        """The prefix whose last tokens it holds; None while partly filled or not indexed."""
+        """Key of the prefix that ends with this block; None while it is partly filled or not indexed."""
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -21,7 +21,7 @@ class Block:
 
 
 class FreeList:
-    """A linked list of blocks; every operation takes a time by the blocks that it is about, not by all."""
+    """A linked list of blocks. The time of an operation does not depend on the length of the list."""
 
     def __init__(self) -> None:
         self._head, self._tail = Block(-1), Block(-1)
@@ -52,7 +52,7 @@ class FreeList:
         self._len -= 1
 
     def take(self, count: int) -> list[Block]:
-        """The first `count`, which must be there, cut off in one piece."""
+        """Remove and return the first `count` blocks; there must be so many."""
         taken, block = [], self._head.next
         for _ in range(count):
             assert block is not None and block is not self._tail, "no free block"
@@ -90,8 +90,8 @@ class BlockPool:
         return 1.0 - self.num_free / self.num_usable
 
     def take(self, count: int) -> list[Block]:
-        """Hand out `count` free blocks; what they held leaves the index here, and only here."""
-        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        """Allocate `count` free blocks and evict their prefixes from the index; nothing else evicts."""
+        assert count <= self.num_free, f"{count} blocks needed, {self.num_free} free"
         taken = self._free.take(count)
         for block in taken:
             block.num_users = 1
@@ -106,8 +106,8 @@ class BlockPool:
             block.num_users += 1
 
     def release(self, blocks: list[Block]) -> None:
-        """Give back one sequence's blocks, in its order. The end of a chain is reused before its beginning,
-        and what holds no known prefix before everything else."""
+        """Release the blocks of one sequence, in its order. The end of a chain is reused before its
+        beginning, and blocks without an indexed prefix before all others."""
         for block in reversed(blocks):
             block.num_users -= 1
             assert block.num_users >= 0, f"{block} was freed twice"
@@ -128,8 +128,8 @@ class BlockPool:
             block.key = None
 
     def block_map(self, max_cells: int = 2048) -> bytes:
-        """A picture of the pool, a byte per cell: 0 free, 1 free but holding a prefix, 2 in use, 3 shared.
-        With more blocks than cells, a cell shows the busiest of its blocks."""
+        """Return the state of the pool, one byte per cell: 0 free, 1 free with a prefix, 2 in use, 3 shared.
+        If there are more blocks than cells, a cell shows the busiest of its blocks."""
         states = [
             min(block.num_users + 1, 3) if block.num_users else int(block.key is not None)
             for block in self.blocks[1:]
@@ -138,7 +138,7 @@ class BlockPool:
         return bytes(max(states[start : start + per_cell]) for start in range(0, len(states), per_cell))
 
     def reset(self) -> bool:
-        """Forget every prefix. False, and nothing happens, while blocks are in use."""
+        """Forget every prefix. Return False and do nothing while blocks are in use."""
         if self.num_free != self.num_usable:
             return False
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""Media in plans: which items go through their towers, in which step, and whose vectors are kept."""
+"""Encoder cache: decides in which step each multimodal item is encoded and how long its vectors are kept."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from quire.sched.running import Running
 
 
 class Shelf:
-    """The arrays of the items of all requests that are here, by key, each once."""
+    """The arrays of the items of all current requests, by key, each stored once."""
 
     def __init__(self) -> None:
         self._arrays: dict[bytes, Arrays] = {}
@@ -24,14 +24,15 @@ class Shelf:
         return len(self._num_users)
 
     def add(self, media: Media) -> None:
-        """Those of a request; what others have brought before serves it, too."""
+        """Add the items of a request. Arrays that another request has stored under the same key are
+        reused."""
         for item in media.items:
             self._num_users[item.key] = self._num_users.get(item.key, 0) + 1
             if item.arrays is not None:
                 item.arrays = self._arrays.setdefault(item.key, item.arrays)
 
     def drop(self, media: Media) -> None:
-        """The request has ended."""
+        """Release the items of a request that has ended."""
         for item in media.items:
             self._num_users[item.key] -= 1
             if not self._num_users[item.key]:
@@ -39,14 +40,14 @@ class Shelf:
                 self._arrays.pop(item.key, None)
 
     def filled(self, item: MediaItem) -> MediaItem:
-        """With its arrays, if they are here."""
+        """Return the item with its arrays, if they are stored."""
         if item.arrays is not None or item.stored is not None:
             return item
         return msgspec.structs.replace(item, arrays=self._arrays.get(item.key))
 
 
 def stripped(media: Media | None) -> Media | None:
-    """Without arrays, as rows know it."""
+    """Return the media without arrays, as rows hold it."""
     if media is None:
         return None
     bare = [msgspec.structs.replace(item, arrays=None, stored=None) for item in media.items]
@@ -55,7 +56,7 @@ def stripped(media: Media | None) -> Media | None:
 
 @dataclass(slots=True)
 class _Entry:
-    """Vectors that the worker has, or will have when it comes to a step."""
+    """Vectors that the worker has, or will have once it runs the step that encodes them."""
 
     num_vectors: int
     num_users: int = 0
@@ -63,20 +64,20 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Row:
-    """A row with items that are not computed."""
+    """The items of a row that has not computed all of them yet."""
 
     items: list[MediaItem]
     num_taken: int
-    """Of the first items: the row holds their vectors,"""
+    """Number of leading items with vectors that the row has acquired,"""
     num_done: int
-    """or has given them back, as of so many."""
+    """and the number of these that it has released again."""
     whole: int = 0
-    """As in `Media`."""
+    """See `Media.whole`."""
 
 
 @dataclass(slots=True)
 class _Outlook:
-    """What a step would hold and make, were it to take this and that."""
+    """Vectors that a step would hold and encode if it took the items considered so far."""
 
     num_held: int
     num_made: int
@@ -84,29 +85,29 @@ class _Outlook:
 
 
 class EncoderCache:
-    """Who has the vectors of which items, by key.
+    """Records which rows hold the vectors of which items, by key.
 
-    An item is encoded whole in the step whose chunk first touches it, and held by the row until the last of
-    its tokens is computed. What nobody holds stays until there is no room for it, the oldest goes first.
-    """
+    An item is encoded in one piece by the step that first computes one of its tokens. The row holds it until
+    the last of them is computed. Vectors that no row holds stay until their space is needed; the oldest are
+    evicted first."""
 
     def __init__(self, *, size: int = 0, most_made: int | None = None, whole: bool = False) -> None:
-        """`size` in vectors: of what is kept, and of what one step makes, unless that is less. Larger items
-        come alone. `whole` ones are not divided between steps."""
+        """`size` is the capacity in vectors. It also limits the vectors encoded per step, unless `most_made`
+        is less. A larger item is encoded alone. With `whole`, an item is not divided between steps."""
         self.size = size
         self.most_made = size if most_made is None else most_made
         self.whole = whole
         self.shelf = Shelf()
         self.rows: dict[int, _Row] = {}
         self.num_held = self.num_kept = self.num_made = 0
-        """Vectors: that somebody holds, that there are, and that the next step makes."""
+        """Numbers of vectors: held by rows, kept in the cache, and encoded by the next step."""
         self._kept: dict[bytes, _Entry] = {}
         self._idle: dict[bytes, None] = {}
-        """Those that nobody holds, oldest first."""
+        """Keys that no row holds, oldest first."""
         self._encodes: list[MediaItem] = []
         self._forgotten: list[bytes] = []
 
-    # ---- requests come and go
+    # ---- adding and removing requests
 
     def add(self, request: Request, limits: StepLimits) -> None:
         if (media := request.media) is not None:
@@ -120,7 +121,7 @@ class EncoderCache:
             self.shelf.drop(request.media)
 
     def enter(self, row: int, request: Request, num_computed: int, end: int) -> None:
-        """It gets a row, and computes its tokens up to `end` in the step that is planned."""
+        """Record that a request gets a row and computes its tokens up to `end` in the step being planned."""
         if request.media is None:
             return
         items, whole = request.media.items, request.media.whole
@@ -136,7 +137,7 @@ class EncoderCache:
     # ---- chunks
 
     def cut(self, request: Request, start: int, chunk: int, limits: StepLimits) -> int:
-        """How many of so many tokens a request may compute from `start` on, if it gets a row now."""
+        """Return how many of `chunk` tokens a request may compute from `start` on if it is admitted now."""
         if request.media is None or not chunk:
             return chunk
         items = request.media.items
@@ -145,8 +146,8 @@ class EncoderCache:
         return self._undivided(self._wholes(items, request.media.whole), start, chunk, limits)[0]
 
     def allow(self, running: Running, pending: Ints, limits: StepLimits) -> Ints:
-        """The same of each row of `running.order`, in this order: up to the first item that cannot be encoded
-        in this step."""
+        """Limit the pending tokens of each row of `running.order` to those before the first item that cannot
+        be encoded in this step."""
         if not self.rows:
             return pending
         self._settle(running)
@@ -158,8 +159,8 @@ class EncoderCache:
         return pending
 
     def undivided(self, running: Running, chunks: Ints, limits: StepLimits) -> Ints:
-        """Where no step may end inside an item: shorter chunks. Who gets nothing for that goes first, and the
-        last rows wait for it."""
+        """Shorten chunks so that none ends inside an item, if items may not be divided. The first row left
+        with no tokens gets its whole item, and the last rows wait instead."""
         if not self.rows or not self.whole:
             return chunks
         chunks, first = chunks.copy(), None
@@ -179,13 +180,13 @@ class EncoderCache:
         return chunks
 
     def take(self, running: Running, chunks: Ints) -> None:
-        """The rows of `running.order` compute so many tokens."""
+        """Record that the rows of `running.order` compute `chunks` tokens."""
         if self.rows:
             ends = running.num_computed[running.order] + chunks
             self._take([(self.rows[row], int(ends[place])) for place, row in self._places(running)])
 
     def _places(self, running: Running) -> list[tuple[int, int]]:
-        """The rows with items, and where they stand in `running.order`."""
+        """Return the rows with items and their indices in `running.order`."""
         places = np.flatnonzero(np.isin(running.order, list(self.rows)))
         return list(zip(places.tolist(), running.order[places].tolist(), strict=True))
 
@@ -193,7 +194,7 @@ class EncoderCache:
         return _Outlook(self.num_held, self.num_made)
 
     def _reach(self, items: list[MediaItem], start: int, chunk: int, outlook: _Outlook) -> int:
-        """So many tokens, or those in front of an item that does not fit."""
+        """Return `chunk`, or the number of tokens before the first item that does not fit."""
         for item in items:
             if item.offset >= start + chunk:
                 break
@@ -217,7 +218,8 @@ class EncoderCache:
         return True
 
     def _wholes(self, items: list[MediaItem], whole: int) -> list[tuple[int, int]]:
-        """What no step divides: items, or so many tokens in front; where each begins and ends."""
+        """Return start and end of the spans that no step may divide: the items, or the first `whole`
+        tokens."""
         if whole:
             return [(0, whole)]
         return [(item.offset, item.end) for item in items] if self.whole else []
@@ -225,8 +227,8 @@ class EncoderCache:
     def _undivided(
         self, wholes: list[tuple[int, int]], start: int, chunk: int, limits: StepLimits
     ) -> tuple[int, int]:
-        """The chunk, if it does not end inside one of these; else what comes before that, and what it takes
-        to have it whole. One that no step can hold is divided all the same."""
+        """Return the chunk if it does not end inside a span. Otherwise return the tokens before the span, and
+        the tokens needed to include it. A span larger than any step is divided anyway."""
         end = start + chunk
         for first, behind in wholes:
             if first < end < behind and behind - max(start, first) <= limits.max_chunk:
@@ -236,7 +238,7 @@ class EncoderCache:
     # ---- vectors
 
     def _settle(self, running: Running) -> None:
-        """Rows need no vectors of items that are computed: steps run in order."""
+        """Release the vectors of items that are computed; steps run in order."""
         for row, held in list(self.rows.items()):
             self._give_back(held, _num_before(held.items, int(running.num_computed[row])))
             if held.num_done == len(held.items) and running.num_computed[row] >= held.whole:
@@ -252,7 +254,8 @@ class EncoderCache:
         row.num_done = max(row.num_done, num_done)
 
     def _take(self, chunks: list[tuple[_Row, int]]) -> None:
-        """Rows compute up to so many tokens. What is there they hold first, lest it make room for others."""
+        """Acquire the items of rows that compute up to `end`. Cached items are held first so that encoding
+        the others does not evict them."""
         missing: list[MediaItem] = []
         for row, end in chunks:
             while row.num_taken < len(row.items) and (item := row.items[row.num_taken]).offset < end:
@@ -288,25 +291,25 @@ class EncoderCache:
         self._forgotten.append(key)
 
     def tell(self) -> tuple[list[bytes], list[MediaItem]]:
-        """What the worker forgets and encodes in the step that was planned."""
-        told, self._forgotten, self._encodes = (self._forgotten, self._encodes), [], []
+        """Return the keys to evict and the items to encode in the step that was planned."""
+        changes, self._forgotten, self._encodes = (self._forgotten, self._encodes), [], []
         self.num_made = 0
-        return told
+        return changes
 
     def reset(self) -> bool:
-        """Forget what nobody holds; whether that is all."""
+        """Evict what no row holds; return whether the cache is empty."""
         for key in list(self._idle):
             self._forget(key)
         return not self._kept
 
     def forget_all(self, unheard: Iterable[bytes] = ()) -> None:
-        """Nobody knows what the worker has; it may not have heard of some that it was to forget. All rows
-        are about to leave."""
+        """Forget all entries because the state of the worker is unknown. `unheard` are keys of evictions that
+        it may not have received. All rows are about to leave."""
         self._forgotten = list(dict.fromkeys([*self._forgotten, *unheard, *self._kept]))
         self._kept, self._idle, self._encodes, self.rows = {}, {}, [], {}
         self.num_held = self.num_kept = self.num_made = 0
 
 
 def _num_before(items: list[MediaItem], position: int) -> int:
-    """How many items end at a position or before."""
+    """Return the number of items that end at or before a position."""
     return next((n for n, item in enumerate(items) if item.end > position), len(items))

@@ -1,13 +1,12 @@
-"""Fair shares: the tokens of the engine, divided between tenants by their weights.
+"""Fair shares: the engine's tokens are divided between tenants by their weights.
 
-A tenant is a key of the API, a small number; 0 is everybody else. Its level is what was computed for it, by
-its weight. Of those who wait the one with the lowest level is next: deficit round robin with the tokens that
-were computed, where the classic form needs a guess of what a request will cost. Nobody saves up: who comes
-back to the line starts no lower than those who stand in it.
+A tenant stands for an API key and has a small number; 0 stands for all other requests. Its level is the
+number of tokens computed for it, divided by its weight. The waiting tenant with the lowest level is next.
+This is deficit round robin with computed tokens, so that the cost of a request need not be guessed. Credit
+cannot be saved: a tenant that returns to the queue starts no lower than the tenants that wait in it.
 
-That is enough while rows and blocks become free. Where one tenant has taken them all for long, a row of it
-makes way (`in_the_way`).
-"""
+This suffices while rows and blocks become free. If one tenant has occupied them all for long, one of its rows
+is preempted (`in_the_way`)."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -21,26 +20,26 @@ from quire.sched.running import Running
 
 
 class Capacity(NamedTuple):
-    """What there is to hold, and what one request would take of it."""
+    """Rows and blocks of the engine, and the blocks that one request needs."""
 
     max_rows: int
     num_blocks: int
     wanted: int
-    """Blocks."""
+    """Blocks that the request needs."""
     block_size: int
     shares_prefixes: bool
 
 
 class FairShare:
-    """What each tenant has had."""
+    """Levels and weights of the tenants."""
 
     def __init__(self) -> None:
         self.levels = np.zeros(1)
-        """By tenant: computed tokens by weight."""
+        """By tenant: computed tokens divided by weight."""
         self.weights = np.ones(1)
 
     def enter(self, request: Request, waiting: Collection[int]) -> None:
-        """The first of a tenant's requests to wait, beside those of the tenants in `waiting`."""
+        """Raise a tenant's level when its first request joins the queue beside the tenants in `waiting`."""
         missing = request.tenant + 1 - len(self.levels)
         if missing > 0:
             self.levels = np.append(self.levels, np.zeros(missing))
@@ -56,35 +55,35 @@ class FairShare:
         self.levels += np.bincount(tenants, num_tokens, len(self.levels)) / self.weights
 
     def in_the_way(self, request: Request, running: Running, held: Ints, room: Capacity) -> int | None:
-        """The row that makes way for a request which there is no room for; `held` are the blocks of the rows
-        in order. It is one of a tenant with more than its share, for one that will not have more. What has to
-        be computed again is less than what the one tenant is ahead of the other: so shares are reached
-        without rows that come and go."""
+        """Return the row to preempt for a request that does not fit; `held` are the blocks of the rows in
+        order. It belongs to a tenant beyond its share, and the request's tenant stays within its own. The
+        tokens to recompute are fewer than the lead of the one tenant over the other, so rows are not
+        preempted back and forth."""
         tenants = running.tenant[running.order]
         rows = self._sums(tenants, np.ones(len(tenants)))
         blocks = self._sums(tenants, held)
         here = rows > 0
         here[request.tenant] = True
         due = self.weights * here / self.weights[here].sum()
-        mine = request.tenant
-        after = max((rows[mine] + 1) / room.max_rows, (blocks[mine] + room.wanted) / room.num_blocks)
-        if rows[mine] and after > due[mine]:
+        tenant = request.tenant
+        after = max((rows[tenant] + 1) / room.max_rows, (blocks[tenant] + room.wanted) / room.num_blocks)
+        if rows[tenant] and after > due[tenant]:
             return None
         share = np.maximum(rows / room.max_rows, blocks / room.num_blocks)
-        beyond = (share > due) & (rows > 1) & (self.levels > self.levels[mine])
+        beyond = (share > due) & (rows > 1) & (self.levels > self.levels[tenant])
         if not beyond.any():
             return None
-        theirs = int(np.argmax(np.where(beyond, self.levels, -np.inf)))
-        candidates = running.order[1:][tenants[1:] == theirs]  # the oldest always gets through
+        victim = int(np.argmax(np.where(beyond, self.levels, -np.inf)))
+        candidates = running.order[1:][tenants[1:] == victim]  # the oldest row is never preempted
         row = int(candidates[np.argmin(running.num_computed[candidates])])
         lost = int(running.num_computed[row])
-        if room.shares_prefixes:  # its blocks can be found until somebody else fills them
+        if room.shares_prefixes:  # its blocks stay in the prefix cache until they are reused
             lost = min(lost, room.wanted * room.block_size)
-        ahead = (self.levels[theirs] - self.levels[mine]) * self.weights[theirs]
+        ahead = (self.levels[victim] - self.levels[tenant]) * self.weights[victim]
         return row if ahead >= lost else None
 
     def most_beyond(self, tenants: Ints, held: Ints) -> int:
-        """The tenant whose rows hold most blocks by its weight."""
+        """Return the tenant that holds the most blocks relative to its weight."""
         return int(np.argmax(self._sums(tenants, held) / self.weights))
 
     def _sums(self, tenants: Ints, values: NDArray[np.float64] | Ints) -> NDArray[np.float64]:

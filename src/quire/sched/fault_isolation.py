@@ -1,4 +1,4 @@
-"""What follows a step that failed: who or what is at fault."""
+"""Fault isolation: finds the request that made a step fail."""
 
 from collections import OrderedDict
 
@@ -7,17 +7,16 @@ from quire.sched.limits import StepLimits
 
 
 class FaultIsolation:
-    """The requests of a failed step, which run alone, one by one, until each has a token of its own.
+    """The requests of a failed step. They run alone, one by one, until each has a new token.
 
-    Who fails alone is at fault, if it does so with few tokens, too. If nobody fails the batch was too large.
-    """
+    A request that fails alone, even with few tokens, is at fault. If none fails, the batch was too large."""
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
         self.suspects: OrderedDict[str, Request] = OrderedDict()
-        """By id, the one whose turn it is first. While they do not run they stand in the line, too."""
+        """By id, the next to be tried first. A suspect without a row also stands in the waiting queue."""
         self._failed: tuple[int, int] | None = None
-        """Rows and tokens of the step that nothing explains yet."""
+        """Rows and tokens of the failed step, until its cause is found."""
 
     def __bool__(self) -> bool:
         return bool(self.suspects)
@@ -27,12 +26,13 @@ class FaultIsolation:
         return next(iter(self.suspects.values()))
 
     def open(self, requests: list[Request], num_rows: int, num_tokens: int) -> None:
-        """A step of several failed; `requests` are those of them that are still here."""
+        """Start a trial after a step of several requests failed; `requests` are those still present."""
         self.suspects |= {request.id: request for request in requests}
         self._failed = (num_rows, num_tokens) if requests else None
 
     def is_guilty(self, request: Request, num_tokens: int) -> bool:
-        """A step of one failed. Not guilty yet if it may be tried again with fewer tokens."""
+        """Whether a request is at fault after a step of it alone failed. It is not if fewer tokens can be
+        tried."""
         if not self.limits.try_fewer_tokens(num_tokens):
             return True
         self.suspects[request.id] = request
@@ -40,7 +40,7 @@ class FaultIsolation:
         return False
 
     def leave(self, request: Request, reason: str) -> None:
-        """A request has a token of its own, or has ended."""
+        """Remove a suspect that has a new token or has ended."""
         if request.id not in self.suspects:
             return
         tried = self.first is request and self.limits.settle(passed=reason not in ("abort", "error"))

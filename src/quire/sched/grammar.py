@@ -1,4 +1,4 @@
-"""Constraints: the requests whose text must fit a grammar, where each stands, and what it may say next."""
+"""Structured outputs: the requests constrained by a grammar, their state, and the masks of allowed tokens."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -25,27 +25,27 @@ from quire.sched.step_tokens import StepTokens
 log = get_logger(__name__)
 
 Bits = NDArray[np.uint32]
-_FEW = 4
-"""Masks that are filled sooner than another thread has begun."""
-_NUM_ROOMS = 3
-"""Masks may be read until their step is over, and two are under way."""
+_MAX_INLINE_MASKS = 4
+"""Up to this number, masks are filled faster than a thread would start."""
+_NUM_BUFFERS = 3
+"""Mask buffers: one may be read until its step is over, and two steps are in flight."""
 
 
 class GrammarCompiler(Protocol):
-    """What compiles grammars and says what they allow."""
+    """Compiles grammars and computes the tokens that they allow."""
 
-    def begin(self, asked: StructuredOutputsParams) -> Future[Any]:
-        """A matcher, once it is there."""
+    def begin(self, params: StructuredOutputsParams) -> Future[Any]:
+        """Start to compile a grammar; the future returns its matcher."""
 
     @property
     def num_words(self) -> int:
-        """Of a mask, once there is a matcher."""
+        """Return the width of a mask in 32-bit words, once there is a matcher."""
 
     def fill(self, matchers: Sequence[tuple[Any, int]], bits: Bits) -> None:
-        """A bit for each token that may come next, in the row of `bits` that is said beside each matcher."""
+        """Set a bit for each token allowed next, in the row of `bits` paired with each matcher."""
 
     def advance(self, moves: Sequence[tuple[Any, int]]) -> list[Verdict]:
-        """What the matchers say, each of its next token."""
+        """Advance each matcher by a token and return the verdicts."""
 
     @property
     def is_beside(self) -> bool:
@@ -53,26 +53,26 @@ class GrammarCompiler(Protocol):
 
 
 class _Filling(NamedTuple):
-    """Masks of a step, and what they are made of."""
+    """The masks of a step, and the matchers that fill them."""
 
     masks: Masks
     matched: list[tuple[GrammarMatcher, int]]
-    """Who fills which of them."""
+    """Matchers and the mask rows that they fill."""
     also: list[tuple[int, int]]
-    """Tokens that are allowed beside what the matchers say, or alone, and in which of them."""
+    """Tokens allowed in addition to the matchers' (or alone), with their mask rows."""
 
     def fill(self, grammars: GrammarCompiler) -> None:
         grammars.fill(self.matched, self.masks.bits)
         self.add()
 
     def add(self) -> None:
-        """What the matchers do not say."""
+        """Set the bits of the additional tokens."""
         for token_id, at in self.also:
             self.masks.bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
 def _fill(grammars: GrammarCompiler, filling: _Filling, coming: AsyncValue) -> None:
-    """Whoever waits goes on, however it ends."""
+    """Fill masks and signal `coming`, even after an error."""
     try:
         filling.fill(grammars)
     finally:
@@ -80,30 +80,30 @@ def _fill(grammars: GrammarCompiler, filling: _Filling, coming: AsyncValue) -> N
 
 
 class Constraints:
-    """The constrained requests. One whose grammar is not ready waits, and others pass it by."""
+    """The constrained requests. A request waits until its grammar is compiled; others overtake it."""
 
     def __init__(self, grammars: GrammarCompiler | None) -> None:
         self._grammars = grammars
         self.opened = False
         self._coming: dict[str, Future[GrammarMatcher]] = {}
         self._waiting: dict[str, Request] = {}
-        """The requests whose matchers are compiled."""
+        """Requests with a grammar that is being compiled."""
         self._followers: dict[str, Follower] = {}
-        """By request id. They advance by tokens that are known, whether their request has a row or not."""
+        """By request id. They advance by known tokens, whether their request has a row or not."""
         self._bound_key, self._matchers = b"", list[GrammarMatcher]()
-        """Rows and whom they were given to, and the matchers of these."""
-        self._rooms = cycle([_Room() for _ in range(_NUM_ROOMS)])
+        """Cache of `_bound`: rows with their admissions, and the matchers."""
+        self._buffers = cycle([_MaskBuffer() for _ in range(_NUM_BUFFERS)])
         self._awaiting: deque[StepInFlight] = deque()
-        """Plans whose masks nobody has yet, oldest first."""
+        """Steps that still need masks, oldest first."""
         self._filling: _Filling | None = None
-        """Those of the oldest, once they are begun."""
+        """The masks of the oldest step, once they are begun."""
         self._is_beside = False
-        """Whether somebody else fills them, or has, and was not asked how that went."""
+        """Whether a thread fills masks and its result has not been checked."""
 
     def add(self, request: Request) -> None:
         params = request.params
         if params.structured_outputs is not None:
-            assert self._grammars is not None, "nobody checked this request"
+            assert self._grammars is not None, "request was not validated"
             self._coming[request.id] = self._grammars.begin(params.structured_outputs)
             self._waiting[request.id] = request
         elif params.thinking_token_budget is not None:
@@ -113,10 +113,10 @@ class Constraints:
         return request.id in self._coming
 
     def enter(self, request: Request) -> None:
-        """Its follower is there."""
+        """Keep the follower; it exists already."""
 
     def leave(self, request: Request) -> None:
-        """Its follower stays where it is."""
+        """Keep the follower and its state."""
 
     def drop(self, request: Request) -> None:
         if self._followers.pop(request.id, None) is not None:
@@ -131,7 +131,7 @@ class Constraints:
         return self._coming.values()
 
     def settle(self) -> dict[str, str | None]:
-        """Take in the grammars that are ready. Returns the requests whose grammar has come to nothing."""
+        """Collect compiled grammars. Return the requests with a grammar that failed to compile."""
         broken: dict[str, str | None] = {}
         for id, coming in list(self._coming.items()):
             if not coming.done():
@@ -145,10 +145,10 @@ class Constraints:
                 del self._coming[id]
         return broken
 
-    # ---- what may come next
+    # ---- masks
 
     def launch(self, running: Running, flight: StepInFlight) -> None:
-        """A plan was made: note whose masks follow."""
+        """Note the constrained rows of a new plan."""
         if not self._followers:
             return
         plan = flight.plan
@@ -158,17 +158,18 @@ class Constraints:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the masks of the oldest plan that has none are being made."""
+        """Whether the masks of the oldest step without masks are being filled."""
         return self._filling is not None
 
     def begin(self, running: Running) -> None:
-        """Have them made if all tokens before are known; meanwhile, if there are cores for it."""
-        if self.has_begun or not self._awaiting or (filling := self._next(running)) is None:
+        """Start to fill the next masks if all earlier tokens are known; in a thread, if there are cores for
+        it."""
+        if self.has_begun or not self._awaiting or (filling := self._next_filling(running)) is None:
             return
         self._filling = filling
         if self._grammars is None or not filling.matched:
             filling.add()
-        elif self._grammars.is_beside and len(filling.matched) > _FEW:
+        elif self._grammars.is_beside and len(filling.matched) > _MAX_INLINE_MASKS:
             coming = filling.masks.coming = AsyncValue()
             self._is_beside = True
             self._beside.begin(partial(_fill, self._grammars, filling, coming))
@@ -176,26 +177,27 @@ class Constraints:
             filling.fill(self._grammars)
 
     def masks(self) -> Masks:
-        """Those that are begun; they may still be coming. They are good until two more plans were made."""
+        """Return the masks that were begun; they may still be filling. They are valid for two more plans."""
         assert self._filling is not None
         masks, self._filling = self._filling.masks, None
         self._awaiting.popleft()
         return masks
 
     def forget(self) -> None:
-        """Nobody will ask for the masks of what was planned."""
+        """Discard the masks of all planned steps."""
         self._join()
         self._filling = None
         self._awaiting.clear()
 
     def _join(self) -> None:
-        """Nobody else is at the matchers; raises what has happened to who was."""
+        """Wait for the mask thread and raise its error, if any."""
         if self._is_beside:
             self._is_beside = False
             self._beside.wait()
 
-    def _next(self, running: Running) -> _Filling | None:
-        """Who has gone needs none."""
+    def _next_filling(self, running: Running) -> _Filling | None:
+        """Return the masks of the oldest step, without rows that have ended; None while tokens are
+        unknown."""
         flight = self._awaiting[0]
         rows, alive = flight.plan.constrained, flight.alive(running)
         if not alive.all():
@@ -205,24 +207,24 @@ class Constraints:
         self._join()
         matchers = self._bound(running, rows.astype(np.intp))
         if matchers is None or len(flight.plan.num_drafts):
-            return self._various(running, rows, flight.plan)
+            return self._fill_mixed(running, rows, flight.plan)
         matched = list(zip(matchers, range(len(rows)), strict=True))
         return _Filling(Masks(rows, self._bits(len(rows), matched)), matched, [])
 
     def _bound(self, running: Running, rows: RowIds) -> list[GrammarMatcher] | None:
-        """The matchers of rows that nothing else decides of; None if some are others. Mostly they are the
-        same as the last time."""
+        """Return the matchers of rows constrained by a grammar alone; None if there are other rows. The
+        result is cached, as rows rarely change."""
         key = rows.tobytes() + running.admission[rows].tobytes()
         if key != self._bound_key:
-            found = [self._followers[id].bound for id in running.ids[rows].tolist()]
-            matchers = [matcher for matcher in found if matcher is not None]
-            if len(matchers) < len(found):
+            bound = [self._followers[id].bound for id in running.ids[rows].tolist()]
+            matchers = [matcher for matcher in bound if matcher is not None]
+            if len(matchers) < len(bound):
                 return None
             self._bound_key, self._matchers = key, matchers
         return self._matchers
 
-    def _various(self, running: Running, rows: Ints, plan: StepPlan) -> _Filling:
-        """With drafts, or with reasoning before the grammar: the draws that may not be what they like."""
+    def _fill_mixed(self, running: Running, rows: Ints, plan: StepPlan) -> _Filling:
+        """Return masks for steps with drafts, or with reasoning before the grammar."""
         followers = [self._followers[id] for id in running.ids[rows].tolist()]
         drafts = plan.drafts_by_row() if len(plan.num_drafts) else {}
         wanted = [
@@ -244,17 +246,18 @@ class Constraints:
         return _Filling(Masks(places, bits, draws if draws.any() else draws[:0]), matched, also)
 
     def _bits(self, count: int, matched: Sequence[object], width: int = 0) -> Bits:
-        """As wide as grammars want them, if some are there."""
+        """Return a mask buffer, as wide as the grammars need if any matcher is used."""
         if self._grammars is not None and matched:
             width = max(width, self._grammars.num_words)
-        return next(self._rooms).take(count, width)
+        return next(self._buffers).take(count, width)
 
     @cached_property
     def _beside(self) -> MaskThread:
         return MaskThread("quire-masks")
 
     def advance(self, landed: StepTokens) -> dict[int, Verdict]:
-        """Rows got tokens. Returns, by place among them, those that a grammar ends with."""
+        """Advance the followers by their rows' new tokens. Return, by index, the tokens at which a grammar
+        ended."""
         ended: dict[int, Verdict] = {}
         if not self._followers:
             return ended
@@ -283,13 +286,13 @@ class Constraints:
                 if follower.is_free:
                     running.constrained[rows[at]] = False
         if not ended:
-            self.begin(running)  # as soon as can be: who ends for another reason has a mask for nothing
+            self.begin(running)  # as early as possible; a request that ends for another reason wastes a mask
         return ended
 
     def _move(self, followers: list[Follower], token_ids: list[int]) -> list[Verdict]:
-        """Each by a token."""
+        """Advance each follower by a token."""
         bound = [one.bound for one in followers]
-        moves = [each for each in zip(bound, token_ids, strict=True) if each[0] is not None]
+        moves = [move for move in zip(bound, token_ids, strict=True) if move[0] is not None]
         verdicts = iter(self._grammars.advance(moves) if self._grammars is not None else [])
         return [
             one.advance(token_id) if matcher is None else next(verdicts)
@@ -297,9 +300,9 @@ class Constraints:
         ]
 
 
-class _Room:
-    """The same memory again and again: new pages would take longer than what is written to them. A worker in
-    this process knows it again, and may have it read by its device."""
+class _MaskBuffer:
+    """A reused buffer, since mapping new pages takes longer than filling them. A worker in this process
+    recognizes it and may let its device read it."""
 
     def __init__(self) -> None:
         self._words: Bits = np.empty(0, np.uint32)

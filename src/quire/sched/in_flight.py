@@ -1,4 +1,4 @@
-"""Steps whose results are outstanding."""
+"""Steps in flight: planned, without a result yet."""
 
 import time
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from quire.sched.step_tokens import StepTokens
 
 @dataclass(slots=True)
 class Notes:
-    """What has happened since the last plan was made; the next one takes it along."""
+    """Events since the last plan, handed over with the next one."""
 
     released: list[int] = field(default_factory=list)
     admitted: dict[str, FirstRun] = field(default_factory=dict)
@@ -25,29 +25,29 @@ class Notes:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A plan on its way, with what only its own result may be measured by."""
+    """A plan in flight, with the state needed to apply its result."""
 
     plan: StepPlan
     notes: Notes
     rows: RowIds
-    """The plan's."""
+    """The rows of the plan."""
     starts: Ints
-    """How many tokens of each row were computed before."""
+    """Number of tokens of each row computed before the step."""
     admissions: NDArray[np.int64]
-    """Whom each row was for: `Running.admission` at the time."""
+    """`Running.admission` of each row when the plan was made."""
     indexed: list[Block]
-    """Blocks that became findable with it."""
+    """Blocks that entered the prefix index with this step."""
     made_at: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
-    """How long it took, once it has ended."""
+    """Duration of the step, once it has ended."""
 
     def alive(self, running: Running) -> NDArray[np.bool_]:
-        """Whether each row's request is still there."""
+        """Return whether the request of each row is still running."""
         alive: NDArray[np.bool_] = running.admission[self.rows] == self.admissions
         return alive
 
     def count(self, running: Running, sampled: RowIds, pooled: RowIds) -> StepStats:
-        """What the step was, before its values are filled in."""
+        """Count the step's tokens, before the sampled tokens are filled in."""
         stats = self.notes.stats
         first = pooled if len(pooled) else sampled[running.prompt_len[sampled] == running.num_known[sampled]]
         if len(first):
@@ -57,8 +57,8 @@ class StepInFlight:
         return stats
 
     def shares(self, running: Running, at: float) -> dict[str, float]:
-        """Seconds of the step, which ended just now, by request that is timed: as its tokens to all tokens.
-        The step began when the one before had ended, or when it was planned."""
+        """Return the seconds of the step, which has just ended, for each timed request by its part of the
+        tokens. The step began when the one before had ended, or when it was planned."""
         self.seconds, running.stepped_at = at - max(self.made_at, running.stepped_at), at
         if not running.timed:
             return {}
@@ -67,7 +67,7 @@ class StepInFlight:
         return dict(zip(running.ids[self.rows[timed]].tolist(), seconds.tolist(), strict=True))
 
     def landed(self, running: Running, result: StepResult) -> StepTokens:
-        """The result, without the rows whose requests ended meanwhile."""
+        """Return the result without the rows of requests that have ended meanwhile."""
         rows, plan, alive = self.rows, self.plan, self.alive(running)
         sampled = rows if len(plan.sampling_rows) == len(rows) else rows[plan.samples]
         num_drafts = plan.num_drafts[plan.samples] if len(plan.num_drafts) else plan.num_drafts
@@ -82,9 +82,9 @@ class StepInFlight:
                 token_ids=result.token_ids[np.repeat(here, counts) if len(counts) else here],
                 counts=counts[here] if len(counts) else counts,
                 drafted=drafted[here] if len(drafted) else drafted,
-                logprobs={row: found for row, found in result.logprobs.items() if row in left},
-                prompt_logprobs={row: found for row, found in result.prompt_logprobs.items() if row in left},
-                aligned={row: found for row, found in result.aligned.items() if row in left},
+                logprobs={row: value for row, value in result.logprobs.items() if row in left},
+                prompt_logprobs={row: value for row, value in result.prompt_logprobs.items() if row in left},
+                aligned={row: value for row, value in result.aligned.items() if row in left},
             )
             num_drafts = num_drafts[here] if len(num_drafts) else num_drafts
         starts = {row: int(self.starts[rows == row][0]) for row in result.prompt_logprobs}

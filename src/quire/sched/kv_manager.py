@@ -1,4 +1,4 @@
-"""KVManager: which blocks each row holds, and which prefixes can be shared."""
+"""KVManager: the block tables of the rows, and the prefix cache."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -13,35 +13,36 @@ from quire.sched.blocks import Block, BlockPool
 from quire.sched.running import RowIds, Running
 
 _NONE: Ints = np.empty(0, np.int32)
-_ENDLESS = 1 << 30
-"""Tokens."""
+_MAX_TOKENS = 1 << 30
+"""Token limit where there is no other."""
 
 Table = list[Block | None]
 
 
 class Hit(NamedTuple):
-    """A prefix of a request that the cache holds."""
+    """A cached prefix of a request."""
 
     num_tokens: int
     blocks: list[Table]
-    """By group; None: nothing of it is seen any more."""
+    """By group; None: the block lies before the sliding window."""
 
 
 class Growth(NamedTuple):
-    """What it takes for rows to have more tokens."""
+    """The blocks that rows need for more tokens."""
 
     reach: Ints
-    """How many tokens each row is to have."""
+    """Number of tokens each row shall have."""
     rows: RowIds
-    """Those of the rows that need blocks."""
+    """The rows that need blocks."""
     counts: Ints
-    """How many, in each group."""
+    """Number of new blocks of each, per group."""
     shortage: int
-    """How many blocks are lacking."""
+    """Number of missing blocks."""
 
 
 def _root_key(request: Request) -> bytes:
-    """The parent of a request's first block: everything beside its tokens that its cache depends on."""
+    """Return the parent key of the first block: a hash of the inputs beside tokens that the KV cache depends
+    on."""
     salt = b"" if request.cache_salt is None else b"salt:" + request.cache_salt.encode()
     adapter = b"adapter:" + request.adapter_digest if request.lora is not None else b""
     return hashlib.sha256(adapter + salt).digest()
@@ -52,11 +53,10 @@ def _held(table: Table) -> list[Block]:
 
 
 class KVManager:
-    """The blocks of each of the scheduler's rows, in the order of its tokens, and the prefixes they share.
+    """The block tables of the rows, in token order, and the prefixes they share.
 
-    Layers that look equally far back are a group, and a row has a table of blocks in each. In one with a
-    window it gives back the blocks that no later token sees.
-    """
+    Layers with the same window form a group, and a row has one table per group. With a sliding window a row
+    releases the blocks that no later token attends to."""
 
     def __init__(
         self,
@@ -66,37 +66,38 @@ class KVManager:
         max_rows: int,
         share_prefixes: bool,
         windows: Sequence[int | None] = (None,),
-        max_chunk: int = _ENDLESS,
+        max_chunk: int = _MAX_TOKENS,
     ) -> None:
-        """`windows` by group: how many tokens, itself included, a token sees; None: all before it."""
+        """Build the tables. `windows` is the attention window of each group, including the token itself;
+        None: no window."""
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.share_prefixes = share_prefixes
         self.windows = tuple(windows)
         self.tables: list[list[Table]] = [[[] for _ in range(max_rows)] for _ in windows]
-        """By group and row. They have the same length in all groups; None: given back."""
+        """By group and row; the tables of a row are equally long. None: released."""
         self.room: Ints = np.zeros(max_rows, np.int32)
-        """How many tokens each row's tables reach to."""
+        """Number of tokens that the tables of each row can hold."""
         self.num_indexed: Ints = np.zeros(max_rows, np.int32)
         self._sliding = {window: np.zeros(max_rows, np.int32) for window in windows if window is not None}
-        """By window: how many blocks each row has given back."""
+        """By window: number of blocks that each row has released."""
         sizes = {"block_size": block_size, "max_chunk": max_chunk}
-        self._most = [most_blocks(_ENDLESS, window, **sizes) for window in windows]
-        """What a row can ever hold in each group."""
+        self._most = [most_blocks(_MAX_TOKENS, window, **sizes) for window in windows]
+        """The most blocks that a row can hold in each group."""
         self.marks = [bytes([group] if group else []) for group in range(len(windows))]
-        """What tells the keys of the groups apart."""
+        """Suffixes that distinguish the keys of the groups."""
         self._groups = list(zip(self.tables, self.marks, strict=True))
         self._fresh: list[Block] = []
 
-    # ---- requests come and go
+    # ---- admitting and freeing rows
 
     def may_share(self, request: Request) -> bool:
-        """Whether a request may read blocks that others have computed."""
+        """Whether a request may reuse cached blocks of others."""
         return self.share_prefixes and not request.params.skip_reading_prefix_cache
 
     def lookup(self, request: Request) -> Hit:
-        """The longest prefix that all groups have. The last token is never part of it: its logits have to be
-        computed."""
+        """Return the longest prefix cached in all groups. It excludes the last token, because its logits have
+        to be computed."""
         if not self.may_share(request):
             return Hit(0, [[] for _ in self.windows])
         length = (len(request.tokens) - 1) // self.block_size
@@ -112,9 +113,11 @@ class KVManager:
             before = length
             for group, window in enumerate(self.windows):
                 if window is not None:
-                    length = self._longest_seen(keys, length, window, self.marks[group])
+                    length = self._longest_in_window(keys, length, window, self.marks[group])
         blocks = [
-            whole[group][:length] if window is None else self._seen(keys[:length], window, self.marks[group])
+            whole[group][:length]
+            if window is None
+            else self._blocks_in_window(keys[:length], window, self.marks[group])
             for group, window in enumerate(self.windows)
         ]
         return Hit(length * self.block_size, blocks)
@@ -128,27 +131,28 @@ class KVManager:
             hits.append(block)
         return hits
 
-    def _longest_seen(self, keys: list[bytes], length: int, window: int, mark: bytes) -> int:
-        """The most blocks, up to `length`, of which all are indexed that the token behind them sees."""
+    def _longest_in_window(self, keys: list[bytes], length: int, window: int, mark: bytes) -> int:
+        """Return the most blocks, up to `length`, for which all blocks inside the window of the next token
+        are cached."""
         at = length
-        while at > self._num_unseen(length * self.block_size, window):
+        while at > self._num_outside(length * self.block_size, window):
             at -= 1
             if self.pool.find(keys[at] + mark) is None:
                 length = at
         return length
 
-    def _seen(self, keys: list[bytes], window: int, mark: bytes) -> Table:
-        unseen = self._num_unseen(len(keys) * self.block_size, window)
+    def _blocks_in_window(self, keys: list[bytes], window: int, mark: bytes) -> Table:
+        unseen = self._num_outside(len(keys) * self.block_size, window)
         return [None] * unseen + [self.pool.find(key + mark) for key in keys[unseen:]]
 
-    def _num_unseen(self, num_computed: int, window: int) -> int:
-        """How many blocks the next token does not see."""
+    def _num_outside(self, num_computed: int, window: int) -> int:
+        """Return the number of blocks outside the window of the next token."""
         return max(num_computed - window + 1, 0) // self.block_size
 
     def fits(self, hit: Hit, num_tokens: int, running: Running, spare: int) -> bool:
-        """Whether a request may come in, with all that it needs for `num_tokens`. Beside what the running
-        ones will soon take: their known tokens, one more block each, and `spare` blocks."""
-        needed = self._promised(running) + spare if len(running) else 0
+        """Whether a request can be admitted with the blocks for `num_tokens`. Blocks for the known tokens of
+        running rows, one more for each, and `spare` blocks are reserved."""
+        needed = self._num_reserved(running) + spare if len(running) else 0
         num_blocks = -(-num_tokens // self.block_size)
         for table, most in zip(hit.blocks, self._most, strict=True):
             held = _held(table)
@@ -156,7 +160,7 @@ class KVManager:
             needed += sum(block.num_users == 0 for block in held)
         return needed <= self.pool.num_free
 
-    def _promised(self, running: Running) -> int:
+    def _num_reserved(self, running: Running) -> int:
         rows, size, promised = running.order, self.block_size, 0
         num_blocks, wanted = self.room[rows] // size, -(-running.num_tokens[rows] // size) + 1
         for window, most in zip(self.windows, self._most, strict=True):
@@ -165,8 +169,8 @@ class KVManager:
         return promised
 
     def admit(self, row: int, hit: Hit, num_tokens: int) -> list[list[int]]:
-        """Give an empty row its shared blocks and new ones up to `num_tokens`; their ids by group, 0 where it
-        holds nothing."""
+        """Assign an empty row its shared blocks and new ones up to `num_tokens`. Return their ids by group; 0
+        stands for a released block."""
         for table in hit.blocks:
             self.pool.share(_held(table))
         num_blocks = -(-num_tokens // self.block_size)
@@ -178,11 +182,11 @@ class KVManager:
         self.room[row] = num_blocks * self.block_size
         self.num_indexed[row] = hit.num_tokens // self.block_size
         for window, num_slid in self._sliding.items():
-            num_slid[row] = self._num_unseen(hit.num_tokens, window)
+            num_slid[row] = self._num_outside(hit.num_tokens, window)
         return block_ids
 
     def num_held(self, rows: RowIds) -> Ints:
-        """Blocks that rows reach over; some may be shared, and some given back."""
+        """Return the number of blocks that rows span; some may be shared or released."""
         held: Ints = -(-self.room[rows] // self.block_size)
         return held
 
@@ -194,18 +198,20 @@ class KVManager:
         for num_slid in self._sliding.values():
             num_slid[row] = 0
 
-    # ---- rows go on
+    # ---- growing rows
 
     def slide(self, running: Running) -> None:
-        """Give back what the next token of each row does not see. A step in flight may still read it: steps
-        run in order, and whoever gets the block writes to it in a later one."""
+        """Release the blocks outside the window of each row's next token. A step in flight may still read
+        them: steps run in order, so the next owner writes to them in a later step."""
         rows = running.order
         for window, num_slid in self._sliding.items():
             unseen = (running.num_computed[rows] - (window - 1)) // self.block_size
             moved = np.flatnonzero(unseen > num_slid[rows])
             sliding, ends = rows[moved], unseen[moved]
             firsts, num_slid[sliding] = num_slid[sliding].tolist(), ends
-            groups = [tables for tables, its in zip(self.tables, self.windows, strict=True) if its == window]
+            groups = [
+                tables for tables, width in zip(self.tables, self.windows, strict=True) if width == window
+            ]
             gone: Table = []
             for row, first, end in zip(sliding.tolist(), firsts, ends.tolist(), strict=True):
                 for tables in groups:
@@ -213,10 +219,10 @@ class KVManager:
                     for at in range(first, end):
                         gone.append(table[at])
                         table[at] = None
-            self.pool.release(_held(gone)[::-1])  # what lies further back is reused first
+            self.pool.release(_held(gone)[::-1])  # the earliest blocks are reused first
 
     def growth(self, rows: RowIds, reach: Ints) -> Growth:
-        """What it takes for `rows[i]` to have `reach[i]` tokens."""
+        """Return the blocks needed for `rows[i]` to have `reach[i]` tokens."""
         growing = np.flatnonzero(reach > self.room[rows])
         rows = rows[growing]
         counts = -((self.room[rows] - reach[growing]) // self.block_size)
@@ -224,7 +230,7 @@ class KVManager:
         return Growth(reach, rows, counts, max(num_new - self.pool.num_free, 0))
 
     def grow(self, growth: Growth) -> tuple[Ints, Ints]:
-        """Append the blocks that rows need. Returns the row of each new block, and by group its id."""
+        """Append the blocks that rows need. Return the row of each new block, and its ids by group."""
         rows, counts = growth.rows, growth.counts
         if not len(rows):
             return _NONE, _NONE.reshape(len(self.tables), 0)
@@ -237,11 +243,11 @@ class KVManager:
                 tables[row].append(block)
         return block_rows, np.array([block.id for block in taken], np.int32).reshape(-1, count)
 
-    # ---- what can be found
+    # ---- the prefix index
 
     def index(self, running: Running, rows: RowIds, reach: Ints) -> None:
-        """Make the blocks findable that `rows[i]` fills with its tokens up to `reach[i]`, if it is known with
-        what. That is before they are filled: who shares them reads after the write."""
+        """Index the blocks that `rows[i]` fills with its known tokens up to `reach[i]`. They are indexed
+        before they are written; requests that share them read them after the write."""
         if not self.share_prefixes:
             return
         reach = np.minimum(reach, running.num_known[rows])
@@ -266,18 +272,17 @@ class KVManager:
         self.num_indexed[rows] = num_full
 
     def take_fresh(self) -> list[Block]:
-        """The blocks that were indexed since the last call."""
+        """Return the blocks indexed since the last call."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """These were not written after all."""
+        """Remove blocks from the index that were not written after all."""
         for block in blocks:
             self.pool.forget(block)
 
     def _hash(self, request: Request, tokens: Ints, num_full: int) -> None:
-        """Extend the request's keys to its first `num_full` blocks; each is hashed once in a request's
-        life."""
+        """Extend the request's keys to its first `num_full` blocks; each block is hashed once per request."""
         keys, size = request.block_keys, self.block_size
         parent = keys[-1] if keys else _root_key(request)
         embeds, media = request.embeds, request.media

@@ -1,4 +1,4 @@
-"""How much one step may hold, and what becomes of that when a batch turns out to be too large."""
+"""Limits of a step, which are lowered if a batch turns out to be too large."""
 
 from typing import NamedTuple
 
@@ -11,63 +11,62 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 PATIENCE = 32
-"""Good steps after which a lowered limit rises by an eighth. Twice as many after each time it was lowered."""
+"""Successful steps after which a lowered limit rises by an eighth; doubled each time it is lowered."""
 MAX_PATIENCE = 4096
 SMALLEST_SHARE = 16
-"""A request that fails alone is tried with fewer tokens a step, down to this part of what settings allow."""
+"""A request that fails alone is retried with fewer tokens per step, down to this fraction of the setting."""
 
 
 class Claim(NamedTuple):
-    """Tokens of a step for a request that waits, of a tenant at this level."""
+    """Tokens of a step reserved for a waiting request of a tenant at this level."""
 
     level: float
     num_tokens: int
 
 
 class StepLimits:
-    """The most rows and tokens of a step, and the most tokens that one request gets in it.
+    """The most rows and tokens of a step, and the most tokens of one request in it.
 
-    They are what the settings say until a batch fails though each of its requests can run alone: then half of
-    what failed. From there they rise slowly.
-    """
+    They equal the settings until a batch fails although each of its requests runs alone. Then they are set to
+    half of the failed step and rise slowly."""
 
     def __init__(self, *, max_rows: int, max_tokens: int, longest_chunk: int = 0) -> None:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.longest_chunk = longest_chunk or max_tokens
         self.paced_tokens: int | None = None
-        """The most tokens of the next step, so that it is not too long for those who wait; None: no limit."""
+        """The most tokens of the next step while other tenants wait for tokens; None: no limit."""
         self.least_chunk = 1
         """Tokens of one request that any step must be able to hold."""
         self._settings = (max_rows, max_tokens)
         self._proven_rows = self._proven_tokens = 0
-        """The largest step that went well."""
+        """Rows and tokens of the largest step that succeeded."""
         self._patience, self._num_good = PATIENCE, 0
         self._tokens_before: int | None = None
-        """What `max_tokens` was before fewer were tried."""
+        """`max_tokens` before fewer were tried."""
 
     @property
     def budget(self) -> int:
-        """The tokens of the next step."""
+        """Return the token budget of the next step."""
         if self.paced_tokens is None:
             return self.max_tokens
         return min(max(self.paced_tokens, self.least_chunk), self.max_tokens)
 
     @property
     def max_chunk(self) -> int:
-        """The most tokens of one request that the next step can hold."""
+        """Return the most tokens of one request in the next step."""
         return min(self.longest_chunk, self.budget)
 
     def require(self, num_tokens: int) -> None:
-        """So many tokens of a request cannot be divided: steps hold them, as far as settings allow."""
+        """Raise the limits, up to the settings, to hold `num_tokens` of a request that cannot be divided."""
         self.least_chunk = max(self.least_chunk, min(num_tokens, self._settings[1]))
         self.max_tokens = max(self.max_tokens, self.least_chunk)
 
     def divide(
         self, pending: Ints, levels: NDArray[np.float64] | None = None, claim: Claim | None = None
     ) -> Ints:
-        """The tokens of a step, to rows that could compute so many: decodes first, then prompts in order, or
-        by their levels, each cut to what is left. Those above the level of a claim leave it its tokens."""
+        """Divide the tokens of a step between rows with `pending` tokens. Decodes come first, then prompts in
+        order or by level, until the budget is spent. Rows above the level of a claim leave it its tokens."""
         chunks, budget = np.minimum(pending, self.max_chunk), self.budget
         if chunks.sum() + (claim.num_tokens if claim else 0) > budget:
             is_prompt = pending > 1
@@ -80,7 +79,7 @@ class StepLimits:
         return chunks
 
     def passed(self, num_rows: int, num_tokens: int) -> None:
-        """A step of this size went well."""
+        """Record that a step of this size succeeded, and raise lowered limits after some such steps."""
         self._proven_rows = max(self._proven_rows, num_rows)
         self._proven_tokens = max(self._proven_tokens, num_tokens)
         if (self.max_rows, self.max_tokens) == self._settings or self._tokens_before is not None:
@@ -93,20 +92,22 @@ class StepLimits:
             self.max_tokens = min(tokens, self.max_tokens + max(1, self.max_tokens // 8))
 
     def shrink(self, num_rows: int, num_tokens: int) -> None:
-        """A step of this size is too large. Whatever of it went well before is not the reason, and neither is
-        the number of tokens where each row has one."""
+        """Lower the limits after a step of this size failed. Row or token counts that succeeded before are
+        not lowered, nor is the token count if each row has one token."""
         if num_rows <= self._proven_rows and num_tokens <= self._proven_tokens:
-            self._proven_rows = self._proven_tokens = 0  # it was so once
+            self._proven_rows = self._proven_tokens = 0  # the record no longer holds
         rows, tokens = num_rows > self._proven_rows, num_tokens > max(self._proven_tokens, num_rows)
         if rows:
             self.max_rows = max(1, num_rows // 2)
         if tokens:
             self.max_tokens = min(self.max_tokens, max(self.least_chunk, num_tokens // 2))
-        self._lowered(f"A step of {num_rows} requests and {num_tokens} tokens failed, and none of them alone")
+        self._record_lowered(
+            f"A step of {num_rows} requests and {num_tokens} tokens failed, but each request runs alone"
+        )
 
     def try_fewer_tokens(self, num_tokens: int) -> bool:
-        """A request failed alone with so many tokens in its step: half of them are next, unless that would
-        be too few."""
+        """Set `max_tokens` to half of the `num_tokens` with which a request failed alone. Return False if
+        that is too few."""
         fewer = num_tokens // 2
         if fewer < max(self.least_chunk, self._settings[1] // SMALLEST_SHARE):
             return False
@@ -116,23 +117,23 @@ class StepLimits:
         return True
 
     def settle(self, *, passed: bool) -> bool:
-        """The end of such a try: whether there was one, and fewer tokens were the cure."""
+        """End a trial with fewer tokens. Return whether there was one and it helped."""
         before, self._tokens_before = self._tokens_before, None
         if before is None:
             return False
         if passed:
-            self._lowered("A request failed, and did not with fewer tokens in a step")
+            self._record_lowered("A request failed, but succeeded with fewer tokens in a step")
         else:
             self.max_tokens = before
         return passed
 
-    def _lowered(self, why: str) -> None:
+    def _record_lowered(self, cause: str) -> None:
         self._num_good, self._patience = 0, min(2 * self._patience, MAX_PATIENCE)
         log.warning(
             "%s: for now a step holds at most %d requests and %d tokens. If that happens again, lower "
             "max_num_seqs (%d) or max_num_batched_tokens (%d), or leave more memory free with a lower "
             "gpu_memory_utilization",
-            why,
+            cause,
             self.max_rows,
             self.max_tokens,
             *self._settings,

@@ -1,4 +1,4 @@
-"""Beside: a thread that does one thing while its owner does another."""
+"""MaskThread: a thread that runs one job at a time beside its owner."""
 
 import sys
 import threading
@@ -9,12 +9,12 @@ from weakref import finalize
 
 Work = Callable[[], None]
 _SWITCH_S = 1e-4
-"""After which who comes back for the interpreter gets it, while somebody works beside. Python's own 5 ms are
-longer than a step: whoever waits for the work would wait until its owner has nothing else to do."""
+"""Switch interval of the interpreter while a job runs. Python's default of 5 ms is longer than a step, so the
+job would end only when the owner has nothing else to do."""
 
 
 class MaskThread:
-    """One job at a time, for work that lets go of the interpreter."""
+    """Runs one job at a time, for work that releases the GIL."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Work | None] = SimpleQueue()
@@ -22,44 +22,44 @@ class MaskThread:
         self._errors: list[BaseException] = []
         self._begun.acquire()
         self._ended.acquire()
-        given = self._jobs, self._begun, self._ended, self._errors
-        threading.Thread(target=_do_all, args=given, name=name, daemon=True).start()
+        args = self._jobs, self._begun, self._ended, self._errors
+        threading.Thread(target=_run_jobs, args=args, name=name, daemon=True).start()
         finalize(self, self._jobs.put, None)
 
     def begin(self, work: Work) -> None:
-        """Returns when it has begun: a thread that is not waited for would get the interpreter much later."""
-        self._jobs.put(partial(_soon, work, sys.getswitchinterval()))
+        """Start a job and return once it runs. Without this wait the thread would get the GIL much later."""
+        self._jobs.put(partial(_run_with_short_interval, work, sys.getswitchinterval()))
         self._begun.acquire()
 
     def wait(self) -> None:
-        """Until it is done; raises what it raised."""
+        """Wait until the job is done and raise its error, if any."""
         self._ended.acquire()
         if self._errors:
             raise self._errors.pop()
 
 
-def _soon(work: Work, usual_s: float) -> None:
-    """Have it end as soon as it is done."""
+def _run_with_short_interval(work: Work, usual_s: float) -> None:
+    """Run the job with a short switch interval, so that its end is noticed at once."""
     sys.setswitchinterval(min(usual_s, _SWITCH_S))
     try:
         work()
     finally:
-        if usual_s > _SWITCH_S:  # else somebody else works beside, and sets it back
+        if usual_s > _SWITCH_S:  # otherwise another job has set it and will restore it
             sys.setswitchinterval(usual_s)
 
 
-def _do_all(
+def _run_jobs(
     jobs: "SimpleQueue[Work | None]",
     begun: threading.Lock,
     ended: threading.Lock,
     errors: list[BaseException],
 ) -> None:
-    """Knows nothing of who asks, who may thus go away."""
+    """Run jobs until None comes. It holds no reference to the owner, so that this can be collected."""
     while (work := jobs.get()) is not None:
         begun.release()
         try:
             work()
-        except BaseException as error:  # raised by who waits
+        except BaseException as error:  # raised again by wait()
             errors.append(error)
         work = None
         ended.release()

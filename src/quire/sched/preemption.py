@@ -1,4 +1,4 @@
-"""Preemption: who gives way when the blocks run out, and the warning about it."""
+"""Preemption: the choice of the row to preempt when blocks run out, and the warning about it."""
 
 import time
 
@@ -13,11 +13,10 @@ WARN_INTERVAL_S = 10.0
 
 
 def choose_victim(running: Running, policy: str, among: RowIds | None = None) -> int:
-    """The row to preempt: of the latest quarter of admissions the one whose recomputation costs least.
+    """Return the row to preempt: of the latest quarter of admissions the one that is cheapest to recompute.
 
-    Never the oldest unless it is alone, so that somebody always gets through; under the priority policy
-    only rows of the least urgent priority are considered, and where shares are fair those `among`.
-    """
+    The oldest row is spared unless it is alone, so that one request always finishes. Under the priority
+    policy only rows of the least urgent priority are considered; with fair shares only those `among`."""
     candidates = running.order[1:] if len(running) > 1 else running.order
     if among is not None and len(beyond := among[among != running.order[0]]):
         candidates = beyond
@@ -29,13 +28,13 @@ def choose_victim(running: Running, policy: str, among: RowIds | None = None) ->
 
 
 class PreemptionWarning:
-    """What the user is told about preemptions, and could do about them."""
+    """Warns the user about preemptions and names remedies."""
 
     def __init__(self) -> None:
         self._next = 0.0
 
     def __call__(self, request_id: str, num_preemptions: int) -> None:
-        """Said at most once in `WARN_INTERVAL_S`."""
+        """Log the warning, at most once per `WARN_INTERVAL_S`."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + WARN_INTERVAL_S

@@ -1,9 +1,8 @@
-"""The waiting line, one class per scheduling policy, and one over several lines.
+"""Waiting queues: one class per scheduling policy, and a fair one over several queues.
 
-Who is removed stays where it stood, dead, until it comes up or the dead outnumber the living: so no operation
-costs more the longer the line is, but for the logarithm of a heap. A request that enters again gets a new
-entry, which tells it from its dead one.
-"""
+A removed request leaves its entry behind until this reaches the front or such entries outnumber the others.
+So no operation depends on the length of the queue, except for the logarithm of a heap. A request that enters
+again gets a new entry, which differs from its stale one."""
 
 import heapq
 from collections import deque
@@ -14,7 +13,7 @@ from quire.sched.fairness import FairShare
 
 
 class WaitingQueue(Protocol):
-    """The requests that wait, in the order in which they come in. A request stands in it once."""
+    """Waiting requests in the order of admission. A request stands in it at most once."""
 
     def push(self, request: Request) -> None: ...
     def push_front(self, request: Request) -> None: ...
@@ -25,44 +24,45 @@ class WaitingQueue(Protocol):
 
 
 class FcfsQueue:
-    """First come, first served. A request that has run, here or in a core that died, stands at the front."""
+    """First come, first served. A request that has run, here or in an engine core that died, goes to the
+    front."""
 
     def __init__(self) -> None:
         self._line: deque[tuple[Request]] = deque()
-        self._living: dict[str, tuple[Request]] = {}
+        self._live: dict[str, tuple[Request]] = {}
 
     def push(self, request: Request) -> None:
         if request.has_run:
             self.push_front(request)
             return
-        self._living[request.id] = entry = (request,)
+        self._live[request.id] = entry = (request,)
         self._line.append(entry)
 
     def push_front(self, request: Request) -> None:
-        self._living[request.id] = entry = (request,)
+        self._live[request.id] = entry = (request,)
         self._line.appendleft(entry)
 
     def peek(self) -> Request:
-        while not self._is_living(self._line[0]):
+        while not self._is_live(self._line[0]):
             self._line.popleft()
         return self._line[0][0]
 
     def pop(self) -> Request:
         request = self.peek()
         self._line.popleft()
-        del self._living[request.id]
+        del self._live[request.id]
         return request
 
     def remove(self, request: Request) -> None:
-        del self._living[request.id]
-        if len(self._line) > 2 * len(self._living):
-            self._line = deque(entry for entry in self._line if self._is_living(entry))
+        del self._live[request.id]
+        if len(self._line) > 2 * len(self._live):
+            self._line = deque(entry for entry in self._line if self._is_live(entry))
 
-    def _is_living(self, entry: tuple[Request]) -> bool:
-        return self._living.get(entry[0].id) is entry
+    def _is_live(self, entry: tuple[Request]) -> bool:
+        return self._live.get(entry[0].id) is entry
 
     def __len__(self) -> int:
-        return len(self._living)
+        return len(self._live)
 
 
 class PriorityQueue:
@@ -70,7 +70,7 @@ class PriorityQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, float, int, Request]] = []
-        self._living: dict[str, tuple[int, float, int, Request]] = {}
+        self._live: dict[str, tuple[int, float, int, Request]] = {}
         self._last = self._first = 0
 
     def push(self, request: Request) -> None:
@@ -82,45 +82,45 @@ class PriorityQueue:
         self._enter(request, self._first)
 
     def _enter(self, request: Request, place: int) -> None:
-        entry = self._living[request.id] = (request.priority, request.arrived_at, place, request)
+        entry = self._live[request.id] = (request.priority, request.arrived_at, place, request)
         heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request:
-        while not self._is_living(self._heap[0]):
+        while not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][-1]
 
     def pop(self) -> Request:
         request = self.peek()
         heapq.heappop(self._heap)
-        del self._living[request.id]
+        del self._live[request.id]
         return request
 
     def remove(self, request: Request) -> None:
-        del self._living[request.id]
-        if len(self._heap) > 2 * len(self._living):
-            self._heap = [entry for entry in self._heap if self._is_living(entry)]
+        del self._live[request.id]
+        if len(self._heap) > 2 * len(self._live):
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)
 
-    def _is_living(self, entry: tuple[int, float, int, Request]) -> bool:
-        return self._living.get(entry[-1].id) is entry
+    def _is_live(self, entry: tuple[int, float, int, Request]) -> bool:
+        return self._live.get(entry[-1].id) is entry
 
     def __len__(self) -> int:
-        return len(self._living)
+        return len(self._live)
 
 
 LINES: dict[str, type[FcfsQueue] | type[PriorityQueue]] = {"fcfs": FcfsQueue, "priority": PriorityQueue}
 
 
 class FairQueue:
-    """A line for each tenant, by whatever policy; next is the first in that of the tenant that has had
-    least."""
+    """A queue per tenant, by a given policy. The next request is the first of the tenant with the lowest
+    level."""
 
     def __init__(self, policy: str, shares: FairShare) -> None:
         self._make_line = LINES[policy]
         self._shares = shares
         self._lines: dict[int, FcfsQueue | PriorityQueue] = {}
-        """By tenant, where somebody waits."""
+        """By tenant with waiting requests."""
 
     def push(self, request: Request) -> None:
         if request.tenant not in self._lines:
@@ -128,7 +128,7 @@ class FairQueue:
         self._line_of(request).push(request)
 
     def push_front(self, request: Request) -> None:
-        """Who was here before: nothing changes for its tenant."""
+        """Insert a request that was here before, without changing its tenant's level."""
         self._line_of(request).push_front(request)
 
     def _line_of(self, request: Request) -> FcfsQueue | PriorityQueue:

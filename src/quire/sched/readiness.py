@@ -1,4 +1,4 @@
-"""Gates: what a request may have to wait for before it gets a row, and the line where others pass it by."""
+"""Admission checks that a request may have to wait for, and the queue that skips requests held by one."""
 
 from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -9,36 +9,37 @@ from quire.sched.queues import WaitingQueue
 
 
 class AdmissionCheck(Protocol):
-    """Something that requests may have to wait for before they get a row: a grammar, an adapter."""
+    """Something that requests may have to wait for before they get a row: a grammar, a LoRA adapter."""
 
     opened: bool
-    """Whether somebody whom it held may come in; set by the gate, and taken back by who has looked."""
+    """Whether a held request may be admissible now; set by the check and reset by `Gates.take_opened`."""
 
     @property
     def coming(self) -> Collection[Future[Any]]:
-        """What it waits for itself."""
+        """Return the futures that the check waits for."""
 
     def add(self, request: Request) -> None:
-        """It has come, and waits."""
+        """Add a request that has arrived and waits."""
 
     def holds(self, request: Request, *, alone: bool = False) -> bool:
-        """Whether it cannot come in now; or, `alone`, if nobody else runs or is let in."""
+        """Whether the request cannot be admitted now. With `alone`, no other request runs or is admitted."""
 
     def enter(self, request: Request) -> None:
-        """It gets a row."""
+        """Record that the request gets a row."""
 
     def leave(self, request: Request) -> None:
-        """It has lost its row, and waits again, unless it is dropped."""
+        """Record that the request has lost its row. It waits again unless it is dropped."""
 
     def drop(self, request: Request) -> None:
-        """It has ended."""
+        """Remove a request that has ended."""
 
     def settle(self) -> dict[str, str | None]:
-        """Take in what has come. The requests that wait in vain, and why, if that is their own fault."""
+        """Collect what has become ready. Return the requests that failed, with a message if the client is at
+        fault."""
 
 
 class Gates:
-    """All of them, as one."""
+    """All admission checks as one."""
 
     def __init__(self, *gates: AdmissionCheck) -> None:
         self._gates = gates
@@ -63,20 +64,20 @@ class Gates:
             gate.drop(request)
 
     def settle(self) -> dict[str, str | None]:
-        return {id: why for gate in self._gates for id, why in gate.settle().items()}
+        return {id: message for gate in self._gates for id, message in gate.settle().items()}
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether something is on its way without which some cannot come in."""
+        """Whether a check waits for something that requests need."""
         return any(gate.coming for gate in self._gates)
 
     def wait(self, timeout_s: float) -> bool:
-        """Until something has come; False if nothing does in time."""
+        """Wait until something is ready; return False on a timeout."""
         coming = [future for gate in self._gates for future in gate.coming]
         return bool(coming) and bool(wait(coming, timeout_s, FIRST_COMPLETED).done)
 
     def take_opened(self) -> bool:
-        """Whether one has opened since the last time."""
+        """Return whether a check has opened since the last call."""
         opened = any(gate.opened for gate in self._gates)
         for gate in self._gates:
             gate.opened = False
@@ -84,19 +85,18 @@ class Gates:
 
 
 class GatedLine:
-    """A waiting line whose next is the first whom no gate holds. Who is held keeps its place.
+    """A waiting queue that returns the first request that no check holds. Held requests keep their place.
 
-    It is looked at again when a gate has opened, not in every step: thousands may be held.
-    """
+    They are checked again when a check has opened, not in every step: there may be thousands."""
 
     def __init__(self, line: WaitingQueue, gates: Gates) -> None:
         self._line = line
         self._gates = gates
         self._held: dict[str, Request] = {}
-        """In the order of the line, all of which is behind them."""
+        """Held requests in queue order; all others are behind them."""
 
     def next(self) -> Request | None:
-        """It stays where it is until it is popped."""
+        """Return the next admissible request; it stays in the queue until `pop`."""
         if self._held and self._gates.take_opened():
             self._put_back()
         while len(self._line):
@@ -107,7 +107,7 @@ class GatedLine:
         return None
 
     def pop(self) -> Request:
-        """What `next` has found."""
+        """Remove and return the request that `next` has returned."""
         return self._line.pop()
 
     def push(self, request: Request) -> None:
@@ -128,7 +128,7 @@ class GatedLine:
 
     @property
     def num_held(self) -> int:
-        """Those who were passed by when the line was last looked at."""
+        """Return the number of requests skipped when the queue was last examined."""
         return len(self._held)
 
     def __len__(self) -> int:

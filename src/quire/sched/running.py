@@ -9,70 +9,67 @@ from quire.data.plan import Ints, spread
 from quire.data.request import Request
 
 RowIds = NDArray[np.intp]
-"""What numpy indexes by without converting it first."""
+"""Row indices in the type that numpy needs for indexing without a conversion."""
 
 
 def looks_back(params: SamplingParams) -> bool:
-    """Whether the sampler reads, on the host, the tokens before its own. Penalties are counted on the
-    device."""
+    """Whether the sampler needs the preceding tokens on the host. Penalties are counted on the device."""
     return params.moments is not None or any(len(word) > 1 for word in params.bad_words_token_ids or ())
 
 
 def is_constrained(params: SamplingParams) -> bool:
-    """Whether what it may say next depends on what it said."""
+    """Whether the allowed next tokens depend on the generated ones."""
     return params.structured_outputs is not None or params.thinking_token_budget is not None
 
 
 class Running:
     """The requests that hold a row, as columns.
 
-    `order` lists the taken rows, oldest admission first; every other column is indexed by row.
-    """
+    `order` lists the rows in use, oldest admission first; every other column is indexed by row."""
 
     def __init__(self, max_rows: int, max_len: int, num_stages: int = 1) -> None:
         self.num_stages = num_stages
-        """Of the pipeline that computes. With more than one every row needs its values."""
+        """Pipeline stages. With more than one every row needs its token values on the host."""
         self.order: RowIds = np.empty(0, np.intp)
         self.requests: list[Request | None] = [None] * max_rows
         self.ids: NDArray[np.object_] = np.full(max_rows, "", np.object_)
         self.tokens: Ints = np.zeros((max_rows, max_len), np.int32)
-        """While a request runs its tokens grow here; `Request.tokens` catches up when it leaves its row."""
+        """Tokens of the running requests; `Request.tokens` is updated when a request leaves its row."""
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
         self.num_cached: Ints = np.zeros(max_rows, np.int32)
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
-        """Those in flight counted in: it is known that they come, but not yet what they are. With drafts in
-        flight there may be more."""
+        """Including tokens in flight, which have no value yet. With drafts in flight there may be more."""
         self.num_known: Ints = np.zeros(max_rows, np.int32)
-        """Tokens with a value."""
+        """Tokens with a known value."""
         self.num_told: Ints = np.zeros(max_rows, np.int32)
-        """Tokens whose value all stages have."""
+        """Tokens with a value that all stages have."""
         self.num_computed: Ints = np.zeros(max_rows, np.int32)
-        """Those in flight counted in."""
+        """Including tokens in flight."""
         self.num_drafts: Ints = np.zeros(max_rows, np.int32)
-        """In flight: how many tokens more than these there may be."""
+        """Draft tokens in flight: `num_tokens` may grow by up to this number."""
         self.limit: Ints = np.zeros(max_rows, np.int32)
         self.eos_id: Ints = np.full(max_rows, -1, np.int32)
         self.min_len: Ints = np.zeros(max_rows, np.int32)
         """No stop before the sequence has this many tokens."""
         self.watched = np.zeros(max_rows, np.bool_)
-        """Whether a token needs a closer look than eos and length: stop ids, repetition."""
+        """Whether tokens must be checked for more than eos and length: stop ids, repetition."""
         self.constrained = np.zeros(max_rows, np.bool_)
-        """Whether the row follows a grammar, or has a limit to its reasoning."""
+        """Whether the row has a grammar or a limited reasoning."""
         self.tenant: Ints = np.zeros(max_rows, np.int32)
         self.needs_value = np.zeros(max_rows, np.bool_)
-        """Whether the host must know a token before the next can be sampled."""
+        """Whether the host must have a token's value before the next can be sampled."""
         self.waits = np.zeros(max_rows, np.bool_)
-        """The same, since drafts are made of it."""
+        """Whether drafting needs the token's value first."""
         self.drafts = np.zeros(max_rows, np.bool_)
         """Whether the row may have drafts at all."""
         self.first_len: Ints = np.zeros(max_rows, np.int32)
-        """How many tokens its request had when it got the row."""
+        """Number of tokens the request had when it got the row."""
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        """A number that is the row's until it is released; then 0."""
+        """A number unique to the admission until the row is released; then 0."""
         self.timed: set[int] = set()
-        """Rows whose share of every step is told."""
+        """Rows with requests that get their share of each step's time."""
         self.stepped_at = 0.0
-        """When the last step ended, monotonic."""
+        """Time at which the last step ended, monotonic."""
         self._num_admissions = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
 
@@ -113,8 +110,8 @@ class Running:
         return row
 
     def pending(self) -> Ints:
-        """How many tokens each row of `order` can compute now. A token in flight can be computed without
-        its value, unless it is the last one anyway or the host wants to see it first."""
+        """Return how many tokens each row of `order` can compute now. A token in flight can be computed
+        without its value, unless it is the last one or the host needs the value first."""
         rows = self.order
         num_tokens = self.num_tokens[rows]
         pending: Ints = num_tokens - self.num_computed[rows]
@@ -122,14 +119,14 @@ class Running:
         if unknown.any():
             most, min_len = num_tokens + self.num_drafts[rows], self.min_len[rows]
             waits = self.needs_value[rows] | self.waits[rows] | (most >= self.limit[rows])
-            # Whether `min_tokens` still holds is not known before its drafts have landed.
+            # Whether `min_tokens` still applies is not known before the drafts are verified.
             waits |= (num_tokens < min_len) & (most >= min_len)
             pending[unknown & waits] = 0
         return pending if self.num_stages == 1 else self._spread(pending)
 
     def _spread(self, pending: Ints) -> Ints:
-        """Leave some decodes to the plans behind this one, so that each stage has one to compute: a plan
-        gets an equal share of all, those in flight counted in."""
+        """Leave some decodes to the next plans, so that each stage has work: a plan gets an equal part of all
+        decodes, including those in flight."""
         rows = self.order
         decodes = self.num_tokens[rows] - self.num_computed[rows] == 1
         share = -(-int(np.count_nonzero(decodes)) // self.num_stages)
@@ -137,20 +134,20 @@ class Running:
         return pending
 
     def tell(self, rows: RowIds) -> Ints:
-        """[2, rows]: those of `rows` that got a token since it was last told, and that token."""
-        untold = rows[self.num_known[rows] > self.num_told[rows]]
-        self.num_told[untold] = self.num_known[untold]
-        return np.stack([untold.astype(np.int32), self.tokens[untold, self.num_known[untold] - 1]])
+        """Return [2, rows]: those of `rows` with a new token that has not been sent yet, and that token."""
+        unsent = rows[self.num_known[rows] > self.num_told[rows]]
+        self.num_told[unsent] = self.num_known[unsent]
+        return np.stack([unsent.astype(np.int32), self.tokens[unsent, self.num_known[unsent] - 1]])
 
     def reach(self, chunks: Ints) -> Ints:
-        """How many tokens each row of `order` has computed, at most, once it computes so many more."""
+        """Return how many tokens each row of `order` has computed, at most, after `chunks` more."""
         rows = self.order
         reach: Ints = self.num_computed[rows] + self.num_drafts[rows] + chunks
         return reach
 
     def launch(self, rows: RowIds, num_tokens: Ints, num_drafts: Ints) -> NDArray[np.bool_]:
-        """`rows` compute so many tokens, of which so many are drafts. Returns which of them get new ones;
-        their values follow."""
+        """Record that `rows` compute `num_tokens`, including `num_drafts` drafts. Return which of them sample
+        new tokens; their values follow."""
         if len(num_drafts):
             self.num_drafts[rows] += num_drafts
             num_tokens = num_tokens - num_drafts
@@ -160,7 +157,7 @@ class Running:
         return samples
 
     def fill(self, rows: RowIds, token_ids: Ints, counts: Ints, num_drafts: Ints) -> None:
-        """The oldest unknown token of each row has come, or so many."""
+        """Fill in the oldest unknown token of each row, or `counts` tokens of each."""
         num_known = self.num_known[rows]
         if not len(counts):
             self.tokens[rows, num_known] = token_ids
@@ -173,7 +170,7 @@ class Running:
         self.num_drafts[rows] -= num_drafts
 
     def release(self, row: int) -> Request:
-        """The row's request, with all tokens that are known."""
+        """Release a row and return its request with all known tokens."""
         request = self.request(row)
         request.tokens = request.tokens + self.tokens[row, len(request.tokens) : self.num_known[row]].tolist()
         self.requests[row], request.row = None, -1

@@ -1,13 +1,12 @@
-"""The scheduler: which tokens are computed next, and what the results mean.
+"""The scheduler: plans the tokens to compute next and applies the results.
 
-There are no phases. A request has tokens, and a number of them is computed; a step gives each request some
-of the difference. Decoding, a prompt, a chunk of one, a prefix hit, a preempted request coming back: all
-the same subtraction.
+There are no phases. A request has tokens, and a number of them is computed; a step gives each request some of
+the difference. Decodes, prompts, chunked prefill, prefix cache hits and resumed requests are all handled by
+this one subtraction.
 
-Values come late. A plan counts as computed once it is made, and the next may be made before its result is in:
-that a row gets a token is known then, and which one is not. So whatever depends on values (stops, outputs,
-what the prefix cache may find) happens in `update`, or to the tokens that are known.
-"""
+Token values arrive late. A plan counts as computed once it is made, and the next may be made before its
+result arrives. Then it is known that a row gets a token, but not which one. So everything that depends on
+values (stops, outputs, the prefix index) happens in `update`, or uses known tokens only."""
 
 import time
 from collections import deque
@@ -32,7 +31,7 @@ from quire.sched.spec import Drafting, Drafts
 
 
 class Scheduler:
-    """Plans steps, and turns their results into what they mean to the requests."""
+    """Plans steps and applies their results to the requests."""
 
     def __init__(
         self,
@@ -53,8 +52,8 @@ class Scheduler:
         adapters: LoRAScheduler | None = None,
         media: EncoderCache | None = None,
     ) -> None:
-        """`num_stages` of a pipeline: with more than one no row is planned before its last token is known,
-        and plans carry those tokens; with one they stay on the device. A `fair` one shares tokens between
+        """With more than one pipeline stage, no row is planned before its last token is known, and plans
+        carry these tokens; with one they stay on the device. With `fair`, tokens are divided between
         tenants."""
         self.kv = kv
         self.limits = StepLimits(
@@ -86,7 +85,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.in_flight: deque[StepInFlight] = deque()
-        """Plans without a result, oldest first."""
+        """Steps without a result, oldest first."""
         self.adapters.in_flight = self.in_flight
         self._notes = Notes()
         self._step = 0
@@ -96,14 +95,14 @@ class Scheduler:
     def media(self) -> EncoderCache:
         return self.admitter.media
 
-    # ---- requests come and go
+    # ---- adding and removing requests
 
     @property
     def has_work(self) -> bool:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        assert request.id not in self.requests, f"request {request.id} is already here"
+        assert request.id not in self.requests, f"request {request.id} already exists"
         request.queued_at = request.queued_at or time.monotonic()
         self.requests[request.id] = request
         self.gates.add(request)
@@ -111,12 +110,12 @@ class Scheduler:
         self.admitter.waiting.push(request)
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, FinishReason]:
-        """End requests from outside. Unknown ids (already finished, say) are passed over."""
+        """End requests by id. Ids that are unknown, e.g. already finished, are ignored."""
         known = [self.requests[id] for id in dict.fromkeys(request_ids) if id in self.requests]
         return {request.id: self._finish(request, "abort") for request in known}
 
     def settle(self) -> dict[str, FinishReason]:
-        """Take in what requests wait for, and end those who do so in vain."""
+        """Collect finished grammars and adapters, and end the requests that need one that failed."""
         return {id: self._finish(self.requests[id], "error", why) for id, why in self.gates.settle().items()}
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> FinishReason:
@@ -144,8 +143,8 @@ class Scheduler:
     # ---- before a step
 
     def plan(self) -> StepPlan | None:
-        """Spend the token budget: on running requests first, then on waiting ones if none had to give way.
-        None if nothing can run before the next result is in."""
+        """Spend the token budget on running requests first, then on waiting ones if none was preempted.
+        Return None if nothing can run before the next result arrives."""
         if not self._make_way():
             return None
         num_preemptions = self.num_preemptions
@@ -193,9 +192,9 @@ class Scheduler:
         return plan
 
     def _continue_running(self) -> tuple[Ints, Growth, Drafts] | None:
-        """Tokens for each running row, and what they take; requests are preempted until the blocks suffice.
-        That, and a trial, wait for what is in flight: a request takes all its tokens along, and a suspect
-        runs alone. Drafts come along where there is room for them."""
+        """Return the tokens and blocks of the running rows, with drafts where possible. Requests are
+        preempted until the blocks suffice. Preemption and trials wait for the steps in flight, because a
+        request keeps all its tokens and a suspect runs alone."""
         running = self.running
         if self.trial and self.in_flight:
             return None
@@ -216,7 +215,7 @@ class Scheduler:
             self._warn(request.id, self.num_preemptions)
 
     def _make_way(self) -> bool:
-        """Preempt whoever is in the way of another's share; False while something is in flight."""
+        """Preempt rows for tenants below their fair share; return False while a step is in flight."""
         while (row := self.admitter.in_the_way()) is not None:
             if self.in_flight:
                 return False
@@ -235,7 +234,7 @@ class Scheduler:
     # ---- after a step
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """The values of the oldest plan in flight: append what was sampled, end what is done."""
+        """Apply the result of the oldest step in flight: append sampled tokens and finish requests."""
         running, flight = self.running, self.in_flight.popleft()
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         landed = flight.landed(running, result)
@@ -270,15 +269,15 @@ class Scheduler:
         output.finished |= {id: self._finish(self.requests[id], "stop") for id in output.pooled}
         self.limits.passed(len(plan.rows), plan.total_tokens)
         if self.trial and len(sampled):
-            self._acquit(int(sampled[0]))
+            self._clear_suspect(int(sampled[0]))
         stats.num_running, stats.num_waiting = len(running), len(self.admitter.waiting)
         stats.kv_usage = self.kv.pool.usage
         self.constraints.begin(running)
         return output
 
     def fail(self, plan: StepPlan) -> dict[str, FinishReason]:
-        """The oldest step in flight broke: nothing of it counts, nor of those behind it. All go back to the
-        line. Those who were in it are tried one by one, so that only those end that fail by themselves."""
+        """Handle the failure of the oldest step in flight: discard all steps in flight and requeue all
+        requests. Those of the failed step are tried one by one, so that only requests that fail alone end."""
         flight = self.in_flight[0]
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         suspects = [self.running.request(row) for row in flight.rows[flight.alive(self.running)].tolist()]
@@ -291,13 +290,14 @@ class Scheduler:
         return {request.id: self._finish(request, "error") for request in guilty}
 
     def send_back(self) -> None:
-        """All running requests to the front of the line, in their order; no step may be in flight."""
+        """Move all running requests to the front of the queue, in order; no step may be in flight."""
         for row in self.running.order[::-1].tolist():
             self.admitter.waiting.push_front(self._vacate(row))
         self.adapters.empty_slots()
 
     def forget_flights(self) -> None:
-        """No result will come. Blocks are findable from the plan on that fills them: these are not filled."""
+        """Discard the steps in flight. Their blocks were indexed when planned but never written, so remove
+        them."""
         for flight in self.in_flight:
             self.kv.forget(flight.indexed)
             self._notes.admitted |= flight.notes.admitted
@@ -308,8 +308,8 @@ class Scheduler:
         self.constraints.forget()
         self.adapters.empty_slots()
 
-    def _acquit(self, row: int) -> None:
-        """The first suspect has computed a token alone. It makes way for the next."""
+    def _clear_suspect(self, row: int) -> None:
+        """Clear the first suspect after it has computed a token alone, and requeue it for the next one."""
         request = self.running.requests[row]
         if request is self.trial.first:
             self.trial.leave(request, "passed")

@@ -1,4 +1,4 @@
-"""What came of a step for the requests that are still here, and which of them end with it."""
+"""The new tokens of a step for the requests that are still running, and the sequences that end with it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from quire.sched.stops import why_stopped
 
 
 class SequenceEnd(NamedTuple):
-    """Where a sequence ends, and why."""
+    """Position and reason of a sequence's end."""
 
     place: int
-    """Of its last token, among all that came."""
+    """Index of its last token among the new tokens."""
     reason: str
     stop_reason: int | str | None
     keeps_last: bool
@@ -26,30 +26,30 @@ class SequenceEnd(NamedTuple):
 
 @dataclass
 class StepTokens:
-    """The new tokens of some rows, one row after the other."""
+    """The new tokens of some rows, row by row."""
 
     running: Running
     sampled: RowIds
     """The rows that got tokens, in the order of `result.token_ids`."""
     num_drafts: Ints
-    """How many drafts each of them had; empty: none."""
+    """Number of drafts of each row; empty: none."""
     result: StepResult
     starts: dict[int, int]
-    """By row with prompt logprobs: the first position they are of."""
+    """By row with prompt logprobs: their first position."""
 
     @cached_property
     def rows(self) -> RowIds:
-        """Of each token."""
+        """Return the row of each token."""
         return np.repeat(self.sampled, self.result.counts) if len(self.result.counts) else self.sampled
 
     @cached_property
     def lengths(self) -> NDArray[np.integer]:
-        """Of the sequence with each token; after they were filled in."""
+        """Return the sequence length at each token, after the tokens were filled in."""
         counts, num_known = self.result.counts, self.running.num_known[self.sampled]
         return spread(num_known - counts + 1, counts) if len(counts) else num_known
 
     def waves(self, wanted: NDArray[np.bool_]) -> Iterator[NDArray[np.intp]]:
-        """The places of the wanted tokens: the first of each row, then the second, ..."""
+        """Yield the indices of the wanted tokens: the first of each row, then the second, ..."""
         counts, places = self.result.counts, np.flatnonzero(wanted)
         if not len(counts):
             yield places
@@ -59,32 +59,30 @@ class StepTokens:
             yield places[turns == turn]
 
     def fill(self) -> None:
-        """Let the running requests have them."""
+        """Fill the tokens into the rows of the running requests."""
         self.running.fill(self.sampled, self.result.token_ids, self.result.counts, self.num_drafts)
 
     def ends(self, verdicts: dict[int, Verdict]) -> dict[int, SequenceEnd]:
-        """By row. Looks closely only at tokens that may be the last, and at those to which a grammar had
-        something to say (`verdicts`, by place)."""
+        """Return the ends of sequences by row. Only tokens that may be the last are checked, and those with a
+        verdict of a grammar (`verdicts`, by index)."""
         running, rows, lengths, token_ids = self.running, self.rows, self.lengths, self.result.token_ids
         suspect = (
             (lengths >= running.limit[rows]) | (token_ids == running.eos_id[rows]) | running.watched[rows]
         )
         places = np.flatnonzero(suspect & (lengths >= running.min_len[rows])).tolist()
-        found: dict[int, SequenceEnd] = {}
+        ends: dict[int, SequenceEnd] = {}
         for place in sorted({*places, *verdicts}):
             row, verdict = int(rows[place]), verdicts.get(place, "")
-            if row in found:
+            if row in ends:
                 continue
             tokens = running.tokens[row, : lengths[place]]
             if (why := why_stopped(running.request(row), tokens, verdict)) is not None:
                 reason, stop_reason = why
-                found[row] = SequenceEnd(
-                    place, *why, keeps_last=verdict == "complete" and stop_reason is None
-                )
-        return found
+                ends[row] = SequenceEnd(place, *why, keeps_last=verdict == "complete" and stop_reason is None)
+        return ends
 
     def cut(self, ends: dict[int, SequenceEnd]) -> None:
-        """Forget what came behind the ends."""
+        """Drop the tokens behind the ends."""
         counts = self.result.counts
         if not len(counts) or not ends:
             return
@@ -103,12 +101,12 @@ class StepTokens:
         )
 
     def of_prompts(self) -> dict[str, Any]:
-        """What is told of tokens that nobody sampled, by request id."""
-        aligned = {self.running.ids[row]: found for row, found in self.result.aligned.items()}
+        """Return prompt logprobs and alignments by request id."""
+        aligned = {self.running.ids[row]: value for row, value in self.result.aligned.items()}
         return {"prompt_logprobs": self._fresh_prompt_logprobs(), "aligned": aligned}
 
     def _fresh_prompt_logprobs(self) -> dict[str, list[RowLogprobs]]:
-        """By request id, without the positions that a preempted request computes for the second time."""
+        """Return prompt logprobs by request id, without positions that a preempted request computes again."""
         fresh = {}
         for row, positions in self.result.prompt_logprobs.items():
             request = self.running.request(row)

@@ -1,12 +1,12 @@
-"""Why a sequence ends."""
+"""Stop conditions: the reason why a sequence ends."""
 
 from quire.data.plan import DEAD_END, TOO_COMPLEX, Ints, Verdict
 from quire.data.request import Request
 
 
 def why_stopped(request: Request, tokens: Ints, verdict: Verdict = "") -> tuple[str, int | str | None] | None:
-    """Reason and stop_reason if a sequence of these tokens ends with the last of them; `verdict` of its
-    grammar, if it has one."""
+    """Return reason and stop_reason if the sequence ends with its last token, otherwise None. `verdict` is
+    that of its grammar, if any."""
     token_id = int(tokens[-1])
     if verdict == "error":
         return "error", DEAD_END

@@ -1,1 +1,1 @@
-"""The HTTP face of the engine: OpenAI-compatible routes, and those of the operator."""
+"""The HTTP server: OpenAI-compatible routes, and routes for operators."""

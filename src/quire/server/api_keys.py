@@ -20,11 +20,11 @@ _MAX_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key that is let in. The key itself is not kept, only what it is recognized by."""
+    """An accepted API key. Only its digest is kept."""
 
     digest: bytes = field(repr=False)
     name: str = ""
-    """Of one out of a file; a plain one has none, and no limits."""
+    """Name of a key from a file; a plain key has an empty name and no limits."""
     weight: float = 1.0
     max_concurrency: int | None = None
     tokens_per_minute: int | None = None
@@ -33,14 +33,14 @@ class Key:
 
     @property
     def cache_scope(self) -> str:
-        """The scope of the caches of its requests; plain keys, which have no name, share one."""
+        """Return the cache scope of the key's requests; all plain keys share one."""
         if not self.name:
             return ""
         return f"group {self.cache_group}" if self.cache_group else f"key {self.name}"
 
 
 def key_names(keys: Iterable[Key]) -> list[str]:
-    """In the order of their numbers."""
+    """Return the names of the named keys, in the order of their numbers."""
     return [key.name for key in keys if key.name]
 
 
@@ -52,8 +52,8 @@ def digest(key: bytes) -> bytes:
 
 
 def read_keys(values: Iterable[str]) -> tuple[Key, ...]:
-    """The keys that are given, and those in the files: a value that starts with `@` or ends like a file of
-    keys is the path of one."""
+    """Return the keys of the `api_key` values. A value that starts with `@` or ends in one of `FILES` is the
+    path of a file of keys."""
     keys: list[Key] = []
     for value in values:
         if value.startswith("@") or value.lower().endswith(FILES):
@@ -61,24 +61,24 @@ def read_keys(values: Iterable[str]) -> tuple[Key, ...]:
         elif value:
             keys.append(Key(digest(value.encode())))
         else:
-            raise ConfigError("api_key is empty: everybody would have it")
+            raise ConfigError("api_key is empty: any client could use it")
     names = [key.name for key in keys if key.name]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"api_key: two keys have the name {name!r}; a name tells keys apart")
+            raise ConfigError(f"api_key: two keys have the name {name!r}; names must be unique")
     if any(key.name for key in keys) and len({key.digest for key in keys}) < len(keys):
-        told = [key.name or "a plain one" for key in keys]
-        same = [name for name, key in zip(told, keys, strict=True) if _times(key, keys) > 1]
+        labels = [key.name or "a plain key" for key in keys]
+        same = [name for name, key in zip(labels, keys, strict=True) if _count_equal(key, keys) > 1]
         raise ConfigError(f"api_key: the same key is given as {' and '.join(same)}")
     return tuple(keys)
 
 
-def _times(key: Key, keys: Sequence[Key]) -> int:
-    return sum(key.digest == each.digest for each in keys)
+def _count_equal(key: Key, keys: Sequence[Key]) -> int:
+    return sum(key.digest == other.digest for other in keys)
 
 
 def _read_file(path: Path) -> list[Key]:
-    """No error may quote what the file holds: it is made of secrets."""
+    """Read a file of keys. Errors never quote its content, which is secret."""
     try:
         content = _parse(path, path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -90,7 +90,7 @@ def _read_file(path: Path) -> list[Key]:
         raise ConfigError(f"api_key: {path} must hold a list `keys` with at least one key")
     if unknown := [name for name in content if name != "keys"]:
         raise ConfigError(f"api_key: {path}: unknown field {unknown[0]!r} beside `keys`")
-    return [_key(f"api_key: {path}: keys[{place}]", entry) for place, entry in enumerate(entries)]
+    return [_read_key(f"api_key: {path}: keys[{place}]", entry) for place, entry in enumerate(entries)]
 
 
 def _parse(path: Path, text: str) -> Any:
@@ -103,22 +103,24 @@ def _parse(path: Path, text: str) -> Any:
 
             return yaml.safe_load(text)
         return json.loads(text)
-    except Exception as error:  # yaml's are of many kinds
+    except Exception as error:  # yaml raises several classes
         where = getattr(error, "lineno", None) or getattr(getattr(error, "problem_mark", None), "line", None)
         at = f" near line {where}" if where else ""
         raise ConfigError(f"api_key: {path} is not valid {kind[1:].upper() or 'JSON'}{at}") from None
 
 
-_FIELDS = ("name", "key", *(each.name for each in fields(Key) if each.name not in ("name", "digest")))
+_FIELDS = ("name", "key", *(item.name for item in fields(Key) if item.name not in ("name", "digest")))
 
 
-def _key(where: str, entry: Any) -> Key:
+def _read_key(where: str, entry: Any) -> Key:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} must be an object with `name` and `key`")
-    for given in entry:
-        if given not in _FIELDS:
-            # Who swaps name and value has written a key where a field belongs.
-            shown = f" {given!r}{nearest(given, _FIELDS)}" if nearest(str(given), _FIELDS) else ""
+    for field_name in entry:
+        if field_name not in _FIELDS:
+            # The field name may be a secret, if name and value were swapped: show it only if it is a typo.
+            shown = (
+                f" {field_name!r}{nearest(field_name, _FIELDS)}" if nearest(str(field_name), _FIELDS) else ""
+            )
             raise ConfigError(f"{where}: unknown field{shown}; known: {', '.join(_FIELDS)}")
     name, key, weight = entry.get("name"), entry.get("key"), entry.get("weight", 1.0)
     if not _is_name(name):
@@ -149,7 +151,7 @@ def _is_name(value: Any) -> TypeGuard[str]:
 
 
 def _shown(value: Any) -> str:
-    """A number; a text might be a key in the wrong place."""
+    """Return the text of a number, or the type of any other value, which might be a secret."""
     return repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
@@ -157,18 +159,18 @@ def _shown(value: Any) -> str:
 
 
 class Refusal(NamedTuple):
-    """A request that comes too early."""
+    """Reason for a 429 response, and the seconds to wait."""
 
     message: str
     retry_after_s: int
 
 
 class Ledger:
-    """The keys of a server, and what each has open and has used, over all of its API processes.
+    """The keys of a server, with their open requests and used tokens over all API processes.
 
-    Tokens are a bucket that fills in a minute. A request is let in while there is something in it, and takes
-    what it takes: its prompt when that was read, its answer as it comes. So the bucket may be overdrawn, and
-    nothing more is let in until it is paid back; no request is too large for ever.
+    tokens_per_minute is a token bucket that fills in a minute. A request is admitted while the bucket is not
+    empty. Its prompt is deducted when it was tokenized, its output as it is generated. The bucket may
+    therefore become negative, and no request is admitted until it is positive again.
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class Ledger:
         pages: KeyPages | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` must be the same in all processes."""
+        """Initialize the accounts; `clock` must be the same in all processes."""
         self.keys = tuple(keys)
         named = [key for key in self.keys if key.name]
         self._pages = pages or KeyPages(key_names(keys))
@@ -186,19 +188,20 @@ class Ledger:
         self._clock = clock
 
     def find(self, sent: bytes) -> Key | None:
-        """The key that was sent. All are compared, whichever fits: the time taken says nothing."""
-        wanted, found = digest(sent), None
+        """Return the matching key. All keys are compared, so the time does not depend on which one
+        matches."""
+        sent_digest, match = digest(sent), None
         for key in self.keys:
-            if hmac.compare_digest(wanted, key.digest):
-                found = key
-        return found
+            if hmac.compare_digest(sent_digest, key.digest):
+                match = key
+        return match
 
     def account(self, key: Key) -> KeyAccount | None:
         return self._accounts[self._numbers[key.digest]] if key.name else None
 
     def enter(self, key: Key, *, tokenless: bool = False) -> Refusal | None:
-        """Let a request in, which must `leave`, or say why not. One that is `tokenless` asks nothing of the
-        model, and is let in however many tokens the key has used."""
+        """Admit a request, which must call `leave` at its end, or return why it is refused. A `tokenless`
+        request does not use the model and is exempt from tokens_per_minute."""
         if not key.name:
             return None
         number, pages = self._numbers[key.digest], self._pages
@@ -207,9 +210,9 @@ class Ledger:
             pages.add(number, "running")
             return None
         with pages.agreed(number) as common:
-            refused = self._too_much(key, number)
+            refused = self._check_concurrency(key, number)
             if refused is None and not tokenless:
-                refused = self._too_many_tokens(key, number, common)
+                refused = self._check_tokens(key, number, common)
             for what in ("requests", "running") if refused is None else refused[:1]:
                 pages.add(number, what)
         return None if refused is None else refused[1]
@@ -218,7 +221,7 @@ class Ledger:
         if key.name:
             self._pages.add(self._numbers[key.digest], "running", -1)
 
-    def _too_much(self, key: Key, number: int) -> tuple[str, Refusal] | None:
+    def _check_concurrency(self, key: Key, number: int) -> tuple[str, Refusal] | None:
         most = key.max_concurrency
         if most is None or self._pages.total(number, "running") < most:
             return None
@@ -228,8 +231,9 @@ class Ledger:
             1,
         )
 
-    def _too_many_tokens(self, key: Key, number: int, common: Any) -> tuple[str, Refusal] | None:
-        """`common` holds what the key was granted since the start, and when that was last raised."""
+    def _check_tokens(self, key: Key, number: int, common: Any) -> tuple[str, Refusal] | None:
+        """Check tokens_per_minute. `common` holds the tokens granted since the start and the time of the last
+        grant."""
         rate = key.tokens_per_minute
         if rate is None:
             return None

@@ -1,4 +1,4 @@
-"""The application: routes over an engine, and what stands around them."""
+"""The ASGI application: the routes, and the middleware around them."""
 
 import functools
 from typing import Any
@@ -16,12 +16,12 @@ from quire.server.api_keys import Ledger
 from quire.server.audio.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
 from quire.server.engine import Engine
 from quire.server.http.document import BODY, CODES, document, replies_of
-from quire.server.http.errors import add_error_handlers, nobody
+from quire.server.http.errors import add_error_handlers, client_gone
 from quire.server.http.fast_path import Direct, Respond, json_routes
 from quire.server.http.in_flight import ClientGone
 from quire.server.http.limits import HttpGate
 from quire.server.http.metrics import Observed
-from quire.server.http.middleware import surrounded
+from quire.server.http.middleware import wrap_in_middleware
 from quire.server.http.origins import Origins
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.routes import add_adapter_routes
@@ -43,7 +43,7 @@ from quire.server.tokens.routes import add_token_routes, add_tokens_in_out
 
 
 class Application:
-    """The ASGI application with the handles that a drain needs."""
+    """The ASGI application, with the handles that a drain needs."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Application:
         keys: KeyPages | None = None,
         registry: LoRARegistry | None = None,
     ) -> None:
-        """`keys` and `registry` are shared by the processes of a server."""
+        """Build routes and middleware. The API processes of a server share `keys` and `registry`."""
         self.api = GenerationService(engine, settings, registry)
         docs = not settings.api.disable_fastapi_docs
         self.routes = FastAPI(
@@ -63,7 +63,7 @@ class Application:
             redoc_url="/redoc" if docs else None,
         )
         add_error_handlers(self.routes, log_stack=settings.log.log_error_stack)
-        self.routes.add_exception_handler(ClientGone, lambda *_: nobody())
+        self.routes.add_exception_handler(ClientGone, lambda *_: client_gone())
         add_tokens_in_out(self.routes, self.api)
         if not settings.api.tokens_only:
             _add_text_routes(self.routes, self.api)
@@ -73,7 +73,7 @@ class Application:
         add_adapter_routes(self.routes, self.api)
         self.feed: Feed = add_page(self.routes, engine)
         self.routes.openapi = lambda: document(self.routes)  # type: ignore[method-assign]
-        self.asgi = _surrounded(self.routes, self.api, settings, Ledger(settings.keys, keys))
+        self.asgi = _wrap(self.routes, self.api, settings, Ledger(settings.keys, keys))
 
 
 def _add_text_routes(app: FastAPI, api: GenerationService) -> None:
@@ -86,7 +86,7 @@ def _add_text_routes(app: FastAPI, api: GenerationService) -> None:
     add_speech_routes(app, api)
 
 
-def _surrounded(app: FastAPI, api: GenerationService, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
+def _wrap(app: FastAPI, api: GenerationService, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
     access, tokens_only = settings.access, settings.api.tokens_only
     busy: dict[str, tuple[Any, Respond]] = {
         "/v1/chat/completions": (ChatBody, functools.partial(answer_chat, api)),
@@ -104,16 +104,16 @@ def _surrounded(app: FastAPI, api: GenerationService, settings: ServerSettings, 
         max_form_bytes=settings.max_audio_bytes + MAX_FIELDS_BYTES,
     )
     inner = MessageErrors(api.adapters.holding(gate) if api.adapters.enabled else gate)
-    return Observed(surrounded(Origins(inner, access), access.middleware), api.engine.count_exchange)
+    return Observed(wrap_in_middleware(Origins(inner, access), access.middleware), api.engine.count_exchange)
 
 
 def add_generate_routes(app: FastAPI, api: GenerationService) -> None:
     @app.post("/v1/chat/completions", **replies_of(replies.ChatReply, *CODES, stream=True), **BODY)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-        """Answer a conversation, whole or as a stream of events."""
+        """Create a chat completion, as one response or as a stream of events."""
         return await answer_chat(api, body, request)
 
     @app.post("/v1/completions", **replies_of(replies.CompletionReply, *CODES, stream=True), **BODY)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
-        """Continue one or more prompts, whole or as a stream of events."""
+        """Create completions of one or more prompts, as one response or as a stream of events."""
         return await answer_completion(api, body, request)

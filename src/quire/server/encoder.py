@@ -1,4 +1,4 @@
-"""What writes an answer down: one encoder a route."""
+"""Protocol of the encoders that convert outputs to HTTP responses, one per route."""
 
 from typing import Any, Protocol
 
@@ -6,23 +6,23 @@ from quire.data.outputs import RequestOutput
 
 
 class AnswerEncoder(Protocol):
-    """An answer in the words of one API: as the events of a stream, or whole."""
+    """Encoder of the response of one API, as the events of a stream or as one body."""
 
     @property
     def text_only(self) -> bool:
-        """Whether `encode_text` can say what most outputs say."""
+        """Whether `encode_text` can encode most outputs."""
 
     def encode(self, output: RequestOutput) -> bytes:
-        """Events for what is new."""
+        """Return the events of an output."""
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
-        """The same for an output of one choice that is neither first nor last."""
+        """Return the events of a text-only output of a single choice, neither first nor last."""
 
     def finish(self) -> bytes:
-        """The last events of a stream that went well."""
+        """Return the last events of a successful stream."""
 
     def fail(self, error: Exception) -> bytes:
-        """The last events of one that did not."""
+        """Return the last events of a failed stream."""
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The body of an answer that is not streamed, from the last output of each prompt."""
+        """Return the body of a response that is not streamed, from the last output of each prompt."""

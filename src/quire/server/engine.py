@@ -1,4 +1,4 @@
-"""What the HTTP wing asks of an engine. `frontend.engine.AsyncEngine` is one; tests bring their own."""
+"""Protocols of the engine that the HTTP server uses. `frontend.engine.AsyncEngine` implements them."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeGuard
@@ -15,7 +15,7 @@ from quire.metrics.keys import KeyAccount
 
 
 class EngineFactsLike(Protocol):
-    """What is known of the model once the engine is up."""
+    """Properties of the model and the engine, available after start-up."""
 
     @property
     def model_names(self) -> tuple[str, ...]: ...
@@ -36,7 +36,7 @@ class EngineFactsLike(Protocol):
 
 
 class Outputs(Protocol):
-    """The outputs of one request as they come. Closing it early aborts the request."""
+    """Iterator over the outputs of one request. Closing it early aborts the request."""
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
     def __anext__(self) -> Awaitable[RequestOutput]: ...
@@ -44,18 +44,19 @@ class Outputs(Protocol):
 
 
 class Pushed(Outputs, Protocol):
-    """Outputs that can also be handed over in the moment they come."""
+    """Outputs that can also be delivered by callback as soon as they arrive."""
 
     async def forward(
         self,
         reader: Callable[[RequestOutput], None],
         text_reader: Callable[[str, int], None] | None = None,
     ) -> None:
-        """What is nothing but text, neither first nor last, may go to `text_reader`."""
+        """Call `reader` with each output. Text-only outputs, neither first nor last, may go to
+        `text_reader`."""
 
 
 def is_pushed(outputs: Outputs) -> TypeGuard[Pushed]:
-    """As `isinstance` says, which looks at protocols for 20 us."""
+    """Whether the outputs support `forward`. `isinstance` on a protocol would take 20 us."""
     return hasattr(outputs, "forward")
 
 
@@ -67,11 +68,11 @@ class PooledOutputs(Protocol):
 
 
 class Operations(Protocol):
-    """What operators ask of an engine, all of its cores."""
+    """Operator calls, which apply to all engine cores."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """By section and name."""
+        """Return the engine's settings by section and name."""
         ...
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None: ...
@@ -89,7 +90,7 @@ class Operations(Protocol):
 
 
 class Engine(Protocol):
-    """An engine as the routes use it."""
+    """The engine as the routes use it."""
 
     @property
     def operation(self) -> Operations: ...
@@ -98,7 +99,8 @@ class Engine(Protocol):
     def facts(self) -> EngineFactsLike: ...
     @property
     def inputs(self) -> InputProcessor:
-        """Knows the limits that hold: `max_model_len` may have been fitted to the memory."""
+        """Return the input processor, with the effective limits: `max_model_len` may be fitted to the
+        memory."""
         ...
 
     @property
@@ -116,9 +118,9 @@ class Engine(Protocol):
         account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
     ) -> Outputs:
-        """A RequestError is raised by the call itself. Outputs may carry an id of the engine's own. With a
-        `rank` it goes to that core and no other; `timed`, its share of the steps is counted. Its tokens are
-        of the `account`'s share. `lora`: the adapter that answers it."""
+        """Submit a request; raise RequestError at once if it is invalid. Outputs may carry an internal id.
+        `rank` selects the engine core. `timed` measures the request's share of the steps. Its tokens are
+        charged to `account`. `lora` is the adapter to use."""
         ...
 
     def encode(
@@ -132,23 +134,23 @@ class Engine(Protocol):
         account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
     ) -> PooledOutputs:
-        """As `generate`, of a pooling model."""
+        """Submit a request to a pooling model, like `generate`."""
         ...
 
     async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
-        """Read it. A RequestError says what is wrong with it."""
+        """Load an adapter; raise RequestError if it is invalid."""
         ...
 
     async def remove_adapter(self, name: str) -> bool:
-        """Over when no request uses it any more. Whether it was known."""
+        """Unload an adapter once no request uses it. Return whether it was loaded."""
         ...
 
     async def reset_mm_cache(self) -> None:
-        """Forget the media that were processed."""
+        """Clear the cache of processed multimodal items."""
         ...
 
     async def reset_prefix_cache(self, running: bool = False) -> bool:
-        """`running`: the requests that hold some are computed from their beginning again."""
+        """Clear the prefix cache; with `running`, requests that hold blocks are preempted and recomputed."""
         ...
 
     def metrics_text(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Serving: sockets in, a graceful end out."""
+"""Run the HTTP server on its sockets until a graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -29,11 +29,11 @@ logger = get_logger(__name__)
 
 _KEEP_ALIVE_S = 5
 _GRACE_S = 5.0
-"""After the drain: for the last words of aborted requests."""
+"""Seconds after the drain in which aborted requests send their last chunk."""
 
 
 class _Server(uvicorn.Server):
-    """Signals belong to whoever runs the event loop, who is told when connections are answered."""
+    """uvicorn server that leaves signals to its caller and calls `on_serving` when it accepts connections."""
 
     def __init__(
         self, config: uvicorn.Config, *, hand: Hand | None, on_serving: Callable[[], object]
@@ -66,16 +66,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Quiet(logging.Filter):
-    """Keeps the access log free of paths that nobody wants to read about."""
+class _PathFilter(logging.Filter):
+    """Log filter that drops access log lines of the `unlogged` paths."""
 
     def __init__(self, unlogged: frozenset[str]) -> None:
         super().__init__()
         self._unlogged = unlogged
 
     def filter(self, record: logging.LogRecord) -> bool:
-        asked = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
-        return str(asked).partition("?")[0] not in self._unlogged
+        target = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
+        return str(target).partition("?")[0] not in self._unlogged
 
 
 async def serve(
@@ -90,9 +90,9 @@ async def serve(
     keys: KeyPages | None = None,
     registry: LoRARegistry | None = None,
 ) -> None:
-    """Answer on `sockets`, or on the connections that `hand` is dealt, until `stop` is set (without one:
-    until SIGTERM or SIGINT). Then let running requests finish for `shutdown_timeout` seconds and abort the
-    rest. `on_serving` is called when connections are answered."""
+    """Serve on `sockets`, or on the connections that `hand` receives, until `stop` is set (without one: until
+    SIGTERM or SIGINT). Then let running requests finish for `shutdown_timeout` seconds and abort the rest.
+    `on_serving` is called when the server accepts connections."""
     application = Application(engine, settings, keys, registry)
     server = _Server(
         _config(application, settings), hand=hand, on_serving=functools.partial(on_serving, application)
@@ -129,7 +129,7 @@ def _log_routes(application: Application) -> None:
 async def _drain(
     server: _Server, application: Application, serving: "asyncio.Task[None]", timeout_s: float
 ) -> None:
-    """No new connections; running requests finish, or are ended when the time is up."""
+    """Refuse new connections, let running requests finish, and abort them after `timeout_s`."""
     answering = application.api.answering
     if len(answering):
         logger.info("Draining: %d requests have %g s to finish", len(answering), timeout_s)
@@ -144,8 +144,8 @@ async def _drain(
 
 def _config(application: Application, settings: ServerSettings) -> uvicorn.Config:
     http, log = settings.http, settings.log
-    # Before the configuration, which takes the access log's handler away if there is to be none.
-    _join_logs(log)
+    # Must come before uvicorn.Config, which removes the access log's handler if the log is disabled.
+    _configure_logs(log)
     config = uvicorn.Config(
         application.asgi,
         http=functools.partial(  # type: ignore[arg-type]
@@ -178,16 +178,19 @@ def _config(application: Application, settings: ServerSettings) -> uvicorn.Confi
     return config
 
 
-def _join_logs(log: LogSection) -> None:
-    """uvicorn's lines look like all others, unless a file says how all look."""
+def _configure_logs(log: LogSection) -> None:
+    """Give uvicorn's loggers the format of Quire's, or apply `log_config_file`."""
     if log.log_config_file is not None:
         apply_log_config(log.log_config_file)
     else:
         for name in ("uvicorn.error", "uvicorn.access"):
-            theirs = logging.getLogger(name)
-            theirs.handlers, theirs.propagate = list(logging.getLogger("quire").handlers), False
+            uvicorn_logger = logging.getLogger(name)
+            uvicorn_logger.handlers, uvicorn_logger.propagate = (
+                list(logging.getLogger("quire").handlers),
+                False,
+            )
     if unlogged := paths(log.disable_access_log_for_endpoints):
-        logging.getLogger("uvicorn.access").addFilter(_Quiet(unlogged))
+        logging.getLogger("uvicorn.access").addFilter(_PathFilter(unlogged))
 
 
 def _stop_on_signals() -> asyncio.Event:

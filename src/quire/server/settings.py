@@ -1,4 +1,4 @@
-"""The settings of the HTTP server: where it listens, who may ask, what it answers and writes down."""
+"""Settings of the HTTP server: addresses, access, API behaviour, LoRA adapters and logs."""
 
 import argparse
 from collections.abc import Mapping
@@ -15,19 +15,19 @@ from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 from quire.server.api_keys import Key, read_keys
 from quire.server.http.log_config import read_log_config
-from quire.server.http.middleware import found
+from quire.server.http.middleware import load_middleware
 from quire.server.lora.modules import Module, read_modules
 from quire.server.openai.parsing import Parsers
 
 logger = get_logger(__name__)
 
 _PREFIX = "server."
-"""Keeps the server's names in a namespace apart from the engine's."""
+"""Prefix of the server's flags in the argparse namespace, which the engine's flags share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSection:
-    """Where the server listens, and how it ends."""
+    """Address, TLS, connection limits and shutdown of the server."""
 
     host: str | None = None
     """Address to listen on. Default: every interface."""
@@ -36,77 +36,78 @@ class HttpSection:
     uds: str | None = None
     """Path of a Unix socket to listen on, in place of host and port."""
     root_path: str = ""
-    """Path under which a proxy offers this server."""
+    """Path prefix under which a proxy serves this server."""
     api_server_count: Annotated[int | None, FieldRule(at_least=0, at_most=256, short="-asc")] = None
-    """Processes that answer HTTP, all on one port and in front of the same engines. Default: as many as there
-    are engines."""
+    """Number of API processes, which share one port and the same engines. Default: one per engine."""
     headless: bool = False
-    """No API at all: engines for the server at data_parallel_address."""
+    """Start engines without an API, for the server at data_parallel_address."""
     ssl_keyfile: str | None = None
-    """Private key, for https."""
+    """Private key file, for https."""
     ssl_certfile: str | None = None
-    """Certificate, for https."""
+    """Certificate file, for https."""
     ssl_ca_certs: str | None = None
-    """Certificates of the authorities that client certificates are checked against."""
+    """File of CA certificates that verify client certificates."""
     ssl_cert_reqs: Annotated[int, FieldRule(at_least=0, at_most=2)] = 0
     """Client certificates: 0 none, 1 checked if sent, 2 required."""
     ssl_ciphers: str | None = None
     """Allowed TLS ciphers, in OpenSSL's notation."""
     max_request_body_bytes: Annotated[int, FieldRule(at_least=1, human=True)] = 64 << 20
-    """Largest body of a request; a larger one is answered with 413."""
+    """Maximum size of a request body; a larger one is answered with 413."""
     h11_max_incomplete_event_size: Annotated[int, FieldRule(at_least=1, human=True)] = 64 << 10
-    """Most bytes of a request's first line and headers; more are answered with 431."""
+    """Maximum bytes of the request line and headers; more are answered with 431."""
     h11_max_header_count: Annotated[int, FieldRule(at_least=1)] = 128
-    """Most headers of a request; more are answered with 431."""
+    """Maximum number of headers of a request; more are answered with 431."""
     request_header_timeout: Annotated[float, FieldRule(above=0)] = 30.0
-    """Seconds from the first byte of a request, or from a new connection, to the end of the headers."""
+    """Maximum seconds from the first byte of a request, or from a new connection, to the end of the
+    headers."""
     request_body_timeout: Annotated[float, FieldRule(above=0)] = 30.0
-    """Seconds between two pieces of a request's body."""
+    """Maximum seconds between two chunks of a request body."""
     max_connections: Annotated[int | None, FieldRule(at_least=1)] = None
-    """Most open connections of each API process; further ones are answered with 503. Default: seven eighths
-    of the files that a process may open, and at most 65536."""
+    """Maximum open connections of each API process; further ones are answered with 503. Default: seven
+    eighths of the open-file limit of the process, at most 65536."""
     max_connections_per_address: Annotated[int | None, FieldRule(at_least=1)] = None
-    """Most of them from one IPv4 address or IPv6 /64 network. Default: three quarters of max_connections."""
+    """Maximum connections from one IPv4 address or IPv6 /64 network. Default: three quarters of
+    max_connections."""
     shutdown_timeout: Annotated[float, FieldRule(at_least=0)] = 30.0
-    """Seconds that running requests get to finish when the server is told to stop; 0 aborts them at once."""
+    """Seconds that running requests have to finish at shutdown; 0 aborts them at once."""
     health_timeout: Annotated[float, FieldRule(above=0)] = 30.0
-    """Seconds without progress of the engine after which /health says 503."""
+    """Seconds without engine progress after which /health returns 503."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessSection:
-    """Who may ask."""
+    """API keys, CORS and middleware."""
 
     api_key: tuple[str, ...] = field(default=(), repr=False)
-    """Keys of which every request must carry one, as `Authorization: Bearer KEY`, or files of keys with
-    names, weights and limits: `@FILE`, or a path that ends in .json, .toml, .yaml or .yml. Default:
+    """API keys; every request must send one as `Authorization: Bearer KEY`. A value may also be a file of
+    keys with names, weights and limits: `@FILE`, or a path that ends in .json, .toml, .yaml or .yml. Default:
     QUIRE_API_KEY, or no key."""
     api_key_exempt: str = "/health,/ping,/metrics"
-    """Paths that need no key, with commas between them."""
+    """Comma-separated paths that need no key."""
     allow_credentials: bool = False
-    """CORS: whether browsers may send cookies and keys from other origins."""
+    """CORS: allow browsers to send cookies and keys from other origins."""
     allowed_origins: list[str] = field(default_factory=list)
-    """CORS: JSON list of the origins whose web pages may ask. Default: all (`["*"]`) if there is an API key,
-    else none but the server's own page."""
+    """CORS: JSON list of allowed origins. Default: all (`["*"]`) if there is an API key, else only the
+    server's own page."""
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])
-    """CORS: JSON list of the methods that other origins may use."""
+    """CORS: JSON list of allowed methods."""
     allowed_headers: list[str] = field(default_factory=lambda: ["*"])
-    """CORS: JSON list of the headers that other origins may send."""
+    """CORS: JSON list of allowed request headers."""
     middleware: Annotated[tuple[str, ...], FieldRule(repeats=True)] = ()
-    """Import path of an ASGI class, or of an async function of a request and `call_next`, that stands around
-    every request; may be given several times, the last one outermost."""
+    """Import path of a middleware: an ASGI class, or an async function of a request and `call_next`. May be
+    repeated; the last one is outermost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSection:
-    """What is answered."""
+    """Chat templates, parsers and content of the responses."""
 
     response_role: str = "assistant"
-    """Role of the answer in a chat."""
+    """Role of the chat response message."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
-    """How a chat template gets a message's content: as one string, or as OpenAI's list of parts."""
+    """Format of the message content passed to the chat template: one string, or OpenAI's list of parts."""
     trust_request_chat_template: bool = False
-    """Let requests bring a chat template of their own."""
+    """Accept a chat template in the request."""
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """JSON of chat template variables for requests that do not set them."""
     exclude_tools_when_tool_choice_none: bool = False
@@ -114,87 +115,87 @@ class ApiSection:
     enable_auto_tool_choice: bool = False
     """Let the model choose whether to call a tool; needs tool_call_parser."""
     tool_call_parser: str = ""
-    """How this model writes tool calls: a name of docs/tools.md, or of the plugin."""
+    """Parser of the model's tool calls: a name from docs/tools.md, or one that the plugin registers."""
     tool_parser_plugin: str = ""
     """Python file that registers tool parsers."""
     reasoning_parser: str = ""
-    """How this model marks its reasoning, which is then told apart from the answer."""
+    """Parser that separates the model's reasoning from the answer."""
     reasoning_parser_plugin: str = ""
     """Python file that registers reasoning parsers."""
     return_tokens_as_token_ids: bool = False
-    """Spell tokens in logprobs as `token_id:ID`."""
+    """Show tokens in logprobs as `token_id:ID`."""
     enable_prompt_tokens_details: bool = False
-    """Report in `usage` how many prompt tokens came out of the prefix cache."""
+    """Report in `usage` the number of prompt tokens found in the prefix cache."""
     enable_force_include_usage: bool = False
-    """Report `usage` in every stream, chunk by chunk."""
+    """Report `usage` in every chunk of every stream."""
     enable_request_id_headers: bool = False
-    """Send X-Request-Id back."""
+    """Return the X-Request-Id header of the request in the response."""
     enable_server_load_tracking: bool = False
-    """Accepted for old scripts: /load always counts the running requests."""
+    """Accepted for compatibility: /load always counts the running requests."""
     enable_tokenizer_info_endpoint: bool = False
-    """Offer /tokenizer_info, which shows the chat template and the special tokens."""
+    """Enable /tokenizer_info, which returns the chat template and the special tokens."""
     disable_fastapi_docs: bool = False
-    """No /docs, /redoc and /openapi.json."""
+    """Disable /docs, /redoc and /openapi.json."""
     tokens_only: bool = False
-    """Tokens in, tokens out: of the routes that generate only /inference/v1/generate, and /abort_requests;
+    """Tokens in, tokens out: the only generating route is /inference/v1/generate, next to /abort_requests;
     sets skip_tokenizer_init."""
     enable_per_request_metrics: bool = False
-    """Tell the times of a request that has one answer, as `metrics` of the answer."""
+    """Return the timings of a request with a single choice, in `metrics` of the response."""
     fingerprint_mode: Literal["full", "hash", "custom", "none"] = "full"
-    """What `system_fingerprint` tells: version and a hash of what is served, the hash alone,
+    """Content of `system_fingerprint`: the version and a hash of the served configuration, the hash alone,
     fingerprint_value, or nothing."""
     fingerprint_value: str | None = None
-    """The fingerprint of mode `custom`."""
+    """Fingerprint for fingerprint_mode `custom`."""
     max_n: Annotated[int, FieldRule(at_least=1, at_most=16384)] = 128
-    """Most answers that one request may ask for at once."""
+    """Maximum `n` of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSection:
-    """Which adapters the server answers with, and where they may come from."""
+    """LoRA adapters to serve, and the locations from which more may be loaded."""
 
     lora_modules: tuple[str, ...] = ()
-    """Adapters by name: `name=path`, or JSON with name, path and base_model_name; needs enable_lora. A path
-    is a directory, a hub id or a url (s3://...)."""
+    """LoRA adapters: `name=path`, or JSON with name, path and base_model_name; needs enable_lora. A path is a
+    directory, a hub id or a URL (s3://...)."""
     lora_roots: tuple[str, ...] = ()
-    """Directories and urls below which clients may load adapters from. Default: those that hold the adapters
-    of lora_modules, and the model's own."""
+    """Directories and URLs below which clients may load adapters. Default: the locations of the adapters in
+    lora_modules, and the model's directory."""
     lora_resolver_dir: str | None = None
-    """Directory or url with a folder for each adapter: a model that is not known is looked for there by its
-    name. Default: QUIRE_LORA_RESOLVER_CACHE_DIR, or none."""
+    """Directory or URL with one folder per adapter, in which an unknown model name is looked up. Default:
+    QUIRE_LORA_RESOLVER_CACHE_DIR, or none."""
     lora_resolver_hub: tuple[str, ...] = ()
-    """Hub ids (org/name), or organizations, of adapters that clients may name. Default:
+    """Hub ids (org/name) or organizations of adapters that clients may request. Default:
     QUIRE_LORA_RESOLVER_HF_REPO_LIST, or none."""
     lora_max_download_bytes: Annotated[int, FieldRule(at_least=1, human=True)] = 4 << 30
-    """Largest adapter that is fetched from a url."""
+    """Maximum size of an adapter downloaded from a URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSection:
-    """What is written down."""
+    """Log levels, access log and request logging."""
 
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
-    """Level of the HTTP server's own log."""
+    """Log level of uvicorn."""
     disable_uvicorn_access_log: bool = False
-    """No log line per HTTP request."""
+    """Disable the log line of each HTTP request."""
     disable_access_log_for_endpoints: str = ""
-    """Paths without such a line, with commas between them."""
+    """Comma-separated paths without an access log line."""
     log_config_file: str | None = None
-    """JSON file of a configuration for Python's `logging`, in the processes that answer HTTP. What it says of
-    the logger `vllm` goes for `quire`."""
+    """JSON file with a configuration of Python's `logging` for the API processes. The logger name `vllm` in
+    it means `quire`."""
     enable_log_requests: bool = False
     """Log the id, parameters and prompt of every request."""
     enable_log_outputs: bool = False
-    """Log the answers too; needs enable_log_requests."""
+    """Log the generated outputs too; needs enable_log_requests."""
     max_log_len: Annotated[int | None, FieldRule(at_least=0)] = None
-    """Most characters of a prompt or answer in the log. Default: all."""
+    """Maximum characters of a prompt or output in the log. Default: all."""
     log_error_stack: bool = False
-    """Log the stack of an error that is answered with 500 within the API."""
+    """Log the stack trace of errors that the API answers with 500."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Everything the HTTP wing is told at the start."""
+    """All settings of the HTTP server."""
 
     http: HttpSection = field(default_factory=HttpSection)
     access: AccessSection = field(default_factory=AccessSection)
@@ -202,23 +203,23 @@ class ServerSettings:
     log: LogSection = field(default_factory=LogSection)
     adapters: AdapterSection = field(default_factory=AdapterSection)
     modules: tuple[Module, ...] = ()
-    """Those of `lora_modules`, read."""
+    """Adapters parsed from `lora_modules`."""
     changes_adapters: bool = False
-    """Routes that load and unload adapters."""
+    """Whether the routes that load and unload adapters exist."""
     keys: tuple[Key, ...] = ()
-    """Those of `api_key`, read."""
+    """Keys parsed from `api_key`."""
     max_sequences: int = MAX_SEQUENCES
-    """Most sequences that one call may ask for: prompts times n."""
+    """Maximum sequences of one request: prompts times n."""
     max_audio_bytes: int = 25 << 20
-    """Of a file that is to be written down."""
+    """Maximum size of an audio file to transcribe or translate."""
     dev_mode: bool = False
-    """Routes for developers: sleep, pause, calls of workers."""
+    """Whether the developer routes exist: sleep, pause, collective_rpc."""
     responses: StoreLimits | None = None
-    """Of the store of /v1/responses, if there is to be one."""
+    """Limits of the store of /v1/responses; None disables the store."""
 
     @property
     def address(self) -> str:
-        """Where a client finds the server."""
+        """Return the URL of the server."""
         if self.http.uds:
             return f"unix:{self.http.uds}"
         scheme = "https" if self.http.ssl_certfile else "http"
@@ -241,12 +242,12 @@ IGNORED: dict[str, bool] = {
     "enable_offline_docs": True,
     "enable_ssl_refresh": True,
 }
-"""vLLM's server flags without a use here, and whether they are switches: accepted, with one warning."""
+"""Flags of vLLM's server that are accepted with a warning and ignored; the value: whether it is a switch."""
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Every flag of the server, one group per section. Call it before `add_engine_flags`, which leaves out
-    what the server has made its own."""
+    """Add every flag of the server, one group per section. Call it before `add_engine_flags`, which skips
+    flags that exist already."""
     add_section_flags(parser, SERVER_SECTIONS, prefix=_PREFIX)
     hidden = parser.add_argument_group(HIDDEN_TITLE)
     for name in sorted(IGNORED.keys() | UNBUILT["server flag"].keys()):
@@ -255,29 +256,29 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_api_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of what is answered, for commands that ask themselves. As above, before the engine's."""
+    """Add the API and adapter flags, for commands without a server. Call it before `add_engine_flags`."""
     add_section_flags(parser, {"api": ApiSection, "adapters": AdapterSection}, prefix=_PREFIX)
 
 
 def server_settings(namespace: argparse.Namespace, env: Env | None = None) -> ServerSettings:
-    """The settings out of the flags that were given."""
+    """Build the settings from the flags of the command line."""
     return make_settings(settings_given(namespace), env=env)
 
 
 def settings_given(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The flags of the server that were given."""
-    given = vars(namespace).items()
-    return {name.removeprefix(_PREFIX): value for name, value in given if name.startswith(_PREFIX)}
+    """Return the server flags of the command line, by name without the prefix."""
+    flags = vars(namespace).items()
+    return {name.removeprefix(_PREFIX): value for name, value in flags if name.startswith(_PREFIX)}
 
 
-def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> ServerSettings:
-    """The settings out of names and values, checked; None counts as not given."""
+def make_settings(options: Mapping[str, Any], *, env: Env | None = None) -> ServerSettings:
+    """Build and check the settings from names and values; a value of None means the default."""
     known, values = options_of(SERVER_SECTIONS), {}
-    for name, value in given.items():
+    for name, value in options.items():
         if value is None:
             continue
         if name in known:
-            check = _texts if known[name].kind is list else checked_value
+            check = _check_strings if known[name].kind is list else checked_value
             values[name] = check(known[name], value)
         elif name in UNBUILT["server flag"]:
             refuse("server flag", name, value)
@@ -307,19 +308,19 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
 
 
 def _from_env(env: Env | None) -> dict[str, Any]:
-    """What the deployer has set in place of flags."""
+    """Return the settings that environment variables provide."""
     if env is None:
         return {}
-    found = {
+    settings = {
         "api_key": (env.api_key,) if env.api_key else (),
         "lora_resolver_dir": env.adapters.lora_resolver_cache_dir,
         "lora_resolver_hub": tuple(sorted(paths(env.adapters.lora_resolver_hf_repo_list))),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in settings.items() if value}
 
 
-def _texts(option: Option, value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+def _check_strings(option: Option, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ConfigError(f"{option.name}={value!r} must be a JSON list of strings, such as '[\"*\"]'")
     return list(value)
 
@@ -339,12 +340,12 @@ def _check(settings: ServerSettings) -> None:
     if log.log_config_file is not None:
         read_log_config(log.log_config_file)
     for path in settings.access.middleware:
-        found(path)
+        load_middleware(path)
     parsers_of(settings.api)
 
 
 def parsers_of(api: ApiSection) -> Parsers:
-    """The parsers that are asked for; a ConfigError if there are none by these names."""
+    """Return the configured parsers; raise ConfigError for an unknown name."""
     return Parsers(
         reasoning=api.reasoning_parser,
         tools=api.tool_call_parser,
@@ -354,5 +355,5 @@ def parsers_of(api: ApiSection) -> Parsers:
 
 
 def paths(text: str) -> frozenset[str]:
-    """The paths of a setting such as `/health,/metrics`."""
+    """Return the paths of a comma-separated setting such as `/health,/metrics`."""
     return frozenset(path.strip() for path in text.split(",") if path.strip())

@@ -1,4 +1,4 @@
-"""A model in the terminal: one that a server runs, or one in this process."""
+"""Chat and completion in the terminal, with a model of a server or of this process."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.registry import LazyTable
 
 Emit = Callable[[str], None]
-"""Takes each piece of an answer as it comes."""
+"""Receives the text of an answer as it is generated."""
 
 TALKERS = LazyTable(
     "talker",
@@ -19,7 +19,7 @@ TALKERS = LazyTable(
 
 
 class ChatBackend(Protocol):
-    """Someone who answers. Both methods hand the text to `emit` and return the number of its tokens."""
+    """Generates answers. Both methods pass the text to `emit` and return the number of tokens."""
 
     name: str
 
@@ -30,41 +30,44 @@ class ChatBackend(Protocol):
 
 def add_shared_flags(parser: FlagParser) -> None:
     group = parser.add_argument_group(
-        "Terminal", "What is asked, and how it is answered.", conflict_handler="resolve"
+        "Terminal", "The server or model to use, and sampling.", conflict_handler="resolve"
     )
     group.add_argument(
         "--url",
         default="http://localhost:8000/v1",
-        help="Server to ask. Default: http://localhost:8000/v1.",
+        help="URL of the server. Default: http://localhost:8000/v1.",
     )
     group.add_argument(
-        "--model-name", metavar="NAME", help="Model to ask for. Default: the first one served."
+        "--model-name", metavar="NAME", help="Model to use. Default: the first one that the server lists."
     )
     group.add_argument("--api-key", metavar="KEY", help="Default: the variable OPENAI_API_KEY.")
     group.add_argument(
         "--local",
         action="store_true",
-        help="Run the model in this process. Any engine flag, as --model, means the same.",
+        help="Run the model in this process. Implied by any engine flag, such as --model.",
     )
     group.add_argument(
-        "--max-tokens", type=int, metavar="N", help="Longest answer. Default: what the model can hold."
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="Maximum tokens of an answer. Default: as many as fit the context.",
     )
-    group.add_argument("--temperature", type=float, metavar="T", help="Default: the model's own.")
+    group.add_argument("--temperature", type=float, metavar="T", help="Default: the model's setting.")
     group.add_argument("--stats", action="store_true", help="Print times after each answer.")
     add_engine_flags(parser)
     # Last, so that -q is this flag's and not --quantization's.
-    group.add_argument("-q", "--quick", metavar="TEXT", help="Answer this and exit.")
+    group.add_argument("-q", "--quick", metavar="TEXT", help="Answer this text and exit.")
 
 
 def open_talker(args: argparse.Namespace) -> ChatBackend:
     local = args.local or bool(given_from(args))
-    talker: ChatBackend = TALKERS["local" if local else "server"](args)
-    print(f"Using model: {talker.name}", flush=True)
-    return talker
+    backend: ChatBackend = TALKERS["local" if local else "server"](args)
+    print(f"Using model: {backend.name}", flush=True)
+    return backend
 
 
 def lines(greeting: str) -> Iterator[str]:
-    """What the user types, until end of input."""
+    """Yield the lines that the user types, until end of input."""
     print(greeting, flush=True)
     while True:
         try:
@@ -76,7 +79,7 @@ def lines(greeting: str) -> Iterator[str]:
 
 
 def show(answer: Callable[[Emit], int], *, stats: bool) -> str:
-    """Print an answer as it comes; the whole of it."""
+    """Print an answer as it is generated, and return it."""
     start, first, parts = time.perf_counter(), 0.0, []
 
     def emit(text: str) -> None:

@@ -8,21 +8,19 @@ from quire.terminal import add_shared_flags, answer_all, open_talker, show
 
 
 def add_flags(parser: FlagParser) -> None:
-    parser.add_argument(
-        "--system-prompt", metavar="TEXT", help="What the model is told before the conversation."
-    )
+    parser.add_argument("--system-prompt", metavar="TEXT", help="System message of the conversation.")
     add_shared_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    talker = open_talker(args)
+    backend = open_talker(args)
     messages: list[dict[str, Any]] = []
     if args.system_prompt:
         messages.append({"role": "system", "content": args.system_prompt})
 
     def answer(text: str) -> None:
         messages.append({"role": "user", "content": text})
-        said = show(lambda emit: talker.chat(messages, emit), stats=args.stats)
-        messages.append({"role": "assistant", "content": said})
+        reply = show(lambda emit: backend.chat(messages, emit), stats=args.stats)
+        messages.append({"role": "assistant", "content": reply})
 
     return answer_all(args, "Please enter a message for the chat model:", answer)

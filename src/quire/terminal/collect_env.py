@@ -1,4 +1,4 @@
-"""`quire collect-env`: what a bug report should say about a machine. Imports neither torch nor a model."""
+"""`quire collect-env`: describes a machine for a bug report. Imports neither torch nor a model."""
 
 import argparse
 import json
@@ -33,11 +33,11 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = collect(os.environ, detect())
+    sections = collect(os.environ, detect())
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(sections, indent=2))
         return 0
-    for title, entries in found.items():
+    for title, entries in sections.items():
         print(f"{title}\n" + "\n".join(f"  {name:<20} {value}" for name, value in entries.items()) + "\n")
     return 0
 
@@ -59,7 +59,7 @@ def collect(environ: Mapping[str, str], machine: Machine) -> dict[str, dict[str,
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change how the engine runs; values that may be secrets are masked."""
+    """Return the environment variables that affect the engine, with possible secrets masked."""
     return {
         name: "***" if _SECRET.search(name) and not _NO_SECRET.match(name) else _LOGIN.sub("//***@", value)
         for name, value in sorted(environ.items())
@@ -68,7 +68,7 @@ def relevant(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _device(machine: Machine) -> dict[str, str]:
-    found = {
+    entries = {
         "device": machine.device,
         "name": machine.name,
         "count": str(machine.num_devices),
@@ -79,9 +79,9 @@ def _device(machine: Machine) -> dict[str, str]:
         ),
     }
     if machine.device == "cuda":
-        found["capability"] = ".".join(map(str, machine.capability))
-        found["driver"] = _first_line("/proc/driver/nvidia/version") or "unknown"
-    return found
+        entries["capability"] = ".".join(map(str, machine.capability))
+        entries["driver"] = _first_line("/proc/driver/nvidia/version") or "unknown"
+    return entries
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`quire complete`: texts, each continued on its own."""
+"""`quire complete`: completion of single texts."""
 
 import argparse
 
@@ -11,9 +11,9 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    talker = open_talker(args)
+    backend = open_talker(args)
 
     def answer(text: str) -> None:
-        show(lambda emit: talker.complete(text, emit), stats=args.stats)
+        show(lambda emit: backend.complete(text, emit), stats=args.stats)
 
     return answer_all(args, "Please enter prompt to complete:", answer)

@@ -1,4 +1,4 @@
-"""Answers from a model in this process."""
+"""Backend that runs a model in this process."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from quire.terminal import Emit
 
 
 class LocalBackend:
-    """Answers from a model in this process."""
+    """Generates answers with a model in this process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.llm = LLM(**given_from(args))
@@ -26,12 +26,12 @@ class LocalBackend:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], emit: Emit) -> int:
         prompt = chat_prompt(self.llm.llm_engine.inputs, messages, chat_template=self._template)
-        return self._answer(prompt, emit)
+        return self._generate(prompt, emit)
 
     def complete(self, prompt: str, emit: Emit) -> int:
-        return self._answer(prompt, emit)
+        return self._generate(prompt, emit)
 
-    def _answer(self, prompt: Prompt | str, emit: Emit) -> int:
+    def _generate(self, prompt: Prompt | str, emit: Emit) -> int:
         engine, count = self.llm.llm_engine, 0
         engine.add_request("terminal", prompt, self._params)
         try:
@@ -45,7 +45,7 @@ class LocalBackend:
 
 
 def _sampling(args: argparse.Namespace, llm: LLM) -> SamplingParams:
-    asked: dict[str, Any] = {"max_tokens": args.max_tokens, "output_kind": RequestOutputKind.DELTA}
+    fields: dict[str, Any] = {"max_tokens": args.max_tokens, "output_kind": RequestOutputKind.DELTA}
     if args.temperature is not None:
-        asked["temperature"] = args.temperature
-    return msgspec.structs.replace(llm.get_default_sampling_params(), **asked)
+        fields["temperature"] = args.temperature
+    return msgspec.structs.replace(llm.get_default_sampling_params(), **fields)

@@ -1,4 +1,4 @@
-"""`quire save-sharded-state`: a model as the engine keeps it, for `--load-format sharded_state`."""
+"""`quire save-sharded-state`: saves a model as the engine stores it, for `--load-format sharded_state`."""
 
 import argparse
 import time
@@ -28,38 +28,40 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    to = Path(args.output).expanduser()
+    output = Path(args.output).expanduser()
     config = configure(given_from(args) | {"model": args.model_tag})
-    refuse(config, to)
+    check_state(config, output)
     checkpoint, started = config.checkpoint, time.monotonic()
     source = FORMATS[detect(checkpoint, config.load.load_format)](checkpoint, config.model.seed)
-    to.mkdir(parents=True, exist_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
     num_bytes, size = 0, config.parallel.tensor_parallel_size
-    for rank in range(size):  # one after the other: to load a share, nobody else is needed
+    for rank in range(size):  # one after the other: loading a shard needs no other rank
         worker = Worker(config, World(Rank(tp=rank), tp=Group(rank, size)))
         worker.load()
-        kept = ShardedStateKey.of(
+        key = ShardedStateKey.of(
             checkpoint.facts.architecture, worker.dtype, worker.device, config.model.quantization, size
         )
-        num_bytes += save_state(worker.model, kept, source.shapes({}), to, rank)
-    copy_around(checkpoint.path, to)
-    print(f"Wrote {human(num_bytes)} to {to} in {time.monotonic() - started:.1f} s")
+        num_bytes += save_state(worker.model, key, source.shapes({}), output, rank)
+    copy_around(checkpoint.path, output)
+    print(f"Wrote {human(num_bytes)} to {output} in {time.monotonic() - started:.1f} s")
     return 0
 
 
-def refuse(config: EngineConfig, to: Path) -> None:
-    """Before anything is loaded."""
+def check_state(config: EngineConfig, output: Path) -> None:
+    """Raise a ConfigError if no state can be saved, before anything is loaded."""
     if config.checkpoint.format == "gguf":
         raise ConfigError(
-            f"{config.checkpoint.path} is a GGUF file, which is mapped as it is: no state of it loads faster"
+            f"{config.checkpoint.path} is a GGUF file, which is memory-mapped: a saved state is not faster"
         )
     if config.checkpoint.facts.architecture == BORROWED:
-        raise ConfigError(f"{config.checkpoint.path} runs in transformers, which keeps its weights by itself")
+        raise ConfigError(
+            f"{config.checkpoint.path} runs with the transformers backend, which loads its own weights"
+        )
     parallel = config.parallel
     if parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel:
         raise ConfigError(
-            "a state is saved of layers that are divided by tensor_parallel_size alone; leave "
+            "sharded states support only tensor_parallel_size; leave "
             "pipeline_parallel_size and enable_expert_parallel out"
         )
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"{to} is there already and not an empty directory; give another --output")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} exists and is not an empty directory; choose another --output")

@@ -1,4 +1,4 @@
-"""Answers from a server, streamed over its HTTP API."""
+"""Backend that uses a server over its HTTP API."""
 
 import argparse
 import asyncio
@@ -14,7 +14,7 @@ from quire.terminal import Emit
 
 
 class ServerBackend:
-    """Answers from a running server."""
+    """Streams answers from a running server."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._client = HttpClient(args.url, headers=bearer(args.api_key or os.environ.get("OPENAI_API_KEY")))
@@ -37,20 +37,20 @@ class ServerBackend:
         finally:
             self._client.close()
 
-    async def _answer(self, path: str, asked: dict[str, Any], emit: Emit) -> int:
-        count, counted = 0, None
+    async def _answer(self, path: str, fields: dict[str, Any], emit: Emit) -> int:
+        count, num_reported = 0, None
 
-        def take(chunk: Chunk) -> None:
-            nonlocal count, counted
+        def on_chunk(chunk: Chunk) -> None:
+            nonlocal count, num_reported
             if chunk.usage is not None:
-                counted = chunk.usage.completion_tokens
+                num_reported = chunk.usage.completion_tokens
             if text := chunk.text:
                 count += 1
                 emit(text)
 
         try:
-            await stream(self._client, path, msgspec.json.encode(self._options | asked), take)
+            await stream(self._client, path, msgspec.json.encode(self._options | fields), on_chunk)
         finally:
-            # Each answer runs in a loop of its own; a connection does not outlive it.
+            # Each answer has its own event loop, which a connection does not outlive.
             self._client.close()
-        return count if counted is None else counted
+        return count if num_reported is None else num_reported

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation becomes the prompt that the model was trained on."""
+"""Chat templates: formatting of a conversation as the prompt that the model was trained on."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ContentFormat = Literal["string", "openai"]
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Content parts that are text, and the field that holds it."""
+"""Types of text parts, and the field that holds the text."""
 _MEDIA_PARTS = ("image", "video", "audio")
 _NO_TEMPLATE = "this model has no chat template; start with `--chat-template FILE` to give it one"
 _TAIL_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -36,14 +36,14 @@ def render_chat(
     documents: list[dict[str, Any]] | None = None,
     **kwargs: Any,
 ) -> str:
-    """The conversation as one prompt. `kwargs` are the template's own variables."""
+    """Return the conversation as one prompt. `kwargs` are further variables of the template."""
     if template is None:
         raise RequestError(_NO_TEMPLATE)
     if continue_final_message and add_generation_prompt:
         raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
     if not messages:
         raise RequestError("the conversation is empty; send at least one message", param="messages")
-    conversation = _known_roles([dict(message) for message in messages], template)
+    conversation = _merge_developer_messages([dict(message) for message in messages], template)
     if continue_final_message:
         final_text = _tag_final_message(conversation)
     named = {"bos_token": bos_token, "eos_token": eos_token}
@@ -61,34 +61,34 @@ def render_chat(
     return _cut_at_tag(text, final_text) if continue_final_message else text
 
 
-def _known_roles(conversation: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """What a developer says is a system message to a template that does not know developers; as some want
-    one at the very beginning, all of them become one there."""
-    is_new = any(message["role"] == "developer" for message in conversation)
-    if not is_new or "'developer'" in template or '"developer"' in template:
+def _merge_developer_messages(conversation: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Merge developer and system messages into one leading system message, for templates without a
+    developer role."""
+    has_developer = any(message["role"] == "developer" for message in conversation)
+    if not has_developer or "'developer'" in template or '"developer"' in template:
         return conversation
-    above = [message for message in conversation if message["role"] in ("system", "developer")]
+    system = [message for message in conversation if message["role"] in ("system", "developer")]
     rest = [message for message in conversation if message["role"] not in ("system", "developer")]
-    contents = [message["content"] for message in above if message.get("content")]
+    contents = [message["content"] for message in system if message.get("content")]
     is_text = all(isinstance(content, str) for content in contents)
     content = "\n\n".join(contents) if is_text else [part for parts in contents for part in parts]
-    return [{**above[0], "role": "system", "content": content}, *rest]
+    return [{**system[0], "role": "system", "content": content}, *rest]
 
 
 def shipped_templates() -> dict[str, Path]:
-    """The templates that come with Quire, for models whose own know nothing of tools."""
+    """Return the templates that ship with Quire, for models with a template that lacks tools."""
     return {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 
 
 def choose_template(
-    own: str | dict[str, str] | None, asked: str | None = None, *, with_tools: bool = False
+    model_template: str | dict[str, str] | None, requested: str | None = None, *, with_tools: bool = False
 ) -> str:
-    """One template out of a model's own (or its named ones) and what the request asks for."""
-    named = own if isinstance(own, dict) else {}
-    if asked is not None:
-        return named.get(asked, asked)
-    if isinstance(own, str):
-        return own
+    """Return the template of a request: one it names or contains, else one of the model's."""
+    named = model_template if isinstance(model_template, dict) else {}
+    if requested is not None:
+        return named.get(requested, requested)
+    if isinstance(model_template, str):
+        return model_template
     if with_tools and "tool_use" in named:
         return named["tool_use"]
     if "default" in named:
@@ -103,32 +103,32 @@ def choose_template(
 
 @dataclass(slots=True)
 class MediaMarkers:
-    """What stands for media in texts, where a template knows only those."""
+    """Placeholder texts of media, for templates that take only strings."""
 
     text: Callable[[str, int], str]
-    """Of a modality, and the number of the item among its kind."""
+    """Returns the placeholder for a modality and the number of the item among its kind."""
     interleaved: bool = False
-    """Whether items keep their places among the texts of a message; else they stand in front."""
+    """Whether placeholders keep their positions among the texts of a message; else they come first."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Items so far, by modality."""
+    """Number of items so far, by modality."""
 
     def next(self, modality: str) -> str:
         self.counts[modality] += 1
         return self.text(modality, self.counts[modality])
 
     def joined(self, parts: Sequence["str | _Item"]) -> str:
-        """One text. A mark that the texts have already is not written again."""
-        written = [(part, part if isinstance(part, str) else self.next(part.modality)) for part in parts]
+        """Return one text. A placeholder that the texts already contain is not added again."""
+        entries = [(part, part if isinstance(part, str) else self.next(part.modality)) for part in parts]
         if self.interleaved:
-            return "\n".join(text for _, text in written)
-        texts = "\n".join(text for part, text in written if isinstance(part, str))
-        wanted = Counter(text for part, text in written if not isinstance(part, str))
-        missing = [mark for mark, count in wanted.items() for _ in range(count - texts.count(mark))]
+            return "\n".join(text for _, text in entries)
+        texts = "\n".join(text for part, text in entries if isinstance(part, str))
+        needed = Counter(text for part, text in entries if not isinstance(part, str))
+        missing = [mark for mark, count in needed.items() for _ in range(count - texts.count(mark))]
         return "\n".join([*missing, texts]) if texts else "\n".join(missing)
 
 
 class _Item(NamedTuple):
-    """A part of a message that is no text."""
+    """A media part of a message."""
 
     modality: str
 
@@ -136,21 +136,21 @@ class _Item(NamedTuple):
 def normalise(
     messages: Iterable[Mapping[str, Any]], content_format: ContentFormat, marks: MediaMarkers | None = None
 ) -> list[dict[str, Any]]:
-    """Messages as the template expects them: content as one string or as parts, tool arguments as objects.
-    Media are parts of type image, video or audio, for which there have to be `marks`."""
+    """Return messages as the template expects them: content as a string or as parts, tool arguments as
+    objects. Media parts (image, video, audio) need `marks`."""
     return [_normalise_message(message, content_format, marks) for message in messages]
 
 
 @lru_cache(maxsize=64)
 def content_format(template: str) -> ContentFormat:
-    """`openai` if the template walks through the parts of a message's content, else `string`."""
+    """Return `openai` if the template iterates over the parts of a message's content, else `string`."""
     from jinja2 import nodes
 
     tree = _parse(template)
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
     aliases: set[str] = set()
     while True:
-        found = {
+        names = {
             assign.target.name
             for assign in tree.find_all(nodes.Assign)
             if isinstance(assign.target, nodes.Name) and _is_content(assign.node, aliases)
@@ -159,16 +159,16 @@ def content_format(template: str) -> ContentFormat:
             if isinstance(call.node, nodes.Name) and call.node.name in macros:
                 parameters = macros[call.node.name].args
                 passed = zip(parameters, call.args, strict=False)
-                found |= {parameter.name for parameter, value in passed if _is_content(value, aliases)}
-        if found <= aliases:
+                names |= {parameter.name for parameter, value in passed if _is_content(value, aliases)}
+        if names <= aliases:
             break
-        aliases |= found
-    walks = any(_is_content(loop.iter, aliases) for loop in tree.find_all(nodes.For))
-    return "openai" if walks else "string"
+        aliases |= names
+    iterates = any(_is_content(loop.iter, aliases) for loop in tree.find_all(nodes.For))
+    return "openai" if iterates else "string"
 
 
 def _is_content(node: "nodes.Node", aliases: set[str]) -> bool:
-    """Whether an expression is some message's content: `x.content`, `x['content']`, or a name for it."""
+    """Whether an expression is a message's content: `x.content`, `x['content']`, or an alias."""
     from jinja2 import nodes
 
     if isinstance(node, nodes.Name):
@@ -202,13 +202,13 @@ def _normalise_message(
         content = "\n".join(part for part in parts if isinstance(part, str))
     else:
         content = marks.joined(parts)
-    normal = {**message, "content": content}
+    normalised = {**message, "content": content}
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         if not isinstance(calls, Sequence) or isinstance(calls, str):
             raise RequestError(f"tool_calls must be a list, not {calls!r:.80}", param="messages")
-        normal["tool_calls"] = [_parse_arguments(call) for call in calls]
-    return normal
+        normalised["tool_calls"] = [_parse_arguments(call) for call in calls]
+    return normalised
 
 
 def _parts(content: Any, *, media: bool) -> list[str | _Item]:
@@ -241,7 +241,7 @@ def _part(part: Any, *, media: bool) -> str | _Item:
 
 
 def _parse_arguments(call: Any) -> dict[str, Any]:
-    """The API carries a tool call's arguments as JSON text; templates want the object."""
+    """Return a tool call with its arguments parsed: the API has JSON text, templates expect an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
@@ -264,7 +264,7 @@ def _parse_arguments(call: Any) -> dict[str, Any]:
 
 
 def _tag_final_message(conversation: list[dict[str, Any]]) -> str:
-    """Mark the end of the last message's text, in place; returns that text."""
+    """Append a tag to the last message's text, in place, and return the text."""
     content = conversation[-1].get("content")
     if isinstance(content, str):
         conversation[-1]["content"] = content + _TAIL_TAG
@@ -282,15 +282,15 @@ def _tag_final_message(conversation: list[dict[str, Any]]) -> str:
 
 
 def _cut_at_tag(text: str, final_text: str) -> str:
-    """Cut off whatever the template wrote after the final message."""
+    """Remove the text that the template wrote after the final message."""
     tag = _TAIL_TAG.strip()
     end = text.rfind(tag)
     if end < 0 or final_text.strip() not in text:
         raise RequestError(
-            "`continue_final_message` is set, but the chat template does not show the whole final message",
+            "`continue_final_message` is set, but the chat template does not contain the whole final message",
             param="continue_final_message",
         )
-    # A template that trims its messages has eaten the tag's own space: then the text's is gone as well.
+    # If the template stripped the space of the tag, it strips trailing spaces of messages as well.
     return text[:end] if text.startswith(_TAIL_TAG, end) else text[:end].rstrip()
 
 
@@ -301,9 +301,9 @@ def _render(template: str, variables: Mapping[str, Any]) -> str:
     try:
         return compiled.render(variables)
     except TemplateError as error:
-        raise RequestError(f"the chat template refused the conversation: {error.message}") from error
+        raise RequestError(f"the chat template rejected the conversation: {error.message}") from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        # Whatever Python makes of the template's expressions on these messages.
+        # Errors of Python in the template's expressions.
         raise RequestError(f"the chat template failed on the conversation: {error}") from error
 
 
@@ -330,7 +330,7 @@ def _environment() -> "Environment":
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what a model wrote, for training; here its body is all that counts."""
+        """`{% generation %}` marks the model's output for training; here only its body matters."""
 
         tags = {"generation"}
 

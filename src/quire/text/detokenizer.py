@@ -1,4 +1,4 @@
-"""Detokenizer: the text of a growing output, one token at a time, and where a stop string ends it."""
+"""Detokenizer: incremental text of a growing output, with stop strings."""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -7,14 +7,13 @@ from typing import Protocol
 from quire.text.tokenizer import TokenBytes, Tokenizer
 
 _MAX_PARTIAL = 3
-"""A UTF-8 character has at most four bytes: at most three tokens can wait for its end."""
+"""Maximum number of tokens that wait for the rest of a UTF-8 character of at most four bytes."""
 _CONTEXT = 6
-"""How many tokens of the prompt are looked at: enough for a partial character and a word before it."""
+"""Number of prompt tokens used as context: enough for a partial character and the word before it."""
 
 
 class Detokenizer:
-    """The output text of one request: `read` as it comes, or with stop strings to look out for, `push` and
-    `take_delta`."""
+    """The output text of one request. Without stop strings use `read`, with them `push` and `take_delta`."""
 
     def __init__(
         self,
@@ -28,9 +27,9 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         self.text = ""
-        """All of the output so far, cut at the stop string once one was met."""
+        """Output text so far, truncated at a stop string."""
         self.num_tokens = 0
-        """Output tokens behind `text`: none after the one that completed a stop string."""
+        """Number of output tokens in `text`: none after the one that completed a stop string."""
         self.stopped_by: str | None = None
         self._stop = list(stop)
         self._include_stop = include_stop_str_in_output
@@ -46,15 +45,15 @@ class Detokenizer:
             self._stream = _WindowStream(tokenizer, skipped, glued, prompt_ids)
 
     def read(self, token_ids: Sequence[int], *, final: bool = False) -> str:
-        """The text that these tokens add. `final` flushes a partial character."""
+        """Return the text that these tokens add. `final` flushes a partial character."""
         text = self._stream.feed(token_ids)
         return text + self._stream.flush() if final else text
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str | None:
-        """Append tokens; returns the stop string that was met. `final` flushes a partial character."""
+        """Append tokens and return the stop string that was found. `final` flushes a partial character."""
         if self.stopped_by is not None:
             return self.stopped_by
-        # Only with stop strings does it matter which token a character came from.
+        # Token by token only with stop strings, to know which token completed one.
         for step in ([i] for i in token_ids) if self._stop else (token_ids,):
             self.num_tokens += len(step)
             if self._grow(self._stream.feed(step)):
@@ -64,7 +63,7 @@ class Detokenizer:
         return self.stopped_by
 
     def take_delta(self, final: bool = False) -> str:
-        """The text to stream now: new since the last call, and sure not to become part of a stop string."""
+        """Return the text to stream: new since the last call, and not a possible part of a stop string."""
         held = 0 if final or self.stopped_by is not None else self._num_held
         end = max(self._num_taken, len(self.text) - held)
         delta = self.text[self._num_taken : end]
@@ -72,7 +71,7 @@ class Detokenizer:
         return delta
 
     def _grow(self, new: str) -> bool:
-        """Add text; True if that completed a stop string."""
+        """Add text and return whether that completed a stop string."""
         if not new:
             return False
         # With no second reference to the string, += grows it in place instead of copying it.
@@ -82,16 +81,16 @@ class Detokenizer:
         self.text = text
         if not self._stop or self.num_tokens < self._min_tokens:
             return False
-        met = _first_stop(text, num_before, self._stop)
-        if met is None:
+        match = _first_stop(text, num_before, self._stop)
+        if match is None:
             return False
-        start, self.stopped_by = met
+        start, self.stopped_by = match
         self.text = text[: start + len(self.stopped_by) if self._include_stop else start]
         return True
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """One token on its own, with the space it brings: what logprobs show."""
+    """Return the text of a single token, with its leading space, for logprobs."""
     table = tokenizer.token_bytes
     if table is None:
         return tokenizer.decode([token_id], skip_special_tokens=False)
@@ -99,13 +98,14 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _first_stop(text: str, num_before: int, stops: Iterable[str]) -> tuple[int, str] | None:
-    """Start and name of the stop string that ends first after `num_before` characters; of two, the longer."""
-    found = [
+    """Return start and text of the stop string that ends first after `num_before` characters; of two, the
+    longer."""
+    matches = [
         (start + len(stop), start, stop)
         for stop in stops
         if (start := text.find(stop, max(0, num_before - len(stop) + 1))) >= 0
     ]
-    return min(found)[1:] if found else None
+    return min(matches)[1:] if matches else None
 
 
 class _Stream(Protocol):
@@ -114,7 +114,7 @@ class _Stream(Protocol):
 
 
 class _ByteStream:
-    """For decoders whose tokens are bytes: concatenate and decode UTF-8 as it comes, exactly and cheaply."""
+    """Stream for byte-level decoders: concatenates the bytes of tokens and decodes UTF-8 incrementally."""
 
     def __init__(self, table: TokenBytes, skipped: frozenset[int], prompt_ids: Sequence[int]) -> None:
         self._table = table
@@ -124,7 +124,7 @@ class _ByteStream:
         self._utf8.decode(self._bytes(prompt_ids[-_CONTEXT:]))
         self._at_start = table.strips_first_space and not any(self._bytes([i]) for i in prompt_ids)
         self._between = self._is_between()
-        """Whether the next token begins a character, and its text is the same as anywhere."""
+        """Whether the next token begins a character, so that its cached text applies."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         if self._between:
@@ -153,7 +153,8 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any other decoder: decode the new tokens behind the last ones that gave text, and cut those off."""
+    """Stream for other decoders: decodes the new tokens after the previous ones and removes the previous
+    text."""
 
     def __init__(
         self, tokenizer: Tokenizer, skipped: frozenset[int], glued: frozenset[int], prompt_ids: Sequence[int]

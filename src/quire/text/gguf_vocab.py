@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF header describes: vocabulary, merges and the regex that cuts text into words."""
+"""The tokenizer of a GGUF header: vocabulary, merges and pre-tokenizer regexes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ _DEEPSEEK_V3 = (
 )
 _DEEPSEEK_LETTERS = (
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕ"
-    # Written as numbers where a character has a twin that looks and normalises the same.
+    # Escaped where another character looks and normalises the same.
     "\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
     "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
     "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d"
@@ -59,14 +59,14 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True, slots=True)
 class GGUFWords:
-    """How a byte-level vocabulary cuts text into words before merging."""
+    """Pre-tokenization of a byte-level vocabulary."""
 
     splits: tuple[str, ...]
-    """Regexes, each applied to what the one before left."""
+    """Regexes, each applied to the pieces of the one before."""
     whole_words: bool = False
-    """A word that is a token stays whole, whatever the merges say."""
+    """Whether a word that is a token stays whole, regardless of the merges."""
     add_bos: bool = False
-    """Whether a file that does not say so begins every text with its BOS token."""
+    """Whether BOS is prepended if the file does not set add_bos_token."""
     nfc: bool = False
 
 
@@ -107,16 +107,16 @@ _WORDS_BY_KIND: list[tuple[GGUFWords, str]] = [
     (GGUFWords((_BLOOM, r"\p{N}")), "viking"),
 ]
 WORDS = {name: words for words, names in _WORDS_BY_KIND for name in names.split()}
-"""By the value of tokenizer.ggml.pre."""
+"""Pre-tokenizers by the value of tokenizer.ggml.pre."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocab:
-    """A vocabulary out of a GGUF header."""
+    """A vocabulary of a GGUF header."""
 
     backend: Tokenizer
     special_tokens: dict[str, str] = field(default_factory=dict)
-    """`bos_token`, `eos_token`, `unk_token`, `pad_token`, where the file names them."""
+    """Named special tokens (`bos_token`, `eos_token`, `unk_token`, `pad_token`) that the file has."""
     chat_template: str | dict[str, str] | None = None
 
 
@@ -125,7 +125,7 @@ def read_vocab(metadata: Mapping[str, Any]) -> GGUFVocab:
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise ConfigError(f"GGUF tokenizer {kind!r} is not supported; known: gpt2, llama")
-    tokens = _listed(metadata, "tokens")
+    tokens = _required_list(metadata, "tokens")
     for name in ("scores", "token_type"):
         values = metadata.get(f"tokenizer.ggml.{name}")
         if values is not None and len(values) != len(tokens):
@@ -135,13 +135,13 @@ def read_vocab(metadata: Mapping[str, Any]) -> GGUFVocab:
     special = _special_tokens(metadata, tokens)
     if kind == "gpt2":
         words = _words(metadata.get("tokenizer.ggml.pre", "default"))
-        backend = _byte_level(tokens, _merges(_listed(metadata, "merges")), words)
+        backend = _byte_level(tokens, _merges(_required_list(metadata, "merges")), words)
         add_bos = words.add_bos
     else:
         backend = _sentencepiece(tokens, metadata, unk_token=special.get("unk_token"))
         add_bos = True
-    backend.add_special_tokens(_added(tokens, metadata, special=True))
-    backend.add_tokens(_added(tokens, metadata, special=False))
+    backend.add_special_tokens(_added_tokens(tokens, metadata, special=True))
+    backend.add_tokens(_added_tokens(tokens, metadata, special=False))
     frame_text(
         backend,
         bos=special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None,
@@ -160,7 +160,7 @@ def frame_text(backend: Tokenizer, *, bos: str | None, eos: str | None) -> None:
         )
 
 
-def _listed(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
+def _required_list(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
     values = metadata.get(f"tokenizer.ggml.{name}")
     if values is None or len(values) == 0:
         raise ConfigError(f"the GGUF file has no tokenizer.ggml.{name}; convert the model again with it")
@@ -171,7 +171,7 @@ def _words(pre: str) -> GGUFWords:
     if pre not in WORDS:
         warn_once(
             logger,
-            f"unknown GGUF pre-tokenizer {pre!r}: cutting text as GPT-2 does, which may tokenize prompts "
+            f"unknown GGUF pre-tokenizer {pre!r}: using that of GPT-2, which may tokenize prompts "
             "differently from the model's training",
         )
     return WORDS.get(pre, WORDS["default"])
@@ -187,7 +187,7 @@ def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -
     try:
         return models.BPE(vocab=vocab, merges=merges, **options)
     except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"the GGUF file's vocabulary and merges do not fit together: {error}") from error
+        raise ConfigError(f"the GGUF file's vocabulary and merges do not match: {error}") from error
 
 
 def _byte_level(tokens: Sequence[str], merges: list[tuple[str, str]], words: GGUFWords) -> Tokenizer:
@@ -209,7 +209,7 @@ def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], unk_token
     if "tokenizer.ggml.merges" in metadata:
         merges = _merges(metadata["tokenizer.ggml.merges"])
     else:
-        merges = _merges_by_score(vocab, _listed(metadata, "scores"))
+        merges = _merges_by_score(vocab, _required_list(metadata, "scores"))
     backend = Tokenizer(_bpe(vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     escape = normalizers.Replace(" ", _SPACE)
@@ -220,7 +220,8 @@ def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], unk_token
 
 
 def _merges_by_score(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, the best-scored third first, as SentencePiece does."""
+    """Return all pairs of tokens that join to a token, the highest-scored token first, as SentencePiece
+    does."""
     best_first = sorted(vocab, key=lambda token: -scores[vocab[token]])
     return [
         (left, right)
@@ -240,19 +241,19 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
     return special
 
 
-def _added(tokens: Sequence[str], metadata: Mapping[str, Any], *, special: bool) -> list[AddedToken]:
-    """The tokens that are found in a text before it is cut into words."""
+def _added_tokens(tokens: Sequence[str], metadata: Mapping[str, Any], *, special: bool) -> list[AddedToken]:
+    """Return the added tokens, which are matched before pre-tokenization."""
     types = metadata.get("tokenizer.ggml.token_type")
     if types is None:
         named = _special_tokens(metadata, tokens)
-        found = [named[name] for name in ("bos_token", "eos_token") if name in named] if special else []
+        added = [named[name] for name in ("bos_token", "eos_token") if name in named] if special else []
     else:
-        wanted = (_CONTROL, _UNKNOWN) if special else (_USER_DEFINED,)
-        found = [token for token, kind in zip(tokens, types, strict=True) if kind in wanted]
+        kinds = (_CONTROL, _UNKNOWN) if special else (_USER_DEFINED,)
+        added = [token for token, kind in zip(tokens, types, strict=True) if kind in kinds]
     if metadata["tokenizer.ggml.model"] == "llama":
-        # Runs of spaces are written with the escape in normalised text, where merges find them.
-        found = [token for token in found if token.strip(f" {_SPACE}")]
-    return [AddedToken(token, special=special, normalized=False) for token in found if token]
+        # Runs of spaces are escaped in normalised text and are built by merges.
+        added = [token for token in added if token.strip(f" {_SPACE}")]
+    return [AddedToken(token, special=special, normalized=False) for token in added if token]
 
 
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""Structured output: what a request asks its text to be, as a grammar over the tokens of the model."""
+"""Structured output: compiles the constraint of a request to a grammar over the model's tokens."""
 
 import hashlib
 import json
@@ -23,43 +23,45 @@ from quire.data.plan import Verdict
 from quire.errors import RequestError
 from quire.logs import get_logger
 
-if TYPE_CHECKING:  # its import would cost every start
+if TYPE_CHECKING:  # imported lazily: it would slow down every start
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 log = get_logger(__name__)
 T = TypeVar("T")
 
 MAX_CHARS = 1 << 18
-"""Of a schema, a regex, a grammar."""
+"""Maximum size of a schema, regex or grammar."""
 MAX_KEPT = 256
-"""Grammars that are kept compiled: those that were used last."""
+"""Number of compiled grammars that are kept, least recently used first out."""
 MAX_KEPT_TEXTS, MAX_KEPT_CHARS = 4096, 256
-"""Whose tokens are remembered: what grammars force, if it is short; a grammar may force a book."""
+"""Size of the cache of tokenized texts, and the longest text that it takes. Grammars force the same short
+texts often."""
 MAX_LEXERS = 1024
-"""Of all those grammars, tens of KiB each."""
+"""Maximum number of lexers of all grammars, tens of KiB each."""
 MAX_LEXER_STATES = 50_000
-"""Of one lexer, 1 to 2 KiB each."""
+"""Maximum number of states of one lexer, 1 to 2 KiB each."""
 MAX_SERVED = 64
-"""Sequences that one lexer serves, one after the other: it keeps the states of all."""
+"""Number of sequences that one lexer serves, one after the other, since it keeps the states of all."""
 LEXERS_S = 0.5
-"""That may be spent on compiling the lexers of one grammar. With those that there are by then it makes do."""
+"""CPU seconds that the lexers of one grammar may take to compile. After that sequences share lexers."""
 WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
-"""Between the parts of JSON, unless a request says otherwise: small models write newlines without end."""
+"""Whitespace between JSON tokens, unless a request sets it. It is bounded since small models write endless
+newlines."""
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 _SHORT = (1, 3, 5, 8, 12)
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{most}}}" for most in _SHORT), f"{_IN_STRINGS}+"]
-"""Tokens that are looked at together: where all of a slice may come, none of them is tried. Those of a few
-characters are for strings that may not be longer than so many (benchmarks/grammar_masks.py)."""
+"""Slices of the vocabulary that llguidance tests together: if all tokens of a slice are allowed, none is
+tried one by one. Short slices are for strings of limited length (benchmarks/grammar_masks.py)."""
 MAX_REASON_CHARS = 500
-"""Of an error of the library, as it is told to a client or logged."""
+"""Maximum length of a library error that is logged or sent to a client."""
 COMPILING_THREADS = 2
 FEW = 4
-"""Matchers that are moved, and asked for a mask, faster by one thread than by several."""
+"""Number of matchers from which several threads are faster than one."""
 SHARE = 3 / 8
-"""Of the cores, for masks that are filled while a device computes: more threads wake later, and slow down the
-one that plans,"""
+"""Share of the cores that fill masks while a device computes. More threads start later and slow down the
+scheduler."""
 DEAR_S = 1.5e-3
-"""unless filling takes so long, which only more of them help."""
+"""Seconds of mask filling after which all cores are used."""
 
 _CLASSES = {r"\d": "[:digit:]", r"\D": "[:^digit:]", r"\w": "[:word:]", r"\W": "[:^word:]"}
 _ENDS: dict[str, Verdict] = {
@@ -68,9 +70,9 @@ _ENDS: dict[str, Verdict] = {
     "NoExtension": "complete",
     "NoExtensionBias": "complete",
 }
-"""What it means when a matcher has stopped for a reason; any other is an error."""
+"""Verdicts by the stop reason of a matcher; any other reason is an error."""
 _DOES_NOT_FIT = "doesn't satisfy the grammar"
-"""What the library's error says when a token does not fit. Its other errors are about its own limits."""
+"""Text of the library's error for a token that does not fit. Its other errors are about its limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +80,25 @@ class Vocabulary:
     """The tokens that a grammar is compiled against."""
 
     tokens: Sequence[bytes]
-    """The bytes of each; of the model or of its tokenizer, whichever has more."""
+    """Bytes of each token, for the larger one of the model's and the tokenizer's vocabulary."""
     special_ids: Sequence[int]
-    """Those that are no text."""
+    """Ids of special tokens."""
     eos_ids: tuple[int, ...]
     encode: Callable[[str], list[int]]
 
     def open(self) -> "LLTokenizer":
-        """In two steps: each holds up all other threads, for about half a second with 150,000 tokens."""
+        """Build the tokenizer of llguidance in two steps, since each holds the GIL for about 0.5 s per
+        150,000 tokens."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        opened = LLTokenizer(TokenizerWrapper(_Wrapped(self)), eos_token=list(self.eos_ids), slices=[])
-        return opened.with_slices(SLICES)
+        tokenizer = LLTokenizer(
+            TokenizerWrapper(_WrappedVocabulary(self)), eos_token=list(self.eos_ids), slices=[]
+        )
+        return tokenizer.with_slices(SLICES)
 
 
-class _Wrapped:
-    """A vocabulary as llguidance wants to see it."""
+class _WrappedVocabulary:
+    """A vocabulary with the interface that llguidance expects."""
 
     bos_token_id = None
 
@@ -102,17 +107,17 @@ class _Wrapped:
         self.special_token_ids = vocabulary.special_ids
         self.eos_token_id = vocabulary.eos_ids[0]
         self._encode = vocabulary.encode
-        self._encode_kept = lru_cache(MAX_KEPT_TEXTS)(vocabulary.encode)
+        self._encode_cached = lru_cache(MAX_KEPT_TEXTS)(vocabulary.encode)
 
     def __call__(self, text: str) -> list[int]:
-        """It is asked for texts that a grammar forces: few, and again and again."""
+        """Tokenize a text that a grammar forces. There are few, and they are repeated."""
         if isinstance(text, bytes):
-            raise TypeError("a tokenizer of strings")
-        return self._encode_kept(text) if len(text) <= MAX_KEPT_CHARS else self._encode(text)
+            raise TypeError("this tokenizer takes strings, not bytes")
+        return self._encode_cached(text) if len(text) <= MAX_KEPT_CHARS else self._encode(text)
 
 
 class Matcher:
-    """Where one sequence stands in its grammar."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, inner: "LLMatcher", lexer: "Lexer") -> None:
         self.inner = inner
@@ -120,63 +125,63 @@ class Matcher:
         lexer.users.add(self)
 
     def advance(self, token_id: int) -> Verdict:
-        """The sequence has one more token. Says whether it is over with it, and how."""
+        """Consume the next token of the sequence and return whether and how the sequence ends."""
         return self.verdict(self.inner.consume_token(token_id))
 
-    def verdict(self, is_taken: bool) -> Verdict:
-        """Of its last token, which the grammar has taken or not."""
-        if is_taken and not self.inner.is_stopped():
+    def verdict(self, is_accepted: bool) -> Verdict:
+        """Return the verdict for the last token, which the grammar accepted or not."""
+        if is_accepted and not self.inner.is_stopped():
             return ""
-        verdict = _ENDS.get(self.inner.stop_reason()) if is_taken else None
+        verdict = _ENDS.get(self.inner.stop_reason()) if is_accepted else None
         return self._failure() if verdict is None else verdict
 
     def _failure(self) -> Verdict:
-        """Tell a token that does not fit from a limit of the library."""
+        """Distinguish a token that does not fit from a limit of the library."""
         self.lexer.is_spent = True
         reason = self.inner.get_error()
         if _DOES_NOT_FIT in reason:
             return "error"
-        log.warning("A grammar cannot be followed any further: %r", _shortened(reason))
+        log.warning("A grammar exceeded a limit of llguidance: %r", _shorten(reason))
         return "limit"
 
     def copy(self) -> "Matcher":
-        """One that stands at the same place."""
+        """Return a matcher in the same state."""
         return Matcher(self.inner.deep_copy(), self.lexer)
 
 
 class Lexer:
-    """A grammar compiled. Its matchers share the states that it finds on the way, and its lock: those of one
-    lexer take turns, those of several fill their masks at the same time."""
+    """A compiled grammar. Its matchers share its lexer states and its lock: matchers of one lexer run one
+    at a time, those of several lexers in parallel."""
 
     def __init__(self, start: "LLMatcher", seconds: float) -> None:
         self._start = start
         self.seconds = seconds
-        """That it took to compile."""
+        """CPU seconds of the compilation."""
         self._num_served = 0
         self.users: WeakSet[Matcher] = WeakSet()
         self.is_spent = False
-        """Whether it may have too many states to serve anybody else."""
+        """Whether the lexer may have too many states for further sequences."""
 
     def serve(self) -> Matcher:
-        """One more sequence."""
+        """Return a matcher for one more sequence."""
         self._num_served += 1
         self.is_spent |= self._num_served >= MAX_SERVED
         return Matcher(self._start.deep_copy(), self)
 
 
 class Lexers:
-    """Those of one grammar: as many as sequences follow it at once, if they are not too dear."""
+    """The lexers of one grammar: one per concurrent sequence, unless they take too long to compile."""
 
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
-        """The text that each of them is compiled from."""
+        """Source text of the grammar."""
         self._all: list[Lexer] = []
 
     def __len__(self) -> int:
         return len(self._all)
 
     def serve(self) -> Matcher | None:
-        """The start of the grammar; None if one more is to be compiled for it."""
+        """Return a matcher at the start of the grammar, or None if another lexer should be compiled."""
         self._all = [lexer for lexer in self._all if not lexer.is_spent]
         if not self._all:
             return None
@@ -189,49 +194,49 @@ class Lexers:
 
 
 class Grammars:
-    """The grammars of one vocabulary, each compiled once and kept while it is in use."""
+    """The grammars of one vocabulary, each compiled once and cached."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], num_threads: int | None = None) -> None:
-        """The vocabulary is asked for with the first grammar: most engines never see one. `num_threads` are
-        those that compute the layers, if they are on the same cores: between steps these fill masks. Else
-        other cores do, while a device computes."""
+        """Create an empty cache. `vocabulary` is called with the first grammar, since most engines never
+        need it. `num_threads`: threads of the layers, if masks are filled on the same cores between steps.
+        None: other cores fill masks while a device computes."""
         self._vocabulary = vocabulary
         self._num_threads = num_threads
         self._compiled: OrderedDict[bytes, Lexers] = OrderedDict()
-        """By the digest of the params; the grammar used last is last."""
+        """Lexers by the digest of the params, most recently used last."""
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self._is_dear = False
-        """Whether the last masks took long."""
+        self._is_slow = False
+        """Whether filling the last masks took long."""
 
-    def compile(self, asked: StructuredOutputsParams) -> Matcher:
-        """The start of what is asked for. A RequestError if it is no grammar, is one that no text fits, is
-        beyond what is known here or beyond the limits. The first opens the vocabulary."""
-        key = digest_of(asked)
+    def compile(self, params: StructuredOutputsParams) -> Matcher:
+        """Return a matcher at the start of the grammar. Raises a RequestError if the constraint is
+        invalid, matches no text, is not supported or exceeds a limit. The first call opens the vocabulary."""
+        key = digest_of(params)
         with self._lock:
-            known = self._known(key)
-            matcher = None if known is None else known.serve()
-        return self._add(key, asked, known).serve() if matcher is None else matcher
+            lexers = self._lookup(key)
+            matcher = None if lexers is None else lexers.serve()
+        return self._add(key, params, lexers).serve() if matcher is None else matcher
 
-    def check(self, asked: StructuredOutputsParams) -> None:
-        """Raise what `compile` would. A grammar that was compiled before costs a lookup."""
-        key = digest_of(asked)
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Raise the errors of `compile`. A grammar that is cached costs a lookup."""
+        key = digest_of(params)
         with self._lock:
-            known = self._known(key)
-        if known is None:
-            self._add(key, asked, None)
+            lexers = self._lookup(key)
+        if lexers is None:
+            self._add(key, params, None)
 
-    def _known(self, key: bytes) -> Lexers | None:
-        known = self._compiled.get(key)
-        if known is not None:
+    def _lookup(self, key: bytes) -> Lexers | None:
+        lexers = self._compiled.get(key)
+        if lexers is not None:
             self._compiled.move_to_end(key)
-        return known
+        return lexers
 
-    def _add(self, key: bytes, asked: StructuredOutputsParams, known: Lexers | None) -> Lexer:
-        """Compile one more lexer of a grammar, and keep it."""
-        grammar = grammar_of(asked) if known is None else known.grammar
+    def _add(self, key: bytes, params: StructuredOutputsParams, lexers: Lexers | None) -> Lexer:
+        """Compile another lexer of a grammar and cache it."""
+        grammar = grammar_of(params) if lexers is None else lexers.grammar
         started = time.thread_time()
         compiled = self._compile(grammar)
         lexer = Lexer(compiled, time.thread_time() - started)
@@ -246,25 +251,25 @@ class Grammars:
     def _num_lexers(self) -> int:
         return sum(map(len, self._compiled.values()))
 
-    def begin(self, asked: StructuredOutputsParams) -> Future[Matcher]:
-        """The same in a thread."""
+    def begin(self, params: StructuredOutputsParams) -> Future[Matcher]:
+        """Run `compile` in a thread."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="quire-grammar")
-        return self._threads.submit(self.compile, asked)
+        return self._threads.submit(self.compile, params)
 
     @property
     def is_beside(self) -> bool:
-        """Whether masks are filled on other cores than layers are computed on."""
+        """Whether masks are filled on other cores than those that compute the layers."""
         return self._num_threads is None
 
     @cached_property
     def num_words(self) -> int:
-        """Of a mask."""
+        """Number of 32-bit words of a mask."""
         return -(-self.open().vocab_size // 32)
 
     def fill(self, matchers: Sequence[tuple[Matcher, int]], bits: NDArray[np.uint32]) -> None:
-        """A bit for each token, set where it may come next, in the row of `bits` [rows, words] that is said
-        beside each matcher. Other threads run meanwhile."""
+        """Fill rows of `bits` [rows, words]: a bit is set if its token may come next. Each matcher comes
+        with its row. The GIL is released meanwhile."""
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         words, into = self.num_words, bits.view(np.int32)
@@ -272,20 +277,22 @@ class Grammars:
             for matcher, place in matchers:
                 fill_next_token_bitmask(matcher.inner, into[:, :words], place)
         else:
-            each = [(matcher.inner, place) for matcher, place in matchers]
+            rows = [(matcher.inner, place) for matcher, place in matchers]
             started = time.perf_counter()
-            fill_next_token_bitmask_par(self._many if self._is_dear else self._executor, each, into)
-            self._is_dear = self.is_beside and time.perf_counter() - started > DEAR_S
+            fill_next_token_bitmask_par(self._all_cores if self._is_slow else self._executor, rows, into)
+            self._is_slow = self.is_beside and time.perf_counter() - started > DEAR_S
 
-    def advance(self, moves: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
-        """Each of these sequences has one more token: what `Matcher.advance` says, of many at once."""
-        if len(moves) < FEW:
-            return [matcher.advance(token_id) for matcher, token_id in moves]
-        each = [(matcher.inner, token_id) for matcher, token_id in moves]
-        taken = self._executor.consume_token_par(each)
-        if all(taken) and not any(inner.is_stopped() for inner, _ in each):
-            return [""] * len(moves)
-        return [matcher.verdict(is_taken) for (matcher, _), is_taken in zip(moves, taken, strict=True)]
+    def advance(self, steps: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
+        """Advance each sequence by one token, as `Matcher.advance` does for one."""
+        if len(steps) < FEW:
+            return [matcher.advance(token_id) for matcher, token_id in steps]
+        inners = [(matcher.inner, token_id) for matcher, token_id in steps]
+        accepted = self._executor.consume_token_par(inners)
+        if all(accepted) and not any(inner.is_stopped() for inner, _ in inners):
+            return [""] * len(steps)
+        return [
+            matcher.verdict(is_accepted) for (matcher, _), is_accepted in zip(steps, accepted, strict=True)
+        ]
 
     @cached_property
     def _executor(self) -> "LLExecutor":
@@ -294,7 +301,7 @@ class Grammars:
         return LLExecutor(self._num_threads or max(int((os.cpu_count() or 1) * SHARE), 2))
 
     @cached_property
-    def _many(self) -> "LLExecutor":
+    def _all_cores(self) -> "LLExecutor":
         from llguidance import LLExecutor
 
         return LLExecutor()
@@ -303,130 +310,134 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        made = LLMatcher(self.open(), grammar, log_level=0, limits=limits)
-        if not made.is_error():
-            made.compute_bitmask()  # a language without a text shows here
-        if made.is_error():
-            raise _refusal(made.get_error())
-        return made
+        matcher = LLMatcher(self.open(), grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # fails if no text matches the grammar
+        if matcher.is_error():
+            raise _refusal(matcher.get_error())
+        return matcher
 
     def open(self) -> "LLTokenizer":
-        """The vocabulary, which takes a second or so once."""
+        """Return the opened vocabulary. The first call takes about a second."""
         with self._opening:
             if self._tokenizer is None:
                 try:
                     self._tokenizer = self._vocabulary().open()
                 except ValueError as error:
-                    raise _refusal(f"the tokenizer of this model cannot follow a grammar: {error}") from error
+                    raise _refusal(
+                        f"the tokenizer of this model does not support structured output: {error}"
+                    ) from error
             return self._tokenizer
 
 
 def _refusal(reason: str) -> RequestError:
-    return RequestError(f"structured_outputs: {_shortened(reason)}", param="structured_outputs")
+    return RequestError(f"structured_outputs: {_shorten(reason)}", param="structured_outputs")
 
 
-def _shortened(reason: str) -> str:
-    """An error of the library without its state and of limited length."""
+def _shorten(reason: str) -> str:
+    """Return an error of the library without its state, limited in length."""
     short = re.split("\n<(?:state|non-verbose)", reason, maxsplit=1)[0].strip()
     return short if len(short) <= MAX_REASON_CHARS else short[:MAX_REASON_CHARS] + "..."
 
 
-# ---- what was asked for, in the words of llguidance
+# ---- conversion of the params to grammars of llguidance
 
 
-def digest_of(asked: StructuredOutputsParams) -> bytes:
-    """A key that is the same for the same params; a RequestError where they are no text."""
-    return hashlib.sha256(_checked(asked, partial(_encoded, asked))).digest()
+def digest_of(params: StructuredOutputsParams) -> bytes:
+    """Return a key of the params. Raises a RequestError if they are not valid text."""
+    return hashlib.sha256(_with_request_errors(params, partial(_to_msgpack, params))).digest()
 
 
-def _encoded(asked: StructuredOutputsParams) -> bytes:
-    return msgspec.msgpack.encode(sendable(asked))
+def _to_msgpack(params: StructuredOutputsParams) -> bytes:
+    return msgspec.msgpack.encode(sendable(params))
 
 
-def sendable(asked: StructuredOutputsParams) -> StructuredOutputsParams:
-    """The same with a schema as text, which may have numbers of any size."""
-    if isinstance(asked.json, dict):
-        return msgspec.structs.replace(asked, json=json.dumps(asked.json))
-    return asked
+def sendable(params: StructuredOutputsParams) -> StructuredOutputsParams:
+    """Return the params with the schema as JSON text: msgpack cannot encode numbers of any size."""
+    if isinstance(params.json, dict):
+        return msgspec.structs.replace(params, json=json.dumps(params.json))
+    return params
 
 
-def grammar_of(asked: StructuredOutputsParams) -> str:
-    """The text that llguidance compiles; a RequestError where there cannot be one."""
-    name = _name_of(asked)
-    grammar = _checked(asked, partial(_BUILDERS[name], getattr(asked, name), asked))
-    _checked(asked, grammar.encode)
+def grammar_of(params: StructuredOutputsParams) -> str:
+    """Return the grammar text for llguidance, or raise a RequestError."""
+    name = _name_of(params)
+    grammar = _with_request_errors(params, partial(_BUILDERS[name], getattr(params, name), params))
+    _with_request_errors(params, grammar.encode)
     if len(grammar) > MAX_CHARS:
-        raise _refusal(f".{name} may have at most {MAX_CHARS} characters, it has {len(grammar)}")
+        raise _refusal(f".{name} may have at most {MAX_CHARS} characters as a grammar, not {len(grammar)}")
     return grammar
 
 
-def _name_of(asked: StructuredOutputsParams) -> str:
-    return next(name for name in _BUILDERS if getattr(asked, name) is not None)
+def _name_of(params: StructuredOutputsParams) -> str:
+    return next(name for name in _BUILDERS if getattr(params, name) is not None)
 
 
-def _checked(asked: StructuredOutputsParams, build: Callable[[], T]) -> T:
-    """What `build` returns; a RequestError that names the constraint where it fails."""
+def _with_request_errors(params: StructuredOutputsParams, build: Callable[[], T]) -> T:
+    """Return the result of `build`. Its errors become a RequestError that names the constraint."""
     try:
         return build()
     except RecursionError as error:
-        raise _refusal(f".{_name_of(asked)} is nested too deeply") from error
+        raise _refusal(f".{_name_of(params)} is nested too deeply") from error
     except (ValueError, TypeError, AssertionError, KeyError) as error:
-        raise _refusal(f".{_name_of(asked)}: {error}") from error
+        raise _refusal(f".{_name_of(params)}: {error}") from error
 
 
-def _from_schema(schema: Any, asked: StructuredOutputsParams) -> str:
+def _from_schema(schema: Any, params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     schema = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
-    if asked.disable_additional_properties:
-        schema = _closed(schema)
-    spaces = None if asked.disable_any_whitespace else WHITESPACE
+    if params.disable_additional_properties:
+        schema = _close_objects(schema)
+    spaces = None if params.disable_any_whitespace else WHITESPACE
     return LLMatcher.grammar_from_json_schema(
         json.dumps(schema),
         overrides={
-            "whitespace_flexible": not asked.disable_any_whitespace,
-            "whitespace_pattern": asked.whitespace_pattern or spaces,
+            "whitespace_flexible": not params.disable_any_whitespace,
+            "whitespace_pattern": params.whitespace_pattern or spaces,
             "lenient": False,
         },
     )
 
 
-def _closed(schema: Any) -> Any:
-    """The schema where objects have no properties but those that are named, unless it says otherwise."""
+def _close_objects(schema: Any) -> Any:
+    """Return the schema with `additionalProperties: false` for objects that do not set it."""
     if isinstance(schema, list):
-        return [_closed(each) for each in schema]
+        return [_close_objects(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {name: _closed(each) for name, each in schema.items()}
+    closed = {name: _close_objects(value) for name, value in schema.items()}
     if isinstance(schema.get("properties"), dict) and schema.get("type", "object") == "object":
-        made.setdefault("additionalProperties", False)
-    return made
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
-def _from_regex(regex: str, asked: StructuredOutputsParams) -> str:
+def _from_regex(regex: str, params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_regex(plain_classes(regex))
 
 
 def plain_classes(regex: str) -> str:
-    r"""The same with \d and \w of ASCII, as in patterns of schemas; the library's are of all Unicode."""
-    found, depth, begins = [], 0, False
+    r"""Return the regex with \d and \w restricted to ASCII, as in JSON schema patterns. The library's
+    match all Unicode."""
+    parts, depth, at_class_start = [], 0, False
     for part in re.findall(r"\\.|\[\^?|.", regex, re.DOTALL):
         named = _CLASSES.get(part)
-        found.append(part if named is None else named if depth else f"[{named}]")
+        parts.append(part if named is None else named if depth else f"[{named}]")
         if part[0] == "[":
             depth += 1
-        elif part == "]" and depth and not begins:  # the first of a class is a character like others
+        elif part == "]" and depth and not at_class_start:  # a leading ] is a literal
             depth -= 1
-        begins = part[0] == "["
-    return "".join(found)
+        at_class_start = part[0] == "["
+    return "".join(parts)
 
 
-def _from_choice(choice: list[str], asked: StructuredOutputsParams) -> str:
-    """One terminal: the parser keeps at most 2,000 alternatives open at once, a lexer any number."""
+def _from_choice(choice: list[str], params: StructuredOutputsParams) -> str:
+    """Return a grammar with one terminal: the parser allows at most 2,000 open alternatives, a lexer any
+    number."""
     from llguidance import LLMatcher
 
     literals = (
@@ -435,41 +446,41 @@ def _from_choice(choice: list[str], asked: StructuredOutputsParams) -> str:
     return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(literals))
 
 
-def _from_grammar(text: str, asked: StructuredOutputsParams) -> str:
-    """Lark as it is; EBNF with `::=` is translated."""
+def _from_grammar(text: str, params: StructuredOutputsParams) -> str:
+    """Return a Lark grammar unchanged and translate EBNF with `::=`."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     if len(text) > MAX_CHARS:
-        raise ValueError(f"at most {MAX_CHARS} characters, it has {len(text)}")
+        raise ValueError(f"it may have at most {MAX_CHARS} characters, not {len(text)}")
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except GbnfToLarkError as error:
         raise ValueError(str(error)) from error
 
 
-def _from_tags(text: str, asked: StructuredOutputsParams) -> str:
-    """Free text in which each trigger begins one of the structures."""
+def _from_tags(text: str, params: StructuredOutputsParams) -> str:
+    """Return a grammar of free text in which each trigger begins one of the structures."""
     from llguidance import LLMatcher, StructTag
 
-    given = json.loads(text)
-    if not isinstance(given, dict) or "structures" not in given:
-        raise ValueError("only tags with `structures` and `triggers` are known")
-    triggers = sorted(given["triggers"], key=len, reverse=True)
+    spec = json.loads(text)
+    if not isinstance(spec, dict) or "structures" not in spec:
+        raise ValueError("only tags with `structures` and `triggers` are supported")
+    triggers = sorted(spec["triggers"], key=len, reverse=True)
     tags = []
-    for each in given["structures"]:
-        begin, schema = each["begin"], each["schema"]
-        trigger = next((known for known in triggers if begin.startswith(known)), None)
+    for structure in spec["structures"]:
+        begin, schema = structure["begin"], structure["schema"]
+        trigger = next((prefix for prefix in triggers if begin.startswith(prefix)), None)
         if trigger is None:
             raise ValueError(f"no trigger begins {begin!r:.80}")
         grammar = json.dumps(schema) if isinstance(schema, dict) else schema
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=grammar, end=each["end"]))
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=grammar, end=structure["end"]))
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
 
 
 _BUILDERS: dict[str, Callable[[Any, StructuredOutputsParams], str]] = {
     "json": _from_schema,
-    "json_object": lambda _, asked: _from_schema({"type": "object"}, asked),
+    "json_object": lambda _, params: _from_schema({"type": "object"}, params),
     "regex": _from_regex,
     "choice": _from_choice,
     "grammar": _from_grammar,

@@ -1,4 +1,4 @@
-"""Tokenizer: text to ids and back, under the names that users of Hugging Face tokenizers know."""
+"""Tokenizer: text to ids and back, with the method names of Hugging Face tokenizers."""
 
 import json
 import re
@@ -15,13 +15,13 @@ from quire.errors import ConfigError, RequestError
 from quire.text.chat_template import choose_template, render_chat
 from quire.text.gguf_vocab import read_vocab
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
 
 class Encoded(dict[str, Any]):
-    """What calling a tokenizer returns: `input_ids` and `attention_mask`, as keys and as attributes."""
+    """The result of calling a tokenizer: `input_ids` and `attention_mask`, as keys and as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -30,14 +30,14 @@ class Encoded(dict[str, Any]):
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes that each token adds to a text, worked out when first asked for; unknown ids add none."""
+    """The bytes that each token adds to a text, computed on first use; unknown ids add none."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, byte_level: bool, strips_first_space: bool) -> None:
         super().__init__()
         self.backend = backend
         self.byte_level = byte_level
         self.strips_first_space = strips_first_space
-        """Whether decoding drops one space at the very beginning of a text."""
+        """Whether decoding drops one space at the beginning of a text."""
         self._texts: dict[frozenset[int], TokenTexts] = {}
 
     def texts(self, skipped: frozenset[int]) -> "TokenTexts":
@@ -48,19 +48,19 @@ class TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
         if token is None:
-            found = b""
+            data = b""
         elif self.byte_level:
-            found = _from_byte_alphabet(token)
+            data = _from_byte_alphabet(token)
         elif match := _BYTE_TOKEN.fullmatch(token):
-            found = bytes([int(match[1], 16)])
+            data = bytes([int(match[1], 16)])
         else:
-            found = token.replace(_SPACE, " ").encode()
-        self[token_id] = found
-        return found
+            data = token.replace(_SPACE, " ").encode()
+        self[token_id] = data
+        return data
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text of each token; None where it is a part of a character, and nothing where it is skipped."""
+    """The text of each token; None for part of a character, empty for a skipped token."""
 
     def __init__(self, table: TokenBytes, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class Tokenizer:
         chat_template: str | dict[str, str] | None = None,
         tells_types: bool = True,
     ) -> None:
-        # A tokenizer.json may carry the truncation and padding of its training.
+        # A tokenizer.json may contain the truncation and padding of its training.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.special_tokens_map = dict(special_tokens or {})
         self.chat_template = chat_template
         self.tells_types = tells_types
-        """Whether the model is told which tokens are those of a second text."""
+        """Whether the model takes token type ids, which mark the tokens of a second text."""
         self.added_tokens = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in self.added_tokens.items() if token.special)
 
@@ -102,19 +102,19 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         try:
-            # "fast" leaves out the character offsets, which nobody here reads.
+            # "fast" leaves out the character offsets, which are not needed here.
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise _unencodable(texts) from error
         return [encoding.ids for encoding in encodings]
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of a text, and where in it each begins and ends, in characters."""
+        """Return the token ids of a text and the character range of each."""
         encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.offsets
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Two texts with the tokens that join them, and of which of the two each token is (0 or 1)."""
+        """Return the token ids of two joined texts and the token type (0 or 1) of each."""
         try:
             encoding = self.backend.encode(first, second)
         except TypeError as error:
@@ -122,19 +122,19 @@ class Tokenizer:
         return encoding.ids, self._types(encoding)
 
     def encode_cut(self, *texts: str, max_len: int, side: str) -> tuple[list[int], list[int]]:
-        """As `encode` and `encode_pair`, of at most `max_len` tokens: the texts give way, of two the longer
-        one, and the tokens around them stay. Cut is what is on that `side`."""
+        """Encode one or two texts to at most `max_len` tokens. The texts are truncated on `side`, the
+        longer one of two first; special tokens stay."""
         try:
             parts = [self.backend.encode(text, add_special_tokens=False) for text in texts]
         except TypeError as error:
             raise _unencodable(texts) from error
-        room = max(max_len - self.backend.num_special_tokens_to_add(len(parts) > 1), 0)
+        budget = max(max_len - self.backend.num_special_tokens_to_add(len(parts) > 1), 0)
         lengths = [len(part) for part in parts]
-        if sum(lengths) > room and len(parts) == 1:
-            lengths = [room]
-        elif sum(lengths) > room:
-            short = min(*lengths, room // 2)
-            lengths = [short, room - short][:: 1 if lengths[0] <= lengths[1] else -1]
+        if sum(lengths) > budget and len(parts) == 1:
+            lengths = [budget]
+        elif sum(lengths) > budget:
+            short = min(*lengths, budget // 2)
+            lengths = [short, budget - short][:: 1 if lengths[0] <= lengths[1] else -1]
         for part, length in zip(parts, lengths, strict=True):
             part.truncate(length, direction=side)
         encoding = self.backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
@@ -151,11 +151,11 @@ class Tokenizer:
         return Encoded(input_ids=rows, attention_mask=[[1] * len(row) for row in rows])
 
     def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
-        listed = [ids] if isinstance(ids, int) else list(ids)
+        id_list = [ids] if isinstance(ids, int) else list(ids)
         try:
-            return self.backend.decode(listed, skip_special_tokens=skip_special_tokens)
+            return self.backend.decode(id_list, skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
-            bad = next(i for i in listed if not 0 <= i < 2**32)
+            bad = next(i for i in id_list if not 0 <= i < 2**32)
             raise RequestError(f"token id {bad} is out of range: 0 to {self.max_token_id}") from error
 
     def apply_chat_template(
@@ -169,7 +169,7 @@ class Tokenizer:
         documents: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str | list[int]:
-        """The conversation as the model wants to read it: ids, or text if not `tokenize`."""
+        """Return the conversation formatted by the chat template, as ids, or as text if not `tokenize`."""
         text = render_chat(
             choose_template(self.chat_template, chat_template, with_tools=tools is not None),
             messages,
@@ -186,7 +186,7 @@ class Tokenizer:
     @overload
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | None | list[str | None]:
-        """The vocabulary's spelling of the ids; None for an id that it does not have."""
+        """Return the vocabulary's tokens of the ids; None for unknown ids."""
         if isinstance(ids, int):
             return self.backend.id_to_token(ids)
         return [self.backend.id_to_token(i) for i in ids]
@@ -196,7 +196,7 @@ class Tokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | None | list[int | None]:
-        """Ids of tokens in the vocabulary's spelling; the unknown token's for one that it does not have."""
+        """Return the ids of tokens of the vocabulary; the unknown token's id for unknown tokens."""
         if isinstance(tokens, str):
             token_id = self.backend.token_to_id(tokens)
             return self.unk_token_id if token_id is None else token_id
@@ -214,7 +214,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the base vocabulary; `len()` also counts the added ones."""
+        """Number of tokens of the base vocabulary; `len()` also counts the added ones."""
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def __len__(self) -> int:
@@ -226,7 +226,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> TokenBytes | None:
-        """None if this tokenizer's decoder does not work token by token."""
+        """Return the bytes of each token, or None if the decoder does not work token by token."""
         steps = _decoder_steps(self.backend)
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:
@@ -281,8 +281,8 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, checkpoint_format: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a checkpoint: `path` is a directory (`hf`) or a .gguf file (`gguf`). Python code in
-    the checkpoint runs only with `trust_remote_code`."""
+    """Load the tokenizer of a checkpoint: `path` is a directory (`hf`) or a .gguf file (`gguf`). Python
+    code in the checkpoint runs only with `trust_remote_code`."""
     if checkpoint_format == "gguf":
         vocab = read_vocab(GGUFFile(path).metadata)
         return Tokenizer(
@@ -297,7 +297,7 @@ def _from_directory(path: Path, trust_remote_code: bool) -> Tokenizer:
     config = _read_json(path / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= _read_json(path / "special_tokens_map.json")
-    special = {name: text for name in _NAMED if (text := _content(config.get(name))) is not None}
+    special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
     if (path / "tokenizer.json").is_file():
         # As transformers does, the file's own post-processor decides about BOS and EOS: the
         # add_bos_token and add_eos_token of the config are for vocabularies without that file.
@@ -306,7 +306,7 @@ def _from_directory(path: Path, trust_remote_code: bool) -> Tokenizer:
         backend, converted = _convert_with_transformers(path, trust_remote_code)
         special = converted | special
     _add_configured_tokens(backend, config, special)
-    _lower(backend, path)
+    _add_lowercase(backend, path)
     return Tokenizer(
         backend,
         special_tokens=special,
@@ -315,8 +315,8 @@ def _from_directory(path: Path, trust_remote_code: bool) -> Tokenizer:
     )
 
 
-def _lower(backend: tokenizers.Tokenizer, path: Path) -> None:
-    """Text is written small first where sentence-transformers does so, whatever the vocabulary has."""
+def _add_lowercase(backend: tokenizers.Tokenizer, path: Path) -> None:
+    """Add a lowercase normalizer if the sentence-transformers config has do_lower_case."""
     if any(_read_json(file).get("do_lower_case") is True for file in path.glob("sentence_*_config.json")):
         before = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
@@ -332,70 +332,70 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
 def _convert_with_transformers(
     path: Path, trust_remote_code: bool
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Vocabularies in older files: transformers knows how each model family meant them."""
+    """Convert a vocabulary in an older file format with transformers."""
     known = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
     file = next((path / name for name in known if (path / name).is_file()), None)
     if file is None:
         raise ConfigError(f"no tokenizer in {path}: expected {path / 'tokenizer.json'}")
-    way_out = (
+    remedy = (
         "to convert it, `pip install transformers sentencepiece protobuf`, or save a tokenizer.json "
         "beside it with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
     )
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError(f"{path} has {file.name} but no tokenizer.json; {way_out}") from error
+        raise ConfigError(f"{path} has {file.name} but no tokenizer.json; {remedy}") from error
     try:
-        # Never left out: transformers would ask on the terminal whether to run the checkpoint's code.
+        # Always passed: without it transformers prompts on the terminal for permission to run remote code.
         converted = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         backend: tokenizers.Tokenizer = converted.backend_tokenizer
     except (ImportError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise ConfigError(f"cannot convert {file} to a tokenizer.json ({error}); {way_out}") from error
-    named = converted.special_tokens_map.items()
-    return backend, {name: str(token) for name, token in named if name in _NAMED}
+        raise ConfigError(f"cannot convert {file} to a tokenizer.json ({error}); {remedy}") from error
+    special = converted.special_tokens_map.items()
+    return backend, {name: str(token) for name, token in special if name in _SPECIAL_NAMES}
 
 
 def _add_configured_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
 ) -> None:
-    """Teach the backend the added and special tokens that only the config names."""
+    """Add the tokens to the backend that only the config names."""
     present = {i: repr(token) for i, token in backend.get_added_tokens_decoder().items()}
-    listed = [(int(i), AddedToken(**spec)) for i, spec in config.get("added_tokens_decoder", {}).items()]
-    for i, token in sorted(listed, key=lambda item: item[0]):
+    configured = [(int(i), AddedToken(**spec)) for i, spec in config.get("added_tokens_decoder", {}).items()]
+    for i, token in sorted(configured, key=lambda item: item[0]):
         if present.get(i) != repr(token):
             backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     extra = extra.values() if isinstance(extra, dict) else extra
-    names = [*special.values(), *(text for entry in extra if (text := _content(entry)) is not None)]
+    names = [*special.values(), *(text for entry in extra if (text := _token_text(entry)) is not None)]
     marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     unmarked = [name for name in dict.fromkeys(names) if name not in marked]
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in unmarked])
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
-    """Files of their own win over the entry in tokenizer_config.json."""
+    """Return the chat templates. Separate files take precedence over tokenizer_config.json."""
     named = {file.stem: _read_text(file) for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
     if (path / "chat_template.jinja").is_file():
         named["default"] = _read_text(path / "chat_template.jinja")
     if named:
         return named["default"] if named.keys() == {"default"} else named
-    found = _read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(found, list):
-        return {entry["name"]: entry["template"] for entry in found}
-    return found
+    template = _read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return template
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The file's object; an empty one if there is no file."""
+    """Return the JSON object of a file; empty if there is no file."""
     if not file.is_file():
         return {}
     try:
-        found = json.loads(_read_text(file))
+        value = json.loads(_read_text(file))
     except ValueError as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} must hold a JSON object, not {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} must contain a JSON object, not {type(value).__name__}")
+    return value
 
 
 def _read_text(file: Path) -> str:
@@ -405,8 +405,8 @@ def _read_text(file: Path) -> str:
         raise ConfigError(f"cannot read {file}: {error}") from error
 
 
-def _content(entry: Any) -> str | None:
-    """A special token in a config is a string or an object with its flags."""
+def _token_text(entry: Any) -> str | None:
+    """Return the text of a special token, which a config has as a string or as an object."""
     content = entry.get("content") if isinstance(entry, dict) else entry
     return content if isinstance(content, str) else None
 
@@ -419,7 +419,9 @@ def _unencodable(texts: Sequence[str]) -> RequestError:
             text.encode()
         except UnicodeEncodeError as error:
             lone = f"U+{ord(text[error.start]):04X} at character {error.start}"
-            return RequestError(f"text holds the lone surrogate {lone}, which is no character; remove it")
+            return RequestError(
+                f"text contains the lone surrogate {lone}, which is not a character; remove it"
+            )
     return RequestError("text cannot be encoded")
 
 
@@ -439,7 +441,7 @@ _STRIP_STEP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary: printable ones for themselves."""
+    """Return the byte of each character of the byte-level alphabet; printable bytes stand for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -452,5 +454,5 @@ _BYTES = _byte_alphabet()
 def _from_byte_alphabet(token: str) -> bytes:
     try:
         return bytes([_BYTES[char] for char in token])
-    except KeyError:  # an added token, spelled as it is
+    except KeyError:  # an added token, which is not in the byte-level alphabet
         return token.encode()

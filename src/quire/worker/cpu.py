@@ -1,4 +1,4 @@
-"""Host: the CPU as a device."""
+"""The CPU as a device."""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -30,9 +30,9 @@ from quire.worker.device import (
 from quire.worker.input_buffers import (
     BufferSizes,
     StepBuffers,
-    asked_by,
-    asked_of,
     bytes_of,
+    row_sampling_tensors,
+    sampling_tensors,
     sizes_of,
     tensors,
 )
@@ -42,41 +42,41 @@ from quire.worker.spec.drafter import Drafter, Draw, Ends, Told
 from quire.worker.spec.progress import DraftProgress, batch_of_spans, is_decode
 
 _MAX_SHEETS = 32
-"""Of other steps: the sheets that were used last are kept."""
+"""Most input buffers kept for steps that are not taped, the most recently used."""
 Sample = Callable[..., Tensor]
-"""Logits, what is `SamplingTensors`, and what is `ConstrainedHost` if anything is."""
+"""Takes logits, `SamplingTensors` and optionally `ConstrainedHost`."""
 
 
-def draw(logits: Tensor, asked: SamplingTensors, constrained: ConstrainedHost | None = None) -> Tensor:
-    return sample(logits, *asked, constrained)
+def draw(logits: Tensor, params: SamplingTensors, constrained: ConstrainedHost | None = None) -> Tensor:
+    return sample(logits, *params, constrained)
 
 
 class CpuDevice:
-    """The CPU. Steps are over when they return, so that every value is known before the next one."""
+    """Runs steps on the CPU. Steps are synchronous: all values are known before the next step."""
 
     def __init__(self, model: Model, all_rows: Rows, sample: Sample | None = None) -> None:
         self.model = model
         self.sample = sample
         self.block_tables = torch.from_numpy(all_rows.block_tables)
         self._decodes = cache(_new_sheet)
-        """Sheets of taped steps: their tapes read them where they are."""
+        """Input buffers of taped steps: tapes read them at fixed addresses."""
         self._rooms = cache(model.room)
-        """The same for what the stage before sends."""
+        """Receive buffers of taped steps."""
         self._others = lru_cache(_MAX_SHEETS)(_new_sheet)
         self._tapes = Tapes()
         self._max_taped = MAX_TAPED
         self.drafter: Drafter | None = None
         self.drafts_by_chance = False
-        """Whether it draws as the target does, by the same numbers."""
+        """Whether drafts are sampled as the target samples, with the same random numbers."""
         self.seen: DraftProgress | None = None
-        """Of a drafter that does not follow."""
+        """Progress of a separate draft model."""
         self._max_tokens = 0
-        """Of what it missed, in one step."""
+        """Most tokens that a draft model catches up on in one step."""
         self._batch: Batch | None = None
-        """Of the last step."""
+        """Batch of the last step."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Reckoned: to use memory is to take it here."""
+        """Estimate the memory; measuring would take it on a CPU."""
         facts, dtype, limits = config.own_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
         num_draws = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
@@ -128,7 +128,7 @@ class CpuDevice:
         self._make_room(batch, plan)
         self._batch = batch
 
-        sampled_in_graph = not len(plan.constrained)  # what those may sample is known later
+        sampled_in_graph = not len(plan.constrained)  # the masks of constrained rows come later
 
         def run() -> ForwardResult | Passed:
             return self._compute(batch, sheet, sampled_in_graph)
@@ -139,7 +139,7 @@ class CpuDevice:
         return self.model.step(run, batch.before)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
-        """One token that nobody asked for."""
+        """Return a step of one dummy token, for a rank without rows."""
         batch, sheet = blank_batch(ONE_TOKEN, self.block_tables, self.block_tables.device, num_samples=0)
         batch.before = self.model.room(1)
         self._make_room(batch, plan)
@@ -157,16 +157,16 @@ class CpuDevice:
         if not model.draws:
             passed: Passed = hidden
             return passed
-        wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
-        logits, asked = model.head(wanted), asked_of(sheet)
+        states = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
+        logits, sampling = model.head(states), sampling_tensors(sheet)
         sampled_in_graph = sampled_in_graph and self.sample is not None and len(logits) > 0
-        token_ids = self.sample(logits, asked) if sampled_in_graph and self.sample is not None else None
-        return ForwardResult(hidden, logits, token_ids, asked, aux_hidden_states=batch.aux_hidden_states)
+        token_ids = self.sample(logits, sampling) if sampled_in_graph and self.sample is not None else None
+        return ForwardResult(hidden, logits, token_ids, sampling, aux_hidden_states=batch.aux_hidden_states)
 
     def redraw(self, done: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
-        if self.sample is None or done.asked is None:
+        if self.sample is None or done.sampling is None:
             return None
-        return self.sample(done.logits, done.asked, _constrained(masks, places, len(done.logits)))
+        return self.sample(done.logits, done.sampling, _build_constraints(masks, places, len(done.logits)))
 
     def land(self, plan: StepPlan, done: ForwardResult, sampled: Sampled, all_rows: Rows) -> Pending:
         token_ids, counts = sampled.token_ids.to(torch.int32).numpy(), plan.num_drafts
@@ -177,13 +177,13 @@ class CpuDevice:
             token_ids = token_ids[spread(np.cumsum(1 + num_drafts) - 1 - num_drafts, counts)]
         all_rows.learn(*NewTokens.of(plan), token_ids, counts)
         if self.drafter is not None and self.drafter.follows:
-            self._show(self.drafter, plan, all_rows, first, counts, done)
+            self._update_drafter(self.drafter, plan, all_rows, first, counts, done)
         return Done(sampled.result(plan.sampling_rows, token_ids, counts))
 
-    def _show(
+    def _update_drafter(
         self, drafter: Drafter, plan: StepPlan, all_rows: Rows, first: Ints, counts: Ints, done: ForwardResult
     ) -> None:
-        """Let the drafter see a step, of whose rows the tokens from `first` on were computed."""
+        """Pass a step to the drafter; `first` is the first computed position of each row."""
         rows, num_kept = plan.rows.astype(np.intp), plan.num_tokens
         if len(counts):
             num_kept = num_kept - plan.num_drafts
@@ -191,15 +191,15 @@ class CpuDevice:
         next_ids = np.maximum(all_rows.tokens[rows, first + num_kept], 0)
         assert self._batch is not None
         self.model.without_adapters()
-        told = Told(
+        target = Told(
             next_ids=torch.from_numpy(next_ids.astype(np.int64)),
             num_kept=torch.from_numpy(num_kept.astype(np.int64)),
             states=torch.cat(done.aux_hidden_states, 1) if done.aux_hidden_states else done.hidden,
         )
-        drafter.see(self._batch, told)
+        drafter.see(self._batch, target)
 
     def _propose(self, drafter: Drafter, plan: StepPlan, all_rows: Rows) -> None:
-        """Drafts for the rows that are to have some, where they are looked for."""
+        """Propose drafts for the rows of the plan that have some."""
         seen, wanted, late = self.seen, is_decode(plan), np.zeros(len(plan.rows), np.bool_)
         if seen is not None:
             seen.begin(plan)
@@ -231,19 +231,19 @@ class CpuDevice:
             last=torch.from_numpy(last),
             num_slots=torch.from_numpy(all_rows.num_slots(rows).astype(np.int64)),
             tables=self.block_tables,
-            draw=self._drawing(rows, all_rows) if self.drafts_by_chance else None,
+            draw=self._draft_sampling(rows, all_rows) if self.drafts_by_chance else None,
         )
 
-    def _drawing(self, rows: NDArray[np.intp], all_rows: Rows) -> Draw | None:
-        """How these rows sample, wherever; None if nothing can sample in passing."""
+    def _draft_sampling(self, rows: NDArray[np.intp], all_rows: Rows) -> Draw | None:
+        """Return the sampling function of drafts for these rows; None if the device cannot sample."""
         if (sample := self.sample) is None:
             return None
-        columns = asked_by(all_rows.sampling, rows)
+        columns = row_sampling_tensors(all_rows.sampling, rows)
         return lambda logits, positions: sample(logits, columns._replace(positions=positions))
 
 
 class Done:
-    """A step whose tokens are here."""
+    """The result of a step that is already complete."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
@@ -255,14 +255,15 @@ class Done:
         return self._result
 
 
-def _constrained(masks: Masks, places: Ints, count: int) -> ConstrainedHost | None:
-    """What so many draws of a step may be; `places` [max_rows] are those of rows in the batch."""
+def _build_constraints(masks: Masks, places: Ints, count: int) -> ConstrainedHost | None:
+    """Return the token constraints of `count` samples. `places` [max_rows] maps rows to positions in the
+    batch."""
     if not len(masks.rows):
         return None
     mask_of = np.full(count, FREE, np.int32)
     at = places[masks.rows] + masks.draws if len(masks.draws) else places[masks.rows]
     mask_of[at] = np.arange(len(at))
-    bits = masks.bits if masks.bits.flags.writeable else masks.bits.copy()  # torch has no other arrays
+    bits = masks.bits if masks.bits.flags.writeable else masks.bits.copy()  # torch needs writable arrays
     return ConstrainedHost(torch.from_numpy(mask_of), torch.from_numpy(bits.view(np.int32)))
 
 

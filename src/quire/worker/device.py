@@ -1,4 +1,4 @@
-"""Device: where a step is computed, and what all devices share."""
+"""The protocol of a device that computes steps, and what CPU and CUDA devices share."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,31 +31,32 @@ from quire.worker.spec.progress import DraftProgress
 
 
 class ForwardResult(NamedTuple):
-    """What a step gave on the device."""
+    """The result of a forward pass, as tensors on the device."""
 
     hidden: Tensor
     """[T, hidden]"""
     logits: Tensor
-    """[N, vocab], a row for each sequence that samples"""
+    """[N, vocab], one row for each sampled position"""
     token_ids: Tensor | None = None
-    """[N], where tokens are sampled in passing"""
-    asked: SamplingTensors | None = None
+    """[N] tokens, if they were sampled within the forward pass"""
+    sampling: SamplingTensors | None = None
+    """Sampling parameters of the N positions."""
     rows: Tensor | None = None
-    """[N] int64, whose logits these are"""
-    given: Any = None
-    """What it was computed from, where the device makes its own inputs."""
+    """[N] int64, the row of each position in `logits`"""
+    verify_inputs: Any = None
+    """Batch and speculation inputs of the step, if the device derives its inputs itself."""
     aux_hidden_states: tuple[Tensor, ...] = ()
     """See `Batch.aux_hidden_states`."""
     follow: Callable[[], Tensor] | None = None
-    """What is done with tokens that were sampled in passing, where it was captured."""
-    found: Tensor | None = None
-    """What became of drafts by these tokens, where that was looked at in passing, too."""
+    """Replays the captured verification of the sampled tokens."""
+    verified: Tensor | None = None
+    """Result of the verification, if it ran within the forward pass."""
     redraw: Callable[[], Tensor] | None = None
-    """Samples [N] by the masks that lie on the device, where that was captured."""
+    """Replays the captured sampling [N] under the masks on the device."""
 
 
 class UnsampledRows:
-    """A step whose rows wait to hear what they may sample."""
+    """A computed step that is sampled once the masks of its constrained rows arrive."""
 
     def __init__(self, plan: StepPlan, done: ForwardResult) -> None:
         self.plan = plan
@@ -63,17 +64,17 @@ class UnsampledRows:
         self.drawn: Pending | None = None
 
     def ready(self, timeout_s: float) -> bool:
-        assert self.drawn is not None, "nobody said what its rows may sample"
+        assert self.drawn is not None, "draw() has not been called for this step"
         return self.drawn.ready(timeout_s)
 
     def wait(self) -> StepResult:
-        assert self.drawn is not None, "nobody said what its rows may sample"
+        assert self.drawn is not None, "draw() has not been called for this step"
         return self.drawn.wait()
 
 
 @contextmanager
 def device_failures(kinds: tuple[type[Exception], ...] = (torch.AcceleratorError,)) -> Iterator[None]:
-    """The device's state is lost with such an error, and with it every request."""
+    """Raise EngineDead for errors of these kinds: the device state, and every request, is lost."""
     try:
         yield
     except EngineDead:
@@ -83,18 +84,18 @@ def device_failures(kinds: tuple[type[Exception], ...] = (torch.AcceleratorError
 
 
 Passed = tuple[Tensor, Tensor]
-"""What a stage hands to the next, [T, hidden] each: what its last layer said, and what that is added to."""
+"""Output of a pipeline stage for the next one, [T, hidden] each: that of its last layer, and the residual."""
 
 
 class Neighbours(Protocol):
-    """The stages before and behind this one, as a device sees them."""
+    """The connection of a stage to the previous and the next pipeline stage."""
 
     num_stages: int
     is_first: bool
     is_last: bool
 
     def room(self, num_tokens: int) -> Tensor:
-        """[2, tokens, hidden]"""
+        """Return a receive buffer, [2, tokens, hidden]."""
 
     def num_bytes(self, num_tokens: int) -> int: ...
 
@@ -103,22 +104,22 @@ class Neighbours(Protocol):
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A step that is ready to run once the stage before has sent what it needs."""
+    """A step that can run as soon as the previous pipeline stage has sent its output."""
 
     run: Callable[[], Any]
     before: Tensor | None = None
-    """Where that goes."""
+    """Receive buffer for the output of the previous stage."""
     receive: Callable[[Tensor], None] | None = None
 
     def forward(self) -> Passed:
-        """The layers of a stage that is not the last. The next step may write to the same memory."""
+        """Run the layers of a stage that is not the last. The next step may overwrite the result."""
         if self.before is not None and self.receive is not None:
             self.receive(self.before)
         passed: Passed = self.run()
         return passed
 
     def draw(self) -> ForwardResult:
-        """The last layers, and the tokens that come of them."""
+        """Run the layers of the last stage and sample."""
         if self.before is not None and self.receive is not None:
             self.receive(self.before)
         done: ForwardResult = self.run()
@@ -126,110 +127,113 @@ class DeviceStep:
 
 
 class Device(Protocol):
-    """Where steps are computed: what the worker asks of a CPU or a GPU."""
+    """A CPU or a GPU that computes steps for the worker."""
 
     @property
     def sample(self) -> Callable[[Tensor, SamplingTensors], Tensor] | None:
-        """How tokens are sampled in passing."""
+        """Sampling function that runs within the forward pass; None if there is none."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Memory of the largest step, and of any that asks for more; a stage before the last has no sampler.
-        The layers have some small cache by now, of `bound` bytes, which will be gone."""
+        """Return the memory of the largest step with all sampling features. `sampler` is None in stages
+        before the last. The layers have a small cache of `bound` bytes, which will be freed."""
 
     def warm_up(self, config: EngineConfig) -> None:
-        """The cache is there: get ready for the first request."""
+        """Prepare for the first request; the cache is allocated."""
 
     def draft_by(
         self, drafter: Drafter, seen: DraftProgress | None, max_tokens: int, *, by_chance: bool
     ) -> None:
-        """It proposes tokens in front of steps that want some, the likeliest or `by_chance`. What one that
-        does not follow has `seen` is noted; of what it missed it computes so many tokens in a step."""
+        """Use `drafter` for steps with drafts; `by_chance` samples draft tokens, otherwise they are greedy.
+        `seen` tracks the tokens computed by a separate draft model, which catches up at most `max_tokens` per
+        step."""
 
     def forget(self) -> None:
-        """Weights and cache will lie elsewhere: let go of all that knows where they are."""
+        """Drop everything that holds addresses of weights or cache: they will move."""
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
-        """The step, ready to run."""
+        """Prepare the inputs of a step and return it, ready to run."""
 
     def redraw(self, done: ForwardResult, masks: Masks, places: Ints) -> Tensor | None:
-        """Tokens by masks, the quick way; None if there is none. `places` [max_rows] of rows in the step."""
+        """Sample again under masks; None if there is no captured way. `places` [max_rows] maps rows to
+        positions in the step."""
 
     def land(self, plan: StepPlan, done: ForwardResult, sampled: Sampled, all_rows: Rows) -> Pending:
-        """Bring the sampled tokens back; called before the rows advance."""
+        """Start the copy of the sampled tokens to the host; called before the rows advance."""
 
 
 @dataclass(slots=True)
 class Model:
-    """A model's two halves and its attention, or what a stage has of them."""
+    """The forward pass, the LM head and the attention backend of a model, or of one pipeline stage."""
 
     forward: Callable[[Batch], Any]
     head: Callable[[Tensor], Tensor]
     attention: AttentionBackend
     link: Neighbours | None = None
-    """None: all layers are here."""
+    """None without pipeline parallelism."""
     ep: ExpertDispatch | None = None
-    """The way to experts on other devices, if some are there."""
+    """Expert-parallel dispatch; None if all experts are on this device."""
     adapters: AdapterSlots | None = None
-    """Those that requests may ask for."""
+    """LoRA adapter slots; None if LoRA is off."""
     encoder: MediaEncoder | None = None
-    """What it sees or hears with."""
+    """Encoder of images, videos and audio."""
     reaches: bool = False
-    """Whether the tokens of an item see each other in both directions."""
+    """Whether the tokens of an item attend to each other bidirectionally."""
 
     @property
     def draws(self) -> bool:
-        """Whether it has the head."""
+        """Whether this stage has the LM head and samples."""
         return self.link is None or self.link.is_last
 
     @property
     def kinds(self) -> tuple[bool, ...]:
-        """Whether rows of a step have adapters: no, and where some may, yes."""
+        """Return whether rows have adapters, for each variant of a step to prepare."""
         return (False,) if self.adapters is None else (False, True)
 
     def without_adapters(self) -> None:
-        """What is computed next has none: drafts may come from the ends of the model."""
+        """Disable adapters for the next computation: drafts may use the model's embedding and head."""
         if self.adapters is not None:
             self.adapters.use()
 
     def head_of_one(self, states: Tensor) -> Tensor:
-        """Logits where all have one adapter, if any could have: that of the first slot."""
+        """Return logits as if every position used the adapter in the first slot, if LoRA is on."""
         if self.adapters is not None:
             self.adapters.use(logit_tokens=torch.zeros(len(states), dtype=torch.int32, device=states.device))
         return self.head(states)
 
     def room(self, num_tokens: int) -> Tensor | None:
-        """For what the stage before makes of so many tokens; None if there is none."""
+        """Return a receive buffer for the output of the previous stage; None in the first stage."""
         return None if self.link is None or self.link.is_first else self.link.room(num_tokens)
 
     def embeds(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """See `Batch.embeds`; None, too, in a stage that reads no tokens. What the plan has encoded is."""
+        """Encode the items of the plan and return `Batch.embeds`; None in stages after the first."""
         if self.link is not None and not self.link.is_first:
             return None
-        found = take_embeds(plan, all_rows, device)
+        embeds = take_embeds(plan, all_rows, device)
         if self.encoder is None:
-            return found
-        return self.encoder.joined(found, self.encoder.step(plan, all_rows))
+            return embeds
+        return self.encoder.joined(embeds, self.encoder.step(plan, all_rows))
 
     def reach(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
-        """See `Batch.reach`; asked for before `embeds`, with which items are done with."""
+        """Return `Batch.reach`. Must be called before `embeds`, which drops finished items."""
         if not self.reaches or not (all_rows.items or all_rows.wholes):
             return None
-        found = reach_of(plan, all_rows)
-        return None if found is None else to_device(found, device)
+        reach = reach_of(plan, all_rows)
+        return None if reach is None else to_device(reach, device)
 
     def adapts(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether some row of a step has an adapter."""
+        """Whether some row of the step has an adapter."""
         return self.adapters is not None and bool((all_rows.adapter[plan.rows] >= 0).any())
 
     def is_wide(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether some row has an adapter with tokens of its own, for which nothing is taped or captured."""
+        """Whether some row has an adapter with additional tokens; such steps are neither taped nor
+        captured."""
         return self.adapters is not None and bool(self.adapters.has_own[all_rows.adapter[plan.rows]].any())
 
     def step(self, run: Callable[[], Any], before: Tensor | None) -> DeviceStep:
         return DeviceStep(run) if self.link is None else DeviceStep(run, before, self.link.receive)
 
     def hidden(self, batch: Batch) -> Any:
-        """[T, hidden], or what is to be passed on."""
+        """Run the layers: return [T, hidden], or the tensors for the next stage."""
         for group in batch.groups:
             group.reach = batch.reach
             self.attention.plan(group)
@@ -243,7 +247,7 @@ class Model:
 
 
 class NewTokens(NamedTuple):
-    """Which rows get tokens in a step."""
+    """The step and the rows that get tokens in it."""
 
     step: int
     rows: NDArray[np.intp]
@@ -254,17 +258,17 @@ class NewTokens(NamedTuple):
 
 
 def hold(drawn: Ints, drafts: Ints, num_drafts: Ints) -> Ints:
-    """How many of the tokens that each row drew count: those up to the first draft that is another. A row has
-    one draw more than drafts."""
+    """Return how many sampled tokens of each row are accepted: those up to the first one that differs from
+    its draft. A row has one sampled token more than drafts."""
     num_draws = 1 + num_drafts
     lasts = np.cumsum(num_draws) - 1
     differs = np.ones(len(drawn), np.bool_)
     is_draft = np.ones(len(drawn), np.bool_)
     is_draft[lasts] = False
     differs[is_draft] = drawn[is_draft] != drafts
-    first = np.flatnonzero(differs)  # one in each row at least, its last draw
-    found: Ints = first[np.searchsorted(first, lasts - num_drafts)] - (lasts - num_drafts) + 1
-    return found.astype(np.int32)
+    first = np.flatnonzero(differs)  # at least one per row: its last sampled token
+    counts: Ints = first[np.searchsorted(first, lasts - num_drafts)] - (lasts - num_drafts) + 1
+    return counts.astype(np.int32)
 
 
 def batch_of(
@@ -276,7 +280,7 @@ def batch_of(
     are_decodes: bool = False,
     are_any: bool = False,
 ) -> Batch:
-    """`block_tables` [groups of layers, rows, blocks]"""
+    """Build the batch of a step from its tensors. `block_tables` is [layer groups, rows, blocks]."""
     turns = sheet.get("turns")
     if turns is not None and len(turns) > len(sheet["positions"]):
         turns = turns.view(3, -1)
@@ -314,8 +318,8 @@ def blank_batch(
     adapters: bool = False,
     axes: int = 0,
 ) -> tuple[Batch, dict[str, Tensor]]:
-    """A step of sequences that read the first block and write nothing; all of them sample, or so many. With
-    `adapters` it takes the way of those, although no token has one."""
+    """Build a dummy step: its sequences read the first block and write nothing. All of them sample, or the
+    first `num_samples`. With `adapters` it runs the LoRA kernels, although no token has an adapter."""
     num_groups, num_rows, _ = block_tables.shape
     num_samples = len(lens) if num_samples is None else num_samples
     sizes = BufferSizes(
@@ -332,4 +336,4 @@ def blank_batch(
 
 
 ONE_TOKEN: Ints = np.ones(1, np.int32)
-"""What a step without rows computes."""
+"""Lengths of the dummy step that a rank without rows computes."""

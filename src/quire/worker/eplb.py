@@ -1,4 +1,5 @@
-"""Balancer: experts move between devices as their load changes, a layer at a time between steps."""
+"""Expert-parallel load balancing (EPLB): experts move between devices as their load changes, one layer per
+step."""
 
 import math
 from collections import deque
@@ -17,52 +18,52 @@ log = get_logger(__name__)
 
 
 class Balancer:
-    """Counts the tokens of experts over a window of steps, and now and then places them anew.
+    """Counts the tokens of experts over a window of steps, and periodically computes a new placement.
 
-    Every device does the same at the same step: they take all steps together, know the same loads, and come
-    to the same placement.
+    All devices run the same steps and have the same loads, so that they compute the same placement at the
+    same step.
     """
 
     def __init__(self, layers: Sequence[Experts], group: Group, eplb: Eplb) -> None:
         self.layers, self.group, self.eplb = layers, group, eplb
         for layer in layers:
-            layer.weights.by_expert()  # says so if they cannot move
+            layer.weights.by_expert()  # raises if they cannot move
         self._stretch = math.gcd(eplb.window_size, eplb.step_interval)
-        """Steps that are counted in one: window and interval are both so many of them."""
+        """Steps per count: window and interval are multiples of it."""
         self._past: deque[Tensor] = deque(maxlen=eplb.window_size // self._stretch)
         self._num_steps = 0
         self._left: deque[tuple[Experts, list[int]]] = deque()
-        """Layers to be placed anew, with their loads."""
+        """Layers that wait for a new placement, with their loads."""
 
     def begin(self) -> None:
-        """What was counted so far were no requests."""
+        """Reset the counts, for example after the warm-up."""
         for layer in self.layers:
             assert layer.loads is not None
             layer.loads.zero_()
 
     @torch.inference_mode()
     def step(self) -> None:
-        """After each step."""
+        """Update the counts after a step, and move experts if it is time."""
         self._num_steps += 1
         if self._num_steps % self._stretch == 0:
             counted = [layer.loads for layer in self.layers if layer.loads is not None]
             self._past.append(torch.stack(counted))
             self.begin()
         if self._num_steps % self.eplb.step_interval == 0:
-            self._weigh()
+            self._collect_loads()
         if self._left:
             self._place(*self._left.popleft())
         while self._left and not self.eplb.use_async:
             self._place(*self._left.popleft())
 
-    def _weigh(self) -> None:
-        """What every expert had to do on all devices."""
+    def _collect_loads(self) -> None:
+        """Sum the load of every expert over all devices."""
         loads = self.group.all_reduce(torch.stack(list(self._past)).sum(0).to(torch.int32)).tolist()
         self._left = deque(zip(self.layers, loads, strict=True))
         if self.eplb.log_balancedness:
             uneven = [imbalance(_placement(layer), load) for layer, load in self._left]
             log.info(
-                "Experts: the busiest device had %.2f times the mean load, %.2f times in the worst layer",
+                "EPLB: the busiest device had %.2f times the mean load, %.2f times in the worst layer",
                 sum(uneven) / len(uneven),
                 max(uneven),
             )
@@ -82,14 +83,14 @@ def _placement(layer: Experts) -> Placement:
 
 
 def move(layer: Experts, group: Group, before: Placement, after: Placement) -> None:
-    """Copy the weights of all experts whose place changes, between devices and within one."""
+    """Copy the weights of all experts that change their slot, between devices and within one."""
     todo = moves(before, after)
-    out = sorted((each for each in todo if each.source == group.rank), key=lambda each: each.target)
-    into = sorted((each for each in todo if each.target == group.rank), key=lambda each: each.source)
-    sent = [sum(each.target == rank for each in out) for rank in range(group.size)]
-    received = [sum(each.source == rank for each in into) for rank in range(group.size)]
+    out = sorted((m for m in todo if m.source == group.rank), key=lambda m: m.target)
+    into = sorted((m for m in todo if m.target == group.rank), key=lambda m: m.source)
+    sent = [sum(m.target == rank for m in out) for rank in range(group.size)]
+    received = [sum(m.source == rank for m in into) for rank in range(group.size)]
     for rows in layer.weights.by_expert():
-        going = [rows[each.source_slot] for each in out]
+        going = [rows[m.source_slot] for m in out]
         packed = torch.stack(going) if going else rows[0].new_empty(0, len(rows[0]))
-        for each, row in zip(into, group.all_to_all(packed, sent, received), strict=True):
-            rows[each.target_slot].copy_(row)
+        for m, row in zip(into, group.all_to_all(packed, sent, received), strict=True):
+            rows[m.target_slot].copy_(row)

@@ -1,5 +1,4 @@
-"""Parts of a step: what a feature does before and after the forward pass. The runner knows only this
-protocol."""
+"""Step features: code that runs before and after the forward pass, behind one protocol."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -16,17 +15,17 @@ from quire.worker.rows import Rows
 
 
 class StepFeature(Protocol):
-    """What a feature does around a forward pass."""
+    """A feature that runs before and after the forward pass."""
 
     def begin(self, plan: StepPlan) -> None:
-        """The rows are up to date; nothing is computed yet."""
+        """Prepare a step; the rows are up to date, nothing is computed yet."""
 
     def end(self, plan: StepPlan, hidden: Tensor, sampled: Sampled) -> None:
-        """`hidden` has a row per token of the plan; the rows still stand where the plan began."""
+        """Process a step. `hidden` has a row per token of the plan; the rows have not advanced yet."""
 
 
 class PromptLogprobs:
-    """How likely each prompt token was, for the requests that ask."""
+    """Computes the logprobs of prompt tokens for the requests that need them."""
 
     def __init__(
         self,
@@ -40,9 +39,9 @@ class PromptLogprobs:
         self.all_rows = all_rows
         self.mode = logprobs_mode
         self._wanted: dict[int, int] = {}
-        """How many of the best at each position, by row."""
+        """Number of top logprobs at each position, by row."""
         self._slot = -1
-        """Of the row at hand."""
+        """Adapter slot of the current row."""
 
     def begin(self, plan: StepPlan) -> None:
         for row in plan.released:
@@ -66,10 +65,10 @@ class PromptLogprobs:
                     all_rows.tokens[row, computed + 1 : computed + 1 + count].astype(np.int64)
                 )
                 sampled.prompt_logprobs[row] = prompt_logprobs(
-                    self._wide_head, states, next_ids.to(hidden.device), self._wanted[row], self.mode
+                    self._logits, states, next_ids.to(hidden.device), self._wanted[row], self.mode
                 )
 
-    def _wide_head(self, states: Tensor) -> Tensor:
+    def _logits(self, states: Tensor) -> Tensor:
         if self.adapters is not None:
             slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
             is_wide = bool(self.adapters.has_own[self._slot])

@@ -1,4 +1,4 @@
-"""Sheet: the arrays of one step in one piece of memory, so that a single copy takes them to the device."""
+"""The input arrays of one step in one buffer, so that a single copy moves them to the device."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from quire.sampling.rows import SamplingRows
 from quire.worker.rows import Rows, Wide
 
 _ALIGN = 64
-"""Bytes: kernels are compiled for aligned pointers, and every step must look the same to them."""
+"""Alignment in bytes: kernels are compiled for aligned pointers, and all steps must look the same to them."""
 
 Arrays = dict[str, NDArray[Any]]
 _NO_PLACES: Wide = np.empty(0, np.int64)
@@ -21,27 +21,27 @@ _NO_IDS: Ints = np.empty(0, np.int32)
 
 
 class BufferSizes(NamedTuple):
-    """How long the arrays of a sheet are."""
+    """The lengths of a step's input arrays."""
 
     tokens: int
     seqs: int
     samples: int
     blocks: int
-    """How many entries of the block tables change."""
+    """Number of changed block-table entries."""
     groups: int = 1
-    """Of layers, each with slots of its own."""
+    """Number of layer groups, each with its own slots."""
     adapters: bool = False
     """Whether some token has an adapter."""
     drafts: bool = False
     """Whether the device derives the inputs of decodes."""
     query_len: int = 0
-    """Places of each sequence, where all are decodes that the device derives; 0: as many as it has tokens."""
+    """Tokens of each sequence in a step of decodes derived on the device; 0 if they vary."""
     axes: int = 0
-    """Positions of each token by which heads turn; 0: its place says all."""
+    """M-RoPE positions of each token: 1, or 3 (time, height, width); 0 for models without M-RoPE."""
 
 
 def slots_of(group: int) -> str:
-    """The name of a group's slots."""
+    """Return the name of the array with a layer group's slots."""
     return f"slots{group}" if group else "slots"
 
 
@@ -63,8 +63,8 @@ def _layout(sizes: BufferSizes) -> list[tuple[str, type, int]]:
     ]
 
 
-def _places(sizes: BufferSizes) -> tuple[dict[str, tuple[int, type, int]], int]:
-    """Offset, type and length of each array, and the size of all."""
+def _offsets(sizes: BufferSizes) -> tuple[dict[str, tuple[int, type, int]], int]:
+    """Return the offset, type and length of each array, and the size of the buffer."""
     at, places = 0, {}
     for name, kind, length in _layout(sizes):
         places[name] = (at, kind, length)
@@ -73,24 +73,24 @@ def _places(sizes: BufferSizes) -> tuple[dict[str, tuple[int, type, int]], int]:
 
 
 def bytes_of(sizes: BufferSizes) -> int:
-    return _places(sizes)[1]
+    return _offsets(sizes)[1]
 
 
 def host_arrays(memory: Tensor, sizes: BufferSizes) -> Arrays:
-    """The arrays as views of `memory`, bytes on the host."""
+    """Return the arrays as views of `memory`, bytes on the host."""
     raw = memory.numpy()
     return {
         name: raw[at : at + length * np.dtype(kind).itemsize].view(kind)
-        for name, (at, kind, length) in _places(sizes)[0].items()
+        for name, (at, kind, length) in _offsets(sizes)[0].items()
     }
 
 
 def tensors(memory: Tensor, sizes: BufferSizes) -> dict[str, Tensor]:
-    """The same as tensors on the device of `memory`."""
+    """Return the arrays as tensors on the device of `memory`."""
     types: dict[type, torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
     return {
         name: memory[at : at + length * np.dtype(kind).itemsize].view(types[kind])
-        for name, (at, kind, length) in _places(sizes)[0].items()
+        for name, (at, kind, length) in _offsets(sizes)[0].items()
     }
 
 
@@ -108,9 +108,9 @@ def sizes_of(
 
 
 class StepBuffers:
-    """The arrays of a step in `memory`, bytes on the host; step after step may be written to it.
+    """The input arrays of a step in `memory`, bytes on the host, which is reused step after step.
 
-    The same sequences decode in many steps: then only what each of them changes is written again.
+    If the same sequences decode again, only the values that change are written.
     """
 
     def __init__(self, memory: Tensor, sizes: BufferSizes) -> None:
@@ -121,14 +121,14 @@ class StepBuffers:
         self._query_len = self._version = 0
 
     def holds(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether it was last written for a decode of the same rows, with the same requests."""
+        """Whether the buffer was last written for a decode of the same rows and requests."""
         alike = plan.query_len == self._query_len > 0 or (self.sizes.query_len > 0 and len(plan.rows) > 0)
         return alike and self._version == all_rows.version and _bytes_of(plan) == self._rows
 
     def write(self, plan: StepPlan, all_rows: Rows, places: Wide = _NO_PLACES, ids: Ints = _NO_IDS) -> None:
-        """One step. What the arrays have beyond its size stays as it is (see `blank`).
+        """Write a step. Values beyond its size stay as they are (see `blank`).
 
-        `places` and `ids` are the changes of the block tables, flat.
+        `places` and `ids` are the changes of the flat block tables.
         """
         if not self.holds(plan, all_rows):
             _fill_rows(self.arrays, plan, all_rows, self.sizes.query_len)
@@ -144,7 +144,7 @@ def _bytes_of(plan: StepPlan) -> bytes:
 
 
 def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows, query_len: int) -> None:
-    """What stays as long as the same rows compute as many tokens, for the same requests."""
+    """Fill the arrays that stay while the same rows compute as many tokens for the same requests."""
     rows, sampling, state = plan.rows, plan.logit_rows, all_rows.sampling
     num_seqs, count = len(rows), len(sampling)
     starts = into["query_starts"]
@@ -164,8 +164,8 @@ def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows, query_len: int) -> 
     for name in ("top_k", "top_p", "min_p"):
         into[name][:count] = getattr(state, name)[sampling]
     if "adapters" in into:
-        each = np.repeat(all_rows.adapter[rows], query_len or plan.num_tokens)
-        into["adapters"][: len(each)] = each
+        adapters = np.repeat(all_rows.adapter[rows], query_len or plan.num_tokens)
+        into["adapters"][: len(adapters)] = adapters
         into["logit_adapters"][:count] = all_rows.adapter[sampling]
     if "planned" in into:
         _fill_drafts(into, plan)
@@ -180,7 +180,7 @@ def _fill_drafts(into: Arrays, plan: StepPlan) -> None:
 
 
 def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
-    """What every step changes."""
+    """Fill the arrays that change in every step."""
     rows, lens = plan.rows.astype(np.intp), plan.num_tokens
     num_seqs, num_tokens, computed = len(rows), plan.total_tokens, all_rows.num_computed[rows]
     row_of_token, positions = rows, computed.astype(np.intp)
@@ -207,11 +207,12 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
 
 
 def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int = 1) -> None:
-    """Padding from sequence `first` of a decode step on: it reads nothing and writes where nobody looks.
-    Sequences of several places read the first block: each place has something to see."""
+    """Fill a decode step with padding from sequence `first` on. Padding reads nothing and writes to the
+    padding row; with several tokens per sequence it reads the first block, so that each token has something
+    to attend to."""
     for name, array in into.items():
-        if (nothing := _NOTHING.get(name.rstrip("0123456789"))) is not None:
-            array[first:] = nothing
+        if (padding := _PADDING.get(name.rstrip("0123456789"))) is not None:
+            array[first:] = padding
     into["rows"][first:] = into["logit_rows"][first:] = pad_row
     into["block_places"][:] = pad_place
     into["block_ids"][:] = 0
@@ -222,14 +223,14 @@ def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int
 
 
 def pad(into: Arrays, num_seqs: int) -> None:
-    """Of a step of so many sequences, written over what was blank: the last sequence has all further tokens,
-    those between have none."""
+    """Pad a step of `num_seqs` sequences: the last sequence gets all further tokens, those between get
+    none."""
     starts = into["query_starts"]
     starts[num_seqs + 1 :] = starts[num_seqs]
     starts[-1] = len(into["token_ids"])
 
 
-_NOTHING: dict[str, float] = {
+_PADDING: dict[str, float] = {
     "token_ids": 0,
     "sources": -1,
     "positions": 0,
@@ -249,15 +250,16 @@ _NOTHING: dict[str, float] = {
 }
 
 
-def asked_of(sheet: dict[str, Tensor]) -> SamplingTensors:
+def sampling_tensors(sheet: dict[str, Tensor]) -> SamplingTensors:
+    """Return the sampling parameters of a step."""
     return SamplingTensors(
         **{name: sheet[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")},
         positions=sheet["sample_at"],
     )
 
 
-def asked_by(state: SamplingRows, rows: NDArray[np.intp]) -> SamplingTensors:
-    """What rows ask for, one sample each, at no position yet."""
+def row_sampling_tensors(state: SamplingRows, rows: NDArray[np.intp]) -> SamplingTensors:
+    """Return the sampling parameters of rows, one sample each, without positions."""
     return SamplingTensors(
         temperature=torch.from_numpy(state.sample_temperature[rows]),
         top_k=torch.from_numpy(state.top_k[rows].astype(np.int32)),

@@ -1,4 +1,4 @@
-"""Adapters: those that a worker has read, and which of them sit in the slots of its device."""
+"""LoRA adapters of a worker: those in host memory, and those in the slots of the device."""
 
 import threading
 from collections import OrderedDict
@@ -19,7 +19,8 @@ from quire.memory import human
 log = get_logger(__name__)
 
 _MOST_SPARES, _SPARE_BYTES, _QUIET_S = 4, 1 << 30, 1.0
-"""Memory that waits for adapters to come: pieces, bytes in all, and when it is made."""
+"""Limits of pinned memory for future adapters: buffers, total bytes, and the idle time before it is
+pinned."""
 
 
 class _CachedAdapter(NamedTuple):
@@ -28,33 +29,33 @@ class _CachedAdapter(NamedTuple):
 
 
 class _Spares(threading.Thread):
-    """Pins memory for adapters to come, once none has been read for a while."""
+    """Pins memory for future adapters, once none has been read for a while."""
 
     def __init__(self, slots: AdapterSlots, max_kept: int) -> None:
         super().__init__(name="quire-pinning", daemon=True)
         self.slots = slots
         self._max_kept, self._size = max_kept, slots.slot_size
         self._is_over = False
-        self._asked = threading.Event()
-        self._asked.set()
+        self._requested = threading.Event()
+        self._requested.set()
         self.start()
 
-    def ask(self, size: int) -> None:
-        """As many numbers as the last one had."""
+    def request(self, size: int) -> None:
+        """Request buffers for adapters of `size` elements, that of the last one."""
         self._size = size
-        self._asked.set()
+        self._requested.set()
 
     def end(self) -> None:
-        """It holds the slots no longer than it has to."""
+        """Stop the thread, so that it releases the slots."""
         self._is_over = True
-        self._asked.set()
+        self._requested.set()
 
     def run(self) -> None:
         torch.cuda.set_device(self.slots.device.index or 0)
-        while self._asked.wait() and not self._is_over:
-            self._asked.clear()
-            while self._asked.wait(_QUIET_S) and not self._is_over:
-                self._asked.clear()
+        while self._requested.wait() and not self._is_over:
+            self._requested.clear()
+            while self._requested.wait(_QUIET_S) and not self._is_over:
+                self._requested.clear()
             if self._is_over:
                 return
             most = max(_SPARE_BYTES // max(self._size * self.slots.dtype.itemsize, 1), 1)
@@ -62,15 +63,15 @@ class _Spares(threading.Thread):
 
 
 class LoRAManager:
-    """Adapters in host memory, those that were used last, and the way into slots. Reading may go on in other
-    threads while steps run."""
+    """Keeps the most recently used adapters in host memory and copies them into slots. Other threads may read
+    adapters while steps run."""
 
     def __init__(self, slots: AdapterSlots, *, max_kept: int, layers: range | None = None) -> None:
         self.slots = slots
         self.max_kept = max(max_kept, slots.max_slots)
         self._reader = LoRAReader(slots, layers)
         self._kept: OrderedDict[str, _CachedAdapter] = OrderedDict()
-        """By name, those that were used last at the end."""
+        """Adapters by name, the most recently used last."""
         self._in_slots: dict[int, LoRARequest] = {}
         self._lock = threading.Lock()
         self._spares = _Spares(slots, self.max_kept) if slots.device.type == "cuda" else None
@@ -79,26 +80,26 @@ class LoRAManager:
         return len(self._kept)
 
     def fetch(self, lora: LoRARequest) -> AdapterFacts:
-        """Read an adapter, unless it is here; what is in a slot stays."""
-        if not lora.load_inplace and (found := self._find(lora)) is not None:
-            return found.facts
+        """Read an adapter unless it is in host memory; slots do not change."""
+        if not lora.load_inplace and (adapter := self._find(lora)) is not None:
+            return adapter.facts
         return self._read(lora).facts
 
     def put(self, slot: int, lora: LoRARequest) -> None:
-        """Copy an adapter into a slot, in the order of the device's own work."""
+        """Copy an adapter into a slot, in stream order."""
         adapter = self._find(lora) or self._read(lora)
         self.slots.put(slot, adapter.factors, adapter.tables, adapter.own)
         with self._lock:
             self._in_slots[slot] = lora
 
     def drop(self, name: str) -> None:
-        """Forget an adapter that nobody uses any more."""
+        """Drop an adapter that no request uses any more."""
         with self._lock:
             self._kept.pop(name, None)
             self._in_slots = {slot: lora for slot, lora in self._in_slots.items() if lora.name != name}
 
     def refill(self, slots: AdapterSlots) -> None:
-        """What was in slots goes into these, which may be of a model that was loaded again."""
+        """Copy the adapters of all slots into new slots, which may belong to a reloaded model."""
         self.slots, self._reader = slots, LoRAReader(slots, self._reader.layers)
         if self._spares is not None:
             self._spares.slots = slots
@@ -106,7 +107,7 @@ class LoRAManager:
             self.put(slot, lora)
 
     def close(self) -> None:
-        """Nothing is asked for any more."""
+        """Free the slots and stop pinning memory."""
         if self._spares is not None:
             self._spares.end()
         self.slots.release()
@@ -123,11 +124,11 @@ class LoRAManager:
     def _read(self, lora: LoRARequest) -> LoRAWeights:
         adapter = self._reader.read(lora.name, Path(lora.path), lora.within)
         if self._spares is not None:
-            self._spares.ask(adapter.facts.num_bytes // self.slots.dtype.itemsize)
+            self._spares.request(adapter.facts.num_bytes // self.slots.dtype.itemsize)
         with self._lock:
             self._kept[lora.name] = _CachedAdapter(lora.path, adapter)
             self._kept.move_to_end(lora.name)
-            used = {each.name for each in self._in_slots.values()} | {lora.name}
+            used = {request.name for request in self._in_slots.values()} | {lora.name}
             unused = [name for name in self._kept if name not in used]
             for name in unused[: max(len(self._kept) - self.max_kept, 0)]:
                 del self._kept[name]
@@ -137,16 +138,17 @@ class LoRAManager:
 def slots_of(
     lora: LoRASection, dtype: torch.dtype, device: torch.device, *, no_own: str = ""
 ) -> AdapterSlots | None:
-    """What was asked for; None: no adapters. `no_own` is why they cannot bring tokens of their own."""
+    """Build the adapter slots of the configuration; None if LoRA is off. `no_own` is the reason why adapters
+    cannot add tokens."""
     if not lora.enable_lora:
         return None
-    own = dtype if lora.lora_dtype == "auto" else getattr(torch, lora.lora_dtype)
-    if device.type == "cpu" and own == torch.float16:
-        own = torch.float32  # no kernel reads the other there
+    slot_dtype = dtype if lora.lora_dtype == "auto" else getattr(torch, lora.lora_dtype)
+    if device.type == "cpu" and slot_dtype == torch.float16:
+        slot_dtype = torch.float32  # no CPU kernel reads float16
     return AdapterSlots(
         max_slots=lora.max_loras,
         max_rank=lora.max_lora_rank,
-        dtype=own,
+        dtype=slot_dtype,
         device=device,
         only=lora.lora_target_modules,
         divides=lora.fully_sharded_loras,
@@ -157,16 +159,16 @@ def slots_of(
 
 
 def why_no_own(config: EngineConfig) -> str:
-    """Why adapters cannot bring tokens of their own; empty if they can."""
+    """Return the reason why adapters cannot add tokens; empty if they can."""
     if config.pooling is not None:
-        return "a pooling model has none"
+        return "a pooling model takes no additional tokens"
     if config.parallel.pipeline_parallel_size > 1:
-        return "there are none with pipeline_parallel_size above 1"
-    return "" if config.draft is None else "there are none where a model drafts tokens"
+        return "pipeline_parallel_size above 1 does not support them"
+    return "" if config.draft is None else "speculative decoding with a draft model does not support them"
 
 
 def check_slots(slots: AdapterSlots, free: int) -> None:
-    """Refuse slots that there is no room for."""
+    """Raise if there is no memory for the slots."""
     if slots.num_bytes <= free:
         return
     per_number = slots.max_slots * slots.dtype.itemsize

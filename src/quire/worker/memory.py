@@ -1,4 +1,4 @@
-"""How much memory a model needs on this device beside its cache, and what that leaves for the cache."""
+"""Memory of a model beside its cache, and the memory left for the cache."""
 
 import math
 import mmap
@@ -21,24 +21,24 @@ from quire.memory import CacheRoom, CacheSize, human
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes."""
+    """Memory of a worker without the cache, in bytes."""
 
     weights: int
     activations: int
-    """The peak of the largest step, all of whose rows ask for everything."""
+    """Peak of the largest step, with all sampling features in all rows."""
     graphs: int = 0
-    """Of decodes that are played again: CUDA graphs, or tapes on a CPU."""
+    """CUDA graphs, or tapes on a CPU."""
     counts: int = 0
-    """Of tokens, for penalties."""
+    """Token counts for penalties."""
     adapters: int = 0
-    """Their slots."""
+    """LoRA adapter slots."""
     vectors: int = 0
-    """Of images, videos and sounds, while they are kept."""
+    """Encoder cache: embeddings of images, videos and audio."""
     other: int = 0
-    """Taken by the device's own libraries, and by others on it."""
+    """Memory of the device's libraries, and of other processes on it."""
 
     def beside(self, activations: int) -> "Needs":
-        """With room for another computation that comes after the step."""
+        """Return the needs with another computation after the step: the larger of both peaks counts."""
         return replace(self, activations=max(self.activations, activations))
 
     @property
@@ -47,21 +47,21 @@ class Needs:
         return named + self.other
 
     def with_slots(self, num_bytes: int, device: str) -> "Needs":
-        """With the slots that a GPU counts among what others take."""
+        """Return the needs with adapter slots, which a GPU has counted as `other`."""
         other = self.other - num_bytes if device == "cuda" else self.other
         return replace(self, adapters=num_bytes, other=other)
 
 
 def table(needs: Needs, cache: CacheSize) -> str:
-    """What the memory is used for, one line each."""
+    """Return a table of the memory, one line per use."""
     parts = {
         "weights": needs.weights,
         "activations": needs.activations,
-        "graphs or tapes": needs.graphs,
+        "CUDA graphs or tapes": needs.graphs,
         "penalty counts": needs.counts,
-        "slots for adapters": needs.adapters,
-        "vectors of media": needs.vectors,
-        "libraries and others": needs.other,
+        "LoRA adapter slots": needs.adapters,
+        "encoder cache": needs.vectors,
+        "libraries and other": needs.other,
         "KV cache": cache.num_bytes,
     }
     lines = [f"  {name:<21}{human(size):>12}" for name, size in parts.items() if size]
@@ -71,7 +71,8 @@ def table(needs: Needs, cache: CacheSize) -> str:
 
 
 def unite_memory() -> None:
-    """Have free memory of a CUDA device be one piece, whatever steps came before; what the user set stays."""
+    """Use expandable segments, so that free CUDA memory is not fragmented; settings of the user take
+    precedence."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
@@ -83,16 +84,15 @@ def free_bytes(machine: Machine) -> int:
 
 
 def cache_room(cache: CacheSection, machine: Machine, *, other_bytes: int) -> CacheRoom:
-    """The cache's share: a fixed number if the user gave one, else what utilization leaves beside
-    `other_bytes`."""
+    """Return the memory for the cache: a fixed number if the user gave one, else what gpu_memory_utilization
+    leaves beside `other_bytes`."""
     total = machine.total_bytes
     if cache.kv_cache_memory_bytes is not None:
         kv_bytes = cache.kv_cache_memory_bytes
         if cache.num_gpu_blocks_override is None and kv_bytes > (free := free_bytes(machine)):
             raise ConfigError(
                 f"kv_cache_memory_bytes={kv_bytes} ({human(kv_bytes)}) is more than the {human(free)} "
-                f"that are free on "
-                f"this {machine.device}: lower it to at most {free}"
+                f"that are free on this {machine.device}: lower it to at most {free}"
             )
     else:
         kv_bytes = min(int(total * cache.gpu_memory_utilization) - other_bytes, free_bytes(machine))
@@ -117,15 +117,15 @@ def bind(
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Give every layer its part of a cache of so many blocks: pages in the slab that it shares with one layer
-    of each other group, or what each row has of its own, and one more for padding. The bytes of all."""
+    """Give every layer its part of a cache of `num_blocks` blocks, and return the bytes of all. Paged layers
+    share a slab with one layer of each other group; the others get a state per row, and one for padding."""
     per_number = num_blocks * block_size * cache_dtype.itemsize
     ends = list(accumulate(layout.slabs, initial=0))
     pages = reserve(num_bytes := ends[-1] * per_number, device=device)
     specs = ((number, spec) for number, spec in enumerate(layout.specs) if spec is not None)
-    keeping = [(number, part) for number, spec in specs for part in spec.parts]
-    for (number, spec), layer in zip(keeping, layers, strict=True):
-        assert spec == layer.keeps, f"layer {number} keeps {layer.keeps}"
+    kept = [(number, part) for number, spec in specs for part in spec.parts]
+    for (number, spec), layer in zip(kept, layers, strict=True):
+        assert spec == layer.keeps, f"layer {number} has cache spec {layer.keeps}, not {spec}"
         if not spec.is_paged:
             memory, group = reserve(num_rows + 1, spec.row_bytes(cache_dtype.itemsize), device=device), 0
             num_bytes += memory.nbytes
@@ -133,7 +133,7 @@ def bind(
             group, slab = layout.places[number]
             memory = pages[ends[slab] * per_number : ends[slab + 1] * per_number]
             if (part := layout.parts[number]) != (0, 1):
-                assert isinstance(layer, PagedAttention), "only keys and values lie side by side"
+                assert isinstance(layer, PagedAttention), "only paged attention shares a slab"
                 layer.bind_memory(
                     memory, block_size=block_size, cache_dtype=cache_dtype, group=group, part=part
                 )
@@ -143,9 +143,9 @@ def bind(
 
 
 def reserve(*shape: int, device: torch.device) -> Tensor:
-    """Bytes in one piece, all zeros: kernels may read, and multiply by nothing, what nobody wrote. On a
-    CPU what is not used takes no room: in pages of their usual size, since an allocator that likes large ones
-    would give each layer's first block two megabytes."""
+    """Return zeroed bytes in one piece: kernels may read unwritten values and multiply them by 0. On a CPU
+    unused pages take no memory; huge pages are off, since they would give each layer's first block two
+    megabytes."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     size = math.prod(shape)

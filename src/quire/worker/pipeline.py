@@ -1,4 +1,4 @@
-"""Stages of a pipeline: what one hands to the next, and the runner of one that is not the last."""
+"""Pipeline parallelism: the connection between stages, and the runner of a stage that is not the last."""
 
 import math
 from collections import deque
@@ -16,26 +16,27 @@ from quire.worker.rows import Rows
 
 
 class StageLink:
-    """A stage's way to its neighbours. Sizes follow from the plan, so that nothing but numbers is sent."""
+    """Sends to the next stage and receives from the previous one. Sizes follow from the plan, so only tensors
+    are sent."""
 
     def __init__(self, group: Group, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.group = group
         self.num_stages = group.size
         self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
         self._hidden, self._dtype, self._device = hidden, dtype, device
-        self._under_way: deque[tuple[Tensor, Sending]] = deque()
-        """What was sent and may not have arrived: of as many steps as there are stages."""
+        self._in_flight: deque[tuple[Tensor, Sending]] = deque()
+        """Messages that may not have arrived: at most as many as there are stages."""
 
     def room(self, num_tokens: int) -> Tensor:
-        """[2, tokens, hidden] for what comes of so many tokens; zeros."""
+        """Return a receive buffer [2, tokens, hidden] of zeros."""
         return torch.zeros(2, num_tokens, self._hidden, dtype=self._dtype, device=self._device)
 
     def num_bytes(self, num_tokens: int) -> int:
-        """What is received and under way, at most, if each step has so many tokens."""
+        """Return the most bytes of received and sent messages, if each step has `num_tokens` tokens."""
         return 2 * (self.group.size + 1) * num_tokens * self._hidden * self._dtype.itemsize
 
     def receive(self, into: Tensor) -> None:
-        """One message, whose room may be a part of a larger one; none of no tokens."""
+        """Receive one message, possibly into a part of a larger buffer; there is none without tokens."""
         if not into.numel():
             return
         whole = into if into.is_contiguous() else into.new_empty(into.shape)
@@ -43,23 +44,23 @@ class StageLink:
         if whole is not into:
             into.copy_(whole)
         if self._device.type == "cpu" and _is_mark(into):
-            raise EngineError("the step failed in a stage before this one")
+            raise EngineError("the step failed in a previous pipeline stage")
 
     def send(self, passed: Passed) -> None:
-        """A copy. Waits only for what was sent as many steps before as there are stages."""
+        """Send a copy. Wait only for the message sent as many steps before as there are stages."""
         self._send(torch.stack(passed))
 
     def _send(self, message: Tensor) -> None:
         assert message.dtype == self._dtype
         if not message.numel():
             return
-        while len(self._under_way) >= self.group.size:
-            self._under_way.popleft()[1].wait()
-        self._under_way.append((message, self.group.isend(message, self.group.rank + 1)))
+        while len(self._in_flight) >= self.group.size:
+            self._in_flight.popleft()[1].wait()
+        self._in_flight.append((message, self.group.isend(message, self.group.rank + 1)))
 
     def fail(self, num_tokens: int) -> None:
-        """The step broke here: send a mark in place of what the stages behind wait for. A CPU sees it; what a
-        GPU has would have to be waited for, and there the worker ends."""
+        """Send an error mark in place of the output of a failed step. A CPU stage recognizes it. A GPU stage
+        could not without a wait, so its worker ends."""
         mark = self.room(num_tokens)
         mark[0], mark[1] = torch.inf, torch.nan
         self._send(mark)
@@ -71,7 +72,8 @@ def _is_mark(message: Tensor) -> bool:
 
 
 class StageRunner:
-    """Takes a plan through rows and layers, and hands on what comes out: a stage that is not the last."""
+    """Runs a plan on a stage that is not the last: updates the rows, computes the layers, and sends the
+    output."""
 
     def __init__(self, *, device: Device, all_rows: Rows, link: StageLink) -> None:
         self.device = device

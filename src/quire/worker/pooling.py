@@ -1,4 +1,4 @@
-"""The runner of a pooling model: a step whose rows get a vector where others get a token."""
+"""The runner of a pooling model: rows get a vector instead of a token."""
 
 import functools
 from collections.abc import Callable
@@ -35,25 +35,26 @@ _NO_SECOND = np.iinfo(np.int32).max
 
 
 def pooling_builder(config: EngineConfig) -> Callable[[ArchFacts, Scope], PoolingModel]:
-    """Makes the model that the worker loads. Tokens that stand for classes become ids here."""
+    """Return the function that builds the model; the tokens of classifier_from_token are converted to ids."""
     assert config.pooling is not None
-    label_ids = [*config.pooling.label_ids]
-    if any(each >= config.checkpoint.facts.vocab for each in label_ids):
-        raise ConfigError(f"pooler_config: returned_token_ids={label_ids} must be tokens of this model")
+    label_ids, vocab = [*config.pooling.label_ids], config.checkpoint.facts.vocab
+    if any(label >= vocab for label in label_ids):
+        raise ConfigError(f"pooler_config: returned_token_ids={label_ids} must be below {vocab}")
     if config.pooling.label_tokens:
         tokenizer = open_tokenizer(config)
         if tokenizer is None:
-            raise ConfigError("classifier_from_token needs a tokenizer, and skip_tokenizer_init is set")
+            raise ConfigError("classifier_from_token needs a tokenizer: unset skip_tokenizer_init")
         for token in config.pooling.label_tokens:
             ids = tokenizer.encode(token, add_special_tokens=False)
             if len(ids) != 1:
-                raise ConfigError(f"classifier_from_token: {token!r} is {len(ids)} tokens of this model")
+                raise ConfigError(f"classifier_from_token: {token!r} must be one token, it is {len(ids)}")
             label_ids += ids
     return functools.partial(PoolingModel, pooling=config.pooling, label_ids=label_ids)
 
 
 class PoolingRunner:
-    """Takes a plan through rows, model and pooler. What is kept between the chunks of a prompt is by row."""
+    """Runs a plan: updates the rows, computes the model and pools. State between the chunks of a prompt is
+    kept by row."""
 
     def __init__(
         self,
@@ -70,21 +71,21 @@ class PoolingRunner:
         max_rows = len(all_rows.num_tokens)
         self.model = model
         self.plan_attention = plan_attention
-        """None of a model without a cache."""
+        """None for a model without a cache."""
         self.all_rows = all_rows
         self.pooling = pooling
         self.device = device
         self.adapters = adapters
         self.encoder = encoder
         self.reaches = reaches
-        """Whether the tokens of an item, or all, see each other in both directions."""
+        """Whether the tokens of an item, or of the whole prompt, attend to each other bidirectionally."""
         self.windows = windows
-        """By group of layers."""
-        self.asked: dict[int, PoolingParams] = {}
+        """Sliding window of each layer group."""
+        self.params: dict[int, PoolingParams] = {}
         self.kept = torch.zeros((max_rows, model.hidden), device=device)
-        """Of prompts that come in several chunks: the sum so far, or the first state."""
+        """State of prompts in several chunks: the sum so far, or the first hidden state."""
         self.states: dict[int, list[Tensor]] = {}
-        """Those of tokens, of rows that want them."""
+        """Hidden states of all tokens, for rows that pool by token."""
         self.second_start: Ints = np.full(max_rows, _NO_SECOND, np.int32)
 
     @torch.inference_mode()
@@ -99,11 +100,11 @@ class PoolingRunner:
 
     def _admit(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.asked.pop(row, None)
+            self.params.pop(row, None)
             self.states.pop(row, None)
         for new in plan.admitted:
             assert new.pooling is not None, "a pooling model gets pooling requests only"
-            self.asked[new.row] = new.pooling
+            self.params[new.row] = new.pooling
             second = new.pooling.second_start
             self.second_start[new.row] = _NO_SECOND if second is None else second
             self.states.pop(new.row, None)
@@ -137,22 +138,22 @@ class PoolingRunner:
         types = (page.arrays["positions"] >= second).astype(np.int64)
         batch.token_types = torch.from_numpy(types).to(self.device)
         if self.encoder is not None:
-            sees = all_rows.items or all_rows.wholes
-            reach = reach_of(plan, all_rows) if self.reaches and sees else None
+            has_items = all_rows.items or all_rows.wholes
+            reach = reach_of(plan, all_rows) if self.reaches and has_items else None
             batch.reach = None if reach is None else torch.from_numpy(reach).to(self.device)
             batch.embeds = self.encoder.step(plan, all_rows)
         return batch
 
-    # ---- from states to vectors
+    # ---- from hidden states to vectors
 
     def _pool(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Pooled]:
-        """By row, for the rows whose prompt ends in this step."""
+        """Return the results of rows that end their prompt in this step."""
         self._keep_states(plan, batch, hidden)
         ended = plan.rows[np.flatnonzero(plan.samples)].tolist()
-        by_token = [row for row in ended if self.asked[row].is_by_token]
-        answers = {row: self._of_tokens(row) for row in by_token}
+        by_token = [row for row in ended if self.params[row].is_by_token]
+        answers = {row: self._pool_tokens(row) for row in by_token}
         if not self.pooling.head:
-            answers |= self._of_texts(plan, batch, hidden)
+            answers |= self._pool_texts(plan, batch, hidden)
         return answers
 
     def _keep_states(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> None:
@@ -161,57 +162,58 @@ class PoolingRunner:
         chunks = hidden.split(plan.num_tokens.tolist()), batch.token_ids.split(plan.num_tokens.tolist())
         for row, chunk, ids in zip(plan.rows.tolist(), *chunks, strict=True):
             if row in self.states:
-                tag = self.asked[row].step_tag_id
+                tag = self.params[row].step_tag_id
                 self.states[row].append(chunk.clone() if tag is None else chunk[ids == tag])
 
-    def _of_tokens(self, row: int) -> Pooled:
+    def _pool_tokens(self, row: int) -> Pooled:
         vectors = self._vectors(torch.cat(self.states.pop(row)))
-        return Pooled.of(finished(vectors, self.asked[row], self.pooling))
+        return Pooled.of(finished(vectors, self.params[row], self.pooling))
 
-    def _of_texts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Pooled]:
-        """What is kept of all rows, and given out of those that ask for it."""
+    def _pool_texts(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Pooled]:
+        """Update the state of all rows; return the vectors of rows that end."""
         rows = torch.from_numpy(plan.rows.astype(np.int64)).to(self.device)
         started = torch.from_numpy(self.all_rows.num_computed[plan.rows] > 0).to(self.device)
         before = torch.where(started[:, None], self.kept[rows], 0.0)
         now = _TYPES[self.pooling.type](hidden, batch, before, started[:, None])
         self.kept[rows] = now
-        asks = [not self.asked[row].is_by_token for row in plan.rows.tolist()]
-        ended = np.flatnonzero(plan.samples & np.array(asks))
+        by_text = [not self.params[row].is_by_token for row in plan.rows.tolist()]
+        ended = np.flatnonzero(plan.samples & np.array(by_text))
         if not len(ended):
             return {}
         states = now[torch.from_numpy(ended).to(self.device)]
         if self.pooling.type == "MEAN":
             lens = self.all_rows.prompt_len[plan.rows[ended]].astype(np.float32)
             states = states / torch.from_numpy(lens)[:, None].to(self.device)
-        return self._answers(plan.rows[ended].tolist(), self._vectors(states))
+        return self._finish_rows(plan.rows[ended].tolist(), self._vectors(states))
 
     def _vectors(self, states: Tensor) -> Floats:
-        found: Floats = self.model.vectors(states).float().cpu().numpy()
-        return found
+        vectors: Floats = self.model.vectors(states).float().cpu().numpy()
+        return vectors
 
-    def _answers(self, rows: list[int], vectors: Floats) -> dict[int, Pooled]:
-        """Rows that ask for the same, most often all, are finished together."""
+    def _finish_rows(self, rows: list[int], vectors: Floats) -> dict[int, Pooled]:
+        """Finish vectors; rows with the same parameters, usually all, are finished together."""
         answers: dict[int, Pooled] = {}
-        ways: dict[tuple[object, ...], list[int]] = {}
+        groups: dict[tuple[object, ...], list[int]] = {}
         for place, row in enumerate(rows):
-            params = self.asked[row]
-            ways.setdefault((params.use_activation, params.dimensions), []).append(place)
-        for places in ways.values():
-            made = finished(vectors[places], self.asked[rows[places[0]]], self.pooling)
-            answers |= {rows[place]: Pooled.of(each) for place, each in zip(places, made, strict=True)}
+            params = self.params[row]
+            groups.setdefault((params.use_activation, params.dimensions), []).append(place)
+        for places in groups.values():
+            made = finished(vectors[places], self.params[rows[places[0]]], self.pooling)
+            answers |= {rows[place]: Pooled.of(vector) for place, vector in zip(places, made, strict=True)}
         return answers
 
     # ---- memory
 
     def empty_cache(self, config: EngineConfig, weights: int) -> CacheSize:
-        """Of an encoder: each row has a block that holds nothing, and is promised another."""
+        """Return the cache size of an encoder without a cache: each row has one empty block, and another is
+        reserved for it."""
         needs = self.needs(config, weights)
-        log.info("Memory: %s, of which %s weights, and no cache", human(needs.total), human(needs.weights))
+        log.info("Memory: %s (weights: %s), no KV cache", human(needs.total), human(needs.weights))
         return CacheSize(2 * config.scheduler.max_num_seqs + 1, config.model.max_model_len, num_tokens=0)
 
     @torch.inference_mode()
     def needs(self, config: EngineConfig, weights: int, bound: int = 0) -> Needs:
-        """Reckoned on a CPU, measured on a GPU: the largest step is run, over a cache of `bound` bytes."""
+        """Estimate the memory on a CPU; measure the largest step on a GPU, with a cache of `bound` bytes."""
         limits = config.scheduler
         kept = self.kept.nbytes
         if self.device.type == "cpu":
@@ -220,7 +222,7 @@ class PoolingRunner:
                 config.own_facts, config.model.dtype, num_tokens=tokens, num_seqs=0
             )
             return Needs(weights, activations, other=kept)
-        batch = self._blank(limits.max_num_batched_tokens, config.model.max_model_len)
+        batch = self._dummy_batch(limits.max_num_batched_tokens, config.model.max_model_len)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         hidden = self._forward(batch)
@@ -231,8 +233,8 @@ class PoolingRunner:
         free, total = torch.cuda.mem_get_info()
         return Needs(weights, activations, other=total - free - weights - bound)
 
-    def _blank(self, num_tokens: int, max_len: int) -> Batch:
-        """Sequences as long as they can be, that read the first block and write nothing."""
+    def _dummy_batch(self, num_tokens: int, max_len: int) -> Batch:
+        """Build a batch of sequences of maximum length that read the first block and write nothing."""
         lens = np.full(-(-num_tokens // max_len), max_len, np.int32)
         lens[-1] = num_tokens - int(lens[:-1].sum())
         groups, _, width = self.all_rows.block_tables.shape
@@ -242,7 +244,7 @@ class PoolingRunner:
         return batch
 
 
-# ---- the types of pooling: (states of the step, batch, what was kept of the rows, whether anything was)
+# ---- the types of pooling: (hidden states, batch, kept state of the rows, whether there is any)
 
 Gather = Callable[[Tensor, Batch, Tensor, Tensor], Tensor]
 
@@ -263,11 +265,12 @@ def _sum(hidden: Tensor, batch: Batch, before: Tensor, started: Tensor) -> Tenso
 _TYPES: dict[str, Gather] = {"LAST": _last, "CLS": _first, "MEAN": _sum}
 
 
-# ---- what a request sees
+# ---- results
 
 
 def finished(values: Floats, params: PoolingParams, pooling: PoolingFacts) -> NDArray[np.float32]:
-    """[..., size] as asked for: cut, and normalised or made probabilities."""
+    """Return [..., size] as requested: truncated to `dimensions`, and normalized or converted to
+    probabilities."""
     if params.returned_token_ids is not None:
         values = values[..., params.returned_token_ids]
     if pooling.task == "embed":
@@ -275,8 +278,8 @@ def finished(values: Floats, params: PoolingParams, pooling: PoolingFacts) -> ND
         return _normalised(values) if params.use_activation else values
     if not params.use_activation:
         return values
-    alone = pooling.activation == "softmax" and values.shape[-1] == 1
-    return _ACTIVATIONS["sigmoid" if alone else pooling.activation](values)
+    single = pooling.activation == "softmax" and values.shape[-1] == 1
+    return _ACTIVATIONS["sigmoid" if single else pooling.activation](values)
 
 
 def _normalised(values: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""Recorder: what torch does between two moments, as a trace on disk."""
+"""The torch profiler: records a trace to disk between start and stop."""
 
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ log = get_logger(__name__)
 
 
 class TorchProfiler:
-    """One recording at a time, of the thread that starts it and of the device."""
+    """Records one profile at a time, of the calling thread and the device."""
 
     def __init__(self, profiling: Profiling, name: str, *, on_gpu: bool) -> None:
         self._profiling = profiling
@@ -25,18 +25,18 @@ class TorchProfiler:
     def start(self, prefix: str | None = None) -> None:
         if self._running is not None:
             raise RequestError("a profile is being recorded already: stop it first")
-        asked, self._prefix = self._profiling, prefix or self._name
+        config, self._prefix = self._profiling, prefix or self._name
         self._running = profile(
             activities=self._activities,
-            with_stack=asked.torch_profiler_with_stack,
-            record_shapes=asked.torch_profiler_record_shapes,
-            profile_memory=asked.torch_profiler_with_memory,
-            with_flops=asked.torch_profiler_with_flops,
+            with_stack=config.torch_profiler_with_stack,
+            record_shapes=config.torch_profiler_record_shapes,
+            profile_memory=config.torch_profiler_with_memory,
+            with_flops=config.torch_profiler_with_flops,
         )
         self._running.start()
 
     def stop(self) -> Path:
-        """The trace."""
+        """Stop recording and return the path of the trace."""
         if self._running is None:
             raise RequestError("no profile is being recorded: start one first")
         running, self._running = self._running, None
@@ -46,5 +46,5 @@ class TorchProfiler:
         end = ".gz" if self._profiling.torch_profiler_use_gzip else ""
         file = folder / f"{self._prefix}.{time.time_ns() // 1_000_000}.pt.trace.json{end}"
         running.export_chrome_trace(str(file))
-        log.info("The profile is in %s", file)
+        log.info("Profile written to %s", file)
         return file

@@ -1,4 +1,4 @@
-"""Rows: the worker's permanent row per request. A plan carries only what changes."""
+"""The worker's row state: each request has a fixed row, and a plan carries only changes."""
 
 from typing import Any
 
@@ -14,11 +14,12 @@ from quire.worker.multimodal.mrope import MRopePositions
 
 Wide = NDArray[np.int64]
 EACH_ONE: Ints = np.empty(0, np.int32)
-"""In place of how many tokens each row got: one."""
+"""Token counts if each row got one token."""
 
 
 class Rows:
-    """Columns by row. Pages that no request has reached are never touched, so large arrays cost little."""
+    """State columns indexed by row. Memory pages that no request has reached are never touched, so large
+    arrays cost little."""
 
     def __init__(
         self,
@@ -31,46 +32,47 @@ class Rows:
         most_drafts: int = 0,
         turns: bool = False,
     ) -> None:
-        """As many places as there may be drafts behind the longest sequence may be looked at, too."""
+        """Allocate the columns. Block tables have room for `most_drafts` positions after the longest
+        sequence."""
         self.block_size = block_size
         self.sampling = sampling
         self.tokens: Ints = np.zeros((max_rows, max_len), np.int32)
         width = -(-(max_len + most_drafts) // block_size)
         self.block_tables: Ints = np.zeros((num_groups, max_rows + 1, width), np.int32)
-        """By group of layers; the row behind all others is padding."""
+        """By layer group; the last row is padding."""
         self.tables = list(self.block_tables)
         self.num_blocks: Ints = np.zeros(max_rows, np.int32)
-        """In every group."""
+        """Number of blocks of each row, the same in every group."""
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
         self.num_known: Ints = np.zeros(max_rows, np.int32)
-        """How many of them have a value here; one that was just sampled may be on the device only."""
+        """Number of tokens with a value on the host; the last sampled one may be on the device only."""
         self.num_computed: Ints = np.zeros(max_rows, np.int32)
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
         self.admitted_in: Ints = np.zeros(max_rows, np.int32)
-        """The step in which the row was given to its request."""
+        """Step in which the row was assigned to its request."""
         self.adapter: Ints = np.full(max_rows, -1, np.int32)
-        """The slot of the request's adapter; -1: it has none."""
+        """Slot of the request's LoRA adapter; -1 if it has none."""
         self.slots: AdapterSlots | None = None
-        """Of adapters, some of which may bring tokens."""
+        """LoRA adapter slots, of adapters that may add tokens."""
         self.history = (self.tokens, self.num_tokens, self.prompt_len)
-        """What the sampler looks back at."""
+        """Arrays that the sampler reads for penalties."""
         self.block_changes: list[tuple[Wide, Ints]] = []
-        """What the last plan changed in `block_tables`: places in the flat tables, and block ids."""
+        """Changes of `block_tables` by the last plan: positions in the flat tables, and block ids."""
         self.drafts: Ints = np.zeros((max_rows, most_drafts), np.int32)
-        """What was proposed here to follow each row's tokens."""
+        """Drafts that were proposed on the host, by row."""
         self.embeds: dict[int, PromptEmbeds] = {}
-        """By row: prompts that came as vectors, and are not computed yet."""
+        """Prompt embeddings that are not computed yet, by row."""
         self.turns = MRopePositions(max_rows, max_len) if turns else None
-        """Of models whose heads do not always turn by the place of a token."""
+        """M-RoPE positions; None for models without M-RoPE."""
         self.items: dict[int, list[MediaItem]] = {}
-        """By row: images, videos and sounds of a prompt, unless all of them are computed."""
+        """Images, videos and audio of prompts, by row, until all of them are computed."""
         self.wholes: dict[int, int] = {}
-        """By row: of how many tokens, from the first on, all see each other; of prompts with such items."""
+        """Number of tokens, from the first on, that attend to each other bidirectionally, by row."""
         self.version = 0
-        """Counts the plans by which a row got a request."""
+        """Number of plans that admitted a request."""
 
     def apply(self, plan: StepPlan) -> None:
-        """Bring the rows to the state that the plan starts from."""
+        """Update the rows to the state in which the plan starts."""
         self.block_changes = []
         for row in plan.released:
             self.sampling.release(row)
@@ -85,7 +87,7 @@ class Rows:
             self._admit(admission, plan.step)
         self._append_blocks(plan.block_rows, plan.block_ids)
         if plan.values.size:
-            self._hear(*plan.values)
+            self._set_last_tokens(*plan.values)
         if len(plan.drafts):
             self.draft(plan)
 
@@ -93,7 +95,7 @@ class Rows:
         row, length = new.row, len(new.token_ids)
         self.tokens[row, :length] = new.token_ids
         if new.embeds is not None:
-            self.tokens[row, : len(new.embeds)] = -1  # no token that a penalty could count
+            self.tokens[row, : len(new.embeds)] = -1  # not a token that a penalty could count
             self.embeds[row] = new.embeds
         if self.turns is not None:
             self.turns.admit(row, new.media)
@@ -120,7 +122,7 @@ class Rows:
         )
 
     def _append_blocks(self, rows: Ints, block_ids: Ints) -> None:
-        """`rows` is ordered by row; the blocks of each go behind those that it has."""
+        """Append blocks to rows; `rows` is sorted by row."""
         if not len(rows):
             return
         if (rows[1:] != rows[:-1]).all():  # one each, as in a decode
@@ -133,36 +135,36 @@ class Rows:
         self._set_blocks(rows, self.num_blocks[rows] + place, block_ids)
         self.num_blocks[rows[starts]] += counts
 
-    def _hear(self, rows: Ints, token_ids: Ints) -> None:
-        """The last token of each of these rows, which another stage sampled."""
+    def _set_last_tokens(self, rows: Ints, token_ids: Ints) -> None:
+        """Set the last token of these rows, which another stage sampled."""
         self.tokens[rows, self.num_tokens[rows] - 1] = token_ids
         self.num_known[rows] = self.num_tokens[rows]
 
     def draft(self, plan: StepPlan) -> None:
-        """Drafts lie behind the tokens of their rows, all of which are known, until `learn` says how many of
-        them hold."""
+        """Write the drafts after the tokens of their rows, which are all known, until `learn` gives the
+        number of accepted ones."""
         rows = plan.rows.astype(np.intp)
         places = spread(self.num_tokens[rows], plan.num_drafts)
         self.tokens[np.repeat(rows, plan.num_drafts), places] = self.drafts_of(plan)
 
     def drafts_of(self, plan: StepPlan) -> Ints:
-        """Those of all its rows, one after the other, whoever proposed them."""
+        """Return the drafts of all rows of a plan, concatenated."""
         if len(plan.drafts):
             return plan.drafts
         rows, counts = plan.rows.astype(np.intp), plan.num_drafts
         return self.drafts[np.repeat(rows, counts), spread(np.zeros_like(counts), counts)]
 
     def num_axes(self, plan: StepPlan) -> int:
-        """Positions of each token by which heads turn: none where its place says all, one, or three."""
+        """Return the number of M-RoPE positions of each token in a step: 0, 1 or 3."""
         return 0 if self.turns is None else self.turns.num_axes(plan, self.num_computed)
 
     def num_slots(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """How many tokens each of them has room for, in its blocks and in tables of positions."""
-        found: NDArray[Any] = np.minimum(self.num_blocks[rows] * self.block_size, self.tokens.shape[1])
-        return found
+        """Return how many tokens each row has room for, in its blocks and in its columns."""
+        num_tokens: NDArray[Any] = np.minimum(self.num_blocks[rows] * self.block_size, self.tokens.shape[1])
+        return num_tokens
 
     def _set_blocks(self, rows: NDArray[Any], columns: NDArray[Any], block_ids: Ints) -> None:
-        """`block_ids` [groups, len(rows)]"""
+        """Set block-table entries; `block_ids` is [groups, len(rows)]."""
         num_groups, num_rows, width = self.block_tables.shape
         places, ids = rows.astype(np.int64) * width + columns, block_ids.ravel()
         if num_groups > 1:
@@ -171,7 +173,7 @@ class Rows:
         self.block_changes.append((places, ids))
 
     def joined_changes(self) -> tuple[Wide, Ints]:
-        """All changes of the block tables."""
+        """Return all changes of the block tables, concatenated."""
         if len(self.block_changes) == 1:
             return self.block_changes[0]
         if not self.block_changes:
@@ -180,8 +182,8 @@ class Rows:
         return np.concatenate(places), np.concatenate(ids)
 
     def advance(self, plan: StepPlan) -> None:
-        """The plan is launched: its tokens count as computed, and each row that samples has one more. Drafts
-        do not count yet."""
+        """Advance the rows after the plan is launched: its tokens count as computed, and each sampling row
+        has one more. Drafts do not count yet."""
         rows = plan.rows.astype(np.intp)
         self.num_computed[rows] += plan.num_tokens
         if len(plan.num_drafts):
@@ -189,12 +191,12 @@ class Rows:
         self.num_tokens[rows] += plan.samples
 
     def learn(self, step: int, rows: NDArray[np.intp], token_ids: Ints, counts: Ints = EACH_ONE) -> None:
-        """The tokens that `step` sampled for `rows`, one or so many each: what comes behind those that are
-        known. A row may have a new owner by now."""
-        mine = self.admitted_in[rows] <= step
-        if not mine.all():
-            token_ids = token_ids[np.repeat(mine, counts) if len(counts) else mine]
-            rows, counts = rows[mine], counts[mine] if len(counts) else counts
+        """Append the tokens that `step` sampled for `rows`, one each or `counts`, to the known tokens. Rows
+        that have a new request by now are skipped."""
+        is_current = self.admitted_in[rows] <= step
+        if not is_current.all():
+            token_ids = token_ids[np.repeat(is_current, counts) if len(counts) else is_current]
+            rows, counts = rows[is_current], counts[is_current] if len(counts) else counts
         places = self.num_known[rows]
         if not len(counts):
             self.tokens[rows, places] = token_ids

@@ -1,4 +1,4 @@
-"""The runner: one step on the device."""
+"""The runner of one step on the device."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +16,7 @@ _FREE = Masks()
 
 
 class Runner:
-    """Takes a plan through rows, device, sampler and parts."""
+    """Runs a plan: updates the rows, computes on the device, samples, and applies the step features."""
 
     def __init__(
         self, *, device: Device, all_rows: Rows, sampler: Sampler, parts: Sequence[StepFeature]
@@ -41,16 +41,16 @@ class Runner:
 
     @torch.inference_mode()
     def draw(self, masks: Masks) -> Pending:
-        """What the confined rows of the last plan may sample; then all of its rows do."""
-        assert (step := self._undrawn) is not None, "there is no step to be drawn"
+        """Sample all rows of the last plan, its constrained rows under `masks`."""
+        assert (step := self._undrawn) is not None, "submit() has no step that waits for sampling"
         self._undrawn = None
         plan, done = step.plan, step.done
         del step.done
-        asked = (plan.logit_rows, self.all_rows.sampling, *self.all_rows.history)
+        row_state = (plan.logit_rows, self.all_rows.sampling, *self.all_rows.history)
         sampled_in_graph, redraw = done.token_ids, None
-        if len(plan.constrained):  # of which nothing was sampled in passing
+        if len(plan.constrained):  # the forward pass did not sample them
             sampled_in_graph, redraw = None, partial(self.device.redraw, done)
-        sampled = self.sampler(done.logits, *asked, sampled_in_graph, done.asked, masks, redraw)
+        sampled = self.sampler(done.logits, *row_state, sampled_in_graph, done.sampling, masks, redraw)
         for part in self.parts:
             part.end(plan, done.hidden, sampled)
         step.drawn = self.device.land(plan, done, sampled, self.all_rows)

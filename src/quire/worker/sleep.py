@@ -1,4 +1,4 @@
-"""Sleep: the memory of weights given back, and taken again."""
+"""Sleep mode: frees the memory of weights and restores it."""
 
 import contextlib
 import ctypes
@@ -15,20 +15,19 @@ log = get_logger(__name__)
 
 
 class OffloadedWeights:
-    """The weights of a model in host memory, their own given back.
+    """The weights of a model in host memory, with their device memory freed.
 
-    Storages are emptied and filled again in place: whoever holds a weight or a part of one, kernels and their
-    abilities included, holds it afterwards as before. But it lies elsewhere then, and what knows addresses
-    has to be made anew.
+    Storages are emptied and refilled in place, so that references to weights, or to parts of them, stay
+    valid. But their addresses change: what holds addresses, like CUDA graphs, must be built again.
     """
 
     def __init__(self, model: nn.Module) -> None:
         tensors = [*model.parameters(), *model.buffers()]
-        found = {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in tensors)}
-        self._storages = [storage for storage in found.values() if storage.nbytes()]
+        storages = {storage.data_ptr(): storage for storage in (x.untyped_storage() for x in tensors)}
+        self._storages = [storage for storage in storages.values() if storage.nbytes()]
         self._sizes = [storage.nbytes() for storage in self._storages]
         self.num_bytes = sum(self._sizes)
-        self._host = _host_memory(self.num_bytes)  # before anything is given up
+        self._host = _host_memory(self.num_bytes)  # before anything is freed
         self._is_pinned = pin(self._host)
         for storage, part in zip(self._storages, self._host.split(self._sizes), strict=True):
             part.copy_(_bytes_of(storage), non_blocking=self._is_pinned)
@@ -37,7 +36,7 @@ class OffloadedWeights:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Back to the device. Where there is no room for all of them, it can be tried again."""
+        """Copy the weights back to the device. If memory runs out, this can be called again."""
         for storage, part in zip(self._storages, self._host.split(self._sizes), strict=True):
             if not storage.nbytes():
                 storage.resize_(len(part))
@@ -46,17 +45,17 @@ class OffloadedWeights:
         self.drop()
 
     def drop(self) -> None:
-        """Let go of the copy."""
+        """Free the host copy."""
         if self._is_pinned:
             unpin(self._host)
         self._is_pinned, self._storages = False, []
 
 
 def _host_memory(num_bytes: int) -> Tensor:
-    """In large pages, which are pinned in a fraction of the time."""
+    """Return host memory in huge pages, which are pinned much faster."""
     memory = mmap.mmap(-1, max(num_bytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
@@ -66,15 +65,15 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def pin(memory: Tensor) -> bool:
-    """Have the device read and write it by itself, which is several times as fast. torch's own pinned memory
-    would take up to twice the room, and keep it."""
+    """Pin memory, which makes copies several times as fast. Pinned memory of torch would take up to twice the
+    space, and keep it."""
     if not torch.cuda.is_available() or not len(memory):
         return False
     failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
     if failed:
         with contextlib.suppress(torch.AcceleratorError, torch.OutOfMemoryError):
-            torch.ones(1, device="cuda")  # CUDA keeps the error for whoever launches something next
-        log.warning("%d bytes of host memory cannot be pinned (CUDA error %d)", len(memory), failed)
+            torch.ones(1, device="cuda")  # CUDA would report the error at the next launch
+        log.warning("Pinning %d bytes of host memory failed (CUDA error %d)", len(memory), failed)
     return not failed
 
 
@@ -88,16 +87,16 @@ def _wait() -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Let the system have what nobody holds any more."""
+    """Return unused memory to the operating system and the device."""
     collect_all()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    with contextlib.suppress(AttributeError, OSError):  # another libc
+    with contextlib.suppress(AttributeError, OSError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def used_bytes(device: torch.device) -> int:
-    """Of the device by this process; of a CPU its resident memory."""
+    """Return the bytes that this process uses of the device; on a CPU its resident memory."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved()
     return int(psutil.Process().memory_info().rss)

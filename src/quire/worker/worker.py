@@ -1,4 +1,4 @@
-"""The worker: one device's model, cache and runner, put together once."""
+"""The worker: the model, the cache and the runner of one device."""
 
 import time
 import traceback
@@ -58,8 +58,8 @@ log = get_logger(__name__)
 
 _ALONE = World()
 
-_KEPT_AS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""Types of a cache that no model computes in."""
+_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""KV cache dtypes that no model computes in."""
 
 
 class Worker:
@@ -74,8 +74,7 @@ class Worker:
         else:
             unite_memory()
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self.cache_dtype = _KEPT_AS.get(config.cache.kv_cache_dtype, self.dtype)
-        """The type of the cache."""
+        self.cache_dtype = _CACHE_DTYPES.get(config.cache.kv_cache_dtype, self.dtype)
         facts, parallel = config.own_facts, config.parallel
         self.stage = Stage(world.rank.pp, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
         draft, tp_size = config.draft, parallel.tensor_parallel_size
@@ -94,37 +93,37 @@ class Worker:
         self.backend = self._backend(facts)
         self.model: Any = None
         self.encoder: MediaEncoder | None = None
-        """None of a model that takes in text alone, and in stages that read no tokens."""
+        """None for text-only models, and in pipeline stages after the first."""
         self.adapters: LoRAManager | None = None
-        """None: requests cannot ask for any."""
+        """None if LoRA is off."""
         self.draft: Any = None
-        """The model that drafts, if there is one."""
+        """The draft model; None without one."""
         self.drafter: Drafter | None = None
         self._needs: Needs | None = None
-        """None of a model without a cache."""
+        """Memory beside the cache; None for a model without a cache."""
         self._fatal: tuple[type[Exception], ...] = (torch.AcceleratorError,)
         if self.stage.count > 1 and self.device.type == "cuda":
-            self._fatal = (Exception,)  # the stages behind could not be told without a wait
+            self._fatal = (Exception,)  # the next stages cannot be notified without a wait
         self._runner: Runner | StageRunner | PoolingRunner | None = None
         self._rows: Rows | None = None
         self._size: CacheSize | None = None
-        """Of the cache, as it was allocated."""
-        self._stowed: OffloadedWeights | None = None
-        """Weights that are in host memory."""
+        """Size of the cache, as it was allocated."""
+        self._offloaded: OffloadedWeights | None = None
+        """Weights offloaded to host memory."""
         self._asleep: set[str] = set()
-        """Which of `MEMORY`."""
+        """Parts of `MEMORY` that are asleep."""
         self._name = f"dp{world.rank.dp}_pp{world.rank.pp}_tp{world.rank.tp}_rank"
         profiling = Profiling.of(config.observability.profiler_config)
-        self._recorder: TorchProfiler | None = None
+        self._profiler: TorchProfiler | None = None
         if profiling is not None:
-            self._recorder = TorchProfiler(profiling, self._name, on_gpu=self.device.type == "cuda")
+            self._profiler = TorchProfiler(profiling, self._name, on_gpu=self.device.type == "cuda")
 
     def _layout(self, facts: ArchFacts) -> CacheLayout:
-        """Of the layers that are here, those of the draft last."""
-        drafting = () if self._own_draft is None else cache_specs(self._own_draft)
-        whole = layout((*cache_specs(facts), *drafting), self.config.model.max_model_len)
+        """Return the cache layout of this stage's layers, those of the draft last."""
+        draft_specs = () if self._own_draft is None else cache_specs(self._own_draft)
+        whole = layout((*cache_specs(facts), *draft_specs), self.config.model.max_model_len)
         if (draft := self.config.draft) is not None and draft.facts.drafts is None:
-            whole = whole.keeping(1)  # its own drafts are computed again
+            whole = whole.keeping(1)  # the KV of its drafts is recomputed
         num, end = len(facts.layers), len(whole.specs) if self.stage.is_last else 0
         return whole.of({*self.stage.layers(num), *range(num, end)})
 
@@ -135,20 +134,20 @@ class Worker:
 
     def _backend(self, facts: ArchFacts) -> AttentionBackend:
         config = self.config
-        asked = config.attention.attention_backend
-        own = max((facts.of_layer(layer) for layer in facts.layers), key=lambda each: each.head_dim)
-        sizes = own.heads, own.kv_heads, own.head_dim
-        has = {"sinks": facts.sinks, "uses_alibi": bool(facts.alibi_slopes), "reaches": self._reaches}
-        spec = AttentionSpec(*sizes, self.dtype, **has, cache_dtype=self.cache_dtype)
-        backend = choose(None if asked == "AUTO" else asked, spec, config.machine)
+        name = config.attention.attention_backend
+        widest = max((facts.of_layer(layer) for layer in facts.layers), key=lambda layer: layer.head_dim)
+        sizes = widest.heads, widest.kv_heads, widest.head_dim
+        flags = {"sinks": facts.sinks, "uses_alibi": bool(facts.alibi_slopes), "reaches": self._reaches}
+        spec = AttentionSpec(*sizes, self.dtype, **flags, cache_dtype=self.cache_dtype)
+        backend = choose(None if name == "AUTO" else name, spec, config.machine)
         if config.speculation is not None and self.device.type == "cuda":
             check_ahead(backend.name, config.speculation.num_speculative_tokens, latent=facts.mla is not None)
         return backend
 
-    # ---- the phases of a start, in their order
+    # ---- the phases of a start, in order
 
     def start(self) -> CacheSize:
-        """All of them, of a worker that is alone."""
+        """Run all phases of a single worker's start."""
         self.load()
         size = self.measure()
         self.allocate(size)
@@ -156,7 +155,7 @@ class Worker:
         return size
 
     def load(self, tell: Callable[[float], None] | None = None) -> None:
-        """The model with its weights, without a cache; the share of them that is there is told."""
+        """Load the model without a cache; `tell` is called with the loaded share of the weights."""
         config, started = self.config, time.monotonic()
         slots = slots_of(config.lora, self.dtype, self.device, no_own=why_no_own(config))
         self.model = load_model(
@@ -192,17 +191,17 @@ class Worker:
 
     @property
     def _models(self) -> nn.ModuleList:
-        """Target and draft."""
+        """Return the target model and the draft model."""
         return nn.ModuleList(model for model in (self.model, self.draft) if model is not None)
 
     @property
     def _weights(self) -> int:
-        """Bytes."""
+        """Return the bytes of all weights."""
         parameters = {parameter.data_ptr(): parameter for parameter in self._models.parameters()}
         return sum(parameter.nbytes for parameter in parameters.values())
 
     def measure(self) -> CacheSize:
-        """How large a cache fits beside the model; the layers have a small one by then."""
+        """Return the size of the cache that fits beside the model; the layers get a minimal cache."""
         config, facts = self.config, self.config.checkpoint.facts
         all_rows = self._rows = Rows(
             max_rows=config.scheduler.max_num_seqs,
@@ -239,7 +238,7 @@ class Worker:
         return self._cache_size(self._needs)
 
     def allocate(self, size: CacheSize) -> None:
-        """Make the cache: as large as was measured, or smaller where another worker found less room."""
+        """Allocate the cache: as large as measured, or smaller if another worker has less memory."""
         self._size = size
         if self._needs is None:
             return
@@ -251,14 +250,14 @@ class Worker:
                 size.max_model_len,
             )
         self._bind(size.num_blocks)
-        if self.world.tp.rank == 0:  # the others' are alike
+        if self.world.tp.rank == 0:  # the other ranks would log the same
             log.info("%s", table(self._needs, size))
 
     def warm_up(self) -> None:
-        """Workers that take steps together do it together: each of them has its memory by then."""
+        """Warm up, together with the workers that run the same steps: all of them have a cache by now."""
         assert not self._asleep, "wake_up() comes first"
         self._forget_steps()
-        with self._or_without_cache():
+        with self._cache_freed_on_error():
             if isinstance(self._runner, Runner | StageRunner):
                 self._runner.device.warm_up(self.config)
             if self.balancer is not None:
@@ -269,44 +268,44 @@ class Worker:
     def submit(self, plan: StepPlan) -> Pending:
         assert self._runner is not None, "start() comes first"
         with device_failures(self._fatal):
-            for each in plan.adapters:
+            for placement in plan.adapters:
                 assert self.adapters is not None, "enable_lora is off"
-                self.adapters.put(each.slot, each.adapter)
+                self.adapters.put(placement.slot, placement.adapter)
             pending = self._runner.submit(plan)
             if self.balancer is not None:
                 self.balancer.step()
             return pending
 
     def draw(self, masks: Masks) -> None:
-        """What the confined rows of the last plan may sample."""
+        """Sample the last plan, its constrained rows under `masks`."""
         if isinstance(self._runner, Runner):
             with device_failures(self._fatal):
                 self._runner.draw(masks)
 
     def close(self) -> None:
-        """Let go of all that takes memory, of the device and of the host."""
+        """Free all memory of the device and of the host."""
         self._drop_models()
         if self.adapters is not None:
             self.adapters.close()
         self.adapters = self._rows = None
 
     def _drop_models(self) -> None:
-        """Weights, wherever they are, and whoever holds some."""
-        if self._stowed is not None:
-            self._stowed.drop()
+        """Drop the weights, loaded or offloaded, and everything that references them."""
+        if self._offloaded is not None:
+            self._offloaded.drop()
         self.model = self.draft = self.drafter = self.encoder = None
-        self._runner = self.balancer = self._stowed = None
+        self._runner = self.balancer = self._offloaded = None
 
     # ---- adapters
 
     def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
-        """Read an adapter into host memory; in any thread, while steps run."""
+        """Read a LoRA adapter into host memory; may run in any thread, while steps run."""
         if self.adapters is None:
             raise RequestError("LoRA is not enabled: start with enable_lora", param="lora_request")
         return self.adapters.fetch(lora)
 
     def drop_adapter(self, name: str) -> None:
-        """Forget one that no request uses any more."""
+        """Drop an adapter that no request uses any more."""
         if self.adapters is not None:
             self.adapters.drop(name)
 
@@ -316,7 +315,7 @@ class Worker:
         slots.allocate()
         layers = self.stage.layers(len(facts.layers)) if self.stage.count > 1 else None
         if self.adapters is None:
-            # The planner says what to drop. It may count on all that it has not dropped.
+            # The scheduler decides what to drop, and relies on all other adapters.
             max_kept = lora.max_cpu_loras + lora.max_loras + 2
             self.adapters = LoRAManager(slots, max_kept=max_kept, layers=layers)
         else:
@@ -325,27 +324,27 @@ class Worker:
     # ---- sleep
 
     def sleep(self, level: int) -> int:
-        """Give back the memory of the cache and of the weights, which at level 1 go to host memory: those of
-        a CPU are there already, and stay. How many bytes that freed. No step may be under way."""
+        """Free the memory of cache and weights and return the freed bytes. Level 1 offloads weights to host
+        memory; on a CPU they stay. No step may be in flight."""
         before, started = used_bytes(self.device), time.monotonic()
-        self._asleep = set(MEMORY)  # even if it fails: who wakes up finds what is here still
+        self._asleep = set(MEMORY)  # even if it fails: wake_up() keeps what is still here
         self._drop_cache()
         if level > 1:
             self._drop_models()
             self._release_slots()
-        elif self.model is not None and self._stowed is None and self.device.type == "cuda":
-            self._stowed = OffloadedWeights(self._models)
+        elif self.model is not None and self._offloaded is None and self.device.type == "cuda":
+            self._offloaded = OffloadedWeights(self._models)
             self._release_slots()
         give_back(self.device)
         freed = before - used_bytes(self.device)
-        log.info("Asleep: %s given back in %.2f s", human(max(freed, 0)), time.monotonic() - started)
+        log.info("Sleep mode freed %s in %.2f s", human(max(freed, 0)), time.monotonic() - started)
         return freed
 
     def wake_up(self, tags: list[str]) -> None:
-        """Take back of it what was given. A cache waits for the weights, since it may be scaled by some of
-        them; what knows addresses (CUDA graphs) is made anew by `warm_up`, once both are there."""
+        """Restore the memory in `tags`. The cache waits for the weights, which may contain its scales; CUDA
+        graphs are captured again by `warm_up`, once both are there."""
         wanted = self._asleep & set(tags)
-        with self._or_without_cache():
+        with self._cache_freed_on_error():
             if "weights" in wanted:
                 self._wake_weights()
                 self._asleep.discard("weights")
@@ -355,21 +354,21 @@ class Worker:
                 self._asleep.discard("kv_cache")
 
     @contextmanager
-    def _or_without_cache(self) -> Iterator[None]:
-        """Who cannot have all holds no more than it has to: the next attempt needs the room."""
+    def _cache_freed_on_error(self) -> Iterator[None]:
+        """Free the cache if waking up fails: the next attempt needs the memory."""
         try:
             yield
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold what was made so far
+            traceback.clear_frames(error.__traceback__)  # frames hold what was allocated so far
             self._asleep.add("kv_cache")
             self._drop_cache()
             give_back(self.device)
             raise
 
     def _wake_weights(self) -> None:
-        if self._stowed is not None:
-            self._stowed.restore()
-            self._stowed = None
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
             if self.adapters is not None:
                 self.adapters.slots.allocate()
                 self.adapters.refill(self.adapters.slots)
@@ -387,11 +386,11 @@ class Worker:
             self.adapters.slots.release()
 
     def _drop_cache(self) -> None:
-        """What knows where it lies, too."""
+        """Free the cache and everything that holds its address."""
         self._forget_steps()
         if self.encoder is not None:
             self.encoder.clear()
-        if self._needs is not None and self.model is not None and self._stowed is None:
+        if self._needs is not None and self.model is not None and self._offloaded is None:
             self._bind(num_blocks=1, num_rows=0)
 
     def _forget_steps(self) -> None:
@@ -401,26 +400,27 @@ class Worker:
     # ---- profiles
 
     def profile(self, start: bool, prefix: str | None = None) -> str | None:
-        """Record what this thread and the device do, until it is stopped; then where the trace is."""
-        if self._recorder is None:
-            raise RequestError("nothing can be recorded: profiler_config names no profiler")
+        """Start or stop a profile of this thread and the device; return the path of the trace when it
+        stops."""
+        if self._profiler is None:
+            raise RequestError("profiling is not enabled: set profiler in profiler_config")
         if start:
-            self._recorder.start(prefix and f"{prefix}_{self._name}")
+            self._profiler.start(prefix and f"{prefix}_{self._name}")
             return None
-        return str(self._recorder.stop())
+        return str(self._profiler.stop())
 
-    # ---- what anybody may ask
+    # ---- status
 
     def check_health(self) -> None:
-        """It answers."""
+        """Return, which shows that the worker responds."""
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes: of the weights where they are, and what this process uses of the device."""
-        is_here = self.model is not None and self._stowed is None
+        """Return the bytes of the weights on the device, and the bytes that this process uses of it."""
+        is_here = self.model is not None and self._offloaded is None
         weights = self._weights if is_here else 0
         return {"weights": weights, "used": used_bytes(self.device)}
 
-    # ---- what they are made of
+    # ---- runners
 
     def _generator(self, all_rows: Rows) -> tuple[Device, Sampler | None]:
         config, facts, model = self.config, self.config.checkpoint.facts, self.model
@@ -429,16 +429,16 @@ class Worker:
             link = StageLink(self.world.pp, facts.hidden, self.dtype, self.device)
         slots = None if self.adapters is None else self.adapters.slots
         all_rows.slots = slots
-        own = Model(model, model.logits, self.backend, link, self.ep, slots, self.encoder, self._reaches)
-        device = open_device(own, all_rows, self.device, config.speculation)
+        whole = Model(model, model.logits, self.backend, link, self.ep, slots, self.encoder, self._reaches)
+        device = open_device(whole, all_rows, self.device, config.speculation)
         if self.drafter is not None:
-            asked, first = config.speculation, len(config.own_facts.layers)
+            spec, first = config.speculation, len(config.own_facts.layers)
             is_ahead = not isinstance(device, CpuDevice)
             device.draft_by(
                 self.drafter,
                 None if self.drafter.follows else open_seen(all_rows, self.layout, first, ahead=is_ahead),
                 config.scheduler.max_num_batched_tokens,
-                by_chance=asked is not None and asked.draft_sample_method == "probabilistic",
+                by_chance=spec is not None and spec.draft_sample_method == "probabilistic",
             )
         if link is not None and not link.is_last:
             self._runner = StageRunner(device=device, all_rows=all_rows, link=link)
@@ -459,8 +459,8 @@ class Worker:
         self.model.settle()
         plan = None if self.config.checkpoint.facts.encoder else self.backend.plan
         slots = None if self.adapters is None else self.adapters.slots
-        own = self.device, slots, self.encoder, self._reaches, self.layout.windows
-        self._runner = PoolingRunner(self.model, plan, all_rows, pooling, *own)
+        more = self.device, slots, self.encoder, self._reaches, self.layout.windows
+        self._runner = PoolingRunner(self.model, plan, all_rows, pooling, *more)
         return self._runner
 
     def _cache_size(self, needs: Needs) -> CacheSize:
@@ -477,7 +477,7 @@ class Worker:
         )
 
     def _bind(self, num_blocks: int, num_rows: int | None = None) -> int:
-        """Give every layer a cache of this many blocks, or a state for each row. The bytes of all."""
+        """Give every layer a cache of this many blocks, or a state per row. Return the bytes of all."""
         return bind(
             caching_layers(self._models.modules()),
             self.layout,

@@ -9,6 +9,7 @@ from packed import stored
 from torch import Tensor
 
 from quire.checkpoint.facts import Routing
+from quire.kernels.cpu import moe as cpu_moe
 from quire.kernels.cpu import native
 from quire.kernels.cpu.gguf import TYPES, interleaves, pack, unpack_reference
 from quire.kernels.cpu.linear import Matrix
@@ -159,7 +160,7 @@ def test_the_same_bits_alone_in_a_batch_and_with_other_threads(
         for number in (1, 2, 3):
             with threads(number):
                 assert torch.equal(layer.experts(x[some], ids[some], weights[some]), together[some])
-    monkeypatch.setattr(moe, "_MAX_ROWS", 101)
+    monkeypatch.setattr(cpu_moe, "_MAX_ROWS", 101)
     assert torch.equal(layer.experts(x, ids, weights), together)
 
 

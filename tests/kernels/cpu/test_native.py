@@ -82,7 +82,7 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     sources.mkdir()
     (sources / "small.c").write_text(SMALL)
     code = (
-        "import pathlib, sys; from quire.kernels import native;"
+        "import pathlib, sys; from quire.kernels.cpu import native;"
         f"native.SOURCES = pathlib.Path({str(sources)!r});"
         f"sys.exit(native.build(pathlib.Path({str(tmp_path / 'k')!r}), ['cc']).quire_answer() != 42)"
     )
@@ -156,7 +156,7 @@ def test_a_path_that_was_asked_for_is_not_left_for_another(
 def test_memory_of_a_step_is_there_for_the_next() -> None:
     """Every page of every activation fetched from the system, and cleared, in each step."""
     code = (
-        "import resource, torch; from quire.kernels import native; native.keep_freed_memory()\n"
+        "import resource, torch; from quire.kernels.cpu import native; native.keep_freed_memory()\n"
         "def step(): pieces = [torch.empty(1 << 18).zero_() for _ in range(40)]\n"
         "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "step(); step(); before = faults(); step(); print(faults() - before)"
@@ -182,7 +182,7 @@ def test_a_kernel_is_called_by_every_thread(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Work done twice, or by one thread only; a job that is read after it is gone."""
-    (small / "run.c").write_text((Path(native.__file__).with_name("csrc") / "run.c").read_text())
+    (small / "run.c").write_text((native.SOURCES / "run.c").read_text())
     (small / "small.c").write_text(
         "#include <omp.h>\ntypedef struct { long *counts; long size; double step; } Job;\n"
         "void quire_count(const Job *job) {\n#pragma omp atomic\njob->counts[0]++;\n"

@@ -15,7 +15,7 @@ import pytest
 from quire.config.cpu_kernels import Cpu, paths_of
 from quire.kernels.cpu.native import NativeError, find_compiler
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KERNELS = [
     "tests/kernels/cpu/test_ops.py::test_norms",
     "tests/kernels/cpu/test_ops.py::test_activations",

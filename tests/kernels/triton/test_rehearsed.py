@@ -22,9 +22,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     found: set[Any] = set()
 
     def note(wanted: set[Any], kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        found.add((kernel.fn.__name__, *map(launch._kind, args), *options.items()))
+        found.add((kernel.fn.__name__, *map(launch._specialization, args), *options.items()))
 
-    monkeypatch.setattr(launch, "_want", note)
+    monkeypatch.setattr(launch, "_compile_once", note)
     monkeypatch.setattr(launch, "_can_overlap", lambda: True)
     return found
 
@@ -53,13 +53,13 @@ def step(lens: np.ndarray[Any, Any], channels: int) -> None:
 @pytest.mark.parametrize("channels", [1024, 4096, 8192])
 def test_steps_ask_for_nothing_new(channels: int, asked: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that begins at another place, more decodes beside a prompt, several prompts at once."""
-    token = launch._wanted.set(set())
+    token = launch._requested.set(set())
     try:
         mixed = [_decodes(min(count, MOST_ROWS), prompt) for count, prompt in _MIXED]
         for lens in (*mixed, *map(_decodes, ladder(MOST_ROWS)), _decodes(0, 512)):
             step(lens, channels)
     finally:
-        launch._wanted.reset(token)
+        launch._requested.reset(token)
     rehearsed, rng = set(asked), np.random.default_rng(0)
     asked.clear()
     monkeypatch.setattr("quire.kernels.triton.ssm.launch", _recording(asked))
@@ -75,7 +75,7 @@ def _recording(asked: set[Any]) -> Any:
 
     def launched(kernel: Any, *grid: int) -> Any:
         def run(*args: Any, **options: Any) -> None:
-            asked.add((kernel.fn.__name__, *map(launch._kind, args), *options.items()))
+            asked.add((kernel.fn.__name__, *map(launch._specialization, args), *options.items()))
 
         return run
 

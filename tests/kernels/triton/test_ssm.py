@@ -91,7 +91,7 @@ def compare_select(lens: list[int], shape: tuple[int, int], dtype: torch.dtype) 
 def test_select_by_four_two_and_one_threads_a_channel(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that are no multiple of what is loaded ahead, or less than that; channels that are no multiple
     of a warp's."""
-    monkeypatch.setattr(state_kernels, "_lanes", lambda num_channels: block)
+    monkeypatch.setattr(state_kernels, "_channels_per_warp", lambda num_channels: block)
     compare_select([2, 65, 4, 1, 3], (19, 16), torch.float32)
 
 

@@ -119,7 +119,7 @@ def test_a_model_that_hears_in_its_prompt_is_asked_otherwise() -> None:
         chunks = events(send(**long, stream="true"))
         assert "".join(each["choices"][0]["delta"]["content"] for each in chunks) == "Hallo.  Hallo."
         assert "Must be one of: ar, de, en" in refused(send(language="ja"))["message"]
-        assert "tells the time" in refused(send(response_format="srt"))["message"]
+        assert "supports timestamps" in refused(send(response_format="srt"))["message"]
         error = refused(send(TRANSLATIONS), 404)
         assert error["message"] == "The model does not support Translations API"
     finally:
@@ -233,8 +233,8 @@ def test_moments_of_later_pieces_count_from_the_beginning() -> None:
         ({"prompt": "<|en|>"}, 400, "prompt", "special tokens"),
         ({"max_completion_tokens": "9999"}, 400, "max_tokens", "max_model_len"),
         ({"file": b"RIFF0000WAVEfmt "}, 400, "file", "file: the WAV file is broken"),
-        ({"file": b"no sound"}, 400, "file", "file: it is not a sound"),
-        ({"file": b""}, 400, "file", "file: it is not a sound"),
+        ({"file": b"no sound"}, 400, "file", "file: it is not audio"),
+        ({"file": b""}, 400, "file", "file: it is not audio"),
     ],
 )
 def test_what_is_wrong_with_a_form_is_told(form: Any, status: int, param: str, words: str) -> None:

@@ -17,7 +17,7 @@ from test_settings import read
 
 from quire.errors import ConfigError
 from quire.server.http.log_config import apply_log_config, read_log_config
-from quire.server.main import _join_logs
+from quire.server.main import _configure_logs
 from quire.server.settings import LogSection, make_settings, server_settings
 
 
@@ -75,7 +75,7 @@ def test_the_flag_may_be_repeated() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"middleware": ("Stamp",)}, "no import path"),
+        ({"middleware": ("Stamp",)}, "not an import path"),
         ({"middleware": ("quire_nobody.Stamp",)}, "cannot be imported: ModuleNotFoundError"),
         ({"middleware": ("quire_test_middleware.nothing",)}, "cannot be imported: AttributeError"),
         ({"middleware": ("quire_test_middleware.plain",)}, "must be a class, or an async function"),
@@ -144,7 +144,7 @@ def test_a_file_says_where_lines_go(tmp_path: Path, name: str, restored: None) -
     file, out = tmp_path / "log.json", tmp_path / "out"
     config(file, out, name)
     settings = make_settings({"log_config_file": str(file)})
-    _join_logs(settings.log)
+    _configure_logs(settings.log)
     logging.getLogger("quire.server.main").info("ours")
     logging.getLogger("uvicorn.access").info("theirs")
     logging.getLogger("quire.server.main").debug("nobody's")

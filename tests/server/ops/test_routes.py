@@ -114,7 +114,7 @@ def test_calls_of_workers() -> None:
     assert ask("POST", "/collective_rpc", engine, json=body).json() == {"results": [7, "x"]}
     assert engine.operation.asked == [("collective_rpc", "f", 2.5, [1, "a"], {"b": None})]
     engine.operation.results = [object()]
-    assert "no JSON" in refused(ask("POST", "/collective_rpc", engine, json={"method": "f"}))["message"]
+    assert "is not JSON" in refused(ask("POST", "/collective_rpc", engine, json={"method": "f"}))["message"]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_what_is_asked_reaches_the_engine() -> None:
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "cannot be empty"),
         ({"input": "a", "truncate_prompt_tokens": 513}, "greater than max_model_len"),
-        ({"input": ["a"] * 5}, "5 inputs are more than one call may bring, which is 4"),
+        ({"input": ["a"] * 5}, "5 inputs exceed the maximum of 4 per request"),
     ],
 )
 def test_what_cannot_be_had_is_400(body: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_pairs_of_texts_and_images_are_read_as_one() -> None:
 @pytest.mark.parametrize("facts", [EMBEDDER, CROSS_ENCODER])
 @pytest.mark.parametrize(
     ("url", "status", "words"),
-    [(BROKEN, 400, "broken or cut off"), ("http://127.0.0.1:1/x.png", 422, "private, local")],
+    [(BROKEN, 400, "broken or truncated"), ("http://127.0.0.1:1/x.png", 422, "private, local")],
 )
 def test_what_is_wrong_is_told_with_its_place(facts: Any, url: str, status: int, words: str) -> None:
     """And nothing runs of the call; the next is as good as before."""
@@ -163,7 +163,7 @@ def test_lengths_hold_for_each_prompt() -> None:
     engine = engine_of(EMBEDDER, media(max_tokens=6))
     assert send(engine, "/v2/embed", images=[URL] * 16).status_code == 200
     two = refused(send(engine, "/v2/embed", inputs=[{"content": [image_part(URL), image_part(OTHER)]}]))
-    assert "with it the media of the prompt stand for at least 8 tokens" in two["message"]
+    assert "the media of the prompt have at least 8 placeholder tokens" in two["message"]
     cut = refused(send(engine, "/v2/embed", images=[URL], max_tokens=5))
     assert cut["message"].startswith("images: the prompt has 10 tokens, and as it has media it cannot be cut")
 

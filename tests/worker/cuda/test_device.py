@@ -358,7 +358,7 @@ class Measured(OnCPU):
     """Asks a device that has no memory of its own."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler, bound: int = 0) -> Needs:
-        self.blanks.compile = lambda *asked: None  # type: ignore[method-assign]
+        self.dummies.compile = lambda *asked: None  # type: ignore[method-assign]
         return CudaDevice.needs(self, config, weights, sampler, bound)
 
     def _captures(self, config: EngineConfig) -> bool:
@@ -464,7 +464,7 @@ def test_a_blank_step_stays_within_the_block_tables(worker: Worker, num_tokens: 
     assert worker._runner is not None
     device = worker._runner.device
     assert isinstance(device, CudaDevice)
-    batch, sheet = device.blanks.make(device.blanks.split(num_tokens, num_seqs))
+    batch, sheet = device.dummies.make(device.dummies.split(num_tokens, num_seqs))
     longest = device.block_tables.shape[2] * 4
     assert batch.seq_lens.max() <= longest and int(batch.seq_lens.sum()) == num_tokens
     assert int(batch.query_starts[-1]) == num_tokens and (sheet["slots"] == -1).all()

@@ -15,7 +15,7 @@ from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs
 from quire.worker.device import ForwardResult, NewTokens
-from quire.worker.input_buffers import BufferSizes, StepBuffers, asked_of, blank, bytes_of, tensors
+from quire.worker.input_buffers import BufferSizes, StepBuffers, blank, bytes_of, sampling_tensors, tensors
 from quire.worker.multimodal.embeds import VectorRoom
 from quire.worker.rows import Rows
 
@@ -41,7 +41,7 @@ def stand_in(size: int, block_tables: torch.Tensor) -> Graph:
     graph._memory = torch.zeros(bytes_of(graph.sizes), dtype=torch.uint8)
     graph._sheet = tensors(graph._memory, graph.sizes)
     graph._graph = NoGraph()  # type: ignore[assignment]
-    columns = asked_of(graph._sheet), graph._sheet["logit_rows"]
+    columns = sampling_tensors(graph._sheet), graph._sheet["logit_rows"]
     graph._done = ForwardResult(torch.randn(size, 3), torch.randn(size, VOCAB), torch.arange(size), *columns)
     graph._done_for = {}
     return graph
@@ -157,10 +157,10 @@ def test_a_smaller_batch_gets_the_first_of_what_was_computed() -> None:
     graph = stand_in(8, torch.zeros(1, ROWS + 1, 4, dtype=torch.int32))
     for count in (3, 8, 3):
         done = graph.replay(count)
-        assert done.token_ids is not None and done.asked is not None and done.rows is not None
+        assert done.token_ids is not None and done.sampling is not None and done.rows is not None
         assert done.token_ids.tolist() == list(range(count))
         assert torch.equal(done.logits, graph._done.logits[:count])
-        assert [len(column) for column in (done.hidden, done.rows, *done.asked)] == [count] * 8
+        assert [len(column) for column in (done.hidden, done.rows, *done.sampling)] == [count] * 8
     assert graph.replay(3).token_ids is graph.replay(3).token_ids
     assert graph._graph.replays == 5  # type: ignore[attr-defined]
 

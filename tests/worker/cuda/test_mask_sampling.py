@@ -13,7 +13,7 @@ import torch
 from quire.data.async_value import AsyncValue
 from quire.data.plan import Masks
 from quire.kernels.triton.sampling import FREE, LATER
-from quire.sched.grammar import _Room
+from quire.sched.grammar import _MaskBuffer
 from quire.worker.cuda import mask_sampling as module
 from quire.worker.cuda.mask_sampling import MaskedSampling
 
@@ -40,13 +40,13 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[MaskedSampling]:
     made = MaskedSampling(ROWS, DRAWS, VOCAB, torch.device("cpu"))
     made.open()
     yield made
-    module._let_go(made._host._kept)
+    module._unpin_all(made._host._kept)
 
 
 def test_every_draw_finds_its_mask(draws: MaskedSampling) -> None:
     """Rows in any order, some without a mask, some with several draws; memory of the planner's, which grows
     and comes again, and memory that is new each time."""
-    rng, rooms = np.random.default_rng(0), [_Room() for _ in range(3)]
+    rng, buffers = np.random.default_rng(0), [_MaskBuffer() for _ in range(3)]
     for step in range(40):
         rows = rng.permutation(ROWS)[: rng.integers(1, ROWS)].astype(np.int32)
         num_draws = rng.integers(1, 3) if step % 2 else 1
@@ -55,7 +55,7 @@ def test_every_draw_finds_its_mask(draws: MaskedSampling) -> None:
         chosen = np.repeat(rows[rng.random(len(rows)) < 0.6], num_draws)
         which = np.tile(np.arange(num_draws, dtype=np.int32), len(chosen) // num_draws)
         width = int(rng.integers(1, VOCAB // 64))
-        bits = rooms[step % 3].take(len(chosen), width)
+        bits = buffers[step % 3].take(len(chosen), width)
         bits[:] = rng.integers(2**32, size=bits.shape, dtype=np.uint32)
         given = bits if step % 5 else bits.copy()
         assert draws.send(Masks(chosen, given, which if num_draws > 1 else which[:0]), places)
@@ -89,15 +89,15 @@ def test_masks_that_are_coming_hold_up_the_stream_and_not_the_host(draws: Masked
     """Unless their memory was never seen: to pin it may take what the stream waits for."""
     beside = Beside()
     draws._host_signal = beside  # type: ignore[assignment]
-    rows, room = np.arange(2, dtype=np.int32), _Room()
-    unseen = Masks(rows, room.take(2, 3), coming=AsyncValue())
+    rows, buffer = np.arange(2, dtype=np.int32), _MaskBuffer()
+    unseen = Masks(rows, buffer.take(2, 3), coming=AsyncValue())
     assert unseen.coming is not None
     filling = threading.Timer(0.01, unseen.coming.arrive)
     filling.start()
     assert draws.send(unseen, rows) and unseen.coming is None and not beside.held
     for number, count in enumerate((2, 1, 2), 1):
         coming = AsyncValue()
-        assert draws.send(Masks(rows[:count], room.take(count, 3), coming=coming), rows)
+        assert draws.send(Masks(rows[:count], buffer.take(count, 3), coming=coming), rows)
         assert beside.held == number and len(beside.raised) == number - 1
         coming.arrive()
         assert beside.raised[-1] == number

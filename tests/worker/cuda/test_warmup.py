@@ -64,7 +64,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_steps_of_every_kind_are_run(config: Any) -> None:
     """One that is left out is compiled while somebody waits for a token."""
     steps = Steps()
-    steps.device.blanks.compile(config, [1, 3], [(4, 16)], None)
+    steps.device.dummies.compile(config, [1, 3], [(4, 16)], None)
     given = [each[:3] for each in steps.given]
     for count in (1, 2, 4, 6):
         assert ((1,) * count, False, False) in given
@@ -77,7 +77,7 @@ def test_steps_of_every_kind_are_run(config: Any) -> None:
 
 def test_where_rows_may_have_adapters_each_is_run_with_and_without(config: Any) -> None:
     steps = Steps(adapters=True)
-    steps.device.blanks.compile(config, [], [], None)
+    steps.device.dummies.compile(config, [], [], None)
     with_adapters = [lens for lens, *_, adapts in steps.given if adapts]
     assert with_adapters == [lens for lens, *_, adapts in steps.given if not adapts]
     assert {(48,), (24,), (12,), (6,), (3,), (1,)} <= set(with_adapters), "shorter and shorter prompts"
@@ -90,4 +90,4 @@ def test_where_rows_may_have_adapters_each_is_run_with_and_without(config: Any) 
 def test_tokens_over_sequences_none_of_which_is_too_long(
     num_tokens: int, num_seqs: int, lens: list[int]
 ) -> None:
-    assert np.array_equal(Steps().device.blanks.split(num_tokens, num_seqs), lens)
+    assert np.array_equal(Steps().device.dummies.split(num_tokens, num_seqs), lens)

@@ -1,4 +1,4 @@
-"""The families of models: who reads the facts of which architecture."""
+"""Tables of model families: the function that reads the facts of each architecture."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,18 +23,18 @@ class Family(NamedTuple):
     """The checkpoints of one architecture."""
 
     model_type: str
-    """As in config.json."""
+    """Model type in config.json."""
     read: Callable[[ConfigReader], ArchFacts]
-    """The facts of a config.json."""
+    """Function that reads the facts of a config.json."""
 
 
 class GGUFFamily(NamedTuple):
     """The GGUF files of one architecture of llama.cpp."""
 
     architecture: str
-    """The architecture it is here."""
+    """Architecture of these files in FAMILIES."""
     read: Callable[[GGUFFile, ConfigReader], ArchFacts]
-    """The facts of a header; the keys are those of the architecture, without its name in front."""
+    """Function that reads the facts of a GGUF header; its keys have no architecture prefix."""
 
 
 FAMILIES = {
@@ -180,7 +180,7 @@ ALIASES = {
     "StableLMEpochForCausalLM": "StableLmForCausalLM",
     "XverseForCausalLM": "LlamaForCausalLM",
 }
-"""Other names of the same, mostly from before transformers had them."""
+"""Other names of these architectures, mostly from remote-code checkpoints."""
 GGUF_FAMILIES = {
     "arcee": GGUFFamily("ArceeForCausalLM", gguf.arcee),
     "baichuan": GGUFFamily("LlamaForCausalLM", gguf.baichuan),

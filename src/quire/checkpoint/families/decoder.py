@@ -1,4 +1,4 @@
-"""What the configurations of all decoders have in common, and what they call it."""
+"""Reading the configuration keys that all decoders share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from quire.checkpoint.rope import longest, max_len_of, read_rope
 from quire.errors import ConfigError
 
 Windows = tuple[int | None, ...]
-"""How far back each layer looks."""
+"""Sliding window of each layer."""
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -30,16 +30,15 @@ def decoder(
     layers: tuple[LayerFacts, ...] | None = None,
     activation_key: str = "hidden_act",
     eps_key: str = "rms_norm_eps",
-    turning: Sequence[bool] | None = None,
+    rotates: Sequence[bool] | None = None,
     pairs: bool = False,
     **facts: Any,
 ) -> ArchFacts:
-    """Llama, but for what `facts` say.
+    """Read a Llama-like decoder; `facts` override its fields.
 
-    `head_dim` is meant where config.json names none (else hidden / heads); `activation_key` and `eps_key` are
-    what it calls those two.
-    Layers differ by `windows` and by which of them turn their heads (all, unless `turning` says), or else as
-    `layers` says.
+    `head_dim` is the default if config.json has none (otherwise hidden / heads). `activation_key` and
+    `eps_key` are the names of those two keys. Layers differ by `windows` and by `rotates` (default: all have
+    rotary embedding), or are passed as `layers`.
     """
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     kv_heads = keys.size("num_key_value_heads", heads)
@@ -51,12 +50,12 @@ def decoder(
     head_dim = keys.size("head_dim", head_dim or hidden // heads)
     check_heads(keys.source, heads, kv_heads)
     if layers is None:
-        windows = windows or everywhere(None, keys)
-        turning = turning or [True] * len(windows)
-        rope = read_rope(keys, head_dim, pairs=pairs) if any(turning) else None
+        windows = windows or same_window(None, keys)
+        rotates = rotates or [True] * len(windows)
+        rope = read_rope(keys, head_dim, pairs=pairs) if any(rotates) else None
         layers = tuple(
-            LayerFacts(rope if turns else None, window)
-            for window, turns in zip(windows, turning, strict=True)
+            LayerFacts(rope if rotated else None, window)
+            for window, rotated in zip(windows, rotates, strict=True)
         )
     base: dict[str, Any] = {
         "architecture": "",
@@ -70,7 +69,7 @@ def decoder(
         "layers": layers,
         "activation": activation_of(keys, activation_key),
         "tied": keys.flag("tie_word_embeddings"),
-        "max_len": longest_of(layers) or max_len_of(keys),
+        "max_len": max_rope_len(layers) or max_len_of(keys),
     }
     return ArchFacts(**(base | facts))
 
@@ -82,8 +81,8 @@ def activation_of(keys: ConfigReader, key: str = "hidden_act", default: str = "s
     return _ACTIVATIONS[str(name)]
 
 
-def longest_of(layers: tuple[LayerFacts, ...]) -> int:
-    """The longest sequence that any layer's rotation is made for; 0: none turns."""
+def max_rope_len(layers: tuple[LayerFacts, ...]) -> int:
+    """Return the maximum sequence length of the layers' rotary embeddings; 0: there are none."""
     return max((longest(layer.rope) for layer in layers if layer.rope is not None), default=0)
 
 
@@ -95,19 +94,19 @@ def check_heads(source: str, heads: int, kv_heads: int) -> None:
         )
 
 
-def everywhere(window: int | None, keys: ConfigReader) -> Windows:
+def same_window(window: int | None, keys: ConfigReader) -> Windows:
     return (window,) * keys.size("num_hidden_layers")
 
 
 def sliding_window(keys: ConfigReader, default: int | None = 4096) -> int | None:
-    """An absent key means the family's default; null means full attention."""
+    """Return the window. A missing key means the family's default; null means full attention."""
     if keys.get("sliding_window") is None and ("sliding_window" in keys.values or default is None):
         return None
     return keys.size("sliding_window", default)
 
 
 def layer_kinds(keys: ConfigReader, *known: str, default: list[str] | None = None) -> list[str]:
-    """`layer_types`: a name for each layer."""
+    """Return `layer_types`: a name for each layer."""
     num_layers, kinds = keys.size("num_hidden_layers"), keys.get("layer_types")
     if kinds is None and default is not None:
         kinds = default
@@ -117,13 +116,13 @@ def layer_kinds(keys: ConfigReader, *known: str, default: list[str] | None = Non
 
 
 def windows_by_kind(keys: ConfigReader, window: int | None, default: list[str] | None = None) -> Windows:
-    """The window where `layer_types` says sliding_attention."""
+    """Return the window of each layer; only layers of the type sliding_attention have one."""
     kinds = layer_kinds(keys, "full_attention", "sliding_attention", default=default)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def ropes_by_kind(keys: ConfigReader, head_dim: int, *kinds: str) -> dict[str, RopeFacts]:
-    """`rope_parameters` by kind of layer where they are so written, else the same for all."""
+    """Return `rope_parameters` by layer type, if they are nested, or the same for all."""
     block = keys.get("rope_parameters")
     if not isinstance(block, dict) or not all(isinstance(block.get(kind), dict) for kind in kinds):
         return dict.fromkeys(kinds, read_rope(keys, head_dim))

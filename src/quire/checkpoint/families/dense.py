@@ -1,4 +1,4 @@
-"""Dense decoders: Llama, and how each of the others is not Llama."""
+"""Dense decoders: Llama, and those that differ from it in a few settings."""
 
 import math
 from dataclasses import replace
@@ -8,9 +8,9 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.checkpoint.families.decoder import (
     Windows,
     decoder,
-    everywhere,
     layer_kinds,
     ropes_by_kind,
+    same_window,
     sliding_window,
     windows_by_kind,
 )
@@ -26,12 +26,12 @@ def llama(keys: ConfigReader) -> ArchFacts:
 
 
 def mistral(keys: ConfigReader) -> ArchFacts:
-    return decoder(keys, windows=everywhere(sliding_window(keys), keys))
+    return decoder(keys, windows=same_window(sliding_window(keys), keys))
 
 
 def ministral3(keys: ConfigReader) -> ArchFacts:
-    """Queries beyond the length before yarn's stretch grow."""
-    windows = everywhere(sliding_window(keys, None), keys)
+    """Read Ministral 3: queries are scaled beyond yarn's original length."""
+    windows = same_window(sliding_window(keys, None), keys)
     return decoder(keys, head_dim=128, windows=windows, query_growth=query_growth(keys))
 
 
@@ -50,23 +50,23 @@ def ministral(keys: ConfigReader) -> ArchFacts:
 
 
 def qwen2(keys: ConfigReader) -> ArchFacts:
-    """The mixtures among them may say that they have no biases."""
-    return decoder(keys, qkv_bias=keys.flag("qkv_bias", True), windows=_upper_windows(keys))
+    """Read Qwen 2; the MoE models may disable the biases."""
+    return decoder(keys, qkv_bias=keys.flag("qkv_bias", True), windows=_qwen_windows(keys))
 
 
 def qwen3(keys: ConfigReader) -> ArchFacts:
     biased = keys.flag("attention_bias")
     return decoder(
-        keys, head_dim=128, qkv_bias=biased, out_bias=biased, qk_norm="head", windows=_upper_windows(keys)
+        keys, head_dim=128, qkv_bias=biased, out_bias=biased, qk_norm="head", windows=_qwen_windows(keys)
     )
 
 
-def _upper_windows(keys: ConfigReader) -> Windows:
-    """Qwen's: where use_sliding_window is set, in the layers that are named or in those from
+def _qwen_windows(keys: ConfigReader) -> Windows:
+    """Return Qwen's windows: with use_sliding_window, the layers in layer_types, or those from
     max_window_layers on."""
     window = sliding_window(keys) if keys.flag("use_sliding_window") else None
     if window is None:
-        return everywhere(None, keys)
+        return same_window(None, keys)
     if keys.get("layer_types") is not None:
         return windows_by_kind(keys, window)
     first = keys.get("max_window_layers")
@@ -77,19 +77,19 @@ def _upper_windows(keys: ConfigReader) -> Windows:
 
 
 def smollm3(keys: ConfigReader) -> ArchFacts:
-    """Every fourth layer does not turn its heads."""
+    """Read SmolLM3: every fourth layer has no rotary embedding."""
     num_layers, interval = keys.size("num_hidden_layers"), keys.size("no_rope_layer_interval", 4)
-    turning = keys.get("no_rope_layers")
-    if turning is None:
-        turning = [bool((layer + 1) % interval) for layer in range(num_layers)]
-    if not isinstance(turning, list) or len(turning) != num_layers:
-        raise keys.wrong("no_rope_layers", f"{num_layers} entries, 0 where heads do not turn")
+    rotates = keys.get("no_rope_layers")
+    if rotates is None:
+        rotates = [bool((layer + 1) % interval) for layer in range(num_layers)]
+    if not isinstance(rotates, list) or len(rotates) != num_layers:
+        raise keys.wrong("no_rope_layers", f"{num_layers} entries, 0 for layers without rotary embedding")
     window = sliding_window(keys, None) if keys.flag("use_sliding_window") else None
     biased = keys.flag("attention_bias")
     return decoder(
         with_defaults(keys, rope_theta=2e6),
-        turning=turning,
-        windows=windows_by_kind(keys, window, default=[FULL if turns else SLIDING for turns in turning]),
+        rotates=rotates,
+        windows=windows_by_kind(keys, window, default=[FULL if rotated else SLIDING for rotated in rotates]),
         qkv_bias=biased,
         out_bias=biased,
         mlp_bias=keys.flag("mlp_bias"),
@@ -98,8 +98,8 @@ def smollm3(keys: ConfigReader) -> ArchFacts:
 
 
 def gemma(keys: ConfigReader) -> ArchFacts:
-    """The first one. What its files call gelu is the approximation by tanh."""
-    only(keys, "use_bidirectional_attention", False)
+    """Read Gemma 1. Its `gelu` means the tanh approximation."""
+    require(keys, "use_bidirectional_attention", False)
     biased = keys.flag("attention_bias")
     if keys.get("hidden_act") in (None, "gelu"):
         keys = keys.but(hidden_act="gelu_pytorch_tanh")
@@ -129,9 +129,9 @@ def ernie(keys: ConfigReader, head_dim: int | None = 128, **facts: Any) -> ArchF
 
 
 def hunyuan(keys: ConfigReader) -> ArchFacts:
-    """A rotation that files call dynamic has another base, whatever the length, where they name an alpha."""
-    only(keys, "use_qk_norm", True)
-    only(keys, "use_cla", False)
+    """Read Hunyuan. For `dynamic` rope with an alpha, the base is scaled regardless of the length."""
+    require(keys, "use_qk_norm", True)
+    require(keys, "use_cla", False)
     head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
     for name in ("rope_parameters", "rope_scaling"):
         block = keys.get(name)
@@ -158,7 +158,8 @@ def granite(keys: ConfigReader) -> ArchFacts:
 
 
 def granite_swa(keys: ConfigReader) -> ArchFacts:
-    """Three window layers to a full one; each may turn by a base of its own, or not at all."""
+    """Read Granite with sliding windows: three window layers per full layer; each may have its own rope base,
+    or none."""
     num_layers = keys.size("num_hidden_layers")
     default = [SLIDING if layer % 4 else FULL for layer in range(num_layers)]
     windows = windows_by_kind(keys, sliding_window(keys, 128), default=default)
@@ -167,14 +168,14 @@ def granite_swa(keys: ConfigReader) -> ArchFacts:
     if bases is None:
         ropes = [layer.rope for layer in facts.layers]
     elif not isinstance(bases, list) or len(bases) != num_layers:
-        raise keys.wrong("layer_rope_theta", f"{num_layers} numbers, 0 where heads do not turn")
+        raise keys.wrong("layer_rope_theta", f"{num_layers} numbers, 0 for layers without rotary embedding")
     else:
-        ropes = [_turning_by(keys, base, facts.head_dim) if base else None for base in bases]
+        ropes = [_read_layer_rope(keys, base, facts.head_dim) if base else None for base in bases]
     layers = tuple(LayerFacts(rope, window) for rope, window in zip(ropes, windows, strict=True))
     return replace(facts, layers=layers, sinks=True)
 
 
-def _turning_by(keys: ConfigReader, theta: float, head_dim: int) -> RopeFacts:
+def _read_layer_rope(keys: ConfigReader, theta: float, head_dim: int) -> RopeFacts:
     block = keys.get("rope_parameters")
     if isinstance(block, dict):
         keys = keys.but(rope_parameters=block | {"rope_theta": theta})
@@ -197,7 +198,7 @@ def seed_oss(keys: ConfigReader) -> ArchFacts:
 
 
 def phi3(keys: ConfigReader) -> ArchFacts:
-    """Older files call longrope `su` or even `yarn`."""
+    """Read Phi-3. Older files call longrope `su` or `yarn`."""
     for name in ("rope_parameters", "rope_scaling"):
         block = keys.get(name)
         if isinstance(block, dict) and block.get("rope_type", block.get("type")) in ("su", "yarn"):
@@ -206,12 +207,12 @@ def phi3(keys: ConfigReader) -> ArchFacts:
         with_defaults(keys, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
         fused_qkv=True,
         fused_gate_up=True,
-        windows=everywhere(sliding_window(keys, None), keys),
+        windows=same_window(sliding_window(keys, None), keys),
     )
 
 
 def glm(keys: ConfigReader) -> ArchFacts:
-    """Half of each head turns, by neighbours."""
+    """Read GLM: half of each head is rotated, in adjacent pairs."""
     return decoder(
         with_defaults(keys, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7),
         head_dim=128,
@@ -228,7 +229,7 @@ def olmo2(keys: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def olmo3(keys: ConfigReader) -> ArchFacts:
-    """Three window layers to a full one; long sequences stretch the rotation of full ones alone."""
+    """Read OLMo 3: three window layers per full layer; rope scaling applies to full layers only."""
     keys = with_defaults(keys, rope_theta=500000.0)
     pattern = [SLIDING if (layer + 1) % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
     kinds = layer_kinds(keys, SLIDING, FULL, default=pattern)
@@ -242,7 +243,7 @@ def olmo3(keys: ConfigReader) -> ArchFacts:
 
 
 def exaone4(keys: ConfigReader) -> ArchFacts:
-    """Where layers have windows, heads turn in those alone."""
+    """Read EXAONE 4: if there are window layers, only these have rotary embedding."""
     window, num_layers = sliding_window(keys), keys.size("num_hidden_layers")
     kinds = [FULL] * num_layers
     if window is not None and keys.get("layer_types") is None:
@@ -252,7 +253,7 @@ def exaone4(keys: ConfigReader) -> ArchFacts:
     return decoder(
         with_defaults(keys, rms_norm_eps=1e-5),
         windows=windows,
-        turning=[window is None or own is not None for own in windows],
+        rotates=[window is None or layer_window is not None for layer_window in windows],
         qk_norm="head",
     )
 
@@ -274,12 +275,12 @@ def cohere(keys: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def cohere2(keys: ConfigReader) -> ArchFacts:
-    """Three window layers, whose heads turn, to a full one, whose heads do not."""
+    """Read Cohere 2: three window layers with rotary embedding per full layer without."""
     keys = with_defaults(keys, rope_theta=10000.0)
     interval, num_layers = keys.size("sliding_window_pattern", 4), keys.size("num_hidden_layers")
     pattern = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
     windows = windows_by_kind(keys, sliding_window(keys), default=pattern)
-    return cohere(keys, windows=windows, turning=[window is not None for window in windows])
+    return cohere(keys, windows=windows, rotates=[window is not None for window in windows])
 
 
 def nemotron(keys: ConfigReader) -> ArchFacts:
@@ -314,7 +315,7 @@ def jais2(keys: ConfigReader) -> ArchFacts:
 
 
 def cwm(keys: ConfigReader) -> ArchFacts:
-    """Three window layers to a full one."""
+    """Read CWM: three window layers per full layer."""
     pattern = [SLIDING if layer % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
     windows = windows_by_kind(keys, sliding_window(keys, 8192), default=pattern)
     keys = with_defaults(keys, rope_theta=1e6, rms_norm_eps=1e-5)
@@ -322,16 +323,16 @@ def cwm(keys: ConfigReader) -> ArchFacts:
 
 
 def hyperclovax(keys: ConfigReader) -> ArchFacts:
-    """Granite with norms behind each half; logits are multiplied."""
-    only(keys, "use_post_norm", True)
+    """Read HyperCLOVA X: Granite with norms after attention and feed-forward, and multiplied logits."""
+    require(keys, "use_post_norm", True)
     facts = granite(keys.but(logits_scaling=None))
     scale = keys.optional_number("attention_multiplier")
     return replace(facts, attention_scale=scale, logit_scale=keys.number("logits_scaling", 1.0))
 
 
 def apertus(keys: ConfigReader) -> ArchFacts:
-    """Its activation has weights, so it is the model's own."""
-    only(keys, "hidden_act", "xielu")
+    """Read Apertus, where the activation (xIELU) has weights and is part of the model code."""
+    require(keys, "hidden_act", "xielu")
     biased = keys.flag("attention_bias")
     return decoder(
         with_defaults(keys, rope_theta=12e6, rms_norm_eps=1e-5).but(hidden_act=None),
@@ -346,14 +347,14 @@ def starcoder2(keys: ConfigReader) -> ArchFacts:
     keys = with_defaults(keys, norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh")
     return decoder(
         keys,
-        windows=everywhere(sliding_window(keys, None), keys),
+        windows=same_window(sliding_window(keys, None), keys),
         eps_key="norm_epsilon",
-        **_all_biased(keys, keys.flag("use_bias", True)),
+        **_layer_norm_facts(keys, keys.flag("use_bias", True)),
     )
 
 
 def gpt2(keys: ConfigReader, **facts: Any) -> ArchFacts:
-    only(keys, "scale_attn_by_inverse_layer_idx", False)
+    require(keys, "scale_attn_by_inverse_layer_idx", False)
     hidden, num_layers = keys.size("n_embd"), keys.size("n_layer")
     return decoder(
         keys.but(
@@ -365,23 +366,23 @@ def gpt2(keys: ConfigReader, **facts: Any) -> ArchFacts:
             activation_function=keys.get("activation_function") or "gelu_new",
             layer_norm_epsilon=keys.number("layer_norm_epsilon", 1e-5),
         ),
-        turning=[False] * num_layers,
+        rotates=[False] * num_layers,
         intermediate=keys.size("n_inner", 4 * hidden),
         activation_key="activation_function",
         eps_key="layer_norm_epsilon",
         fused_qkv=True,
         attention_scale=None if keys.flag("scale_attn_weights", True) else 1.0,
-        **({"across": True, "learned_positions": True} | _all_biased(keys) | facts),
+        **({"across": True, "learned_positions": True} | _layer_norm_facts(keys) | facts),
     )
 
 
 def gpt_neox(keys: ConfigReader) -> ArchFacts:
     biased = keys.flag("attention_bias", True)
-    turning, theta = keys.optional_number("rotary_pct"), keys.optional_number("rotary_emb_base")
+    rotary_factor, theta = keys.optional_number("rotary_pct"), keys.optional_number("rotary_emb_base")
     return decoder(
         with_defaults(
             keys,
-            partial_rotary_factor=turning or 0.25,
+            partial_rotary_factor=rotary_factor or 0.25,
             rope_theta=theta or 10000.0,
             hidden_act="gelu",
             layer_norm_eps=1e-5,
@@ -403,28 +404,28 @@ def phi(keys: ConfigReader) -> ArchFacts:
         eps_key="layer_norm_eps",
         head_bias=True,
         qk_norm="head" if keys.flag("qk_layernorm") else "",
-        **(_all_biased(keys) | {"tied": keys.flag("tie_word_embeddings")}),
+        **(_layer_norm_facts(keys) | {"tied": keys.flag("tie_word_embeddings")}),
     )
 
 
 def opt(keys: ConfigReader) -> ArchFacts:
-    only(keys, "do_layer_norm_before", True)
-    only(keys, "layer_norm_elementwise_affine", True)
-    only(keys, "_remove_final_layer_norm", False)
-    only(keys, "word_embed_proj_dim", keys.size("hidden_size"))
+    require(keys, "do_layer_norm_before", True)
+    require(keys, "layer_norm_elementwise_affine", True)
+    require(keys, "_remove_final_layer_norm", False)
+    require(keys, "word_embed_proj_dim", keys.size("hidden_size"))
     return decoder(
         keys.but(activation_function=keys.get("activation_function") or "relu", num_key_value_heads=None),
-        turning=[False] * keys.size("num_hidden_layers"),
+        rotates=[False] * keys.size("num_hidden_layers"),
         learned_positions=True,
         intermediate=keys.size("ffn_dim"),
         activation_key="activation_function",
         norm_eps=1e-5,
-        **_all_biased(keys, keys.flag("enable_bias", True)),
+        **_layer_norm_facts(keys, keys.flag("enable_bias", True)),
     )
 
 
 def whisper(keys: ConfigReader) -> ArchFacts:
-    """Its decoder; whatever `scale_embedding` says, transformers scales nothing."""
+    """Read the decoder of Whisper. transformers ignores `scale_embedding`, and so does Quire."""
     hidden, num_layers = keys.size("d_model", 384), keys.size("decoder_layers", 4)
     return decoder(
         keys.but(
@@ -436,18 +437,18 @@ def whisper(keys: ConfigReader) -> ArchFacts:
             max_position_embeddings=keys.size("max_target_positions", 448),
             activation_function=keys.get("activation_function") or "gelu",
         ),
-        turning=[False] * num_layers,
+        rotates=[False] * num_layers,
         learned_positions=True,
         intermediate=keys.size("decoder_ffn_dim", 4 * hidden),
         activation_key="activation_function",
         norm_eps=1e-5,
         unused=r"^proj_out\.weight$",
-        **_all_biased(keys),
+        **_layer_norm_facts(keys),
     )
 
 
-def _all_biased(keys: ConfigReader, biased: bool = True) -> dict[str, Any]:
-    """Layer norms with biases, and linear layers with or without."""
+def _layer_norm_facts(keys: ConfigReader, biased: bool = True) -> dict[str, Any]:
+    """Return facts for layer norms with biases, and linear layers with or without."""
     return {
         "norm": "layer",
         "norm_bias": True,
@@ -459,10 +460,10 @@ def _all_biased(keys: ConfigReader, biased: bool = True) -> dict[str, Any]:
 
 
 def with_defaults(keys: ConfigReader, **defaults: Any) -> ConfigReader:
-    """What is meant where config.json says nothing."""
+    """Return keys with defaults for those that are missing."""
     return keys.but(**{key: value for key, value in defaults.items() if keys.get(key) is None})
 
 
-def only(keys: ConfigReader, key: str, value: Any) -> None:
+def require(keys: ConfigReader, key: str, value: Any) -> None:
     if keys.get(key) not in (None, value):
         raise keys.wrong(key, f"{value} (nothing else is supported)")

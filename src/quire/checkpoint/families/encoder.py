@@ -1,11 +1,11 @@
-"""Encoders: models that read a whole text in both directions."""
+"""Encoder-only models: BERT and its relatives, with bidirectional attention."""
 
 import math
 from dataclasses import replace
 from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, EncoderFacts, LayerFacts, RopeFacts
-from quire.checkpoint.families.decoder import activation_of, layer_kinds, longest_of
+from quire.checkpoint.families.decoder import activation_of, layer_kinds, max_rope_len
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 from quire.errors import ConfigError
@@ -16,7 +16,7 @@ def bert(keys: ConfigReader) -> ArchFacts:
 
 
 def roberta(keys: ConfigReader) -> ArchFacts:
-    """The position of padding is that token's own id, wherever it stands, and no text uses those before."""
+    """Read RoBERTa. Padding has its token id as position; the positions of text start after it."""
     padding = keys.get("pad_token_id")
     padding = 1 if padding is None else padding
     if not isinstance(padding, int) or padding < 0:
@@ -32,7 +32,7 @@ def ernie(keys: ConfigReader) -> ArchFacts:
 
 
 def mpnet(keys: ConfigReader) -> ArchFacts:
-    """Padding is token 1, whatever is said of it; there are no types."""
+    """Read MPNet. Padding is always token 1; there are no token types."""
     facts = _bert(keys, "mpnet", first_position=2, padding=1)
     assert facts.encoder is not None
     distances = keys.size("relative_attention_num_buckets", 32)
@@ -42,7 +42,7 @@ def mpnet(keys: ConfigReader) -> ArchFacts:
 
 
 def distilbert(keys: ConfigReader) -> ArchFacts:
-    """BERT under other names, without types of tokens."""
+    """Read DistilBERT: BERT with other key names and without token types."""
     renamed = {
         "hidden_size": keys.size("dim", 768),
         "intermediate_size": keys.size("hidden_dim", 3072),
@@ -60,7 +60,7 @@ def _bert(keys: ConfigReader, prefix: str, first_position: int = 0, padding: int
     if kind != "absolute":
         raise keys.wrong("position_embedding_type", "absolute (no other is supported)")
     if keys.flag("is_decoder"):
-        raise keys.wrong("is_decoder", "false: only texts that are read in both directions are supported")
+        raise keys.wrong("is_decoder", "false: only bidirectional attention is supported")
     positions = keys.size("max_position_embeddings", 512)
     return _encoder(
         keys,
@@ -77,19 +77,19 @@ def _bert(keys: ConfigReader, prefix: str, first_position: int = 0, padding: int
 
 
 def modernbert(keys: ConfigReader) -> ArchFacts:
-    """Most layers look at what is near, with a rotation of their own."""
+    """Read ModernBERT: most layers have a local window and another rope base."""
     every = keys.size("global_attn_every_n_layers", 3)
     kinds = ("full_attention", "sliding_attention")
     named = layer_kinds(
         keys, *kinds, default=[kinds[bool(i % every)] for i in range(keys.size("num_hidden_layers"))]
     )
-    near = keys.size("local_attention", 128) // 2
+    window = keys.size("local_attention", 128) // 2
     head_dim = _head_dim(keys)
     ropes = {
         "full_attention": read_rope(_rope_keys(keys, "full_attention", "global", 160_000.0), head_dim),
         "sliding_attention": read_rope(_rope_keys(keys, "sliding_attention", "local", 10_000.0), head_dim),
     }
-    layers = tuple(LayerFacts(ropes[kind], near if kind == "sliding_attention" else None) for kind in named)
+    layers = tuple(LayerFacts(ropes[kind], window if kind == "sliding_attention" else None) for kind in named)
     biased = keys.flag("attention_bias")
     return _encoder(
         keys,
@@ -101,7 +101,7 @@ def modernbert(keys: ConfigReader) -> ArchFacts:
         ),
         activation=activation_of(keys, "hidden_activation", "gelu"),
         norm_eps=keys.number("norm_eps", 1e-5),
-        max_len=longest_of(layers) or max_len_of(keys),
+        max_len=max_rope_len(layers) or max_len_of(keys),
         norm_bias=keys.flag("norm_bias"),
         qkv_bias=biased,
         out_bias=biased,
@@ -120,9 +120,9 @@ _NOMIC_KEYS = {
     "rotary_emb_base": "rope_theta",
     "rotary_emb_fraction": "partial_rotary_factor",
 }
-"""Names of the first checkpoints, and those of transformers."""
+"""Keys of the first checkpoints, and their names in transformers."""
 _NOMIC_LEN = 2048
-"""What it was trained for; longer texts need a rotation that changes with their length."""
+"""Length that the model was trained for; longer texts would need dynamic rope scaling."""
 
 
 def nomic(keys: ConfigReader) -> ArchFacts:
@@ -136,7 +136,7 @@ def nomic(keys: ConfigReader) -> ArchFacts:
         raise keys.wrong("activation_function", "swiglu, without experts")
     trained = min(keys.size("max_trained_positions", _NOMIC_LEN), keys.size("max_position_embeddings", 2048))
     rope = read_rope(_with_theta(keys, 1000.0), _head_dim(keys))
-    return _turning(
+    return _rotary_encoder(
         keys,
         rope,
         EncoderFacts("nomic_bert", token_types=_token_types(keys, 2), gated=True),
@@ -149,7 +149,7 @@ def nomic(keys: ConfigReader) -> ArchFacts:
 
 
 def gte(keys: ConfigReader) -> ArchFacts:
-    """That of transformers, and the one that its first checkpoints call New."""
+    """Read GTE of transformers, and the remote-code architecture New of its first checkpoints."""
     is_new = any(str(name).startswith(("New", "GteNew")) for name in keys.get("architectures") or ())
     if (kind := keys.get("position_embedding_type")) not in (None, "rope"):
         raise keys.wrong("position_embedding_type", f"rope ({kind!r} is not supported)")
@@ -158,7 +158,7 @@ def gte(keys: ConfigReader) -> ArchFacts:
     if keys.flag("logn_attention_scale"):
         raise keys.wrong("logn_attention_scale", "false")
     length = keys.size("max_position_embeddings", 8192)
-    return _turning(
+    return _rotary_encoder(
         keys,
         _stretched_rope(keys, 10_000.0 if is_new else 160_000.0, length),
         EncoderFacts("new" if is_new else "gte", token_types=_token_types(keys, 1), gated=True),
@@ -172,7 +172,7 @@ def gte(keys: ConfigReader) -> ArchFacts:
 
 def jina(keys: ConfigReader) -> ArchFacts:
     rope = read_rope(_with_theta(keys, 20_000.0), _head_dim(keys))
-    return _turning(
+    return _rotary_encoder(
         keys,
         rope,
         EncoderFacts("roberta", token_types=_token_types(keys, 1)),
@@ -185,19 +185,18 @@ def jina(keys: ConfigReader) -> ArchFacts:
     )
 
 
-def _turning(keys: ConfigReader, rope: RopeFacts, encoder: EncoderFacts, **facts: Any) -> ArchFacts:
-    given = {"norm_eps": keys.number("layer_norm_eps", 1e-12), "norm_bias": True, **facts}
+def _rotary_encoder(keys: ConfigReader, rope: RopeFacts, encoder: EncoderFacts, **facts: Any) -> ArchFacts:
+    fields = {"norm_eps": keys.number("layer_norm_eps", 1e-12), "norm_bias": True, **facts}
     layers = (LayerFacts(rope),) * keys.size("num_hidden_layers")
-    return _encoder(keys, layers=layers, encoder=encoder, **given)
+    return _encoder(keys, layers=layers, encoder=encoder, **fields)
 
 
 def _token_types(keys: ConfigReader, default: int) -> int:
-    """May be none."""
     return 0 if keys.get("type_vocab_size") == 0 else keys.size("type_vocab_size", default)
 
 
 def _stretched_rope(keys: ConfigReader, theta: float, length: int) -> RopeFacts:
-    """`ntk` as New has it (kexue.fm/archives/9706): a base so many times as large, all a little slower."""
+    """Read rope with New's `ntk` scaling (kexue.fm/archives/9706): a larger base, and slower frequencies."""
     scaling = keys.get("rope_scaling")
     if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != "ntk":
         return read_rope(_with_theta(keys, theta), _head_dim(keys))
@@ -205,15 +204,15 @@ def _stretched_rope(keys: ConfigReader, theta: float, length: int) -> RopeFacts:
         raise keys.wrong("rope_scaling", "an object without mixed_b")
     factor = ConfigReader(f"{keys.source}, rope_scaling", scaling).number("factor")
     rope = read_rope(_with_theta(keys.but(rope_scaling=None), theta), _head_dim(keys))
-    slower = math.pow(factor, 2 / rope.dim)
-    return replace(rope, theta=rope.theta * factor, kind="linear", factor=slower, max_len=length)
+    divisor = math.pow(factor, 2 / rope.dim)
+    return replace(rope, theta=rope.theta * factor, kind="linear", factor=divisor, max_len=length)
 
 
 def _with_theta(keys: ConfigReader, theta: float) -> ConfigReader:
-    """The family's own where none is said."""
-    said = keys.get("rope_parameters")
-    said = said.get("rope_theta") if isinstance(said, dict) else None
-    return keys.but(rope_theta=said or keys.get("rope_theta") or theta)
+    """Set rope_theta to the family's default if config.json has none."""
+    rope = keys.get("rope_parameters")
+    value = rope.get("rope_theta") if isinstance(rope, dict) else None
+    return keys.but(rope_theta=value or keys.get("rope_theta") or theta)
 
 
 def _encoder(keys: ConfigReader, **facts: Any) -> ArchFacts:
@@ -239,10 +238,10 @@ def _head_dim(keys: ConfigReader) -> int:
 
 
 def _rope_keys(keys: ConfigReader, kind: str, older: str, theta: float) -> ConfigReader:
-    """What concerns one kind of layer: a part of `rope_parameters`, or what came before it."""
+    """Return the keys of one layer type: its part of `rope_parameters`, or the older keys."""
     parameters = keys.get("rope_parameters") or {}
-    own = parameters.get(kind) if isinstance(parameters, dict) else None
-    if own is not None and not isinstance(own, dict):
+    section = parameters.get(kind) if isinstance(parameters, dict) else None
+    if section is not None and not isinstance(section, dict):
         raise keys.wrong("rope_parameters", f"an object of objects, among them {kind}")
-    given = {"rope_theta": keys.get(f"{older}_rope_theta") or theta, **(own or {})}
-    return ConfigReader(keys.source, {**keys.values, "rope_theta": None, "rope_parameters": given})
+    rope = {"rope_theta": keys.get(f"{older}_rope_theta") or theta, **(section or {})}
+    return ConfigReader(keys.source, {**keys.values, "rope_theta": None, "rope_parameters": rope})

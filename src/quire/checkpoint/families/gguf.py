@@ -1,4 +1,4 @@
-"""Decoders as GGUF headers describe them."""
+"""Reading decoders from GGUF headers."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing
 from quire.checkpoint.families.alibi import slopes_of
-from quire.checkpoint.families.decoder import Windows, check_heads, longest_of
-from quire.checkpoint.families.moe import mixed
+from quire.checkpoint.families.decoder import Windows, check_heads, max_rope_len
+from quire.checkpoint.families.moe import add_experts
 from quire.checkpoint.families.renamed import NORMED_VOCAB
 from quire.checkpoint.gguf import GGUFFile
 from quire.checkpoint.reader import ConfigReader
@@ -22,11 +22,11 @@ def gguf_decoder(
     *,
     windows: Windows | None = None,
     layers: tuple[LayerFacts, ...] | None = None,
-    turning: Sequence[bool] | None = None,
+    rotates: Sequence[bool] | None = None,
     pairs: bool = False,
     **facts: Any,
 ) -> ArchFacts:
-    """Llama, but for what `facts` say; the rest as for `decoder`."""
+    """Read a Llama-like decoder; `facts` override its fields. The other parameters are those of `decoder`."""
     hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
     kv_heads = arch.size("attention.head_count_kv", heads)
     if arch.get("attention.key_length") is None and hidden % heads:
@@ -38,11 +38,11 @@ def gguf_decoder(
     embedding = file.tensors.get("token_embd.weight")
     if layers is None:
         windows = windows or (None,) * arch.size("block_count")
-        turning = turning or [True] * len(windows)
-        rope = read_gguf_rope(file, arch, head_dim, pairs=pairs) if any(turning) else None
+        rotates = rotates or [True] * len(windows)
+        rope = read_gguf_rope(file, arch, head_dim, pairs=pairs) if any(rotates) else None
         layers = tuple(
-            LayerFacts(rope if turns else None, window)
-            for window, turns in zip(windows, turning, strict=True)
+            LayerFacts(rope if rotated else None, window)
+            for window, rotated in zip(windows, rotates, strict=True)
         )
     base: dict[str, Any] = {
         "architecture": "",
@@ -58,18 +58,18 @@ def gguf_decoder(
         "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-        "max_len": longest_of(layers) or arch.size("context_length", FALLBACK_MAX_LEN),
+        "max_len": max_rope_len(layers) or arch.size("context_length", FALLBACK_MAX_LEN),
     }
     return ArchFacts(**(base | facts))
 
 
 def llama(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Also Mixtral, of whose files the first ones have each expert by itself."""
+    """Read Llama, and Mixtral; early Mixtral files have a tensor per expert."""
     facts = gguf_decoder(file, arch)
-    if _some(arch, "expert_count") is None:
+    if _optional_size(arch, "expert_count") is None:
         return facts
     names = "apart" if "blk.0.ffn_gate_exps.weight" in file.tensors else "mlp"
-    return mixed(facts, _experts(arch, facts.intermediate, renormalized=True, names=names))
+    return add_experts(facts, _experts(arch, facts.intermediate, renormalized=True, names=names))
 
 
 def qwen2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -81,8 +81,8 @@ def qwen3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def smollm3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Every fourth layer does not turn its heads; files do not say so."""
-    return gguf_decoder(file, arch, turning=_three_of_four(arch))
+    """Read SmolLM3: every fourth layer has no rotary embedding; there is no key for it."""
+    return gguf_decoder(file, arch, rotates=_rotated_layers(arch))
 
 
 def granite(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
@@ -97,7 +97,7 @@ def granite(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def phi3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    windows = (_some(arch, "attention.sliding_window"),) * arch.size("block_count")
+    windows = (_optional_size(arch, "attention.sliding_window"),) * arch.size("block_count")
     return gguf_decoder(file, arch, fused_qkv=True, fused_gate_up=True, windows=windows)
 
 
@@ -106,7 +106,7 @@ def glm4(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def olmo2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    if _some(arch, "attention.sliding_window") is not None:
+    if _optional_size(arch, "attention.sliding_window") is not None:
         raise arch.wrong("attention.sliding_window", "none: OLMo 3 is not supported in this format")
     return gguf_decoder(file, arch, qk_norm="all")
 
@@ -126,10 +126,13 @@ def cohere(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def cohere2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Three window layers, whose heads turn, to a full one, whose heads do not; files do not say so."""
-    turning = _three_of_four(arch)
+    """Read Cohere 2: three window layers with rotary embedding per full layer without; there is no key for
+    it."""
+    rotates = _rotated_layers(arch)
     window = arch.size("attention.sliding_window")
-    return cohere(file, arch, turning=turning, windows=tuple(window if turns else None for turns in turning))
+    return cohere(
+        file, arch, rotates=rotates, windows=tuple(window if rotated else None for rotated in rotates)
+    )
 
 
 def starcoder2(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
@@ -142,7 +145,7 @@ def starcoder2(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
 
 
 def nemotron(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Its norms have the 1 added in these files."""
+    """Read Nemotron; in these files the norm weights include the added 1."""
     return starcoder2(file, arch, activation="relu2")
 
 
@@ -163,7 +166,7 @@ def bloom(file: GGUFFile, arch: ConfigReader, **facts: Any) -> ArchFacts:
         "fused_qkv": True,
         "qkv_bias": "blk.0.attn_qkv.bias" in file.tensors,
         "norm_bias": "blk.0.attn_norm.bias" in file.tensors,
-        "turning": [False] * arch.size("block_count"),
+        "rotates": [False] * arch.size("block_count"),
         "alibi_slopes": slopes_of(
             arch.size("attention.head_count"), arch.number("attention.max_alibi_bias", 8.0)
         ),
@@ -183,7 +186,7 @@ def gpt2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         fused_qkv=True,
         qkv_bias="blk.0.attn_qkv.bias" in file.tensors,
         learned_positions=True,
-        turning=[False] * arch.size("block_count"),
+        rotates=[False] * arch.size("block_count"),
     )
 
 
@@ -200,13 +203,13 @@ def phi2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def gptneox(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    biased, wide = "blk.0.attn_qkv.bias" in file.tensors, arch.flag("use_parallel_residual", True)
-    sides = 2 if wide else 0
+    biased, parallel = "blk.0.attn_qkv.bias" in file.tensors, arch.flag("use_parallel_residual", True)
+    sides = 2 if parallel else 0
     return starcoder2(file, arch, activation="gelu", fused_qkv=True, qkv_bias=biased, side_by_side=sides)
 
 
 def falcon(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Both halves of a layer are side by side, behind a norm each in the large ones."""
+    """Read Falcon: parallel attention and feed-forward, in large models with a norm each."""
     norms = 2 if "blk.0.attn_norm_2.weight" in file.tensors else 1
     return starcoder2(file, arch, activation="gelu", fused_qkv=True, side_by_side=norms)
 
@@ -222,8 +225,8 @@ def olmo(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def baichuan(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """13B has slopes, which files do not say, and the second generation a head whose rows are of one
-    length."""
+    """Read Baichuan: 13B has ALiBi slopes, and Baichuan 2 a normalized output head; there are no keys for
+    it."""
     facts = gguf_decoder(file, arch)
     facts = replace(facts, unit_head=facts.vocab == NORMED_VOCAB)
     if len(facts.layers) != 40:
@@ -233,7 +236,7 @@ def baichuan(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
 
 
 def chatglm(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Also GLM-Edge, whose files have queries, keys and values apart."""
+    """Read ChatGLM, and GLM-Edge, which has separate query, key and value tensors."""
     fused = "blk.0.attn_qkv.weight" in file.tensors
     biased = f"blk.0.attn_{'qkv' if fused else 'q'}.bias" in file.tensors
     return gguf_decoder(file, arch, pairs=True, fused_qkv=fused, qkv_bias=biased, fused_gate_up=True)
@@ -248,15 +251,15 @@ def dbrx(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         norm_eps=arch.number("attention.layer_norm_epsilon"),
         qkv_clip=arch.optional_number("attention.clamp_kqv"),
     )
-    return mixed(facts, _experts(arch, facts.intermediate, renormalized=True))
+    return add_experts(facts, _experts(arch, facts.intermediate, renormalized=True))
 
 
 def glm4moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Layers behind the last draft, and are not used. Also dots.llm1."""
-    drafting, count = _some(arch, "nextn_predict_layers") or 0, arch.size("block_count")
-    inner, layers = arch.size("expert_feed_forward_length"), count - drafting
+    """Read GLM-4 MoE and dots.llm1; the MTP layers after the last layer are not used."""
+    num_mtp, count = _optional_size(arch, "nextn_predict_layers") or 0, arch.size("block_count")
+    inner, layers = arch.size("expert_feed_forward_length"), count - num_mtp
     if layers < 1:
-        raise arch.wrong("nextn_predict_layers", f"fewer than {count}, of which there are all in all")
+        raise arch.wrong("nextn_predict_layers", f"fewer than the block_count {count}")
     routing = Routing(
         arch.size("expert_used_count"),
         "sigmoid",
@@ -271,7 +274,7 @@ def glm4moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         inner,
         routing,
         choice_bias=True,
-        shared_intermediate=inner * (_some(arch, "expert_shared_count") or 0),
+        shared_intermediate=inner * (_optional_size(arch, "expert_shared_count") or 0),
         names="apart_deepseek",
     )
     facts = gguf_decoder(
@@ -279,17 +282,17 @@ def glm4moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         arch,
         windows=(None,) * layers,
         qk_norm="head" if "blk.0.attn_q_norm.weight" in file.tensors else "",
-        unused=rf"\b(layers|blk)\.({'|'.join(map(str, range(layers, count)))})\." if drafting else "",
+        unused=rf"\b(layers|blk)\.({'|'.join(map(str, range(layers, count)))})\." if num_mtp else "",
     )
-    return mixed(facts, moe, set(range(_some(arch, "leading_dense_block_count") or 0, layers)))
+    return add_experts(facts, moe, set(range(_optional_size(arch, "leading_dense_block_count") or 0, layers)))
 
 
 def gemma(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """The first one."""
-    return gguf_decoder(file, arch, **_gemma(arch, largest=0))
+    """Read Gemma 1."""
+    return gguf_decoder(file, arch, **_gemma_facts(arch, largest=0))
 
 
-def _three_of_four(arch: ConfigReader) -> list[bool]:
+def _rotated_layers(arch: ConfigReader) -> list[bool]:
     return [bool((layer + 1) % 4) for layer in range(arch.size("block_count"))]
 
 
@@ -297,30 +300,31 @@ def qwen2moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     inner, whole = _expert_width(arch), arch.size("feed_forward_length")
     shared = arch.size("expert_shared_feed_forward_length", whole)
     moe = _experts(arch, inner, renormalized=False, shared_intermediate=shared, shared_gate=True)
-    return mixed(gguf_decoder(file, arch, intermediate=max(inner, shared)), moe)
+    return add_experts(gguf_decoder(file, arch, intermediate=max(inner, shared)), moe)
 
 
 def qwen3moe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     inner = _expert_width(arch)
     facts = gguf_decoder(file, arch, qk_norm="head", intermediate=inner)
-    return mixed(facts, _experts(arch, inner, renormalized=True))
+    return add_experts(facts, _experts(arch, inner, renormalized=True))
 
 
 def olmoe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     facts = gguf_decoder(file, arch, qk_norm="all")
-    return mixed(facts, _experts(arch, facts.intermediate, renormalized=False))
+    return add_experts(facts, _experts(arch, facts.intermediate, renormalized=False))
 
 
 def granitemoe(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Also with a shared expert."""
+    """Read Granite MoE, with or without a shared expert."""
     facts = granite(file, arch)
     shared = arch.get("expert_shared_feed_forward_length") or 0
     moe = _experts(arch, facts.intermediate, renormalized=True, shared_intermediate=shared)
-    return mixed(facts, moe)
+    return add_experts(facts, moe)
 
 
 def _expert_width(arch: ConfigReader) -> int:
-    """Files from before the key has one share all that a token is given to."""
+    """Return the width of an expert. In files without its key, the feed-forward length is the sum over the
+    used experts."""
     used = arch.size("expert_used_count")
     if arch.get("expert_feed_forward_length") is None:
         return arch.size("feed_forward_length") // used
@@ -337,33 +341,34 @@ def gemma2(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
     return gguf_decoder(
         file,
         arch,
-        windows=_windows(arch, every=2, window=arch.size("attention.sliding_window", 4096)),
+        windows=_read_windows(arch, every=2, window=arch.size("attention.sliding_window", 4096)),
         attention_softcap=arch.number("attn_logit_softcapping", 50.0),
         logit_softcap=arch.number("final_logit_softcapping", 30.0),
-        **_gemma(arch, largest=46),
+        **_gemma_facts(arch, largest=46),
     )
 
 
 def gemma3(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Full layers have a rotation of their own, which alone may be stretched; the length counts that in."""
+    """Read Gemma 3. Full layers have another rope, and only it is scaled; the context length includes
+    scaling."""
     head_dim = arch.size("attention.key_length")
     rope = read_gguf_rope(file, arch, head_dim)
-    near = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
-    windows = _windows(arch, every=6, window=_some(arch, "attention.sliding_window"))
+    local_rope = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
+    windows = _read_windows(arch, every=6, window=_optional_size(arch, "attention.sliding_window"))
     return gguf_decoder(
         file,
         arch,
-        layers=tuple(LayerFacts(near if window else rope, window) for window in windows),
+        layers=tuple(LayerFacts(local_rope if window else rope, window) for window in windows),
         qk_norm="head",
         logit_softcap=arch.optional_number("final_logit_softcapping"),
         max_len=arch.size("context_length", FALLBACK_MAX_LEN),
-        **_gemma(arch, largest=62),
+        **_gemma_facts(arch, largest=62),
     )
 
 
-def _gemma(arch: ConfigReader, largest: int) -> dict[str, Any]:
-    """Its norms have the 1 added in these files. They do not say how queries are scaled: by the head's size,
-    but in the model that has `largest` layers."""
+def _gemma_facts(arch: ConfigReader, largest: int) -> dict[str, Any]:
+    """Return the facts of Gemma; the norm weights include the added 1. Queries are scaled by the head size,
+    except in the model with `largest` layers; there is no key for it."""
     hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
     is_largest = arch.size("block_count") == largest
     width = hidden // heads if is_largest else arch.size("attention.key_length", hidden // heads)
@@ -375,10 +380,10 @@ def _gemma(arch: ConfigReader, largest: int) -> dict[str, Any]:
 
 
 def gpt_oss(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
-    """Every other layer looks through a window, and the bounds of its yarn are not rounded; files do not say
-    so."""
+    """Read GPT-OSS: every other layer has a window, and yarn's bounds are not rounded; there are no keys for
+    it."""
     rope = replace(read_gguf_rope(file, arch, arch.size("attention.key_length")), truncate=False)
-    windows = _windows(arch, every=2, window=arch.size("attention.sliding_window"))
+    windows = _read_windows(arch, every=2, window=arch.size("attention.sliding_window"))
     inner = _expert_width(arch)
     facts = gguf_decoder(
         file,
@@ -395,22 +400,22 @@ def gpt_oss(file: GGUFFile, arch: ConfigReader) -> ArchFacts:
         expert_bias=True,
         activation="clamped_swiglu",
     )
-    return mixed(facts, moe)
+    return add_experts(facts, moe)
 
 
-def _some(arch: ConfigReader, key: str) -> int | None:
-    """A size, or none where the file says nothing, or 0."""
+def _optional_size(arch: ConfigReader, key: str) -> int | None:
+    """Return a size, or None if it is missing or 0."""
     value = arch.get(key)
     return None if value is None or (isinstance(value, int) and value == 0) else arch.size(key)
 
 
-def _windows(arch: ConfigReader, *, every: int, window: int | None) -> Windows:
-    """The window in all layers but the last of every so many, or as the file says: another number, or yes
-    and no by layer."""
+def _read_windows(arch: ConfigReader, *, every: int, window: int | None) -> Windows:
+    """Return the window of each layer: all but every `every`-th have one. The file may set another interval,
+    or a flag per layer."""
     count, pattern = arch.size("block_count"), arch.get("attention.sliding_window_pattern")
     if pattern is None or not hasattr(pattern, "__len__"):
         every = arch.size("attention.sliding_window_pattern", every)
         pattern = [(layer + 1) % every for layer in range(count)]
     if len(pattern) != count:
-        raise arch.wrong("attention.sliding_window_pattern", f"a number, or {count} of yes and no")
-    return tuple(window if near else None for near in pattern)
+        raise arch.wrong("attention.sliding_window_pattern", f"a number, or {count} flags")
+    return tuple(window if is_local else None for is_local in pattern)

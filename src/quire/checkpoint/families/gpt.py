@@ -1,4 +1,4 @@
-"""Dense decoders of the first years: those of GPT's kind that are not Llama."""
+"""Older dense decoders of the GPT kind: StableLM, OLMo, GPT-J, Falcon and others."""
 
 from typing import Any
 
@@ -10,10 +10,11 @@ from quire.checkpoint.reader import ConfigReader
 
 
 def stablelm(keys: ConfigReader) -> ArchFacts:
-    """Norms of queries and keys are of each head by weights of its own. Older files have other names."""
-    turning, eps = keys.optional_number("rope_pct"), keys.optional_number("norm_eps")
+    """Read StableLM. The norms of queries and keys have separate weights per head. Older files have other key
+    names."""
+    rotary_factor, eps = keys.optional_number("rope_pct"), keys.optional_number("norm_eps")
     return decoder(
-        with_defaults(keys, partial_rotary_factor=turning or 0.25, layer_norm_eps=eps or 1e-5),
+        with_defaults(keys, partial_rotary_factor=rotary_factor or 0.25, layer_norm_eps=eps or 1e-5),
         eps_key="layer_norm_eps",
         norm="layer",
         norm_bias=True,
@@ -24,15 +25,15 @@ def stablelm(keys: ConfigReader) -> ArchFacts:
 
 
 def olmo(keys: ConfigReader) -> ArchFacts:
-    """Its norms have no weights."""
+    """Read OLMo 1, with norms without weights."""
     biased, clip = keys.flag("attention_bias"), keys.optional_number("clip_qkv")
     return decoder(keys, qkv_bias=biased, out_bias=biased, norm="layer_bare", norm_eps=1e-5, qkv_clip=clip)
 
 
 def gptj(keys: ConfigReader) -> ArchFacts:
-    """A part of each head turns, by neighbours."""
+    """Read GPT-J: a part of each head is rotated, in adjacent pairs."""
     hidden, heads = keys.size("n_embd"), keys.size("n_head")
-    turning = keys.size("rotary_dim", 64) / (hidden // heads)
+    rotary_factor = keys.size("rotary_dim", 64) / (hidden // heads)
     return decoder(
         keys.but(
             hidden_size=hidden,
@@ -40,7 +41,7 @@ def gptj(keys: ConfigReader) -> ArchFacts:
             num_hidden_layers=keys.size("n_layer"),
             num_key_value_heads=None,
             head_dim=None,
-            partial_rotary_factor=turning,
+            partial_rotary_factor=rotary_factor,
             activation_function=keys.get("activation_function") or "gelu_new",
             layer_norm_epsilon=keys.number("layer_norm_epsilon", 1e-5),
         ),
@@ -56,10 +57,10 @@ def gptj(keys: ConfigReader) -> ArchFacts:
 
 
 def gpt_bigcode(keys: ConfigReader) -> ArchFacts:
-    """All heads share the keys of one, mostly."""
-    shares = keys.flag("multi_query", True)
+    """Read GPTBigCode, mostly with multi-query attention."""
+    multi_query = keys.flag("multi_query", True)
     keys = with_defaults(keys, activation_function="gelu_pytorch_tanh")
-    return gpt2(keys, across=False, kv_heads=1 if shares else keys.size("n_head"))
+    return gpt2(keys, across=False, kv_heads=1 if multi_query else keys.size("n_head"))
 
 
 def persimmon(keys: ConfigReader) -> ArchFacts:
@@ -70,12 +71,12 @@ def persimmon(keys: ConfigReader) -> ArchFacts:
         eps_key="layer_norm_eps",
         fused_qkv=True,
         qk_norm="head" if keys.flag("qk_layernorm", True) else "",
-        **_biased(True),
+        **_layer_norm_facts(True),
     )
 
 
 def falcon(keys: ConfigReader) -> ArchFacts:
-    """Three layouts: attention and feed-forward in turn, both behind one norm, or behind one each."""
+    """Read Falcon: sequential attention and feed-forward, or parallel ones after one or two norms."""
     heads, is_new = keys.size("num_attention_heads"), keys.flag("new_decoder_architecture")
     kv_heads = keys.size("num_kv_heads", heads)
     if not is_new:
@@ -84,7 +85,7 @@ def falcon(keys: ConfigReader) -> ArchFacts:
     if norms > 2:
         raise keys.wrong("num_ln_in_parallel_attn", "1 or 2")
     hidden, uses_alibi = keys.size("hidden_size"), keys.flag("alibi")
-    scale = (hidden // heads) ** -0.5  # on slopes, too
+    scale = (hidden // heads) ** -0.5  # also applies to the slopes
     return decoder(
         with_defaults(keys, activation="gelu", layer_norm_epsilon=1e-5).but(
             num_key_value_heads=kv_heads, head_dim=None
@@ -95,14 +96,14 @@ def falcon(keys: ConfigReader) -> ArchFacts:
         fused_qkv=True,
         side_by_side=norms,
         alibi_slopes=tuple(slope * scale for slope in slopes_of(heads)) if uses_alibi else (),
-        turning=[not uses_alibi] * keys.size("num_hidden_layers"),
+        rotates=[not uses_alibi] * keys.size("num_hidden_layers"),
         tied=keys.flag("tie_word_embeddings", True),
-        **_biased(keys.flag("bias")),
+        **_layer_norm_facts(keys.flag("bias")),
     )
 
 
-def _biased(biased: bool) -> dict[str, Any]:
-    """Layer norms with biases, and linear layers with or without."""
+def _layer_norm_facts(biased: bool) -> dict[str, Any]:
+    """Return facts for layer norms with biases, and linear layers with or without."""
     return {
         "norm": "layer",
         "norm_bias": True,

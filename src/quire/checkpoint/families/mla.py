@@ -1,33 +1,33 @@
-"""Latent attention: DeepSeek-V2 and V3, who has their configuration, such as Kimi-K2, and GLM."""
+"""Decoders with multi-head latent attention: DeepSeek-V2, V3 and derived models such as Kimi-K2, and GLM."""
 
 import math
 from dataclasses import replace
 
 from quire.checkpoint.facts import ArchFacts, IndexFacts, LayerFacts, MlaFacts, MoeFacts, Routing
 from quire.checkpoint.families.decoder import decoder
-from quire.checkpoint.families.dense import only, query_growth, with_defaults
-from quire.checkpoint.families.moe import deepseek_experts, drafting, first_dense, mixed
+from quire.checkpoint.families.dense import query_growth, require, with_defaults
+from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense, mtp_pattern
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
 
 
 def deepseek_v2(keys: ConfigReader) -> ArchFacts:
-    return mixed(_latent(keys, pairs=True), deepseek_experts(keys, "softmax"), first_dense(keys))
+    return add_experts(_mla_decoder(keys, pairs=True), deepseek_experts(keys, "softmax"), first_dense(keys))
 
 
 def deepseek_v3(keys: ConfigReader) -> ArchFacts:
-    return _balanced(keys, pairs=keys.flag("rope_interleave", True), first=0)
+    return _deepseek_v3(keys, pairs=keys.flag("rope_interleave", True), first=0)
 
 
 def minicpm3(keys: ConfigReader) -> ArchFacts:
-    """Experts there are none; factors as MiniCPM's."""
+    """Read MiniCPM3: no experts; scaling factors as in MiniCPM."""
     layers, hidden = keys.size("num_hidden_layers"), keys.size("hidden_size")
     sizes = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
     v_dim = hidden // keys.size("num_attention_heads")
-    keys = keys.but(q_lora_rank=keys.values.get("q_lora_rank", 768))  # null: there is none
+    keys = keys.but(q_lora_rank=keys.values.get("q_lora_rank", 768))  # null: no query compression
     keys = with_defaults(keys, rms_norm_eps=1e-5, v_head_dim=v_dim, **sizes)
     return replace(
-        _latent(keys, pairs=False),
+        _mla_decoder(keys, pairs=False),
         embed_scale=keys.number("scale_emb", 12.0),
         residual_scale=keys.number("scale_depth", 1.4) / math.sqrt(layers),
         logit_scale=keys.number("dim_model_base", 256.0) / hidden,
@@ -36,74 +36,74 @@ def minicpm3(keys: ConfigReader) -> ArchFacts:
 
 
 def glm4_moe_lite(keys: ConfigReader) -> ArchFacts:
-    return _balanced(keys, pairs=keys.flag("rope_interleave", True), first=1)
+    return _deepseek_v3(keys, pairs=keys.flag("rope_interleave", True), first=1)
 
 
 def axk1(keys: ConfigReader) -> ArchFacts:
-    """A.X K1: a norm behind the experts."""
-    only(keys, "moe_layer_freq", 1)
-    return _balanced(keys, pairs=keys.flag("rope_interleave", True), first=1)
+    """Read A.X K1: a norm after the experts."""
+    require(keys, "moe_layer_freq", 1)
+    return _deepseek_v3(keys, pairs=keys.flag("rope_interleave", True), first=1)
 
 
 def youtu(keys: ConfigReader) -> ArchFacts:
-    """Experts there are none."""
-    keys = keys.but(q_lora_rank=keys.values.get("q_lora_rank", 1536))  # null: there is none
-    facts = _latent(keys, pairs=keys.flag("rope_interleave", True))
+    """Read Youtu-LLM, which has no experts."""
+    keys = keys.but(q_lora_rank=keys.values.get("q_lora_rank", 1536))  # null: no query compression
+    facts = _mla_decoder(keys, pairs=keys.flag("rope_interleave", True))
     return replace(facts, tied=keys.flag("tie_word_embeddings", True))
 
 
 def longcat(keys: ConfigReader) -> ArchFacts:
-    """LongCat-Flash: two halves a layer, each with attention and a feed-forward half; beside the second and
-    what comes before it are experts, some of which do nothing."""
+    """Read LongCat-Flash. Each layer has two attention and two feed-forward parts; experts run in parallel to
+    the second half. Some experts are identities."""
     hidden, count = keys.size("hidden_size"), keys.size("num_layers", 28)
     inner = keys.size("ffn_hidden_size", 12288)
     sizes = {"q_lora_rank": 1536, "rope_theta": 1e7, "rms_norm_eps": 1e-5}
     keys = with_defaults(keys, **sizes).but(num_hidden_layers=2 * count, intermediate_size=inner)
-    facts = _latent(keys, pairs=True)
+    facts = _mla_decoder(keys, pairs=True)
     assert facts.mla is not None and facts.mla.q_latent is not None
     scales = tuple((hidden / size) ** 0.5 for size in (facts.mla.q_latent, facts.mla.kv_latent))
-    idle = keys.values.get("zero_expert_num", 256) or 0
+    num_identity = keys.values.get("zero_expert_num", 256) or 0
     experts = keys.size("n_routed_experts", 512)
     moe = MoeFacts(
         experts,
         keys.size("expert_ffn_hidden_size", 2048),
         Routing(keys.size("moe_topk", 12), scale=keys.number("routed_scaling_factor", 6.0)),
-        idle=idle,
+        idle=num_identity,
         shared_intermediate=inner,
         choice_bias=True,
         wide_router=True,
         names="longcat",
     )
-    unread = "|".join(str(experts + i) for i in range(idle)) or "none"
+    identity_ids = "|".join(str(experts + i) for i in range(num_identity)) or "none"
     return replace(
-        mixed(facts, moe, set(range(0, 2 * count, 2))),
+        add_experts(facts, moe, set(range(0, 2 * count, 2))),
         mla=replace(facts.mla, scales=(scales[0], scales[1])),
-        unused=rf"\.experts\.({unread})\.|^model\.mtp\.",
+        unused=rf"\.experts\.({identity_ids})\.|^model\.mtp\.",
     )
 
 
 def mistral4(keys: ConfigReader) -> ArchFacts:
-    """Softmax over all experts; queries grow as Ministral 3's do. What turns of a head is said by its
-    size."""
+    """Read Mistral 4: softmax routing, and query scaling as in Ministral 3. The size of the rotated part
+    comes from qk_rope_head_dim."""
     sizes = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
     keys = with_defaults(keys, norm_topk_prob=True, topk_method="group_limited_greedy", **sizes)
     block = keys.get("rope_parameters")
     if not isinstance(block, dict):
         raise keys.wrong("rope_parameters", "an object")
     rope = {key: value for key, value in block.items() if key != "partial_rotary_factor"}
-    facts = _latent(keys.but(rope_parameters=rope), pairs=keys.flag("rope_interleave", True))
+    facts = _mla_decoder(keys.but(rope_parameters=rope), pairs=keys.flag("rope_interleave", True))
     moe = deepseek_experts(keys, "softmax")
     moe = replace(moe, routing=moe.routing._replace(group_best=2))
-    return replace(mixed(facts, moe, first_dense(keys)), query_growth=query_growth(keys))
+    return replace(add_experts(facts, moe, first_dense(keys)), query_growth=query_growth(keys))
 
 
 def deepseek_v32(keys: ConfigReader) -> ArchFacts:
-    return _indexed(keys, neighbours=False)
+    return _with_indexer(keys, pairs=False)
 
 
 def glm_moe_dsa(keys: ConfigReader) -> ArchFacts:
-    """GLM-5: some layers may see what the last one picked."""
-    facts, count = _indexed(keys, neighbours=True), keys.size("num_hidden_layers")
+    """Read GLM-5: some layers reuse the tokens that the last indexer selected."""
+    facts, count = _with_indexer(keys, pairs=True), keys.size("num_hidden_layers")
     kinds = keys.get("indexer_types") or keys.get("index_topk_pattern")
     if isinstance(kinds, str):
         kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in kinds]
@@ -121,26 +121,28 @@ def glm_moe_dsa(keys: ConfigReader) -> ArchFacts:
     return replace(facts, layers=layers, predicting=facts.layers[-1])
 
 
-def _indexed(keys: ConfigReader, *, neighbours: bool) -> ArchFacts:
+def _with_indexer(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
     keys = with_defaults(keys, q_lora_rank=1536)
-    facts = _balanced(keys, pairs=True, first=3)
+    facts = _deepseek_v3(keys, pairs=True, first=3)
     assert facts.mla is not None
     index = IndexFacts(
         keys.size("index_n_heads", 64),
         keys.size("index_head_dim", 128),
         keys.size("index_topk", 2048),
-        neighbours,
+        pairs,
     )
     return replace(facts, mla=replace(facts.mla, index=index))
 
 
-def _balanced(keys: ConfigReader, *, pairs: bool, first: int) -> ArchFacts:
-    """Experts from the layer `first` on, unless config.json says otherwise."""
-    facts = mixed(_latent(keys, pairs=pairs), deepseek_experts(keys, "sigmoid"), first_dense(keys, first))
-    return replace(facts, unused=drafting(keys))
+def _deepseek_v3(keys: ConfigReader, *, pairs: bool, first: int) -> ArchFacts:
+    """Read a decoder with DeepSeek-V3's experts from layer `first` on, unless config.json sets it."""
+    facts = add_experts(
+        _mla_decoder(keys, pairs=pairs), deepseek_experts(keys, "sigmoid"), first_dense(keys, first)
+    )
+    return replace(facts, unused=mtp_pattern(keys))
 
 
-def _latent(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
+def _mla_decoder(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
     mla = MlaFacts(
         kv_latent=keys.size("kv_lora_rank", 512),
         nope_dim=keys.size("qk_nope_head_dim", 128),
@@ -148,7 +150,7 @@ def _latent(keys: ConfigReader, *, pairs: bool) -> ArchFacts:
         v_dim=keys.size("v_head_dim", 128),
         q_latent=keys.size("q_lora_rank") if keys.get("q_lora_rank") is not None else None,
     )
-    # config.json's head_dim is the rotating part here, where there is one at all.
+    # head_dim of config.json, if set, is only the rotated part here.
     keys = keys.but(head_dim=mla.nope_dim + mla.rope_dim)
     layer = LayerFacts(read_rope(keys, mla.rope_dim, pairs=pairs), mixer="latent")
     biased = keys.flag("attention_bias")

@@ -1,4 +1,4 @@
-"""Mixtures of experts."""
+"""Decoders with a mixture of experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,8 +7,8 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing
 from quire.checkpoint.families.alibi import databricks
 from quire.checkpoint.families.decoder import (
     decoder,
-    everywhere,
     ropes_by_kind,
+    same_window,
     sliding_window,
     windows_by_kind,
 )
@@ -20,9 +20,9 @@ from quire.checkpoint.families.dense import (
     granite_swa,
     hunyuan,
     olmo2,
-    only,
     qwen2,
     qwen3,
+    require,
     with_defaults,
 )
 from quire.checkpoint.reader import ConfigReader
@@ -30,13 +30,13 @@ from quire.checkpoint.rope import read_rope
 
 
 def mixtral(keys: ConfigReader) -> ArchFacts:
-    facts = decoder(keys, head_dim=None, windows=everywhere(sliding_window(keys, None), keys))
-    return mixed(facts, _experts(keys, "intermediate_size", True, names="mixtral"))
+    facts = decoder(keys, head_dim=None, windows=same_window(sliding_window(keys, None), keys))
+    return add_experts(facts, _experts(keys, "intermediate_size", True, names="mixtral"))
 
 
 def phimoe(keys: ConfigReader) -> ArchFacts:
-    """Where its rotation is stretched, files say themselves how much scores grow."""
-    only(keys, "num_experts_per_tok", 2)
+    """Read Phi-3.5-MoE. With longrope, the attention factor is in the file (long_mscale)."""
+    require(keys, "num_experts_per_tok", 2)
     biased = keys.flag("attention_bias")
     for name in ("rope_parameters", "rope_scaling"):
         block = keys.get(name)
@@ -46,33 +46,33 @@ def phimoe(keys: ConfigReader) -> ArchFacts:
             keys = keys.but(**{name: block | {"attention_factor": block["long_mscale"]}})
     facts = decoder(
         with_defaults(keys, rope_theta=1e6, rms_norm_eps=1e-5),
-        windows=everywhere(sliding_window(keys, None), keys),
+        windows=same_window(sliding_window(keys, None), keys),
         norm="layer",
         norm_bias=True,
         qkv_bias=biased,
         out_bias=biased,
         head_bias=keys.flag("lm_head_bias"),
     )
-    spread = 2 * keys.number("router_jitter_noise", 0.01)
-    return mixed(facts, _experts(keys, "intermediate_size", False, names="mixtral", spread=spread))
+    jitter = 2 * keys.number("router_jitter_noise", 0.01)
+    return add_experts(facts, _experts(keys, "intermediate_size", False, names="mixtral", spread=jitter))
 
 
 def qwen2_moe(keys: ConfigReader) -> ArchFacts:
     shared = keys.size("shared_expert_intermediate_size")
     moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
     moe = replace(moe, shared_intermediate=shared, shared_gate=True)
-    return mixed(qwen2(keys), moe, _sparse(keys))
+    return add_experts(qwen2(keys), moe, _qwen_sparse_layers(keys))
 
 
 def qwen3_moe(keys: ConfigReader) -> ArchFacts:
     names = "across" if keys.get("model_type") == "qwen3_vl_moe_text" else "mlp"
     moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"), names=names)
     head_dim = keys.size("hidden_size") // keys.size("num_attention_heads")
-    return mixed(qwen3(with_defaults(keys, head_dim=head_dim)), moe, _sparse(keys))
+    return add_experts(qwen3(with_defaults(keys, head_dim=head_dim)), moe, _qwen_sparse_layers(keys))
 
 
 def mellum(keys: ConfigReader) -> ArchFacts:
-    """Qwen 3's, where layers with windows turn by a base of their own."""
+    """Read Mellum: Qwen 3 MoE with another rope base in window layers."""
     keys = with_defaults(keys, norm_topk_prob=True, head_dim=128)
     kinds = "full_attention", "sliding_attention"
     if keys.get("rope_parameters") is None:
@@ -85,28 +85,28 @@ def mellum(keys: ConfigReader) -> ArchFacts:
     biased = keys.flag("attention_bias")
     facts = decoder(keys, layers=layers, qkv_bias=biased, out_bias=biased, qk_norm="head", unused=r"^mtp\.")
     moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
-    return mixed(facts, moe, first_dense(keys))
+    return add_experts(facts, moe, first_dense(keys))
 
 
 def olmoe(keys: ConfigReader) -> ArchFacts:
     biased = keys.flag("attention_bias")
     clip = keys.optional_number("clip_qkv")
     facts = decoder(keys, qkv_bias=biased, out_bias=biased, qk_norm="all", qkv_clip=clip)
-    return mixed(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
+    return add_experts(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
 
 
 def flex_olmo(keys: ConfigReader) -> ArchFacts:
     facts = olmo2(with_defaults(keys, rope_theta=500000.0, rms_norm_eps=1e-6))
-    return mixed(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
+    return add_experts(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
 
 
 def granite_moe(keys: ConfigReader) -> ArchFacts:
-    """Also with a shared expert."""
-    return mixed(granite(keys), _granite_experts(keys))
+    """Read Granite MoE, with or without a shared expert."""
+    return add_experts(granite(keys), _granite_experts(keys))
 
 
 def granite_moe_swa(keys: ConfigReader) -> ArchFacts:
-    return mixed(granite_swa(keys), replace(_granite_experts(keys), names="granite_swa"))
+    return add_experts(granite_swa(keys), replace(_granite_experts(keys), names="granite_swa"))
 
 
 def _granite_experts(keys: ConfigReader) -> MoeFacts:
@@ -115,45 +115,46 @@ def _granite_experts(keys: ConfigReader) -> MoeFacts:
 
 
 def minimax_m2(keys: ConfigReader) -> ArchFacts:
-    only(keys, "scoring_func", "sigmoid")
-    only(keys, "use_qk_norm", True)
+    require(keys, "scoring_func", "sigmoid")
+    require(keys, "use_qk_norm", True)
     if keys.get("rotary_dim") is not None:
-        turning = keys.size("rotary_dim") / keys.size("head_dim", 128)
-        keys = with_defaults(keys, partial_rotary_factor=turning)
+        rotary_factor = keys.size("rotary_dim") / keys.size("head_dim", 128)
+        keys = with_defaults(keys, partial_rotary_factor=rotary_factor)
     facts = decoder(with_defaults(keys, rope_theta=5e6), head_dim=128, qk_norm="all")
     moe = _experts(keys, "intermediate_size", True, names="minimax", scoring="sigmoid", choice_bias=True)
-    return mixed(facts, moe)
+    return add_experts(facts, moe)
 
 
 def dots1(keys: ConfigReader) -> ArchFacts:
-    """Qwen3's attention, DeepSeek's experts."""
+    """Read dots.llm1: Qwen 3's attention, DeepSeek's experts."""
     head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
     windows = sliding_window(keys) is not None
     facts = qwen3(
         with_defaults(keys.but(head_dim=head_dim, use_sliding_window=windows), max_window_layers=62)
     )
     moe = deepseek_experts(with_defaults(keys, norm_topk_prob=False), "sigmoid")
-    return mixed(facts, moe, first_dense(keys))
+    return add_experts(facts, moe, first_dense(keys))
 
 
 def exaone_moe(keys: ConfigReader) -> ArchFacts:
-    """EXAONE 4's attention, DeepSeek's experts."""
+    """Read EXAONE MoE: EXAONE 4's attention, DeepSeek's experts."""
     shared = keys.get("num_shared_experts")
     moe = deepseek_experts(keys.but(n_shared_experts=1 if shared is None else shared), "sigmoid")
-    return mixed(exaone4(keys), replace(moe, names="exaone"), first_dense(keys, 1))
+    return add_experts(exaone4(keys), replace(moe, names="exaone"), first_dense(keys, 1))
 
 
 def cohere2_moe(keys: ConfigReader) -> ArchFacts:
-    """Dense layers come first, with windows of their own; a full one of those may turn."""
+    """Read Cohere 2 MoE. The first layers are dense and have another window pattern; full ones may be
+    rotated."""
     count, sparse = keys.size("num_hidden_layers"), first_dense(keys)
     first = min(sparse, default=count)
     prefix, rest = keys.size("prefix_dense_sliding_window_pattern", 1), keys.size("sliding_window_pattern", 4)
     places = [(layer, prefix) if layer < first else (layer - first, rest) for layer in range(count)]
     default = ["sliding_attention" if (at + 1) % every else "full_attention" for at, every in places]
     windows = windows_by_kind(keys, sliding_window(keys), default=default)
-    turning = [own is not None or (i not in sparse and prefix == 1) for i, own in enumerate(windows)]
+    rotates = [window is not None or (i not in sparse and prefix == 1) for i, window in enumerate(windows)]
     inner, scoring = keys.size("intermediate_size"), keys.get("expert_selection_fn") or "softmax"
-    facts = cohere(with_defaults(keys, rope_theta=10000.0), windows=windows, turning=turning)
+    facts = cohere(with_defaults(keys, rope_theta=10000.0), windows=windows, rotates=rotates)
     if keys.get("rms_norm_eps") is not None:
         facts = replace(facts, norm="rms", norm_eps=keys.number("rms_norm_eps"))
     renormalized = scoring == "softmax" or keys.flag("norm_topk_prob", True)
@@ -163,7 +164,7 @@ def cohere2_moe(keys: ConfigReader) -> ArchFacts:
     if scoring not in ("softmax", "sigmoid"):
         raise keys.wrong("expert_selection_fn", "softmax or sigmoid")
     facts = replace(facts, intermediate=keys.size("prefix_dense_intermediate_size", inner))
-    return mixed(facts, moe, sparse)
+    return add_experts(facts, moe, sparse)
 
 
 def _is_mean(keys: ConfigReader) -> bool:
@@ -184,12 +185,12 @@ def glm4_moe(keys: ConfigReader) -> ArchFacts:
         qkv_bias=biased,
         qk_norm="head" if keys.flag("use_qk_norm") else "",
     )
-    facts = mixed(facts, deepseek_experts(keys, scoring="sigmoid"), first_dense(keys))
-    return replace(facts, unused=drafting(keys))
+    facts = add_experts(facts, deepseek_experts(keys, scoring="sigmoid"), first_dense(keys))
+    return replace(facts, unused=mtp_pattern(keys))
 
 
 def solar_open(keys: ConfigReader) -> ArchFacts:
-    """Llama's attention, DeepSeek's experts in every layer."""
+    """Read Solar Open: Llama's attention, DeepSeek's experts in every layer."""
     facts = decoder(
         with_defaults(keys, rope_theta=1e6),
         head_dim=128,
@@ -197,11 +198,11 @@ def solar_open(keys: ConfigReader) -> ArchFacts:
         intermediate=keys.size("intermediate_size", keys.size("moe_intermediate_size")),
     )
     moe = deepseek_experts(with_defaults(keys, n_shared_experts=1), "sigmoid")
-    return replace(mixed(facts, moe), unused=drafting(keys))
+    return replace(add_experts(facts, moe), unused=mtp_pattern(keys))
 
 
 def hy3(keys: ConfigReader) -> ArchFacts:
-    """Qwen 3's attention, sigmoids of a router in float32."""
+    """Read Hunyuan 3: Qwen 3's attention, sigmoid routing in float32."""
     keys = with_defaults(keys, rope_theta=11158840.0, rms_norm_eps=1e-5)
     inner = keys.size("moe_intermediate_size")
     scale = keys.number("router_scaling_factor", 2.826)
@@ -215,11 +216,11 @@ def hy3(keys: ConfigReader) -> ArchFacts:
         names="hy3",
     )
     facts = replace(qwen3(keys), mlp_bias=keys.flag("mlp_bias"))
-    return replace(mixed(facts, moe, first_dense(keys, 1)), unused=drafting(keys))
+    return replace(add_experts(facts, moe, first_dense(keys, 1)), unused=mtp_pattern(keys))
 
 
 def afmoe(keys: ConfigReader) -> ArchFacts:
-    """Heads turn in window layers alone."""
+    """Read AFMoE: only window layers have rotary embedding."""
     count, every = keys.size("num_hidden_layers"), keys.size("global_attn_every_n_layers", 4)
     pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(count)]
     windows = windows_by_kind(keys, sliding_window(keys, 1024), default=pattern)
@@ -227,7 +228,7 @@ def afmoe(keys: ConfigReader) -> ArchFacts:
         with_defaults(keys, rms_norm_eps=1e-5),
         head_dim=128,
         windows=windows,
-        turning=[window is not None for window in windows],
+        rotates=[window is not None for window in windows],
         qk_norm="head",
         qkv_bias=keys.flag("attention_bias"),
         out_bias=keys.flag("attention_bias"),
@@ -245,11 +246,14 @@ def afmoe(keys: ConfigReader) -> ArchFacts:
         shared_intermediate=inner * _count(keys, "num_shared_experts"),
         names="afmoe",
     )
-    return mixed(facts, moe, first_dense(keys.but(first_k_dense_replace=keys.get("num_dense_layers")), 1))
+    return add_experts(
+        facts, moe, first_dense(keys.but(first_k_dense_replace=keys.get("num_dense_layers")), 1)
+    )
 
 
-def drafting(keys: ConfigReader) -> str:
-    """Finds the layers behind the last, which draft tokens and are not used."""
+def mtp_pattern(keys: ConfigReader) -> str:
+    """Return a pattern of the tensors of MTP layers, which follow the last layer; the target does not load
+    them."""
     last = keys.size("num_hidden_layers")
     more = keys.get("num_nextn_predict_layers") or 0
     if not isinstance(more, int) or more < 0:
@@ -270,11 +274,11 @@ def ernie_moe(keys: ConfigReader) -> ArchFacts:
         shared_intermediate=inner * _count(keys, "moe_num_shared_experts"),
         names="ernie",
     )
-    return mixed(facts, moe, {layer for layer in range(start, last + 1) if (layer + 1) % every == 0})
+    return add_experts(facts, moe, {layer for layer in range(start, last + 1) if (layer + 1) % every == 0})
 
 
 def _count(keys: ConfigReader, key: str) -> int:
-    """Of what there may be none."""
+    """Return a size, or 0 if it is missing or 0."""
     return keys.size(key) if keys.get(key) else 0
 
 
@@ -287,13 +291,13 @@ def _layer(keys: ConfigReader, key: str, default: int) -> int:
 
 
 def hunyuan_moe(keys: ConfigReader) -> ArchFacts:
-    """Files may say for each layer what is the same for all."""
+    """Read Hunyuan MoE. A list with one value per layer must have equal values."""
     for key in ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size"):
-        given = keys.get(key)
-        if isinstance(given, list):
-            if len(set(given)) != 1:
+        values = keys.get(key)
+        if isinstance(values, list):
+            if len(set(values)) != 1:
                 raise keys.wrong(key, "the same for all layers (nothing else is supported)")
-            keys = keys.but(**{key: given[0]})
+            keys = keys.but(**{key: values[0]})
     inner = keys.size("moe_intermediate_size", keys.size("intermediate_size"))
     moe = MoeFacts(
         experts=keys.size("num_experts"),
@@ -302,12 +306,12 @@ def hunyuan_moe(keys: ConfigReader) -> ArchFacts:
         shared_intermediate=inner * keys.size("num_shared_expert", 1),
         names="hunyuan",
     )
-    return mixed(hunyuan(keys), moe)
+    return add_experts(hunyuan(keys), moe)
 
 
 def deepseek_experts(keys: ConfigReader, scoring: str) -> MoeFacts:
-    """Routing of DeepSeek and of who follows it: groups, a shared expert, and with sigmoid a bias that
-    balances."""
+    """Read the experts of DeepSeek and derived models: groups, a shared expert, and with sigmoid a balancing
+    bias."""
     balanced = scoring == "sigmoid"
     method = keys.get("topk_method") or ("noaux_tc" if balanced else "greedy")
     grouped = method != "greedy"
@@ -333,7 +337,7 @@ def deepseek_experts(keys: ConfigReader, scoring: str) -> MoeFacts:
 def dbrx(keys: ConfigReader) -> ArchFacts:
     attention = ConfigReader(f"{keys.source}, attn_config", keys.get("attn_config") or {})
     ffn = ConfigReader(f"{keys.source}, ffn_config", keys.get("ffn_config") or {})
-    only(ffn, "moe_normalize_expert_weights", 1.0)
+    require(ffn, "moe_normalize_expert_weights", 1.0)
     weighed = ffn.values.get("moe_normalize_expert_weights", 1.0)
     activation = (ffn.get("ffn_act_fn") or {}).get("name", "silu")
     facts = decoder(
@@ -352,17 +356,17 @@ def dbrx(keys: ConfigReader) -> ArchFacts:
         routing=Routing(ffn.size("moe_top_k", 1), renormalized=weighed is not None),
         names="dbrx",
     )
-    return mixed(facts, moe)
+    return add_experts(facts, moe)
 
 
 def llama4(keys: ConfigReader) -> ArchFacts:
-    """Layers with experts among others, most of them rotated and seeing one chunk of the text; what has no
-    rotation sees all of it, and gets its sense of length from a factor on the queries."""
+    """Read Llama 4: layers with and without experts. Layers without rotary embedding scale their queries by
+    position; the length is limited to one attention chunk."""
     count, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim", 128)
     every, step = keys.size("no_rope_layer_interval", 4), keys.size("interleave_moe_layer_step", 1)
-    turned = keys.integers("no_rope_layers") or [int(bool((layer + 1) % every)) for layer in range(count)]
-    if len(turned) != count:
-        raise keys.wrong("no_rope_layers", f"{count} numbers, 0 for a layer that does not turn")
+    rotates = keys.integers("no_rope_layers") or [int(bool((layer + 1) % every)) for layer in range(count)]
+    if len(rotates) != count:
+        raise keys.wrong("no_rope_layers", f"{count} numbers, 0 for layers without rotary embedding")
     named = keys.get("moe_layers") is not None
     sparse = keys.integers("moe_layers") if named else range(step - 1, count, step)
     rope = read_rope(keys, head_dim, pairs=True)
@@ -370,7 +374,7 @@ def llama4(keys: ConfigReader) -> ArchFacts:
     facts = decoder(
         keys,
         head_dim=head_dim,
-        layers=tuple(LayerFacts(rope if turns else None) for turns in turned),
+        layers=tuple(LayerFacts(rope if rotated else None) for rotated in rotates),
         intermediate=keys.size("intermediate_size_mlp"),
         unit_heads=keys.flag("use_qk_norm", True),
         query_growth=growth if keys.flag("attn_temperature_tuning", True) else None,
@@ -387,7 +391,7 @@ def llama4(keys: ConfigReader) -> ArchFacts:
         names="llama4",
     )
     chunk = keys.size("attention_chunk_size", facts.max_len)
-    return replace(mixed(facts, moe, set(sparse)), max_len=min(facts.max_len, chunk))
+    return replace(add_experts(facts, moe, set(sparse)), max_len=min(facts.max_len, chunk))
 
 
 def _experts(
@@ -398,20 +402,20 @@ def _experts(
 
 
 def num_experts(keys: ConfigReader) -> int:
-    """Whatever it is called."""
+    """Return the number of routed experts, under any of its key names."""
     known = ("num_experts", "num_local_experts", "n_routed_experts")
     return keys.size(next((key for key in known if keys.get(key) is not None), known[0]))
 
 
-def _sparse(keys: ConfigReader) -> set[int]:
-    """Qwen's: every `decoder_sparse_step`th layer has experts, but for `mlp_only_layers`."""
+def _qwen_sparse_layers(keys: ConfigReader) -> set[int]:
+    """Return Qwen's MoE layers: every `decoder_sparse_step`th layer, except `mlp_only_layers`."""
     step, count = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
     without = keys.integers("mlp_only_layers")
     return {layer for layer in range(count) if (layer + 1) % step == 0 and layer not in without}
 
 
 def first_dense(keys: ConfigReader, default: int = 0) -> set[int]:
-    """The layers with experts where the first ones have none, or `mlp_layer_types` names them."""
+    """Return the MoE layers: all but the first few, or those that `mlp_layer_types` lists."""
     count, kinds = keys.size("num_hidden_layers"), keys.get("mlp_layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {"dense", "sparse"}:
@@ -424,8 +428,8 @@ def first_dense(keys: ConfigReader, default: int = 0) -> set[int]:
     return set(range(first, count))
 
 
-def mixed(facts: ArchFacts, moe: MoeFacts, sparse: set[int] | None = None) -> ArchFacts:
-    """The same with experts in all layers, or in those that are named."""
+def add_experts(facts: ArchFacts, moe: MoeFacts, sparse: set[int] | None = None) -> ArchFacts:
+    """Add experts to all layers, or to the `sparse` ones."""
     layers = (
         replace(layer, moe=sparse is None or number in sparse) for number, layer in enumerate(facts.layers)
     )

@@ -1,4 +1,4 @@
-"""Decoders that are one of the others under names of their own: InternLM, EXAONE 3, ChatGLM, Qwen 1, Ling."""
+"""Decoders equal to another family under other key names: InternLM, EXAONE 3, ChatGLM, Qwen 1, Ling."""
 
 import math
 from dataclasses import replace
@@ -6,12 +6,12 @@ from dataclasses import replace
 from quire.checkpoint.facts import ArchFacts, MoeFacts
 from quire.checkpoint.families.alibi import slopes_of
 from quire.checkpoint.families.decoder import decoder
-from quire.checkpoint.families.dense import llama, only, qwen2, with_defaults
-from quire.checkpoint.families.moe import deepseek_experts, drafting, first_dense, mixed
+from quire.checkpoint.families.dense import llama, qwen2, require, with_defaults
+from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense, mtp_pattern
 from quire.checkpoint.reader import ConfigReader
 
 NORMED_VOCAB = 125696
-"""Of Baichuan 2, the only one that makes the rows of its head of one length; its files do not say so."""
+"""Vocabulary of Baichuan 2, which alone normalizes the rows of the output head; there is no key for it."""
 
 
 def internlm(keys: ConfigReader) -> ArchFacts:
@@ -25,7 +25,7 @@ def internlm2(keys: ConfigReader) -> ArchFacts:
 
 
 def mimo(keys: ConfigReader) -> ArchFacts:
-    """Qwen 2, and layers that draft."""
+    """Read MiMo: Qwen 2 with MTP layers."""
     return replace(qwen2(with_defaults(keys, qkv_bias=keys.get("attention_bias"))), unused=r"\.mtp_layers\.")
 
 
@@ -34,7 +34,8 @@ def baichuan_7b(keys: ConfigReader) -> ArchFacts:
 
 
 def baichuan(keys: ConfigReader) -> ArchFacts:
-    """7B turns its heads, 13B has slopes; which one it is shows in the width alone."""
+    """Read Baichuan: 7B has rotary embedding, 13B has ALiBi slopes; only the hidden size distinguishes
+    them."""
     facts = baichuan_7b(keys)
     if facts.hidden == 4096:
         return facts
@@ -43,7 +44,7 @@ def baichuan(keys: ConfigReader) -> ArchFacts:
 
 
 def exaone(keys: ConfigReader) -> ArchFacts:
-    """The third; the fourth is another."""
+    """Read EXAONE 3; EXAONE 4 is another family."""
     return decoder(
         with_defaults(keys, activation_function="silu", layer_norm_epsilon=1e-5).but(
             num_hidden_layers=keys.size("num_layers")
@@ -54,10 +55,11 @@ def exaone(keys: ConfigReader) -> ArchFacts:
 
 
 def chatglm(keys: ConfigReader) -> ArchFacts:
-    """The second and third, and GLM-4 as it was first stored: half of each head turns, by neighbours."""
+    """Read ChatGLM 2 and 3, and the first GLM-4 checkpoints: half of each head is rotated, in adjacent
+    pairs."""
     for key, value in {"rmsnorm": True, "post_layer_norm": True, "add_bias_linear": False}.items():
-        only(keys, key, value)
-    only(keys, "apply_residual_connection_post_layernorm", False)
+        require(keys, key, value)
+    require(keys, "apply_residual_connection_post_layernorm", False)
     heads = keys.size("num_attention_heads")
     shared = keys.size("multi_query_group_num", 1) if keys.flag("multi_query_attention") else heads
     return decoder(
@@ -79,8 +81,8 @@ def chatglm(keys: ConfigReader) -> ArchFacts:
 
 
 def qwen(keys: ConfigReader) -> ArchFacts:
-    """The first. What stretches its rotation beyond the length that it was made for is left out."""
-    only(keys, "no_bias", True)
+    """Read Qwen 1. Its dynamic NTK scaling beyond the trained length is not supported."""
+    require(keys, "no_bias", True)
     return decoder(
         with_defaults(keys, layer_norm_epsilon=1e-6).but(
             num_key_value_heads=None,
@@ -101,8 +103,8 @@ def orion(keys: ConfigReader) -> ArchFacts:
 
 
 def minicpm(keys: ConfigReader) -> ArchFacts:
-    """Llama with factors on embeddings, on what layers add, and on logits."""
-    only(keys, "num_experts", 0)
+    """Read MiniCPM: Llama with factors on embeddings, residuals and logits."""
+    require(keys, "num_experts", 0)
     depth, layers = keys.number("scale_depth", 1.0), keys.size("num_hidden_layers")
     return decoder(
         keys,
@@ -114,31 +116,31 @@ def minicpm(keys: ConfigReader) -> ArchFacts:
 
 
 def deepseek(keys: ConfigReader) -> ArchFacts:
-    """The first: Llama's attention, softmax over all experts."""
-    only(keys, "moe_layer_freq", 1)
+    """Read DeepSeek 1: Llama's attention, softmax over all experts."""
+    require(keys, "moe_layer_freq", 1)
     moe = deepseek_experts(keys.but(topk_method="greedy", routed_scaling_factor=None), "softmax")
-    return mixed(llama(keys), moe, first_dense(keys))
+    return add_experts(llama(keys), moe, first_dense(keys))
 
 
 def bailing(keys: ConfigReader) -> ArchFacts:
-    """Ling and Ring."""
+    """Read Ling and Ring."""
     keys = with_defaults(keys, norm_topk_prob=True).but(topk_method="greedy")
     return _bailing(keys, deepseek_experts(keys, "softmax"))
 
 
 def bailing_v2(keys: ConfigReader) -> ArchFacts:
-    """Ling and Ring 2: DeepSeek-V3's experts, a part of each head turns."""
-    only(keys, "score_function", "sigmoid")
+    """Read Ling and Ring 2: DeepSeek-V3's experts, and partial rotary embedding."""
+    require(keys, "score_function", "sigmoid")
     facts = _bailing(keys, replace(deepseek_experts(keys, "sigmoid"), names="bailing"))
-    return replace(facts, unused=drafting(keys))
+    return replace(facts, unused=mtp_pattern(keys))
 
 
 def _bailing(keys: ConfigReader, moe: MoeFacts) -> ArchFacts:
     shared = keys.get("num_shared_experts") or 0
     inner = keys.size("moe_shared_expert_intermediate_size", moe.intermediate)
     if keys.get("rotary_dim") is not None:
-        turning = keys.size("rotary_dim") / keys.size("head_dim")
-        keys = with_defaults(keys, partial_rotary_factor=turning)
+        rotary_factor = keys.size("rotary_dim") / keys.size("head_dim")
+        keys = with_defaults(keys, partial_rotary_factor=rotary_factor)
     facts = decoder(
         keys,
         fused_qkv=True,
@@ -147,4 +149,4 @@ def _bailing(keys: ConfigReader, moe: MoeFacts) -> ArchFacts:
         qk_norm="head" if keys.flag("use_qk_norm") else "",
         unit_head=keys.flag("norm_head"),
     )
-    return mixed(facts, replace(moe, shared_intermediate=inner * shared), first_dense(keys))
+    return add_experts(facts, replace(moe, shared_intermediate=inner * shared), first_dense(keys))

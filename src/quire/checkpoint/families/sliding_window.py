@@ -1,4 +1,4 @@
-"""Decoders that look back through windows in most of their layers."""
+"""Decoders with sliding windows in most of their layers: Gemma, GPT-OSS, MiMo-V2."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from quire.checkpoint.families.decoder import (
     windows_by_kind,
 )
 from quire.checkpoint.families.dense import with_defaults
-from quire.checkpoint.families.moe import deepseek_experts, first_dense, mixed
+from quire.checkpoint.families.moe import add_experts, deepseek_experts, first_dense
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 
@@ -27,14 +27,14 @@ def gemma2(keys: ConfigReader) -> ArchFacts:
         keys,
         head_dim=256,
         windows=windows_by_kind(keys, sliding_window(keys), alternating),
-        **_gemma(keys),
+        **_gemma_facts(keys),
         attention_softcap=keys.optional_number("attn_logit_softcapping"),
         logit_softcap=keys.optional_number("final_logit_softcapping"),
     )
 
 
 def vaultgemma(keys: ConfigReader) -> ArchFacts:
-    """Gemma 2 without norms behind each half."""
+    """Read VaultGemma: Gemma 2 without norms after attention and feed-forward."""
     return gemma2(with_defaults(keys, attn_logit_softcapping=50.0, final_logit_softcapping=30.0))
 
 
@@ -45,33 +45,33 @@ def gemma3(keys: ConfigReader) -> ArchFacts:
     ropes = _local_ropes(keys, head_dim)
     window = sliding_window(keys)
     if window is not None and keys.get("use_bidirectional_attention") is True:
-        window = window // 2 + 1  # half of it lies ahead
+        window = window // 2 + 1  # half of the window lies ahead
     windows = {"full_attention": None, "sliding_attention": window}
     return decoder(
         keys,
         head_dim=256,
         layers=tuple(LayerFacts(ropes[kind], windows[kind]) for kind in kinds),
-        **_gemma(keys),
+        **_gemma_facts(keys),
         qk_norm="head",
-        max_len=max_len_of(keys),  # a stretched rotation counted in
+        max_len=max_len_of(keys),  # includes rope scaling
         attention_softcap=keys.optional_number("attn_logit_softcapping"),
         logit_softcap=keys.optional_number("final_logit_softcapping"),
     )
 
 
 def gemma4(keys: ConfigReader) -> ArchFacts:
-    """Layers that see all have heads of another size, and may have no values; the last layers may see the
-    keys of others, and be wider for it."""
+    """Read Gemma 4. Full layers have another head size and may use keys as values. The last layers may share
+    the KV cache of others, with wider feed-forward parts."""
     if keys.get("use_bidirectional_attention") == "all":
         raise keys.wrong("use_bidirectional_attention", "vision or null (nothing else is supported)")
     count, inner = keys.size("num_hidden_layers"), keys.size("intermediate_size")
     pattern = [_KINDS[bool((layer + 1) % 6)] for layer in range(count - 1)]
     kinds = [*layer_kinds(keys, *_KINDS, default=[*pattern, "full_attention"])[:-1], "full_attention"]
-    first, last = _shared_keys(keys, kinds, keys.get("num_kv_shared_layers") or 0)
-    own = _own_heads(keys, kinds)
-    ropes = _ropes_of_sizes(keys, {kind: head_dim for kind, (head_dim, _) in zip(kinds, own, strict=True)})
+    first, last = _kv_sharing(keys, kinds, keys.get("num_kv_shared_layers") or 0)
+    head_sizes = _read_head_sizes(keys, kinds)
+    ropes = _read_ropes(keys, {kind: head_dim for kind, (head_dim, _) in zip(kinds, head_sizes, strict=True)})
     windows = {"full_attention": None, "sliding_attention": sliding_window(keys, 512)}
-    one = keys.flag("attention_k_eq_v")
+    shares_kv = keys.flag("attention_k_eq_v")
     wide = 2 * inner if keys.flag("use_double_wide_mlp") else 0
     layers = tuple(
         LayerFacts(
@@ -82,22 +82,22 @@ def gemma4(keys: ConfigReader) -> ArchFacts:
             head_dim=head_dim,
             kv_heads=kv_heads,
             intermediate=wide if at >= first else 0,
-            keys_are_values=one and kind == "full_attention" and at < first,
+            keys_are_values=shares_kv and kind == "full_attention" and at < first,
         )
-        for at, (kind, (head_dim, kv_heads)) in enumerate(zip(kinds, own, strict=True))
+        for at, (kind, (head_dim, kv_heads)) in enumerate(zip(kinds, head_sizes, strict=True))
     )
     return decoder(
         keys,
         layers=layers,
-        **_gemma_since_3n(keys),
-        altup=_inputs_of_layers(keys),
-        moe=_experts_beside(keys) if keys.flag("enable_moe_block") else None,
-        unused=_not_read(range(first, count)),
+        **_gemma3n_facts(keys),
+        altup=_read_per_layer_embedding(keys),
+        moe=_read_experts(keys) if keys.flag("enable_moe_block") else None,
+        unused=_unused_pattern(range(first, count)),
     )
 
 
-def _own_heads(keys: ConfigReader, kinds: list[str]) -> list[tuple[int, int]]:
-    """The size of heads, and how many of keys there are, in each layer."""
+def _read_head_sizes(keys: ConfigReader, kinds: list[str]) -> list[tuple[int, int]]:
+    """Return the head size and the number of key/value heads of each layer."""
     head_dim, kv_heads = keys.size("head_dim", 256), keys.size("num_key_value_heads", 4)
     if keys.get("per_layer_config") is None:
         shared = keys.flag("attention_k_eq_v") and keys.get("num_global_key_value_heads") is not None
@@ -106,29 +106,32 @@ def _own_heads(keys: ConfigReader, kinds: list[str]) -> list[tuple[int, int]]:
             keys.size("num_global_key_value_heads") if shared else kv_heads,
         )
         return [full if kind == "full_attention" else (head_dim, kv_heads) for kind in kinds]
-    given = keys.get("per_layer_config")
-    if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+    per_layer = keys.get("per_layer_config")
+    if not isinstance(per_layer, dict) or not all(isinstance(entry, dict) for entry in per_layer.values()):
         raise keys.wrong("per_layer_config", "an object of objects")
     layers = [
-        ConfigReader(f"{keys.source}, per_layer_config", given.get(str(at), {})) for at in range(len(kinds))
+        ConfigReader(f"{keys.source}, per_layer_config", per_layer.get(str(at), {}))
+        for at in range(len(kinds))
     ]
-    return [(own.size("head_dim", head_dim), own.size("num_key_value_heads", kv_heads)) for own in layers]
+    return [
+        (entry.size("head_dim", head_dim), entry.size("num_key_value_heads", kv_heads)) for entry in layers
+    ]
 
 
-def _ropes_of_sizes(keys: ConfigReader, sizes: dict[str, int]) -> dict[str, RopeFacts]:
-    silent = {
+def _read_ropes(keys: ConfigReader, sizes: dict[str, int]) -> dict[str, RopeFacts]:
+    default = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     }
-    given = keys.get("rope_parameters") or silent
-    if not isinstance(given, dict) or not all(isinstance(given.get(kind), dict) for kind in sizes):
+    ropes = keys.get("rope_parameters") or default
+    if not isinstance(ropes, dict) or not all(isinstance(ropes.get(kind), dict) for kind in sizes):
         raise keys.wrong("rope_parameters", "an object for each kind of layer")
-    return {kind: read_rope(keys.but(rope_parameters=given[kind]), size) for kind, size in sizes.items()}
+    return {kind: read_rope(keys.but(rope_parameters=ropes[kind]), size) for kind, size in sizes.items()}
 
 
-def _inputs_of_layers(keys: ConfigReader) -> AltUpFacts | None:
+def _read_per_layer_embedding(keys: ConfigReader) -> AltUpFacts | None:
     unified = keys.get("model_type") == "gemma4_unified_text"
-    if unified or not keys.values.get("hidden_size_per_layer_input", 256):  # null: there are none
+    if unified or not keys.values.get("hidden_size_per_layer_input", 256):  # null: there is none
         return None
     return AltUpFacts(
         inputs=1,
@@ -140,8 +143,8 @@ def _inputs_of_layers(keys: ConfigReader) -> AltUpFacts | None:
     )
 
 
-def _experts_beside(keys: ConfigReader) -> MoeFacts:
-    """The feed-forward half that is beside them is the expert of all tokens."""
+def _read_experts(keys: ConfigReader) -> MoeFacts:
+    """Read the experts of Gemma 4; the parallel feed-forward part counts as the shared expert."""
     return MoeFacts(
         experts=keys.size("num_experts"),
         intermediate=keys.size("moe_intermediate_size"),
@@ -151,8 +154,9 @@ def _experts_beside(keys: ConfigReader) -> MoeFacts:
     )
 
 
-def _shared_keys(keys: ConfigReader, kinds: list[str], shared: int) -> tuple[int, dict[str, int | None]]:
-    """The first of the last layers that see keys of others, and which these are by kind of layer."""
+def _kv_sharing(keys: ConfigReader, kinds: list[str], shared: int) -> tuple[int, dict[str, int | None]]:
+    """Return the first layer that shares the KV cache of others, and the layer it is shared from, by layer
+    type."""
     first = len(kinds) - shared
     first = first if first > 0 else len(kinds)
     last = {kind: max((at for at in range(first) if kinds[at] == kind), default=None) for kind in _KINDS}
@@ -162,13 +166,13 @@ def _shared_keys(keys: ConfigReader, kinds: list[str], shared: int) -> tuple[int
 
 
 def gemma3n(keys: ConfigReader) -> ArchFacts:
-    """Layers of the last ones see the keys and values of the last one of their kind before them."""
+    """Read Gemma 3n. The last layers share the KV cache of the last earlier layer of their type."""
     head_dim, count = keys.size("head_dim", 256), keys.size("num_hidden_layers")
     kinds = layer_kinds(keys, *_KINDS, default=[_KINDS[bool((layer + 1) % 5)] for layer in range(count)])
     windows = {"full_attention": None, "sliding_attention": sliding_window(keys, 512)}
     ropes = _local_ropes(keys, head_dim)
     shared = keys.get("num_kv_shared_layers")
-    first, last = _shared_keys(keys, kinds, 15 if shared is None else shared)
+    first, last = _kv_sharing(keys, kinds, 15 if shared is None else shared)
     sparse = keys.get("activation_sparsity_pattern")
     sparse = [0.95 * (at < 10 < count) for at in range(count)] if sparse is None else sparse
     layers = tuple(
@@ -188,7 +192,7 @@ def gemma3n(keys: ConfigReader) -> ArchFacts:
     return decoder(
         keys,
         layers=layers,
-        **_gemma_since_3n(keys),
+        **_gemma3n_facts(keys),
         altup=AltUpFacts(
             inputs=keys.size("altup_num_inputs", 4),
             active=keys.get("altup_active_idx") or 0,
@@ -197,19 +201,19 @@ def gemma3n(keys: ConfigReader) -> ArchFacts:
             per_layer=keys.size("hidden_size_per_layer_input", 256),
             vocab=keys.size("vocab_size_per_layer_input", 262144),
         ),
-        unused=_not_read(range(first, count)),
+        unused=_unused_pattern(range(first, count)),
     )
 
 
-def _not_read(shared: range) -> str:
-    """What checkpoints have of layers that see the keys of others, and the towers."""
+def _unused_pattern(shared: range) -> str:
+    """Return a pattern of tensors that are not loaded: unused key/value weights, and the encoders."""
     numbers = "|".join(map(str, shared)) or "none"
     keys = rf"layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\."
     return rf"{keys}|(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 
 
 def _local_ropes(keys: ConfigReader, head_dim: int) -> dict[str, RopeFacts]:
-    """Layers with windows turn by a base of their own."""
+    """Return the rope of each layer type; window layers may have another base."""
     ropes = ropes_by_kind(keys, head_dim, *_KINDS)
     if keys.get("rope_local_base_freq") is not None:
         local = {"rope_type": "default", "rope_theta": keys.number("rope_local_base_freq")}
@@ -217,7 +221,7 @@ def _local_ropes(keys: ConfigReader, head_dim: int) -> dict[str, RopeFacts]:
     return ropes
 
 
-def _gemma(keys: ConfigReader) -> dict[str, Any]:
+def _gemma_facts(keys: ConfigReader) -> dict[str, Any]:
     biased = keys.flag("attention_bias")
     return {
         "activation": activation_of(keys, "hidden_activation", "gelu_pytorch_tanh"),
@@ -230,9 +234,9 @@ def _gemma(keys: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _gemma_since_3n(keys: ConfigReader) -> dict[str, Any]:
-    """Heads are normed, and scores not scaled."""
-    return _gemma(keys) | {
+def _gemma3n_facts(keys: ConfigReader) -> dict[str, Any]:
+    """Return the facts of Gemma 3n and later: norms of queries and keys, and unscaled attention."""
+    return _gemma_facts(keys) | {
         "norm": "rms",
         "attention_scale": 1.0,
         "head_dim": 256,
@@ -243,21 +247,24 @@ def _gemma_since_3n(keys: ConfigReader) -> dict[str, Any]:
 
 
 def mimo_v2(keys: ConfigReader) -> ArchFacts:
-    """Layers with windows have sinks, and twice as many heads of keys; values are smaller than keys."""
+    """Read MiMo-V2-Flash. Window layers have sinks and twice as many key/value heads; values are smaller than
+    keys."""
     count, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim", 192)
     pattern = [_KINDS[layer > 0 and (layer + 1) % 6 != 0] for layer in range(count)]
     kinds = layer_kinds(keys, *_KINDS, default=pattern)
     bases = {"full_attention": keys.number("rope_theta", 5e6)}
     bases["sliding_attention"] = keys.number("swa_rope_theta", 10000.0)
-    turning = keys.number("partial_rotary_factor", 0.334)
-    silent = {kind: {"rope_theta": base, "partial_rotary_factor": turning} for kind, base in bases.items()}
-    ropes = ropes_by_kind(keys.but(rope_parameters=keys.get("rope_parameters") or silent), head_dim, *_KINDS)
+    rotary_factor = keys.number("partial_rotary_factor", 0.334)
+    default = {
+        kind: {"rope_theta": base, "partial_rotary_factor": rotary_factor} for kind, base in bases.items()
+    }
+    ropes = ropes_by_kind(keys.but(rope_parameters=keys.get("rope_parameters") or default), head_dim, *_KINDS)
     window = sliding_window(keys, 129)
     if keys.get("sliding_window_size") is not None:
         window = keys.size("sliding_window_size") + 1
-    more = 2 * keys.size("num_key_value_heads", 4)
+    kv_heads = 2 * keys.size("num_key_value_heads", 4)
     layers = tuple(
-        LayerFacts(ropes[kind], window, kv_heads=more)
+        LayerFacts(ropes[kind], window, kv_heads=kv_heads)
         if kind == "sliding_attention"
         else LayerFacts(ropes[kind])
         for kind in kinds
@@ -273,7 +280,7 @@ def mimo_v2(keys: ConfigReader) -> ArchFacts:
         unused=r"^model\.mtp\.",
     )
     moe = deepseek_experts(keys.but(n_shared_experts=None), "sigmoid")
-    return mixed(facts, moe, first_dense(keys, 1))
+    return add_experts(facts, moe, first_dense(keys, 1))
 
 
 def gpt_oss(keys: ConfigReader) -> ArchFacts:

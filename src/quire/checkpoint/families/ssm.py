@@ -1,4 +1,4 @@
-"""Decoders of which all or most layers keep a state of fixed size, and a few attend."""
+"""Decoders with recurrent state in all or most layers: Mamba, hybrid models, gated delta net."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ from quire.checkpoint.facts import (
     StateFacts,
 )
 from quire.checkpoint.families.decoder import decoder
-from quire.checkpoint.families.dense import granite, llama, only, with_defaults
+from quire.checkpoint.families.dense import granite, llama, require, with_defaults
 from quire.checkpoint.families.moe import deepseek_experts
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import read_rope
@@ -26,39 +26,39 @@ _KINDS = {
     "full_attention": False,
     "attention": False,
 }
-"""What `layer_types` says -> whether such a layer keeps a state."""
-_SCANS, _ATTENDS = LayerFacts(None, mixer="mamba"), LayerFacts(None)
-_FEEDS, _MIXES = LayerFacts(None, mixer="none"), LayerFacts(None, mixer="none", moe=True)
-_BLOCKS = {
-    "mamba": _SCANS,
-    "linear_attention": _SCANS,
-    "M": _SCANS,
-    "attention": _ATTENDS,
-    "full_attention": _ATTENDS,
-    "*": _ATTENDS,
-    "mlp": _FEEDS,
-    "-": _FEEDS,
-    "moe": _MIXES,
-    "E": _MIXES,
+"""Names in `layer_types`, and whether such a layer has a state."""
+_MAMBA_LAYER, _ATTENTION_LAYER = LayerFacts(None, mixer="mamba"), LayerFacts(None)
+_MLP_LAYER, _MOE_LAYER = LayerFacts(None, mixer="none"), LayerFacts(None, mixer="none", moe=True)
+_NEMOTRON_LAYERS = {
+    "mamba": _MAMBA_LAYER,
+    "linear_attention": _MAMBA_LAYER,
+    "M": _MAMBA_LAYER,
+    "attention": _ATTENTION_LAYER,
+    "full_attention": _ATTENTION_LAYER,
+    "*": _ATTENTION_LAYER,
+    "mlp": _MLP_LAYER,
+    "-": _MLP_LAYER,
+    "moe": _MOE_LAYER,
+    "E": _MOE_LAYER,
 }
-"""What Nemotron-H calls its layers."""
+"""Layer names of Nemotron-H."""
 
 
 def mamba(keys: ConfigReader) -> ArchFacts:
-    """Layers of Mamba, and nothing else."""
+    """Read Mamba: all layers are Mamba layers."""
     inner = keys.size("intermediate_size", keys.size("expand", 2) * keys.size("hidden_size"))
-    return _states_alone(with_defaults(keys, tie_word_embeddings=True), "selective", _selective(keys, inner))
+    return _mixer_only(with_defaults(keys, tie_word_embeddings=True), "selective", _read_mamba(keys, inner))
 
 
 def falcon_mamba(keys: ConfigReader) -> ArchFacts:
-    """The same with norms in its layers that have no weights."""
+    """Read FalconMamba: Mamba with norms without weights."""
     facts, eps = mamba(keys), keys.number("mixer_rms_eps", 1e-6)
     assert facts.state is not None
     return replace(facts, state=replace(facts.state, norm="bare", norm_eps=eps))
 
 
 def mamba2(keys: ConfigReader) -> ArchFacts:
-    """Layers of Mamba-2, and nothing else."""
+    """Read Mamba-2: all layers are Mamba-2 layers."""
     heads, inner = keys.size("num_heads", 128), keys.size("expand", 2) * keys.size("hidden_size")
     head_dim = keys.size("head_dim", 64)
     if heads * head_dim != inner:
@@ -75,12 +75,12 @@ def mamba2(keys: ConfigReader) -> ArchFacts:
         proj_bias=keys.flag("use_bias"),
         time_limits=_time_limits(keys),
     )
-    return _states_alone(keys, "mamba", state)
+    return _mixer_only(keys, "mamba", state)
 
 
-def _states_alone(keys: ConfigReader, mixer: str, state: StateFacts) -> ArchFacts:
-    """A layer is a norm and a mixer. Nothing attends: heads are one, for who asks."""
-    only(keys, "hidden_act", "silu")
+def _mixer_only(keys: ConfigReader, mixer: str, state: StateFacts) -> ArchFacts:
+    """Read a model of norms and mixers only. It has no attention: the number of heads is set to 1."""
+    require(keys, "hidden_act", "silu")
     return decoder(
         keys.but(num_attention_heads=1, num_key_value_heads=1, head_dim=64),
         layers=(LayerFacts(None, mixer=mixer),) * keys.size("num_hidden_layers"),
@@ -90,12 +90,12 @@ def _states_alone(keys: ConfigReader, mixer: str, state: StateFacts) -> ArchFact
     )
 
 
-_SELECTIVE = ("time_step_rank", "state_size", "conv_kernel", "use_conv_bias", "use_bias")
-_JAMBAS = ("mamba_dt_rank", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias", "mamba_proj_bias")
+_MAMBA_KEYS = ("time_step_rank", "state_size", "conv_kernel", "use_conv_bias", "use_bias")
+_JAMBA_KEYS = ("mamba_dt_rank", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias", "mamba_proj_bias")
 
 
-def _selective(keys: ConfigReader, inner: int, names: tuple[str, ...] = _SELECTIVE) -> StateFacts:
-    """Mamba of so many channels; `names` are those of its other sizes."""
+def _read_mamba(keys: ConfigReader, inner: int, names: tuple[str, ...] = _MAMBA_KEYS) -> StateFacts:
+    """Read Mamba with `inner` channels; `names` are the keys of the other sizes."""
     rank, size, conv, conv_bias, biased = names
     auto = math.ceil(keys.size("hidden_size") / 16)
     return StateFacts(
@@ -112,9 +112,11 @@ def _selective(keys: ConfigReader, inner: int, names: tuple[str, ...] = _SELECTI
 
 
 def jamba(keys: ConfigReader) -> ArchFacts:
-    """Mamba with norms, every so many layers attention that does not turn; experts in some layers of both."""
-    every, first = keys.size("attn_layer_period", 8), _number(keys, "attn_layer_offset", 4)
-    sparse_every, sparse_first = keys.size("expert_layer_period", 2), _number(keys, "expert_layer_offset", 1)
+    """Read Jamba: Mamba with norms, attention without rotary embedding in every n-th layer, and experts in
+    some layers."""
+    every, first = keys.size("attn_layer_period", 8), _read_layer_number(keys, "attn_layer_offset", 4)
+    sparse_every = keys.size("expert_layer_period", 2)
+    sparse_first = _read_layer_number(keys, "expert_layer_offset", 1)
     numbers, moe = range(keys.size("num_hidden_layers")), None
     inner = keys.size("mamba_expand", 2) * keys.size("hidden_size")
     if keys.size("num_experts", 16) > 1:
@@ -127,25 +129,25 @@ def jamba(keys: ConfigReader) -> ArchFacts:
     sparse = [moe is not None and i % sparse_every == sparse_first for i in numbers]
     return decoder(
         keys,
-        layers=_layers([i % every != first for i in numbers], sparse, "selective", None),
+        layers=_build_layers([i % every != first for i in numbers], sparse, "selective", None),
         moe=moe,
-        state=replace(_selective(keys, inner, _JAMBAS), norm="weighed"),
+        state=replace(_read_mamba(keys, inner, _JAMBA_KEYS), norm="weighed"),
     )
 
 
 def lfm2(keys: ConfigReader) -> ArchFacts:
-    """Short convolutions between gates, and attention where `full_attn_idxs` says."""
+    """Read LFM2: gated short convolutions, and attention in the layers of `full_attn_idxs`."""
     inner = keys.size("intermediate_size" if keys.get("block_ff_dim") is None else "block_ff_dim")
     if keys.flag("block_auto_adjust_ff_dim", True):
         inner, unit = 2 * inner // 3, keys.size("block_multiple_of", 256)
         inner = int(keys.number("block_ffn_dim_multiplier", 1.0) * inner)
         inner = -(-inner // unit) * unit
-    return _convolved(keys, [False] * keys.size("num_hidden_layers"), intermediate=inner)
+    return _lfm2(keys, [False] * keys.size("num_hidden_layers"), intermediate=inner)
 
 
 def lfm2_moe(keys: ConfigReader) -> ArchFacts:
-    """The same with experts in all but the first layers."""
-    count, dense = keys.size("num_hidden_layers"), _number(keys, "num_dense_layers", 2)
+    """Read LFM2-MoE: LFM2 with experts in all but the first layers."""
+    count, dense = keys.size("num_hidden_layers"), _read_layer_number(keys, "num_dense_layers", 2)
     moe = MoeFacts(
         experts=keys.size("num_experts", 32),
         intermediate=keys.size("moe_intermediate_size"),
@@ -158,21 +160,21 @@ def lfm2_moe(keys: ConfigReader) -> ArchFacts:
         choice_bias=keys.flag("use_expert_bias", True),
         names="lfm2",
     )
-    return _convolved(keys, [i >= dense for i in range(count)], moe=moe)
+    return _lfm2(keys, [i >= dense for i in range(count)], moe=moe)
 
 
-def _convolved(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFacts:
+def _lfm2(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFacts:
     hidden, attending = keys.size("hidden_size"), keys.get("full_attn_idxs")
     keys = with_defaults(keys, norm_eps=1e-5, rope_theta=1e6)
     tied = "tie_embedding" if keys.get("tie_embedding") is not None else "tie_word_embeddings"
     if keys.get("layer_types") is None:
-        attending = range(len(sparse)) if attending is None else _numbers(keys, "full_attn_idxs")
+        attending = range(len(sparse)) if attending is None else _read_layer_numbers(keys, "full_attn_idxs")
         kinds = ["full_attention" if i in attending else "conv" for i in range(len(sparse))]
         keys = keys.but(layer_types=kinds)
     rope = read_rope(keys, keys.size("head_dim", hidden // keys.size("num_attention_heads")))
     return decoder(
         keys,
-        layers=_layers(_stateful(keys, "layer_types"), sparse, "conv", rope),
+        layers=_build_layers(_has_state(keys, "layer_types"), sparse, "conv", rope),
         eps_key="norm_eps",
         qk_norm="head",
         tied=keys.flag(tied, True),
@@ -190,16 +192,16 @@ def _convolved(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFact
 
 
 def falcon_h1(keys: ConfigReader) -> ArchFacts:
-    """Attention and Mamba-2 side by side in each layer; factors nearly everywhere."""
+    """Read Falcon-H1: attention and Mamba-2 in parallel in each layer, with scaling factors."""
     facts = llama(with_defaults(keys, rms_norm_eps=1e-5))
     inner = keys.size("mamba_d_ssm", keys.size("mamba_expand", 2) * facts.hidden)
-    state, into = _mamba(keys, inner), keys.number("ssm_in_multiplier", 1.0)
+    state, into = _read_mamba2(keys, inner), keys.number("ssm_in_multiplier", 1.0)
     if keys.flag("projectors_bias") != state.proj_bias or (state.proj_bias and into != 1):
         raise keys.wrong("projectors_bias", "what mamba_proj_bias is, and with a bias ssm_in_multiplier 1")
     norm = "gate_last" if keys.flag("mamba_norm_before_gate", True) else "gate_first"
-    scales = _factors(keys, "ssm_multipliers", 5)
+    scales = _read_factors(keys, "ssm_multipliers", 5)
     key_scale = keys.number("key_multiplier", 1.0)
-    gate, down = _factors(keys, "mlp_multipliers", 2)
+    gate, down = _read_factors(keys, "mlp_multipliers", 2)
     rope = facts.layers[0].rope
     return replace(
         facts,
@@ -222,37 +224,37 @@ def falcon_h1(keys: ConfigReader) -> ArchFacts:
     )
 
 
-def _number(keys: ConfigReader, key: str, default: int) -> int:
-    """That of a layer."""
-    found = keys.get(key)
-    if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 0):
+def _read_layer_number(keys: ConfigReader, key: str, default: int) -> int:
+    """Return a layer number, or the default."""
+    number = keys.get(key)
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
         raise keys.wrong(key, "the number of a layer")
-    return default if found is None else found
+    return default if number is None else number
 
 
-def _numbers(keys: ConfigReader, key: str) -> list[int]:
-    """Those of layers; none where nothing is said."""
-    found = keys.get(key) or []
-    if not isinstance(found, list) or not all(isinstance(i, int) for i in found):
+def _read_layer_numbers(keys: ConfigReader, key: str) -> list[int]:
+    """Return a list of layer numbers; empty if the key is missing."""
+    numbers = keys.get(key) or []
+    if not isinstance(numbers, list) or not all(isinstance(i, int) for i in numbers):
         raise keys.wrong(key, "a list of numbers of layers")
-    return found
+    return numbers
 
 
-def _factors(keys: ConfigReader, key: str, count: int) -> tuple[float, ...]:
-    """So many numbers; 1 where nothing is said."""
-    found = keys.get(key)
-    if found is None:
+def _read_factors(keys: ConfigReader, key: str, count: int) -> tuple[float, ...]:
+    """Return a list of `count` factors; 1.0 each if the key is missing."""
+    factors = keys.get(key)
+    if factors is None:
         return (1.0,) * count
-    known = isinstance(found, list) and all(isinstance(factor, int | float) for factor in found)
-    if not known or len(found) != count:
+    is_list = isinstance(factors, list) and all(isinstance(factor, int | float) for factor in factors)
+    if not is_list or len(factors) != count:
         raise keys.wrong(key, f"{count} numbers")
-    return tuple(map(float, found))
+    return tuple(map(float, factors))
 
 
 def zamba2(keys: ConfigReader) -> ArchFacts:
-    """Mamba-2, and in front of some layers a block of attention and feed-forward that they share."""
-    only(keys, "tie_word_embeddings", True)
-    only(keys, "use_long_context", False)
+    """Read Zamba2: Mamba-2, and before some layers a shared block of attention and feed-forward."""
+    require(keys, "tie_word_embeddings", True)
+    require(keys, "use_long_context", False)
     hidden, heads = keys.size("hidden_size"), keys.size("n_mamba_heads", 8)
     head_dim = keys.size("attention_head_dim", 2 * hidden // keys.size("num_attention_heads"))
     rope = read_rope(keys.but(head_dim=head_dim), head_dim) if keys.flag("use_mem_rope") else None
@@ -261,7 +263,7 @@ def zamba2(keys: ConfigReader) -> ArchFacts:
     if not isinstance(kinds, list) or any(kind not in ("hybrid", *_KINDS) for kind in kinds):
         raise keys.wrong(key, "for each layer mamba, linear_attention or hybrid")
     uses = [number for number, kind in enumerate(kinds) if kind == "hybrid"]
-    using = {
+    shared_layers = {
         number: LayerFacts(rope, mixer="attention+mamba", block=uses[use % num_blocks], use=use)
         for use, number in enumerate(uses)
     }
@@ -270,7 +272,7 @@ def zamba2(keys: ConfigReader) -> ArchFacts:
         with_defaults(keys, intermediate_size=4 * hidden, hidden_act="gelu", rms_norm_eps=1e-5).but(
             head_dim=head_dim, tie_word_embeddings=True
         ),
-        layers=tuple(using.get(number, _SCANS) for number in range(len(kinds))),
+        layers=tuple(shared_layers.get(number, _MAMBA_LAYER) for number in range(len(kinds))),
         attention_scale=(head_dim / 2) ** -0.5,
         fused_gate_up=True,
         mlp_bias=keys.flag("add_bias_linear"),
@@ -292,8 +294,8 @@ def zamba2(keys: ConfigReader) -> ArchFacts:
 
 
 def granite_hybrid(keys: ConfigReader) -> ArchFacts:
-    """Granite 4: Mamba-2, and attention that mostly does not turn."""
-    kinds = _stateful(keys, "layers_block_type" if keys.get("layer_types") is None else "layer_types")
+    """Read Granite 4: Mamba-2, and attention that mostly has no rotary embedding."""
+    kinds = _has_state(keys, "layers_block_type" if keys.get("layer_types") is None else "layer_types")
     facts, moe = granite(keys), None
     if keys.get("num_local_experts"):
         moe = MoeFacts(
@@ -306,27 +308,27 @@ def granite_hybrid(keys: ConfigReader) -> ArchFacts:
     rope = facts.layers[0].rope if keys.get("position_embedding_type") == "rope" else None
     return replace(
         facts,
-        layers=_layers(kinds, [moe is not None] * len(kinds), "mamba", rope),
+        layers=_build_layers(kinds, [moe is not None] * len(kinds), "mamba", rope),
         intermediate=keys.size("shared_intermediate_size"),
         moe=moe,
-        state=_mamba(keys, keys.size("mamba_expand", 2) * facts.hidden),
+        state=_read_mamba2(keys, keys.size("mamba_expand", 2) * facts.hidden),
     )
 
 
 def bamba(keys: ConfigReader) -> ArchFacts:
-    """Mamba-2, and attention where `attn_layer_indices` says, of which half turns."""
-    attending, count = _numbers(keys, "attn_layer_indices"), keys.size("num_hidden_layers")
+    """Read Bamba: Mamba-2, and attention with half rotary embedding in the layers of `attn_layer_indices`."""
+    attention_layers, count = _read_layer_numbers(keys, "attn_layer_indices"), keys.size("num_hidden_layers")
     keys = with_defaults(keys, rms_norm_eps=1e-5).but(partial_rotary_factor=0.5)
     facts = llama(keys)
-    scans = [i not in attending for i in range(count)]
+    has_state = [i not in attention_layers for i in range(count)]
     return replace(
         facts,
-        layers=_layers(scans, [False] * count, "mamba", facts.layers[0].rope),
-        state=_mamba(keys, keys.size("mamba_expand", 2) * facts.hidden),
+        layers=_build_layers(has_state, [False] * count, "mamba", facts.layers[0].rope),
+        state=_read_mamba2(keys, keys.size("mamba_expand", 2) * facts.hidden),
     )
 
 
-def _mamba(keys: ConfigReader, inner: int) -> StateFacts:
+def _read_mamba2(keys: ConfigReader, inner: int) -> StateFacts:
     heads, named = keys.size("mamba_n_heads", 128), keys.get("mamba_d_head") not in (None, "auto")
     groups = keys.size("mamba_n_groups", 1)
     head_dim = keys.size("mamba_d_head") if named else inner // heads
@@ -346,30 +348,31 @@ def _mamba(keys: ConfigReader, inner: int) -> StateFacts:
 
 
 def _time_limits(keys: ConfigReader, least: str = "") -> tuple[float, float]:
-    """The least and the most that a time step may be; where transformers reads a lower bound of its own,
-    `least` is its key."""
-    found = keys.get("time_step_limit")
-    found = [0, math.inf] if found is None else found
-    if isinstance(found, list):  # transformers writes {"__float__": "Infinity"}
-        found = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in found]
-    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(x, int | float) for x in found):
+    """Return the smallest and largest time step; `least` is the key of a separate lower limit that
+    transformers reads."""
+    limits = keys.get("time_step_limit")
+    limits = [0, math.inf] if limits is None else limits
+    if isinstance(limits, list):  # transformers writes {"__float__": "Infinity"}
+        limits = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits]
+    is_list = isinstance(limits, list) and all(isinstance(limit, int | float) for limit in limits)
+    if not is_list or len(limits) != 2:
         raise keys.wrong("time_step_limit", "two numbers")
-    low, high = map(float, found)
+    low, high = map(float, limits)
     if least:
-        own = keys.get(least)
-        if own is not None and (not isinstance(own, int | float) or own < 0):
+        minimum = keys.get(least)
+        if minimum is not None and (not isinstance(minimum, int | float) or minimum < 0):
             raise keys.wrong(least, "a number that is not below 0")
-        low = max(low, 1e-3 if own is None else float(own))
+        low = max(low, 1e-3 if minimum is None else float(minimum))
     return low, high
 
 
 def nemotron_h(keys: ConfigReader) -> ArchFacts:
-    """A layer is Mamba-2, attention that does not turn, experts or a plain feed-forward; the last two keep
-    nothing."""
-    only(keys, "mamba_hidden_act", "silu")
-    only(keys, "mlp_hidden_act", "relu2")
-    only(keys, "sliding_window", None)
-    layers = _blocks(keys)
+    """Read Nemotron-H. A layer is Mamba-2, attention without rotary embedding, experts or a plain
+    feed-forward part."""
+    require(keys, "mamba_hidden_act", "silu")
+    require(keys, "mlp_hidden_act", "relu2")
+    require(keys, "sliding_window", None)
+    layers = _read_nemotron_layers(keys)
     moe = None
     if any(layer.moe for layer in layers):
         moe = replace(
@@ -406,18 +409,18 @@ def nemotron_h(keys: ConfigReader) -> ArchFacts:
     )
 
 
-def _blocks(keys: ConfigReader) -> tuple[LayerFacts, ...]:
-    """A list of names, or a letter for each layer."""
+def _read_nemotron_layers(keys: ConfigReader) -> tuple[LayerFacts, ...]:
+    """Return the layers from a list of names, or a string with one letter per layer."""
     known = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     key = next((key for key in known if keys.get(key) is not None), known[0])
     kinds = keys.get(key)
-    if not isinstance(kinds, (list, str)) or any(kind not in _BLOCKS for kind in kinds):
-        raise keys.wrong(key, f"for each layer one of {', '.join(_BLOCKS)}")
-    return tuple(_BLOCKS[kind] for kind in kinds)
+    if not isinstance(kinds, (list, str)) or any(kind not in _NEMOTRON_LAYERS for kind in kinds):
+        raise keys.wrong(key, f"for each layer one of {', '.join(_NEMOTRON_LAYERS)}")
+    return tuple(_NEMOTRON_LAYERS[kind] for kind in kinds)
 
 
 def qwen3_next(keys: ConfigReader) -> ArchFacts:
-    """Gated delta, and every fourth layer gated attention; experts in most layers."""
+    """Read Qwen3-Next: gated delta net, gated attention in every fourth layer, and experts in most layers."""
     num_layers, step = keys.size("num_hidden_layers"), keys.size("decoder_sparse_step", 1)
     dense, experts = keys.integers("mlp_only_layers"), keys.get("num_experts") or 0
     moe = None
@@ -434,7 +437,7 @@ def qwen3_next(keys: ConfigReader) -> ArchFacts:
 
 
 def qwen3_5(keys: ConfigReader) -> ArchFacts:
-    """The same without experts."""
+    """Read the dense Qwen3.5: Qwen3-Next without experts."""
     return _gated_delta(keys, [False] * keys.size("num_hidden_layers"))
 
 
@@ -444,13 +447,13 @@ def _gated_delta(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFa
     head_dim, biased = keys.size("head_dim", 256), keys.flag("attention_bias")
     rope, every = read_rope(keys, head_dim), keys.size("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(len(sparse))]
-    kinds = _stateful(keys if keys.get("layer_types") else keys.but(layer_types=default), "layer_types")
+    kinds = _has_state(keys if keys.get("layer_types") else keys.but(layer_types=default), "layer_types")
     if all(sparse):
         facts["intermediate"] = keys.size("intermediate_size", keys.size("moe_intermediate_size"))
     return decoder(
         keys,
         head_dim=head_dim,
-        layers=_layers(kinds, sparse, "delta", rope),
+        layers=_build_layers(kinds, sparse, "delta", rope),
         norm="rms_plus_one",
         qk_norm="head",
         output_gate=True,
@@ -468,18 +471,18 @@ def _gated_delta(keys: ConfigReader, sparse: list[bool], **facts: Any) -> ArchFa
     )
 
 
-def _layers(
+def _build_layers(
     stateful: list[bool], sparse: list[bool], mixer: str, rope: RopeFacts | None
 ) -> tuple[LayerFacts, ...]:
-    """Those that keep a state do so by `mixer`."""
+    """Build the layers; those with a state use `mixer`."""
     return tuple(
-        LayerFacts(None, mixer=mixer, moe=moe) if keeps else LayerFacts(rope, moe=moe)
-        for keeps, moe in zip(stateful, sparse, strict=True)
+        LayerFacts(None, mixer=mixer, moe=moe) if has_state else LayerFacts(rope, moe=moe)
+        for has_state, moe in zip(stateful, sparse, strict=True)
     )
 
 
-def _stateful(keys: ConfigReader, key: str) -> list[bool]:
-    """For each layer, whether it keeps a state."""
+def _has_state(keys: ConfigReader, key: str) -> list[bool]:
+    """Return for each layer whether it has a state."""
     num_layers, kinds = keys.size("num_hidden_layers"), keys.get(key)
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
         raise keys.wrong(key, f"{num_layers} entries, each one of {', '.join(_KINDS)}")

@@ -1,12 +1,12 @@
-"""Step-3.5, which is the decoder of Step-3.7, too."""
+"""Step-3.5, which is also the decoder of Step-3.7."""
 
 from dataclasses import replace
 from typing import Any
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing
 from quire.checkpoint.families.decoder import check_heads, decoder, sliding_window
-from quire.checkpoint.families.dense import only, with_defaults
-from quire.checkpoint.families.moe import drafting
+from quire.checkpoint.families.dense import require, with_defaults
+from quire.checkpoint.families.moe import mtp_pattern
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of, read_rope
 
@@ -17,7 +17,7 @@ _NAMES = {
     "moe_top_k": "num_experts_per_tok",
     "share_expert_dims": "share_expert_dim",
 }
-"""What StepFun calls it, and what transformers does."""
+"""Key names of StepFun, and of transformers."""
 _ONLY = {
     "att_impl_type": "GQA",
     "moe_router_activation": "sigmoid",
@@ -28,13 +28,13 @@ _ONLY = {
 
 
 def step35(keys: ConfigReader) -> ArchFacts:
-    """Layers with windows have a number of heads of their own, and every head's output has a gate. Lists that
-    say something of each layer also do of those that draft, behind the last."""
+    """Read Step-3.5. Window layers have another number of heads, and each head's output has a gate. Lists
+    with a value per layer also cover the MTP layers after the last."""
     for key, value in _ONLY.items():
-        only(keys, key, value)
+        require(keys, key, value)
     keys = with_defaults(keys, **{new: keys.get(old) for old, new in _NAMES.items()})
     head_dim, biased, count = keys.size("head_dim", 128), keys.flag("attention_bias"), _count(keys)
-    layers = _layers(keys, head_dim)
+    layers = _read_layers(keys, head_dim)
     return decoder(
         keys,
         head_dim=head_dim,
@@ -49,7 +49,7 @@ def step35(keys: ConfigReader) -> ArchFacts:
         head_gate=True,
         attention_scale=keys.number("query_pre_attn_scalar", head_dim) ** -0.5,
         max_len=max_len_of(keys),
-        unused=drafting(keys),
+        unused=mtp_pattern(keys),
         moe=_experts(keys),
     )
 
@@ -75,27 +75,27 @@ def _experts(keys: ConfigReader) -> MoeFacts:
     )
 
 
-def _layers(keys: ConfigReader, head_dim: int) -> tuple[LayerFacts, ...]:
-    """Those that draft last."""
-    kinds = _each(keys, "layer_types", _KINDS[0], more="mtp_layer_types")
+def _read_layers(keys: ConfigReader, head_dim: int) -> tuple[LayerFacts, ...]:
+    """Read all layers; the MTP layers are last."""
+    kinds = _per_layer(keys, "layer_types", _KINDS[0], more="mtp_layer_types")
     if not {*kinds} <= {*_KINDS}:
         raise keys.wrong("layer_types", f"one of {', '.join(_KINDS)} for each layer")
-    ropes, turning = _ropes(keys, head_dim, kinds), _each(keys, "use_rope_layers", True)
-    window, heads = sliding_window(keys, None), _heads_of_windows(keys, head_dim)
-    bounds = zip(_each(keys, "swiglu_limits_shared"), _each(keys, "swiglu_limits"), strict=True)
-    sparse, layers = _sparse(keys), list[LayerFacts]()
-    for kind, rope, turns, (bound, expert_bound) in zip(kinds, ropes, turning, bounds, strict=True):
+    ropes, rotates = _ropes(keys, head_dim, kinds), _per_layer(keys, "use_rope_layers", True)
+    window, heads = sliding_window(keys, None), _window_heads(keys, head_dim)
+    bounds = zip(_per_layer(keys, "swiglu_limits_shared"), _per_layer(keys, "swiglu_limits"), strict=True)
+    sparse, layers = _sparse_layers(keys), list[LayerFacts]()
+    for kind, rope, rotated, (bound, expert_bound) in zip(kinds, ropes, rotates, bounds, strict=True):
         layer = LayerFacts(
-            rope if turns else None,
+            rope if rotated else None,
             moe=len(layers) in sparse,
-            activation=_bounded(keys, bound),
-            expert_activation=_bounded(keys, expert_bound),
+            activation=_bounded_silu(keys, bound),
+            expert_activation=_bounded_silu(keys, expert_bound),
         )
         layers.append(layer if kind == _KINDS[0] else replace(layer, window=window, heads=heads))
     return tuple(layers)
 
 
-def _bounded(keys: ConfigReader, bound: float | None) -> str:
+def _bounded_silu(keys: ConfigReader, bound: float | None) -> str:
     if not bound:
         return "silu"
     if isinstance(bound, bool) or not isinstance(bound, int | float) or bound < 0:
@@ -104,13 +104,16 @@ def _bounded(keys: ConfigReader, bound: float | None) -> str:
 
 
 def _ropes(keys: ConfigReader, head_dim: int, kinds: list[str]) -> list[RopeFacts]:
-    """Where each layer says how it turns, only the kinds of `yarn_only_types` are stretched."""
+    """Return the rope of each layer; with settings per layer, only the types in `yarn_only_types` are
+    scaled."""
     block = keys.get("rope_parameters")
     if isinstance(block, dict) and all(isinstance(block.get(kind), dict) for kind in kinds):
         by_kind = {kind: read_rope(keys.but(rope_parameters=block[kind]), head_dim) for kind in {*kinds}}
         return [by_kind[kind] for kind in kinds]
     stretched, scaling = keys.get("yarn_only_types") or _KINDS, keys.get("rope_scaling") or block
-    each = zip(kinds, _each(keys, "rope_theta"), _each(keys, "partial_rotary_factors"), strict=True)
+    settings = zip(
+        kinds, _per_layer(keys, "rope_theta"), _per_layer(keys, "partial_rotary_factors"), strict=True
+    )
     return [
         read_rope(
             keys.but(
@@ -121,47 +124,48 @@ def _ropes(keys: ConfigReader, head_dim: int, kinds: list[str]) -> list[RopeFact
             ),
             head_dim,
         )
-        for kind, theta, part in each
+        for kind, theta, part in settings
     ]
 
 
-def _heads_of_windows(keys: ConfigReader, head_dim: int) -> int:
-    """Of layers with windows; 0: as many as others have."""
+def _window_heads(keys: ConfigReader, head_dim: int) -> int:
+    """Return the number of heads of window layers; 0: as in the other layers."""
     other = keys.get("attention_other_setting") or {}
     if not isinstance(other, dict):
         raise keys.wrong("attention_other_setting", "an object")
-    own = ConfigReader(f"{keys.source}, attention_other_setting", other)
-    only(own, "attention_type", _KINDS[1])
-    only(own, "num_attention_groups", keys.get("num_key_value_heads"))
-    only(own, "head_dim", head_dim)
-    said = [keys.size("num_sliding_attention_heads")] if keys.get("num_sliding_attention_heads") else []
-    said += [own.size("num_attention_heads")] if own.get("num_attention_heads") else []
-    for heads in said:
+    settings = ConfigReader(f"{keys.source}, attention_other_setting", other)
+    require(settings, "attention_type", _KINDS[1])
+    require(settings, "num_attention_groups", keys.get("num_key_value_heads"))
+    require(settings, "head_dim", head_dim)
+    counts = [keys.size("num_sliding_attention_heads")] if keys.get("num_sliding_attention_heads") else []
+    counts += [settings.size("num_attention_heads")] if settings.get("num_attention_heads") else []
+    for heads in counts:
         check_heads(keys.source, heads, keys.size("num_key_value_heads"))
-    return said[0] if said else 0
+    return counts[0] if counts else 0
 
 
-def _sparse(keys: ConfigReader) -> set[int]:
-    """The layers with experts, by their numbers or by a name for each."""
-    kinds, given = keys.get("mlp_layer_types"), keys.get("moe_layers_enum")
+def _sparse_layers(keys: ConfigReader) -> set[int]:
+    """Return the MoE layers, from a list of numbers or a name for each layer."""
+    kinds, listed = keys.get("mlp_layer_types"), keys.get("moe_layers_enum")
     if kinds is not None:
-        kinds = _each(keys, "mlp_layer_types", more="mtp_mlp_layer_types")
+        kinds = _per_layer(keys, "mlp_layer_types", more="mtp_mlp_layer_types")
         return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
-    if given is None:
+    if listed is None:
         return set(range(3, _count(keys)))
-    numbers = given.split(",") if isinstance(given, str) else given
+    numbers = listed.split(",") if isinstance(listed, str) else listed
     try:
         return {int(number) for number in numbers}
     except (TypeError, ValueError):
         raise keys.wrong("moe_layers_enum", "numbers of layers with commas between them") from None
 
 
-def _each(keys: ConfigReader, key: str, default: Any = None, more: str = "") -> list[Any]:
-    """What is said of each layer, or of all; of those that draft, which may be said elsewhere, too."""
-    count, given, behind = _count(keys), keys.get(key), keys.get("num_nextn_predict_layers") or 0
-    if not isinstance(given, list):
-        return [default if given is None else given] * (count + behind)
-    if given and len(given) < count:
+def _per_layer(keys: ConfigReader, key: str, default: Any = None, more: str = "") -> list[Any]:
+    """Return the value of each layer, from a list or one value for all. MTP layers are included; their values
+    may be under the key `more`."""
+    count, values, num_mtp = _count(keys), keys.get(key), keys.get("num_nextn_predict_layers") or 0
+    if not isinstance(values, list):
+        return [default if values is None else values] * (count + num_mtp)
+    if values and len(values) < count:
         raise keys.wrong(key, f"{count} entries")
-    given = [*given[: count + behind], *(keys.get(more) or [])]
-    return given + [default] * (count + behind - len(given))
+    values = [*values[: count + num_mtp], *(keys.get(more) or [])]
+    return values + [default] * (count + num_mtp - len(values))

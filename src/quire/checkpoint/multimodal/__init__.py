@@ -1,4 +1,4 @@
-"""Models that take in more than text: who reads which of them out of config.json."""
+"""Table of multimodal models: the function that reads each of them from config.json."""
 
 from collections.abc import Callable
 
@@ -79,5 +79,5 @@ MEDIA_FAMILIES: dict[str, Callable[[ConfigReader], tuple[ConfigReader, MediaFact
     "VoxtralForConditionalGeneration": qwen_audio.voxtral,
     "WhisperForConditionalGeneration": whisper.whisper,
 }
-"""By architecture: what config.json says of the decoder, as if that were alone (`architectures` then names
-one of the families of decoders), and what it says of the rest; None: only its decoder is supported."""
+"""Readers by architecture. Each returns the keys of the decoder, as of a text-only model (`architectures`
+then names one of FAMILIES), and the multimodal inputs; None: only the decoder is supported."""

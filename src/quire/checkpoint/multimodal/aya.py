@@ -1,9 +1,9 @@
-"""Aya Vision and Command A Vision: tiles of an image through SigLIP, patches gathered, a gate, Cohere 2."""
+"""Aya Vision and Command A Vision: SigLIP over image tiles, pixel shuffle, a gated projector, Cohere 2."""
 
 from dataclasses import dataclass
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.llava import projected
+from quire.checkpoint.multimodal.llava import read_llava
 from quire.checkpoint.multimodal.parts import ViTFacts, part, text_part, token_id, vit
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
@@ -11,22 +11,23 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class AyaFacts:
-    """SigLIP, and the projector behind it."""
+    """SigLIP and its projector."""
 
     vit: ViTFacts
     depths: tuple[int, ...]
-    """Behind how many layers states are taken, side by side; none: behind the norm behind all of them."""
+    """Layers after which hidden states are taken and concatenated; empty: after all layers and the final
+    norm."""
     first: int
-    """How many vectors of the tower are left out, from its first on."""
+    """Number of first encoder outputs that are dropped."""
     gather: int
-    """The side of the squares of patches that one vector is made of."""
+    """Side of the square of patches that pixel shuffle merges into one token."""
     norm_eps: float
-    """Of the norm before the projector; 0: there is none."""
+    """Epsilon of the norm before the projector; 0: no norm."""
     intermediate: int
-    """Numbers between its products, half of which are the gates of the others."""
+    """Intermediate size of the projector; half of it are gates."""
     size_out: int
     image_id: int
-    """The token in whose places an image's vectors stand."""
+    """Placeholder token of an image."""
 
     @property
     def size_in(self) -> int:
@@ -34,19 +35,19 @@ class AyaFacts:
 
     @property
     def tokens(self) -> int:
-        """Vectors of a tile."""
+        """Return the number of tokens of a tile."""
         return (self.vit.side // self.gather) ** 2
 
     @property
     def num_weights(self) -> int:
-        """About."""
+        """Return the approximate number of parameters."""
         depth = max(self.depths, default=self.vit.layers)
         return self.vit.num_weights(depth) + self.intermediate * (self.size_in + self.size_out // 2)
 
 
 def aya_vision(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     text = text_part(keys, default="cohere2")
-    base = projected(keys, text, "siglip_vision_model", layer=-1, select="full")
+    base = read_llava(keys, text, "siglip_vision_model", layer=-1, select="full")
     facts = AyaFacts(
         vit=base.vit,
         depths=base.depths,
@@ -57,11 +58,11 @@ def aya_vision(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         size_out=text.size("hidden_size"),
         image_id=_image_id(keys),
     )
-    return text, MediaFacts("aya_vision", ("image",), _checked(keys, facts))
+    return text, MediaFacts("aya_vision", ("image",), _check(keys, facts))
 
 
 def cohere2_vision(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Command A Vision's: the states behind all layers and their norm, and none before the projector."""
+    """Read Command A Vision: the states after all layers and the final norm; no norm before the projector."""
     text = text_part(keys, default="cohere2")
     facts = AyaFacts(
         vit=vit(part(keys, "vision_config"), "siglip_vision_model"),
@@ -73,17 +74,17 @@ def cohere2_vision(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         size_out=text.size("hidden_size"),
         image_id=_image_id(keys),
     )
-    return text, MediaFacts("cohere2_vision", ("image",), _checked(keys, facts))
+    return text, MediaFacts("cohere2_vision", ("image",), _check(keys, facts))
 
 
 def _image_id(keys: ConfigReader) -> int:
     return token_id(keys, "image_token_index", "image_token_id", default=255036)
 
 
-def _checked(keys: ConfigReader, facts: AyaFacts) -> AyaFacts:
+def _check(keys: ConfigReader, facts: AyaFacts) -> AyaFacts:
     side = facts.vit.side
     if side % facts.gather or facts.vit.tokens - facts.first != side**2:
         raise ConfigError(f"{keys.source}: {side} patches a side cannot be gathered by {facts.gather}")
     if facts.intermediate % 2:
-        raise keys.wrong("alignment_intermediate_size", "an even number: half of it are gates")
+        raise keys.wrong("alignment_intermediate_size", "an even number, since half of it are gates")
     return facts

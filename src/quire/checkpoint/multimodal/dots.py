@@ -1,4 +1,4 @@
-"""dots.ocr: a tower of Qwen2-VL's kind, in front of a decoder that counts tokens."""
+"""dots.ocr: an encoder like Qwen2-VL's, and a decoder with plain token positions."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from quire.checkpoint.reader import ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class DotsFacts(GridFacts):
-    """A tower whose norms have no mean."""
+    """An encoder with RMS norms."""
 
     is_normed: bool = True
-    """Whether there is a norm behind all layers."""
+    """Whether there is a norm after all layers."""
 
 
 def dots_ocr(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """What config.json says of the decoder is not a part of it."""
+    """Read dots.ocr; the decoder's keys are at the top level of config.json."""
     vision, image_id = part(keys, "vision_config"), token_id(keys, "image_token_id", default=151665)
     facts = DotsFacts(
         depth=vision.size("num_hidden_layers", 42),

@@ -1,4 +1,4 @@
-"""Gemma 3: an image is 256 soft tokens, which see each other in both directions."""
+"""Gemma 3: an image is 256 soft tokens, which attend to each other in both directions."""
 
 from dataclasses import dataclass
 
@@ -14,21 +14,21 @@ class GemmaFacts:
 
     vit: ViTFacts
     side: int
-    """Soft tokens of an image's side."""
+    """Soft tokens per image side."""
     size_out: int
     image_id: int
-    """The token in whose places an image's vectors stand."""
+    """Placeholder token of an image."""
     begin_id: int
     end_id: int
 
     @property
     def tokens(self) -> int:
-        """Vectors of an image."""
+        """Return the number of tokens of an image."""
         return self.side**2
 
     @property
     def num_weights(self) -> int:
-        """About."""
+        """Return the approximate number of parameters."""
         return self.vit.num_weights() + self.vit.hidden * self.size_out
 
 

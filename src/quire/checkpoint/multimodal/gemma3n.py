@@ -1,4 +1,4 @@
-"""Gemma 3n: a sound is 188 soft tokens. Its tower for images is not supported yet."""
+"""Gemma 3n: an audio clip is 188 soft tokens. Its vision encoder is not supported yet."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 _SSCP = {"sscp_conv_kernel_size": [[3, 3], [3, 3]], "sscp_conv_stride_size": [[2, 2], [2, 2]]}
-"""The only convolutions that are known."""
+"""Supported kernel and stride sizes of the convolutions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,38 +20,38 @@ class Gemma3nFacts:
     heads: int
     mels: int
     channels: tuple[int, int]
-    """Of the two convolutions in front."""
+    """Channels of the two convolutions."""
     group_eps: float
     norm_eps: float
     left: int
-    """How many states before its own each sees,"""
+    """Number of earlier states that each state attends to."""
     right: int
-    """and how many behind."""
+    """Number of later states that each state attends to."""
     cap: float
     kernel: int
-    """States of a convolution within a layer."""
+    """Kernel size of the convolution in a layer."""
     every: int
-    """Which states become vectors."""
+    """Stride of the states that become tokens."""
     residual: float
-    """What of a feed-forward half is added."""
+    """Factor on the output of the feed-forward parts."""
     clip: float
     vocab: int
-    """Tokens that have an embedding of the tower's own,"""
+    """Number of tokens with an embedding in the encoder."""
     first: int
-    """from this one on."""
+    """First token id of that vocabulary."""
     size_out: int
     tokens: int
-    """Vectors of a sound, however long it is; behind them is that of the end."""
+    """Tokens per audio clip, whatever its length; shorter clips are padded with the end embedding."""
     audio_id: int
     start_id: int
     end_id: int
 
     @property
     def num_weights(self) -> int:
-        """About."""
-        size, pitches = self.hidden, -(-self.mels // 4)
+        """Return the approximate number of parameters."""
+        size, bands = self.hidden, -(-self.mels // 4)
         layer = size * size * (5 + 16 + 3) + size * (self.kernel + 9)
-        first = 9 * self.channels[0] * (1 + self.channels[1]) + self.channels[1] * pitches * size
+        first = 9 * self.channels[0] * (1 + self.channels[1]) + self.channels[1] * bands * size
         return self.layers * layer + first + size * (self.vocab + self.size_out)
 
 
@@ -59,12 +59,12 @@ def gemma3n(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts | None]:
     text, audio = text_part(keys, default="gemma3n_text"), keys.get("audio_config")
     if not isinstance(audio, dict):
         return text, None
-    return text, MediaFacts("gemma3n", ("audio",), _hearing(keys, part(keys, "audio_config"), text))
+    return text, MediaFacts("gemma3n", ("audio",), _read_audio(keys, part(keys, "audio_config"), text))
 
 
-def _hearing(keys: ConfigReader, audio: ConfigReader, text: ConfigReader) -> Gemma3nFacts:
+def _read_audio(keys: ConfigReader, audio: ConfigReader, text: ConfigReader) -> Gemma3nFacts:
     for name, known in _SSCP.items():
-        if audio.get(name) is not None and [list(each) for each in audio.get(name)] != known:
+        if audio.get(name) is not None and [list(size) for size in audio.get(name)] != known:
             raise audio.wrong(name, str(known))
     channels = audio.get("sscp_conv_channel_size") or [128, 32]
     if len(channels) != 2:

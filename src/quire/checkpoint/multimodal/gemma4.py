@@ -1,4 +1,4 @@
-"""Gemma 4, which reads: its towers are not supported yet."""
+"""Gemma 4: only its decoder is supported yet."""
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.parts import text_part

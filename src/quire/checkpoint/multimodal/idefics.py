@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: SigLIP over tiles, whose patches are gathered square by square."""
+"""Idefics 3 and SmolVLM: SigLIP over image tiles, and pixel shuffle of the patches."""
 
 from dataclasses import dataclass
 
@@ -10,23 +10,23 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class IdeficsFacts:
-    """A tower, and the product behind it."""
+    """A vision encoder and its projection."""
 
     vit: ViTFacts
     gather: int
-    """The side of the squares of patches that one vector is made of."""
+    """Side of the square of patches that pixel shuffle merges into one token."""
     size_out: int
     image_id: int
-    """The token in whose places an image's vectors stand."""
+    """Placeholder token of an image."""
 
     @property
     def tokens(self) -> int:
-        """Vectors of a tile."""
+        """Return the number of tokens of a tile."""
         return (self.vit.side // self.gather) ** 2
 
     @property
     def num_weights(self) -> int:
-        """About."""
+        """Return the approximate number of parameters."""
         return self.vit.num_weights() + self.gather**2 * self.vit.hidden * self.size_out
 
 

@@ -1,4 +1,4 @@
-"""InternVL 2.5 and 3: tiles of an image, whose patches are gathered four by four."""
+"""InternVL 2.5 and 3: InternViT over image tiles, and pixel shuffle of the patches."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,47 +11,47 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class InternFacts:
-    """InternViT, and the projector behind it."""
+    """InternViT and its projector."""
 
     vit: ViTFacts
     is_rms: bool
-    """Norms without a mean."""
+    """Whether norms are RMS norms."""
     qkv_bias: bool
     qk_norm: bool
     qk_eps: float
     depth: int
-    """Behind how many layers the states are taken."""
+    """Number of layers after which the hidden states are taken."""
     is_normed: bool
-    """Whether there is a norm behind all layers."""
+    """Whether there is a norm after all layers."""
     first: int
-    """How many vectors of the tower are left out, from its first on."""
+    """Number of first encoder outputs that are dropped."""
     gather: int
-    """The side of the squares of patches that one vector is made of."""
+    """Side of the square of patches that pixel shuffle merges into one token."""
     size_out: int
     activation: str
     most_tiles: int
     is_tiled: bool
-    """Whether large images are cut where nobody says."""
+    """Whether large images are tiled by default."""
 
     @property
     def tokens(self) -> int:
-        """Vectors of a tile."""
+        """Return the number of tokens of a tile."""
         return (self.vit.side // self.gather) ** 2
 
     @property
     def num_weights(self) -> int:
-        """About."""
+        """Return the approximate number of parameters."""
         return self.vit.num_weights(self.depth) + self.size_out * (
             self.gather**2 * self.vit.hidden + self.size_out
         )
 
 
 def internvl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """As transformers has it."""
+    """Read an InternVL checkpoint in the format of transformers."""
     text = text_part(keys, default="qwen2")
     vision = part(keys, "vision_config")
-    depth = _depth(keys, "vision_feature_layer", vision)
-    facts = _facts(
+    depth = _read_depth(keys, "vision_feature_layer", vision)
+    facts = _read_facts(
         keys,
         vision,
         text,
@@ -65,19 +65,19 @@ def internvl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 def internvl_chat(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """As its makers have it."""
+    """Read an InternVL checkpoint in the original remote-code format."""
     text = text_part(keys, "llm_config", "qwen2")
     vision = part(keys, "vision_config")
     if keys.get("force_image_size") is not None:
         vision = vision.but(image_size=keys.size("force_image_size"))
-    facts = _facts(
+    facts = _read_facts(
         keys,
         vision,
         text,
         qkv_bias=vision.flag("qkv_bias"),
         qk_norm=vision.flag("qk_normalization", True),
         qk_eps=vision.number("layer_norm_eps", 1e-6),
-        depth=_depth(keys, "select_layer", vision),
+        depth=_read_depth(keys, "select_layer", vision),
         is_normed=False,
         first=1,
         most_tiles=keys.size("max_dynamic_patch", 6),
@@ -86,7 +86,7 @@ def internvl_chat(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     return text, MediaFacts("internvl", ("image",), facts)
 
 
-def _depth(keys: ConfigReader, key: str, vision: ConfigReader) -> int:
+def _read_depth(keys: ConfigReader, key: str, vision: ConfigReader) -> int:
     layers, chosen = vision.size("num_hidden_layers", 24), keys.get(key)
     chosen = -1 if chosen is None else chosen
     if not isinstance(chosen, int) or not -layers <= chosen <= layers:
@@ -94,7 +94,7 @@ def _depth(keys: ConfigReader, key: str, vision: ConfigReader) -> int:
     return chosen % (layers + 1)
 
 
-def _facts(keys: ConfigReader, vision: ConfigReader, text: ConfigReader, **facts: Any) -> InternFacts:
+def _read_facts(keys: ConfigReader, vision: ConfigReader, text: ConfigReader, **facts: Any) -> InternFacts:
     vit = ViTFacts(
         layers=vision.size("num_hidden_layers", 24),
         hidden=vision.size("hidden_size", 1024),

@@ -1,4 +1,4 @@
-"""Kimi-VL and Kimi-K2.5: MoonViT in front of a decoder of DeepSeek-V3's kind."""
+"""Kimi-VL and Kimi-K2.5: MoonViT, and a decoder like DeepSeek-V3."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class MoonFacts:
-    """MoonViT, and the projector behind it."""
+    """MoonViT and its projector."""
 
     layers: int
     hidden: int
@@ -19,25 +19,25 @@ class MoonFacts:
     patch: int
     """Pixels of a patch's side."""
     rows: int
-    """Of the table of learned places;"""
+    """Rows of the table of learned positions."""
     columns: int
     merge: int
-    """One vector is made of a square of patches with this side."""
+    """Side of the square of patches that are merged into one token."""
     norm_eps: float
-    """Of the projector's norm."""
+    """Epsilon of the projector's norm."""
     size_out: int
     image_id: int
-    """The token in whose places an image's vectors stand."""
+    """Placeholder token of an image."""
     projector: str
-    """What checkpoints call it,"""
+    """Tensor name of the projector in checkpoints."""
     products: tuple[str, str]
-    """and its two products."""
+    """Tensor names of its two linear layers."""
     frames: int = 1
-    """Of a video that are seen together, and become one."""
+    """Number of video frames that are encoded together and averaged."""
 
     @property
     def num_weights(self) -> int:
-        """About."""
+        """Return the approximate number of parameters."""
         return (
             stack_weights(self.layers, self.hidden, self.intermediate)
             + self.hidden * (3 * self.patch**2 + self.rows * self.columns)
@@ -47,18 +47,20 @@ class MoonFacts:
 
 def kimi_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     text = text_part(keys, default="deepseek_v3")
-    facts = _facts(keys, text, "multi_modal_projector", ("linear_1", "linear_2"))
+    facts = _read_facts(keys, text, "multi_modal_projector", ("linear_1", "linear_2"))
     return text, MediaFacts("kimi_vl", ("image",), facts)
 
 
 def kimi_k25(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     text, vision = text_part(keys, default="deepseek_v3"), part(keys, "vision_config")
-    facts = _facts(keys, text, "mm_projector", ("proj.0", "proj.2"))
+    facts = _read_facts(keys, text, "mm_projector", ("proj.0", "proj.2"))
     facts = replace(facts, frames=_size(vision, 4, "init_pos_emb_time", "pos_emb_time"))
     return text, MediaFacts("kimi_vl", ("image", "video"), facts)
 
 
-def _facts(keys: ConfigReader, text: ConfigReader, projector: str, products: tuple[str, str]) -> MoonFacts:
+def _read_facts(
+    keys: ConfigReader, text: ConfigReader, projector: str, products: tuple[str, str]
+) -> MoonFacts:
     vision = part(keys, "vision_config")
     facts = MoonFacts(
         layers=_size(vision, 27, "num_hidden_layers", "vt_num_hidden_layers"),
@@ -76,10 +78,10 @@ def _facts(keys: ConfigReader, text: ConfigReader, projector: str, products: tup
         products=products,
     )
     if facts.hidden // facts.heads % 4:
-        raise ConfigError(f"{vision.source}: heads of {facts.hidden // facts.heads} do not turn by two axes")
+        raise ConfigError(f"{vision.source}: heads of size {facts.hidden // facts.heads} do not fit 2-D rope")
     return facts
 
 
 def _size(keys: ConfigReader, default: int, *names: str) -> int:
-    """The first that is there under one of these names."""
+    """Return the first of these keys that is set, or the default."""
     return next((keys.size(name) for name in names if keys.get(name) is not None), default)

@@ -1,4 +1,4 @@
-"""Llama 4: tiles of an image, whose patches turn by column and row, gathered four by four."""
+"""Llama 4: a vision encoder with 2-D rope over image tiles, and pixel shuffle of the patches."""
 
 from dataclasses import dataclass
 
@@ -10,28 +10,28 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Llama4Facts:
-    """A tower, its adapter, and the projector behind that."""
+    """A vision encoder, its adapter, and the projector."""
 
     vit: ViTFacts
     theta: float
     gather: int
-    """The side of the squares of patches that one vector is made of."""
+    """Side of the square of patches that pixel shuffle merges into one token."""
     inner: int
-    """Numbers of a vector within the adapter,"""
+    """Intermediate size of the adapter."""
     adapted: int
-    """and behind it."""
+    """Output size of the adapter."""
     size_out: int
     image_id: int
-    """The token in whose places an image's vectors stand."""
+    """Placeholder token of an image."""
 
     @property
     def tokens(self) -> int:
-        """Vectors of a tile."""
+        """Return the number of tokens of a tile."""
         return (self.vit.side // self.gather) ** 2
 
     @property
     def num_weights(self) -> int:
-        """About."""
+        """Return the approximate number of parameters."""
         return self.vit.num_weights() + (
             self.gather**2 * self.vit.hidden * self.inner + self.adapted * (self.inner + self.size_out)
         )
@@ -55,10 +55,10 @@ def llama4(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     if vit.side % gather or vit.hidden // vit.heads % 4:
         raise ConfigError(f"{vision.source}: {vit.side} patches a side and {vit.heads} heads do not fit")
     rope = vision.get("rope_parameters")
-    turning = ConfigReader(vision.source, rope) if isinstance(rope, dict) else vision
+    rope_keys = ConfigReader(vision.source, rope) if isinstance(rope, dict) else vision
     facts = Llama4Facts(
         vit=vit,
-        theta=turning.number("rope_theta", 10000.0),
+        theta=rope_keys.number("rope_theta", 10000.0),
         gather=gather,
         inner=vision.size("projector_input_dim", 4096),
         adapted=vision.size("projector_output_dim", 4096),

@@ -1,4 +1,4 @@
-"""MiniCPM-V 2.6 to 4.6: SigLIP over an image and its slices, whose patches become few vectors."""
+"""MiniCPM-V 2.6 to 4.6: SigLIP over an image and its slices, with a resampler or merger after it."""
 
 from dataclasses import dataclass
 
@@ -8,57 +8,59 @@ from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 _DECODERS = {2.6: "Qwen2ForCausalLM", 4.0: "LlamaForCausalLM", 4.5: "Qwen3ForCausalLM"}
-"""By version."""
+"""Decoder by version."""
 
 
 @dataclass(frozen=True, slots=True)
 class MiniCPMFacts:
-    """A tower, and what makes few of its many vectors."""
+    """A vision encoder, and the resampler or merger that reduces its outputs."""
 
     vit: ViTFacts
-    """Of the largest square that it has places for."""
+    """Encoder for the largest square that it has position embeddings for."""
     depth: int
-    """Layers of it that are used."""
+    """Number of encoder layers that are used."""
     size_out: int
     image_id: int | None
-    """The token in whose places an image's vectors stand; None: the tokenizer's unknown one."""
+    """Placeholder token of an image; None: the tokenizer's unknown token."""
     video_id: int | None = None
-    """The same of a video's; None: an image's."""
+    """Placeholder token of a video; None: that of an image."""
     queries: int = 0
-    """Vectors of a slice, each out of all of its patches; 0: one is made of each square of them;"""
+    """Number of resampler queries per slice; 0: squares of patches are merged instead."""
     merged: int | None = None
-    """for the first time behind this layer, and again behind all; None: only there."""
+    """Layer after which patches are merged first, before the final merge; None: only the final merge."""
     is_valued: bool = False
-    """Whether where a patch is belongs to what queries get, in place of to what they look at."""
+    """Whether the resampler adds positions to its values instead of its keys."""
 
     @property
     def unit(self) -> int:
-        """Patches of a side that come together in one vector."""
+        """Return the side of the square of patches that are merged into one token."""
         return 1 if self.queries else 2 if self.merged is None else 4
 
     @property
     def num_weights(self) -> int:
-        """About."""
-        return self.vit.num_weights(self.depth) + (self._sampled if self.queries else self._merged)
+        """Return the approximate number of parameters."""
+        return self.vit.num_weights(self.depth) + (
+            self._resampler_weights if self.queries else self._merger_weights
+        )
 
     @property
-    def _sampled(self) -> int:
+    def _resampler_weights(self) -> int:
         return self.size_out * (self.vit.hidden + self.queries + 5 * self.size_out)
 
     @property
-    def _merged(self) -> int:
+    def _merger_weights(self) -> int:
         wide = 4 * self.vit.hidden
         inner = 0 if self.merged is None else wide * (5 * self.vit.intermediate + self.vit.hidden)
         return inner + wide * (wide + self.size_out)
 
 
 def minicpm_v(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """As its makers have 2.6, 4.0 and 4.5: what config.json says of the decoder is not a part of it."""
+    """Read MiniCPM-V 2.6, 4.0 or 4.5 in the original format; the decoder's keys are at the top level."""
     version = keys.get("version")
     if not isinstance(version, (int, float)) or version not in _DECODERS:
         raise keys.wrong("version", f"one of {', '.join(map(str, _DECODERS))}")
     text = keys.but(architectures=[_DECODERS[version]])
-    vit = _vit(part(keys, "vision_config"))
+    vit = _read_vit(part(keys, "vision_config"))
     facts = MiniCPMFacts(
         vit=vit,
         depth=vit.layers - keys.flag("drop_vision_last_layer"),
@@ -71,15 +73,15 @@ def minicpm_v(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 def minicpm_v46(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """As transformers has 4.6."""
+    """Read MiniCPM-V 4.6 in the format of transformers."""
     text = text_part(keys, default="qwen3_5_text")
-    vit = _vit(part(keys, "vision_config"))
+    vit = _read_vit(part(keys, "vision_config"))
     layer = keys.get("insert_layer_id")
     layer = 6 if layer is None else layer
     if not isinstance(layer, int) or not 0 <= layer < vit.layers:
         raise keys.wrong("insert_layer_id", f"one of {vit.layers} layers")
     if side_of(keys, "merge_kernel_size", 2) != 2 or keys.size("merger_times", 1) != 1:
-        raise ConfigError(f"{keys.source}: squares of patches are merged otherwise than once by 2")
+        raise ConfigError(f"{keys.source}: only one merge of patches by 2 is supported")
     facts = MiniCPMFacts(
         vit=vit,
         depth=vit.layers,
@@ -91,7 +93,7 @@ def minicpm_v46(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     return text, MediaFacts("minicpm_v", ("image", "video"), facts)
 
 
-def _vit(vision: ConfigReader) -> ViTFacts:
+def _read_vit(vision: ConfigReader) -> ViTFacts:
     return ViTFacts(
         layers=vision.size("num_hidden_layers", 12),
         hidden=vision.size("hidden_size", 768),

@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni and Qwen3-Omni, as far as they think: a tower that sees, beside one that hears."""
+"""The thinkers of Qwen2.5-Omni and Qwen3-Omni: a vision encoder and an audio encoder."""
 
 from dataclasses import dataclass, replace
 
@@ -11,39 +11,41 @@ from quire.checkpoint.reader import ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class HearingFacts:
-    """Whisper's layers, over pieces of a sound. Each two states become a vector, or each one, of eight
-    moments (`channels`)."""
+    """Whisper's layers over chunks of audio. Two states become one token or, with `channels`, each state (of
+    eight mel frames) does."""
 
     encoder: WhisperFacts
     window: int
-    """Moments of a piece."""
+    """Mel frames per chunk."""
     size_out: int
     audio_id: int
-    """The token in whose places a sound's vectors stand,"""
+    """Placeholder token of audio."""
     start_id: int
-    """what stands before them,"""
+    """Token before the placeholders."""
     end_id: int
-    """and behind."""
+    """Token after the placeholders."""
     seen: int = 0
-    """Pieces whose states see each other; 0: only those of one do."""
+    """Number of chunks that attend to each other; 0: attention stays within a chunk."""
     channels: int = 0
-    """Of convolutions over moments and pitches; 0: they are over moments alone."""
+    """Channels of 2-D convolutions over time and mel bands; 0: the convolutions are over time only."""
 
     @property
     def num_weights(self) -> int:
-        """About: places are computed."""
-        own = self.encoder
-        layers = own.num_weights - own.hidden * (own.positions + 3 * own.mels + 3 * own.hidden)
+        """Return the approximate number of parameters; positions are computed, not stored."""
+        encoder = self.encoder
+        layers = encoder.num_weights - encoder.hidden * (
+            encoder.positions + 3 * encoder.mels + 3 * encoder.hidden
+        )
         if not self.channels:
-            return own.num_weights + own.hidden * (self.size_out - own.positions)
+            return encoder.num_weights + encoder.hidden * (self.size_out - encoder.positions)
         convolutions = 9 * self.channels * (1 + 2 * self.channels)
-        pitches = -(-own.mels // 8) * self.channels
-        return layers + convolutions + own.hidden * (pitches + own.hidden + self.size_out)
+        bands = -(-encoder.mels // 8) * self.channels
+        return layers + convolutions + encoder.hidden * (bands + encoder.hidden + self.size_out)
 
 
 @dataclass(frozen=True, slots=True)
 class OmniFacts:
-    """Two towers."""
+    """The two encoders of an Omni model."""
 
     grid: GridFacts
     sound: HearingFacts
@@ -89,10 +91,12 @@ def qwen3_omni(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 def thinker(keys: ConfigReader) -> ConfigReader:
-    """The part that reads, sees and hears, as if it were alone, by the names that others have for tokens."""
-    own = keys.get("thinker_config")
-    keys = ConfigReader(keys.source, {**keys.values, **own}) if isinstance(own, dict) else keys
-    if keys.get("tie_word_embeddings") is not None:  # of the whole, whatever the decoder's part says
+    """Return the keys of the thinker, with the usual names for its token ids."""
+    thinker_keys = keys.get("thinker_config")
+    keys = (
+        ConfigReader(keys.source, {**keys.values, **thinker_keys}) if isinstance(thinker_keys, dict) else keys
+    )
+    if keys.get("tie_word_embeddings") is not None:  # the top-level value overrides the decoder's
         text = part(keys, "text_config").but(tie_word_embeddings=keys.flag("tie_word_embeddings"))
         keys = keys.but(text_config=text.values)
     for kind in ("image", "video", "audio"):
@@ -102,7 +106,7 @@ def thinker(keys: ConfigReader) -> ConfigReader:
 
 
 def marks(keys: ConfigReader, audio: int, start: int, end: int) -> dict[str, int]:
-    """Of a sound; these are the published ones."""
+    """Return the audio token ids; the parameters are the published defaults."""
     names = {"audio_id": ("audio_token_id", audio), "start_id": ("audio_start_token_id", start)}
     names["end_id"] = ("audio_end_token_id", end)
-    return {name: (keys.token_ids(key) or (usual,))[0] for name, (key, usual) in names.items()}
+    return {name: (keys.token_ids(key) or (default,))[0] for name, (key, default) in names.items()}

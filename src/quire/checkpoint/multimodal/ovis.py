@@ -1,4 +1,4 @@
-"""Ovis 2: patches become words of a visual vocabulary, each a mix of all by how likely it is."""
+"""Ovis 2: patches become weighted sums of the embeddings of a visual vocabulary."""
 
 from dataclasses import dataclass
 
@@ -12,32 +12,31 @@ _CHOICES = ("softmax", "st_argmax")
 
 @dataclass(frozen=True, slots=True)
 class OvisFacts:
-    """AIMv2, and the table of visual words."""
+    """AIMv2, and the table of visual embeddings."""
 
     vit: ViTFacts
     bias: bool
     mlp_bias: bool
     gather: int
-    """Patches of the side of a square that becomes one word."""
+    """Side of the square of patches that becomes one token."""
     vocab: int
-    """Words that patches become; behind them are those of marks."""
+    """Size of the visual vocabulary, without the indicator tokens after it."""
     hard: bool
-    """Whether only the likeliest counts."""
+    """Whether only the most likely visual word counts (argmax)."""
     size_out: int
     image_id: int
-    """The token in whose places words stand."""
+    """Placeholder token of an image."""
     mark_ids: tuple[int, ...]
-    """Tokens that the last words of the table stand for: the beginning, the end of the whole, of a column and
-    of a row, the end."""
+    """Indicator tokens with the last embeddings of the table: start, end of the overview, of a column, of a
+    row, and end."""
 
     @property
     def tokens(self) -> int:
-        """Words of a tile."""
+        """Return the number of tokens of a tile."""
         return (self.vit.side // self.gather) ** 2
 
     @property
     def num_weights(self) -> int:
-        """About."""
         vit = self.vit
         layers = vit.num_weights() + vit.layers * vit.hidden * vit.intermediate
         wide = vit.hidden * self.gather**2

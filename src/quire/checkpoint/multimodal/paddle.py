@@ -1,4 +1,4 @@
-"""PaddleOCR-VL: images in patches of a grid, over which learned positions are stretched."""
+"""PaddleOCR-VL: an encoder over a grid of patches with interpolated learned positions."""
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.parts import part, side_of, token_id
@@ -8,7 +8,7 @@ from quire.errors import ConfigError
 
 
 def paddleocr_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Its decoder is Ernie's, but that the halves of a head turn together, and by three axes."""
+    """Read PaddleOCR-VL. Its decoder is Ernie's with NeoX-style M-RoPE."""
     vision = part(keys, "vision_config")
     text = decoder_part(
         keys, "LlamaForCausalLM", {"mrope_section": [16, 24, 24]}, rms_norm_eps=1e-5, rope_theta=500000.0
@@ -40,5 +40,5 @@ def paddleocr_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         positions=side_of(vision, "image_size", 384) // patch,
     )
     if grid.hidden % grid.heads or grid.hidden // grid.heads % 4:
-        raise ConfigError(f"{vision.source}: {grid.heads} heads of {grid.hidden} do not turn by two axes")
+        raise ConfigError(f"{vision.source}: {grid.heads} heads of {grid.hidden} do not fit 2-D rope")
     return text, MediaFacts("paddleocr_vl", ("image",), grid)

@@ -1,4 +1,4 @@
-"""PaliGemma 1 and 2: SigLIP's patches in front of a text; a prompt sees itself in both directions."""
+"""PaliGemma 1 and 2: SigLIP patches before the text; the prompt attends in both directions."""
 
 from dataclasses import dataclass
 
@@ -9,26 +9,26 @@ from quire.checkpoint.reader import ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class PaliGemmaFacts:
-    """SigLIP, and one product behind it."""
+    """SigLIP and its projection."""
 
     vit: ViTFacts
     size_out: int
     image_id: int
-    """The token in whose places an image's vectors stand; it is the mark, too."""
+    """Placeholder token of an image, which is also its marker in prompts."""
 
     @property
     def tokens(self) -> int:
-        """Vectors of an image."""
+        """Return the number of tokens of an image."""
         return self.vit.tokens
 
     @property
     def num_weights(self) -> int:
-        """About."""
+        """Return the approximate number of parameters."""
         return self.vit.num_weights() + self.vit.hidden * self.size_out
 
 
 def paligemma(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """On Gemma, or on Gemma 2. That their tokens see ahead is a matter of prompts with images alone."""
+    """Read PaliGemma, on Gemma or Gemma 2. Only prompts with images attend in both directions."""
     text = text_part(keys, default="gemma").but(use_bidirectional_attention=None)
     tower = PaliGemmaFacts(
         vit=vit(part(keys, "vision_config"), "siglip_vision_model"),

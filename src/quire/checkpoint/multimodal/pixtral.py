@@ -1,4 +1,4 @@
-"""Pixtral, Mistral 3 and LightOnOCR: images of any size, whose patches turn by row and column."""
+"""Pixtral, Mistral 3 and LightOnOCR: images of any size, with 2-D rope in the vision encoder."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PixtralFacts:
-    """A tower whose heads turn by two axes, and the projector behind it."""
+    """A vision encoder with 2-D rope, and its projector."""
 
     layers: int
     hidden: int
@@ -18,30 +18,30 @@ class PixtralFacts:
     heads: int
     head_dim: int
     patch: int
-    """Pixels of a patch's side."""
+    """Patch side in pixels."""
     image: int
-    """Pixels of the longest side of an image."""
+    """Longest image side in pixels."""
     theta: float
     activation: str
     merge: int
-    """One vector is made of a square of patches with this side."""
+    """Side of the square of patches that are merged into one token."""
     is_merged: bool
-    """Whether a norm and a product come before the projector."""
+    """Whether a norm and a merging layer precede the projector."""
     norm_eps: float
-    """Of that norm."""
+    """Epsilon of that norm."""
     size_out: int
     image_id: int
-    """The token in whose places an image's vectors stand."""
+    """Placeholder token of an image."""
     projector_activation: str
     bias: bool
     breaks: bool = True
-    """Whether a token ends each row."""
+    """Whether a token ends each row of patches."""
     names: tuple[str, str] = ("vision_tower", "multi_modal_projector")
-    """Of the tower and of the projector in checkpoints."""
+    """Tensor names of the encoder and the projector in checkpoints."""
 
     @property
     def num_weights(self) -> int:
-        """About."""
+        """Return the approximate number of parameters."""
         return (
             stack_weights(self.layers, self.hidden, self.intermediate, 3)
             + self.hidden * (3 * self.patch**2 + self.is_merged * self.merge**2 * self.hidden)
@@ -50,36 +50,38 @@ class PixtralFacts:
 
 
 def pixtral(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """As a LLaVA with this tower."""
+    """Read Pixtral: a LLaVA checkpoint with this encoder."""
     text = text_part(keys, default="mistral")
-    facts = _facts(keys, text, merge=1, is_merged=False, bias=keys.flag("multimodal_projector_bias", True))
+    facts = _read_facts(
+        keys, text, merge=1, is_merged=False, bias=keys.flag("multimodal_projector_bias", True)
+    )
     return text, MediaFacts("pixtral", ("image",), facts)
 
 
 def mistral3(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     text = text_part(keys, default="mistral")
     merge, bias = keys.size("spatial_merge_size", 2), keys.flag("multimodal_projector_bias")
-    facts = _facts(keys, text, merge=merge, is_merged=True, bias=bias)
+    facts = _read_facts(keys, text, merge=merge, is_merged=True, bias=bias)
     return text, MediaFacts("pixtral", ("image",), facts)
 
 
 def lighton_ocr(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Mistral 3's with Qwen3's decoder, whose rows nothing ends."""
+    """Read LightOnOCR: Mistral 3's encoder with a Qwen 3 decoder, and no row-end tokens."""
     text = text_part(keys, default="qwen3")
-    facts = _facts(keys, text, merge=keys.size("spatial_merge_size", 2), is_merged=True, bias=False)
+    facts = _read_facts(keys, text, merge=keys.size("spatial_merge_size", 2), is_merged=True, bias=False)
     facts = replace(facts, breaks=False, names=("vision_encoder", "vision_projection"))
     return text, MediaFacts("lighton_ocr", ("image",), facts)
 
 
-def _facts(
+def _read_facts(
     keys: ConfigReader, text: ConfigReader, *, merge: int, is_merged: bool, bias: bool
 ) -> PixtralFacts:
     vision = part(keys, "vision_config")
     if keys.get("vision_feature_layer") not in (None, -1):
-        raise keys.wrong("vision_feature_layer", "-1, the states behind all layers")
+        raise keys.wrong("vision_feature_layer", "-1, the states after all layers")
     hidden, heads = vision.size("hidden_size", 1024), vision.size("num_attention_heads", 16)
     rope = vision.get("rope_parameters")
-    turning = ConfigReader(vision.source, rope) if isinstance(rope, dict) else vision
+    rope_keys = ConfigReader(vision.source, rope) if isinstance(rope, dict) else vision
     facts = PixtralFacts(
         layers=vision.size("num_hidden_layers", 24),
         hidden=hidden,
@@ -88,7 +90,7 @@ def _facts(
         head_dim=hidden // heads,
         patch=side_of(vision, "patch_size", 16),
         image=side_of(vision, "image_size", 1024),
-        theta=turning.number("rope_theta", 10000.0),
+        theta=rope_keys.number("rope_theta", 10000.0),
         activation=vision.get("hidden_act") or "gelu",
         merge=merge,
         is_merged=is_merged,
@@ -99,5 +101,5 @@ def _facts(
         bias=bias,
     )
     if facts.head_dim % 4:
-        raise ConfigError(f"{vision.source}: heads of {facts.head_dim} do not turn by two axes")
+        raise ConfigError(f"{vision.source}: heads of size {facts.head_dim} do not fit 2-D rope")
     return facts

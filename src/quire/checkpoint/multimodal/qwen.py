@@ -1,4 +1,4 @@
-"""Qwen2-VL to Qwen3.5, GLM-4.1V, 4.5V and GLM-OCR: images and videos in patches of a grid."""
+"""Qwen2-VL to Qwen3.5, GLM-4.1V, 4.5V and GLM-OCR: encoders over a grid of patches for images and videos."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,55 +15,55 @@ Read = Callable[[ConfigReader], tuple[ConfigReader, MediaFacts]]
 
 @dataclass(frozen=True, slots=True)
 class GridFacts:
-    """A tower over a grid of patches, and the tokens that its vectors stand in for."""
+    """A vision encoder over a grid of patches, and its placeholder tokens."""
 
     depth: int
-    """How many layers."""
+    """Number of layers."""
     hidden: int
     heads: int
     intermediate: int
     size_out: int
-    """Numbers of a vector: the decoder's hidden size."""
+    """Output size: the decoder's hidden size."""
     patch: int
-    """Pixels of a patch's side."""
+    """Patch side in pixels."""
     frames: int
-    """Frames of a video that one patch spans; an image is repeated so often."""
+    """Number of video frames per patch; an image is repeated as often."""
     merge: int
-    """One vector is made of a square of patches with this side."""
+    """Side of the square of patches that are merged into one token."""
     activation: str
     norm_eps: float
     image_id: int
-    """The token in whose places an image's vectors stand."""
+    """Placeholder token of an image."""
     video_id: int
     start_id: int
-    """What stands before those of an image or of a frame, and behind them."""
+    """Token before the placeholders of an image or a frame; `end_id` follows them."""
     end_id: int
     video_start_id: int
-    """The same of a video, as templates write it."""
+    """Token before the placeholders of a video in chat templates; `video_end_id` follows them."""
     video_end_id: int
     channels: int = 3
     qkv_bias: bool = True
     window: int = 0
-    """Pixels of the side of a window within which most layers look; 0: all look everywhere."""
+    """Side in pixels of the attention window of most layers; 0: all layers have full attention."""
     far: tuple[int, ...] = ()
-    """Those that look everywhere none the less."""
+    """Layers with full attention despite `window`."""
     positions: int = 0
-    """The side of the square of learned positions; 0: there are none."""
+    """Side of the square of learned positions; 0: there are none."""
     aux_layers: tuple[int, ...] = ()
-    """Layers behind which further vectors are taken, for the first layers of the decoder."""
+    """Layers after which further outputs are taken for the first layers of the decoder (DeepStack)."""
     pace: float = 0.0
-    """Positions that pass in a second of a video; 0: one for each of its steps, however long."""
+    """M-RoPE positions per second of video; 0: one per temporal patch."""
     times: str = ""
-    """How frames of a video are told apart: by their time `before` each, or `behind`, or by that with the
-    word `seconds`; or not at all."""
+    """How the time of video frames is written: `before` each frame, `behind` it, behind it with the word
+    `seconds`, or empty for not at all."""
     merger: int = 0
-    """Numbers between the halves of a merger that has a gate; 0: it has none."""
+    """Intermediate size of a gated merger; 0: the merger has no gate."""
     head_norms: bool = False
-    """Whether queries and keys are normed, head by head."""
+    """Whether queries and keys have a norm per head."""
 
     @property
     def num_weights(self) -> int:
-        """About."""
+        """Return the approximate number of parameters."""
         first = self.hidden * (self.channels * self.frames * self.patch**2 + self.positions**2)
         wide, size = self.merge**2 * self.hidden, self.size_out
         if self.merger:
@@ -75,10 +75,10 @@ class GridFacts:
 
 
 def qwen2_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """`hidden_size` is the decoder's here, and `embed_dim` the tower's own."""
-    vision = _vision(keys)
+    """Read Qwen2-VL; here `hidden_size` is the decoder's, and `embed_dim` the encoder's."""
+    vision = _vision_keys(keys)
     hidden = vision.size("embed_dim", 1280)
-    grid = _grid(
+    grid = _read_grid(
         keys,
         hidden=hidden,
         intermediate=int(hidden * vision.number("mlp_ratio", 4.0)),
@@ -86,37 +86,37 @@ def qwen2_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         channels=_channels(vision),
         activation=vision.get("hidden_act") or "quick_gelu",
     )
-    return _qwen2(keys), MediaFacts("qwen2_vl", ("image", "video"), grid)
+    return _qwen2_decoder(keys), MediaFacts("qwen2_vl", ("image", "video"), grid)
 
 
 def qwen2_5_vl(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    vision = _vision(keys)
-    grid = _grid(
+    vision = _vision_keys(keys)
+    grid = _read_grid(
         keys,
         channels=_channels(vision),
         window=vision.size("window_size", 112),
-        far=_numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
+        far=_read_layer_numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
         pace=vision.number("tokens_per_second", 4.0),
     )
-    return _qwen2(keys), MediaFacts("qwen2_5_vl", ("image", "video"), grid)
+    return _qwen2_decoder(keys), MediaFacts("qwen2_5_vl", ("image", "video"), grid)
 
 
 def _channels(vision: ConfigReader) -> int:
     return vision.size("in_channels", vision.size("in_chans", 3))
 
 
-def _qwen2(keys: ConfigReader) -> ConfigReader:
+def _qwen2_decoder(keys: ConfigReader) -> ConfigReader:
     rope = {"mrope_section": [16, 24, 24]}
     return decoder_part(keys, "Qwen2ForCausalLM", rope, rms_norm_eps=1e-5, rope_theta=1000000.0)
 
 
 def qwen3_vl(architecture: str, *, sections: tuple[int, ...] = (24, 20, 20), deep: bool = True) -> Read:
-    """With this decoder, whose first layers are given vectors of their own if it is `deep`."""
+    """Return a reader for this decoder; with `deep` its first layers receive further encoder outputs."""
 
     def read(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-        vision = _vision(keys)
-        aux_layers = _numbers(vision, "deepstack_visual_indexes", (8, 16, 24)) if deep else ()
-        grid = _grid(
+        vision = _vision_keys(keys)
+        aux_layers = _read_layer_numbers(vision, "deepstack_visual_indexes", (8, 16, 24)) if deep else ()
+        grid = _read_grid(
             keys,
             {"hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16, "depth": 27},
             activation=vision.get("hidden_act") or "gelu_pytorch_tanh",
@@ -132,10 +132,10 @@ def qwen3_vl(architecture: str, *, sections: tuple[int, ...] = (24, 20, 20), dee
 
 
 def glm4v(keys: ConfigReader, times: str = "behind") -> tuple[ConfigReader, MediaFacts]:
-    """Also GLM-4.5V, whose decoder has experts. Layers are as wide within as the decoder, and the
+    """Read GLM-4.1V, and GLM-4.5V with experts. The layers' intermediate size is `out_hidden_size`; the key
     `intermediate_size` is the merger's."""
-    vision = _vision(keys)
-    grid = _grid(
+    vision = _vision_keys(keys)
+    grid = _read_grid(
         keys,
         {"hidden_size": 1536, "num_heads": 12, "depth": 24, "out_hidden_size": 4096},
         _GLM_MARKS,
@@ -146,14 +146,14 @@ def glm4v(keys: ConfigReader, times: str = "behind") -> tuple[ConfigReader, Medi
         positions=vision.size("image_size", 336) // vision.size("patch_size", 14),
         times=times,
     )
-    return _glm4(keys), MediaFacts("glm4v", ("image", "video"), grid)
+    return _glm4_decoder(keys), MediaFacts("glm4v", ("image", "video"), grid)
 
 
 def glm_ocr(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Without learned positions, and with norms of queries and keys."""
-    vision = _vision(keys)
+    """Read GLM-OCR: no learned positions, and norms of queries and keys."""
+    vision = _vision_keys(keys)
     sizes = {"hidden_size": 1024, "depth": 24, "intermediate_size": 4096, "out_hidden_size": 1536}
-    grid = _grid(
+    grid = _read_grid(
         keys,
         sizes,
         _GLM_MARKS,
@@ -163,15 +163,15 @@ def glm_ocr(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
         times="seconds",
         head_norms=True,
     )
-    return _glm4(keys), MediaFacts("glm4v", ("image", "video"), grid)
+    return _glm4_decoder(keys), MediaFacts("glm4v", ("image", "video"), grid)
 
 
 def glm46v(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """The same with either decoder."""
+    """Read GLM-4.6V, with a dense or an MoE decoder."""
     return glm4v(keys, "seconds")
 
 
-def _glm4(keys: ConfigReader) -> ConfigReader:
+def _glm4_decoder(keys: ConfigReader) -> ConfigReader:
     rope = {"mrope_section": [8, 12, 12]}
     kind = (keys.get("text_config") or {}).get("model_type")
     has_experts = kind == "glm4v_moe_text"
@@ -182,14 +182,14 @@ def _glm4(keys: ConfigReader) -> ConfigReader:
     head_dim = text.size("hidden_size") // text.size("num_attention_heads")
     if kind == "glm_ocr_text":
         return with_defaults(text, head_dim=head_dim).but(attention_bias=False)
-    own = {"attention_bias": True, "head_dim": head_dim}
-    return with_defaults(text, **own) if has_experts else text.but(**own)
+    defaults = {"attention_bias": True, "head_dim": head_dim}
+    return with_defaults(text, **defaults) if has_experts else text.but(**defaults)
 
 
-def _vision(keys: ConfigReader) -> ConfigReader:
+def _vision_keys(keys: ConfigReader) -> ConfigReader:
     vision = keys.get("vision_config")
     if not isinstance(vision, dict):
-        raise keys.wrong("vision_config", "an object that describes the tower")
+        raise keys.wrong("vision_config", "an object that describes the vision encoder")
     return ConfigReader(f"{keys.source}, vision_config", vision)
 
 
@@ -220,17 +220,17 @@ _SIZES = {
     "merge": ("spatial_merge_size", 2),
     "channels": ("in_channels", 3),
 }
-"""What the towers call their sizes, and what Qwen2.5-VL means where it is silent."""
+"""Fields, their keys in vision_config, and the defaults of Qwen2.5-VL."""
 
 
-def _grid(
+def _read_grid(
     keys: ConfigReader,
     defaults: dict[str, int] | None = None,
     marks: dict[str, tuple[str, int]] = _MARKS,
     **facts: Any,
 ) -> GridFacts:
-    """What all towers call the same, and `facts` as they are."""
-    vision, defaults = _vision(keys), defaults or {}
+    """Read the keys that all these encoders share; `facts` override fields."""
+    vision, defaults = _vision_keys(keys), defaults or {}
     read: dict[str, Any] = {"activation": vision.get("hidden_act") or "silu", "norm_eps": 1e-6}
     read |= {name: (keys.token_ids(key) or (default,))[0] for name, (key, default) in marks.items()}
     read |= {
@@ -240,11 +240,11 @@ def _grid(
     }
     grid = GridFacts(**(read | facts))
     if grid.hidden % grid.heads or grid.hidden // grid.heads % 4:
-        raise ConfigError(f"{vision.source}: {grid.heads} heads of {grid.hidden} do not turn by two axes")
+        raise ConfigError(f"{vision.source}: {grid.heads} heads of {grid.hidden} do not fit 2-D rope")
     return grid
 
 
-def _numbers(keys: ConfigReader, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+def _read_layer_numbers(keys: ConfigReader, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
     numbers = keys.get(key)
     numbers = default if numbers is None else numbers
     if not isinstance(numbers, (list, tuple)) or not all(isinstance(number, int) for number in numbers):
@@ -255,24 +255,24 @@ def _numbers(keys: ConfigReader, key: str, default: tuple[int, ...]) -> tuple[in
 def decoder_part(
     keys: ConfigReader, architecture: str, rope: dict[str, Any], **defaults: Any
 ) -> ConfigReader:
-    """The decoder as if it were alone: in text_config, or, in the first checkpoints, beside the tower."""
+    """Return the keys of the decoder: from text_config or, in the first checkpoints, from the top level."""
     part = keys.get("text_config")
     text = part if isinstance(part, dict) else {}
     whole = {key: keys.get(key) for key in ("bos_token_id", "eos_token_id") if keys.get(key) is not None}
     tied = keys.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings")))
-    if not architecture.startswith("Qwen3"):  # files of before may have it in either place
+    if not architecture.startswith("Qwen3"):  # older files may have it in either place
         tied = tied or bool(text.get("tie_word_embeddings"))
     values = {**keys.values, **text, **whole, "tie_word_embeddings": tied, "architectures": [architecture]}
     return _with_rope(with_defaults(ConfigReader(keys.source, values), **defaults), rope)
 
 
 def _with_rope(keys: ConfigReader, facts: dict[str, Any], *, over: bool = False) -> ConfigReader:
-    """Its rotation with these facts, or with them where it says nothing."""
+    """Set rope keys, as overrides or, by default, where they are missing."""
     name = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
     block = keys.get(name) or {}
     if not isinstance(block, dict):
         raise keys.wrong(name, "an object")
-    given = block | facts if over else facts | block
-    if given.get("rope_type", given.get("type")) == "mrope":
-        given = {key: value for key, value in given.items() if key != "type"} | {"rope_type": "default"}
-    return keys.but(**{name: given})
+    rope = block | facts if over else facts | block
+    if rope.get("rope_type", rope.get("type")) == "mrope":
+        rope = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": "default"}
+    return keys.but(**{name: rope})

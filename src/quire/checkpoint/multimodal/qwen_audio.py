@@ -1,4 +1,4 @@
-"""Qwen2-Audio, Audio Flamingo 3 and Voxtral: Whisper's encoder in front of a decoder."""
+"""Qwen2-Audio, Audio Flamingo 3 and Voxtral: Whisper's encoder and a decoder."""
 
 from dataclasses import dataclass
 
@@ -11,37 +11,37 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class QwenAudioFacts:
-    """An encoder, of whose states some become a vector."""
+    """An audio encoder, and how its states become tokens."""
 
     encoder: WhisperFacts
     size_out: int
-    """Numbers of a vector: the decoder's hidden size."""
+    """Output size: the decoder's hidden size."""
     audio_id: int
-    """The token in whose places a sound's vectors stand."""
+    """Placeholder token of audio."""
     activation: str = ""
-    """Between the two products of the projector; empty: it is a single one."""
+    """Activation between the two linear layers of the projector; empty: there is only one."""
     bias: bool = True
     stack: int = 0
-    """So many states lie side by side in what becomes a vector; 0: the mean of two."""
+    """Number of states that are concatenated for one token; 0: the mean of two states."""
 
     @property
     def moments(self) -> int:
-        """Of what the encoder hears at once."""
+        """Return the number of mel frames per encoder input."""
         return self.encoder.moments
 
     @property
     def tokens(self) -> int:
-        """Vectors of that."""
+        """Return the number of tokens per encoder input."""
         return self.encoder.positions // self.states
 
     @property
     def states(self) -> int:
-        """Of a vector."""
+        """Return the number of states per token."""
         return self.stack or 2
 
     @property
     def num_weights(self) -> int:
-        """About."""
+        """Return the approximate number of parameters."""
         return self.encoder.num_weights + self.size_out * (
             max(1, self.stack) * self.encoder.hidden + (self.size_out if self.activation else 0)
         )
@@ -82,7 +82,7 @@ def voxtral(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     )
     if encoder.intermediate % encoder.hidden or encoder.positions % tower.states:
         raise ConfigError(
-            f"{keys.source}: states of {encoder.hidden}, {encoder.positions} of them, do not make up vectors "
-            f"of {encoder.intermediate}"
+            f"{keys.source}: {encoder.positions} encoder states of size {encoder.hidden} cannot be stacked "
+            f"to size {encoder.intermediate}"
         )
     return text, MediaFacts("voxtral", ("audio",), tower, transcribes=True)

@@ -1,4 +1,4 @@
-"""ColQwen2 and ColPali: a small vector for each token of a page or of a question."""
+"""ColQwen2 and ColPali: a small embedding for each token of a page or a query."""
 
 from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.paligemma import paligemma
@@ -8,14 +8,14 @@ from quire.checkpoint.reader import ConfigReader
 
 
 def col_qwen2(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    return qwen2_vl(_model(keys))
+    return qwen2_vl(_vlm_keys(keys))
 
 
 def col_pali(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
-    """Which sees all of its texts in both directions, with an image or without."""
-    return paligemma(_model(keys))
+    """Read ColPali, which attends in both directions with or without an image."""
+    return paligemma(_vlm_keys(keys))
 
 
-def _model(keys: ConfigReader) -> ConfigReader:
-    """What it is made of, as if that were alone."""
+def _vlm_keys(keys: ConfigReader) -> ConfigReader:
+    """Return the keys of the underlying vision-language model."""
     return ConfigReader(keys.source, {**keys.values, **part(keys, "vlm_config").values})

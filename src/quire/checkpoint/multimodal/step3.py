@@ -1,4 +1,4 @@
-"""Step3-VL and Step-3.7: a perception encoder over an image and its windows, in front of a decoder."""
+"""Step3-VL and Step-3.7: a perception encoder over an image and its crops."""
 
 from dataclasses import dataclass
 
@@ -10,30 +10,31 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """A tower, and the product behind it."""
+    """A vision encoder and its projection."""
 
     vit: ViTFacts
-    """Of the image as a whole."""
+    """Encoder for the whole image."""
     first_norm: bool
-    """Whether there is a norm before all layers,"""
+    """Whether there is a norm before all layers."""
     last_norm: bool
-    """and one behind them."""
+    """Whether there is a norm after all layers."""
     scales: bool
-    """Whether what a layer adds is scaled number by number."""
+    """Whether the output of each layer has learned scales (LayerScale)."""
     size_out: int
     image_id: int
-    """The token in whose places an image's vectors stand."""
+    """Placeholder token of an image."""
     bias: bool
-    """Of the product."""
+    """Whether the projection has a bias."""
 
     def tokens(self, side: int) -> int:
-        """Vectors of a square of so many pixels a side: patches are halved twice."""
+        """Return the number of tokens of a square image of `side` pixels; patches are downsampled twice by
+        2."""
         patches = side // self.vit.patch
         return (-(-patches // 4)) ** 2
 
     @property
     def num_weights(self) -> int:
-        """About."""
+        """Return the approximate number of parameters."""
         return self.vit.num_weights() + ((18 + 72) * self.vit.hidden**2 + 4 * self.vit.hidden * self.size_out)
 
 
@@ -46,12 +47,12 @@ def step37(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
 
 
 _NAMES = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
-"""What transformers calls it, and what StepFun does."""
+"""Key names of transformers, and of StepFun."""
 
 
 def _read(keys: ConfigReader, text: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     vision = part(keys, "vision_config")
-    vision = vision.but(**{own: vision.get(own) or vision.get(other) for other, own in _NAMES.items()})
+    vision = vision.but(**{old: vision.get(old) or vision.get(new) for new, old in _NAMES.items()})
     hidden = vision.size("width", 1536)
     vit = ViTFacts(
         layers=vision.size("layers", 47),
@@ -65,7 +66,7 @@ def _read(keys: ConfigReader, text: ConfigReader) -> tuple[ConfigReader, MediaFa
     )
     if vision.flag("use_cls_token") or not vision.flag("use_rope2d", True):
         raise ConfigError(
-            f"{vision.source}: towers with use_cls_token or without use_rope2d are not supported"
+            f"{vision.source}: encoders with use_cls_token or without use_rope2d are not supported"
         )
     facts = StepFacts(
         vit=vit,

@@ -1,4 +1,4 @@
-"""Whisper: an encoder of sounds, whose states every token of a decoder sees."""
+"""Whisper: an audio encoder, with states that the decoder cross-attends to."""
 
 from dataclasses import dataclass
 
@@ -8,32 +8,32 @@ from quire.checkpoint.reader import ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class WhisperFacts:
-    """An encoder of sounds."""
+    """An audio encoder."""
 
     layers: int
     hidden: int
     intermediate: int
     heads: int
     mels: int
-    """Pitches of a moment."""
+    """Mel bands per frame."""
     positions: int
-    """States of the longest sound; each is of two moments."""
+    """Number of states of the longest input; each covers two mel frames."""
     activation: str
 
     @property
     def moments(self) -> int:
-        """Of what it hears at once."""
+        """Return the number of mel frames per encoder input."""
         return 2 * self.positions
 
     @property
     def num_weights(self) -> int:
-        """About: without biases."""
+        """Return the approximate number of parameters, without biases."""
         layer = self.hidden * (4 * self.hidden + 2 * self.intermediate)
         return self.layers * layer + self.hidden * (3 * self.mels + 3 * self.hidden + self.positions)
 
 
 def encoder_of(audio: ConfigReader) -> WhisperFacts:
-    """What is not said is as in Whisper-large-v3; the files of some have the names of today's models."""
+    """Read the encoder; defaults are those of Whisper-large-v3. Some files have newer key names."""
     return WhisperFacts(
         layers=audio.size("encoder_layers", audio.size("num_hidden_layers", 32)),
         hidden=audio.size("d_model", audio.size("hidden_size", 1280)),

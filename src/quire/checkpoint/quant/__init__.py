@@ -1,4 +1,4 @@
-"""Quantization: what a checkpoint's `quantization_config` says of its layers, one reader a method."""
+"""Quantization of a checkpoint: one reader of `quantization_config` per method."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,63 +24,64 @@ METHODS: dict[str, Callable[[ConfigReader], QuantFacts]] = {
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
 }
-"""By quant_method."""
+"""Readers by quant_method."""
 ONLINE = {
     "fp8": QuantFacts("fp8", all_but((), Fp8(stored=False))),
     "int8": QuantFacts("int8", all_but((), Int8(activations="none", stored=False))),
 }
-"""What a plain checkpoint can be narrowed to while it is loaded."""
+"""Methods that quantize the weights of an unquantized checkpoint while it is loaded."""
 _FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Where the tools of these methods wrote it before there was a place in config.json."""
-_SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
+"""Files of older quantization tools beside config.json, and their method."""
+_KERNEL_ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
 """Names of kernels that stand for a method."""
 
 
 def read_quant(keys: ConfigReader, path: Path | None = None) -> QuantFacts | None:
-    """What config.json says, or a file of its own beside it in `path`; None: all layers are plain."""
+    """Read the quantization from config.json, or from a file beside it in `path`; None: not quantized."""
     for key in ("quantization_config", "compression_config"):
-        said = keys.get(key)
-        if said:
-            if not isinstance(said, dict):
+        settings = keys.get(key)
+        if settings:
+            if not isinstance(settings, dict):
                 raise keys.wrong(key, "an object")
-            unsaid = "compressed-tensors" if key == "compression_config" else None
-            return _read(ConfigReader(f"{keys.source}: {key}", said), unsaid)
+            default = "compressed-tensors" if key == "compression_config" else None
+            return _read(ConfigReader(f"{keys.source}: {key}", settings), default)
     for name, method in _FILES.items():
         if path is not None and (path / name).is_file():
             return _read(ConfigReader(str(path / name), read_json(path / name)), method)
     return None
 
 
-def _read(said: ConfigReader, unsaid: str | None) -> QuantFacts:
-    """`unsaid` is the method where none is named."""
-    method = said.get("quant_method") or unsaid
+def _read(keys: ConfigReader, default: str | None) -> QuantFacts:
+    """Read the settings; `default` is the method if none is named."""
+    method = keys.get("quant_method") or default
     if str(method) not in METHODS:
         raise ConfigError(
-            f"{said.source} says quant_method {method!r}, which is not supported; known: "
+            f"{keys.source} has the quant_method {method!r}, which is not supported; known: "
             f"{', '.join(sorted(METHODS))}; use another checkpoint of this model, or the unquantized one"
         )
-    return METHODS[str(method)](said)
+    return METHODS[str(method)](keys)
 
 
-def choose_quant(asked: str | None, stored: QuantFacts | None) -> QuantFacts | None:
-    """The facts of a checkpoint in a model directory, if `--quantization` agrees."""
-    if asked is None:
+def choose_quant(requested: str | None, stored: QuantFacts | None) -> QuantFacts | None:
+    """Return the checkpoint's quantization, or an online one that `--quantization` requests; raise if they
+    differ."""
+    if requested is None:
         return stored
     if stored is not None:
-        if _SAME.get(asked, asked) != _SAME.get(stored.method, stored.method):
+        if _KERNEL_ALIASES.get(requested, requested) != _KERNEL_ALIASES.get(stored.method, stored.method):
             raise ConfigError(
-                f"quantization={asked!r} contradicts the checkpoint, whose weights are stored as"
+                f"quantization={requested!r} contradicts the checkpoint, which is stored as"
                 f" {stored.method}; leave it out"
             )
         return stored
-    if asked not in ONLINE:
-        of_files = f"; {asked} needs a checkpoint stored like that" if _is_stored_only(asked) else ""
+    if requested not in ONLINE:
+        hint = f"; {requested} needs a checkpoint in that format" if _is_stored_only(requested) else ""
         raise ConfigError(
-            f"quantization={asked!r} cannot be made of an unquantized checkpoint while it is loaded:"
-            f" {', '.join(sorted(ONLINE))} can{of_files}"
+            f"quantization={requested!r} is not supported for an unquantized checkpoint;"
+            f" use {' or '.join(sorted(ONLINE))}{hint}"
         )
-    return ONLINE[asked]
+    return ONLINE[requested]
 
 
 def _is_stored_only(name: str) -> bool:
-    return _SAME.get(name, name) in METHODS or name == "gguf"
+    return _KERNEL_ALIASES.get(name, name) in METHODS or name == "gguf"

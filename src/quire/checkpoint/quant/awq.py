@@ -1,4 +1,4 @@
-"""AWQ: 4 bits, groups of inputs with a scale and a zero."""
+"""AWQ: 4-bit weights with a scale and a zero point per group of inputs."""
 
 from quire.checkpoint.quant.facts import QuantFacts, all_but
 from quire.checkpoint.quant.schemes import Grouped
@@ -6,14 +6,14 @@ from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 
 _VERSIONS = "gemm", "marlin", "exllama"
-"""Kernels that read the one layout that files have; that of `gemv` is another."""
+"""Versions with the supported weight layout; `gemv` has another."""
 
 
 def read_awq(keys: ConfigReader) -> QuantFacts:
     version = str(keys.get("version") or "gemm").lower()
     if version not in _VERSIONS:
         raise ConfigError(
-            f"{keys.source}: version is {version!r}; only the layout of gemm can be loaded: save the "
+            f"{keys.source}: version is {version!r}; only the layout of gemm is supported: save the "
             'model again with version "gemm"'
         )
     symmetric = not keys.flag("zero_point", True)
@@ -27,5 +27,5 @@ def read_awq(keys: ConfigReader) -> QuantFacts:
 
 
 def group_size(keys: ConfigReader, key: str) -> int:
-    """Inputs that share a scale; -1: all of them."""
+    """Return the number of inputs that share a scale; -1: all."""
     return -1 if keys.get(key) in (None, -1) else keys.size(key)

@@ -1,4 +1,4 @@
-"""bitsandbytes: what transformers writes into config.json."""
+"""bitsandbytes: the settings that transformers writes into config.json."""
 
 from typing import Any, Literal
 
@@ -11,26 +11,26 @@ METHOD = "bitsandbytes"
 _KINDS: dict[Any, Literal["nf4", "fp4"]] = {"nf4": "nf4", "fp4": "fp4"}
 
 
-def read_bitsandbytes(said: ConfigReader) -> QuantFacts:
-    """Every linear layer but those that are skipped. From how large a number on an input was computed apart
-    (`llm_int8_threshold`) does not matter where inputs are not rounded."""
-    skipped: Any = said.get("llm_int8_skip_modules") or []
+def read_bitsandbytes(keys: ConfigReader) -> QuantFacts:
+    """Read the scheme of all linear layers except the skipped ones. `llm_int8_threshold` has no effect, since
+    inputs are not quantized."""
+    skipped: Any = keys.get("llm_int8_skip_modules") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
-        raise said.wrong("llm_int8_skip_modules", "a list of names")
-    return QuantFacts(METHOD, all_but(skipped, _scheme(said)))
+        raise keys.wrong("llm_int8_skip_modules", "a list of names")
+    return QuantFacts(METHOD, all_but(skipped, _read_scheme(keys)))
 
 
-def _scheme(said: ConfigReader) -> BitsAndBytes:
-    if said.flag("load_in_8bit") or said.flag("_load_in_8bit"):
+def _read_scheme(keys: ConfigReader) -> BitsAndBytes:
+    if keys.flag("load_in_8bit") or keys.flag("_load_in_8bit"):
         return BitsAndBytes("int8")
-    if not (said.flag("load_in_4bit") or said.flag("_load_in_4bit")):
+    if not (keys.flag("load_in_4bit") or keys.flag("_load_in_4bit")):
         raise ConfigError(
-            f"{said.source} says neither load_in_4bit nor load_in_8bit; one of them must be true"
+            f"{keys.source} has neither load_in_4bit nor load_in_8bit; one of them must be true"
         )
-    kind = str(said.get("bnb_4bit_quant_type") or "fp4")
+    kind = str(keys.get("bnb_4bit_quant_type") or "fp4")
     if kind not in _KINDS:
-        raise said.wrong("bnb_4bit_quant_type", "nf4 or fp4")
-    storage = said.get("bnb_4bit_quant_storage")
+        raise keys.wrong("bnb_4bit_quant_type", "nf4 or fp4")
+    storage = keys.get("bnb_4bit_quant_storage")
     if storage not in (None, "uint8"):
-        raise said.wrong("bnb_4bit_quant_storage", "uint8: save the model again with that")
-    return BitsAndBytes(_KINDS[kind], said.flag("bnb_4bit_use_double_quant"))
+        raise keys.wrong("bnb_4bit_quant_storage", "uint8: save the model again with that")
+    return BitsAndBytes(_KINDS[kind], keys.flag("bnb_4bit_use_double_quant"))

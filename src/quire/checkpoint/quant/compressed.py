@@ -1,4 +1,4 @@
-"""compressed-tensors: what llm-compressor writes into config.json."""
+"""compressed-tensors: the settings that llm-compressor writes into config.json."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 
 METHOD = "compressed-tensors"
 _LINEAR = "Linear"
-"""The one class of layers whose weights are stored like this."""
+"""The only layer class that can be quantized."""
 _PACKED = "pack-quantized"
 _FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized")
 _DENSE = (None, "dense")
@@ -20,23 +20,25 @@ _KNOWN = (
     f"channel, and int weights of 4 or 8 bits by group or channel in {_PACKED} without input_activations"
 )
 _IN_ORDER = (None, False, "weight", "static")
-"""What actorder says where a group's inputs are neighbours."""
+"""Values of actorder with groups of consecutive inputs."""
 
 
-def read_compressed(said: ConfigReader) -> QuantFacts:
-    """The scheme of each group, for the layers that it targets and `ignore` does not name."""
-    for key, what in (("sparsity_config", "sparse weights"), ("transform_config", "transformed weights")):
-        held = said.get(key)
-        if held and not (isinstance(held, dict) and held.get("format", held.get("config_groups")) in _DENSE):
+def read_compressed(keys: ConfigReader) -> QuantFacts:
+    """Read the scheme of each group, for its target layers except those in `ignore`."""
+    for key, content in (("sparsity_config", "sparse weights"), ("transform_config", "transformed weights")):
+        value = keys.get(key)
+        if value and not (
+            isinstance(value, dict) and value.get("format", value.get("config_groups")) in _DENSE
+        ):
             raise ConfigError(
-                f"{said.source}: {key} says {what}, which is not supported; "
+                f"{keys.source}: {key} has {content}, which is not supported; "
                 "use a checkpoint that is quantized alone, or the dense one"
             )
-    rules = [LayerRule(_pattern(name), None) for name in _names(said, "ignore")]
+    rules = [LayerRule(_pattern(name), None) for name in _read_names(keys, "ignore")]
     by_name, by_class = [], []
-    for name, group in _groups(said).items():
-        scheme = _scheme(group, group.get("format") or said.get("format"), name)
-        for target in _names(group, "targets"):
+    for name, group in _read_groups(keys).items():
+        scheme = _read_scheme(group, group.get("format") or keys.get("format"), name)
+        for target in _read_names(group, "targets"):
             if target == _LINEAR:
                 by_class.append(LayerRule("", scheme))
             elif re.fullmatch(r"[A-Z]\w*", target):
@@ -46,32 +48,32 @@ def read_compressed(said: ConfigReader) -> QuantFacts:
                 )
             else:
                 by_name.append(LayerRule(_pattern(target), scheme))
-    return QuantFacts(METHOD, (*rules, *by_name, *by_class), _cache(said))
+    return QuantFacts(METHOD, (*rules, *by_name, *by_class), _read_cache_dtype(keys))
 
 
-def _cache(said: ConfigReader) -> str | None:
-    """The type that `kv_cache_scheme` says."""
-    scheme = said.get("kv_cache_scheme")
+def _read_cache_dtype(keys: ConfigReader) -> str | None:
+    """Return the KV cache dtype of `kv_cache_scheme`."""
+    scheme = keys.get("kv_cache_scheme")
     if scheme is None:
         return None
     if not isinstance(scheme, dict):
-        raise said.wrong("kv_cache_scheme", "an object")
+        raise keys.wrong("kv_cache_scheme", "an object")
     if (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
         raise ConfigError(
-            f"{said.source}: kv_cache_scheme says {scheme.get('type')} keys and values of"
+            f"{keys.source}: kv_cache_scheme has {scheme.get('type')} keys and values of"
             f" {scheme.get('num_bits')} bits; float of 8 bits are supported"
         )
     return "fp8_e4m3"
 
 
-def _groups(said: ConfigReader) -> dict[str, ConfigReader]:
-    groups: Any = said.get("config_groups") or {}
+def _read_groups(keys: ConfigReader) -> dict[str, ConfigReader]:
+    groups: Any = keys.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise said.wrong("config_groups", "an object of objects")
-    return {name: ConfigReader(f"{said.source}: {name}", group) for name, group in groups.items()}
+        raise keys.wrong("config_groups", "an object of objects")
+    return {name: ConfigReader(f"{keys.source}: {name}", group) for name, group in groups.items()}
 
 
-def _names(keys: ConfigReader, key: str) -> list[str]:
+def _read_names(keys: ConfigReader, key: str) -> list[str]:
     names: Any = keys.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise keys.wrong(key, "a list of names")
@@ -79,8 +81,8 @@ def _names(keys: ConfigReader, key: str) -> list[str]:
 
 
 def _pattern(name: str) -> str:
-    """Of a layer's name, or after `re:` of how it begins. The text part of a model that also sees is named
-    without the name of that part here."""
+    """Return a pattern of the layer name or, after `re:`, of its beginning. The prefix of the text part of
+    multimodal models is removed."""
     if name.startswith("re:"):
         try:
             return re.compile(f"^(?:{name[3:]})").pattern
@@ -89,12 +91,12 @@ def _pattern(name: str) -> str:
     return rf"(^|\.){re.escape(name.replace('language_model.', ''))}$"
 
 
-def _scheme(group: ConfigReader, format: Any, name: str) -> Scheme:
+def _read_scheme(group: ConfigReader, format: Any, name: str) -> Scheme:
     weights, inputs = group.get("weights"), group.get("input_activations")
-    for key, held in (("weights", weights), ("input_activations", inputs)):
-        if held is not None and not isinstance(held, dict):
+    for key, value in (("weights", weights), ("input_activations", inputs)):
+        if value is not None and not isinstance(value, dict):
             raise group.wrong(key, "an object")
-        inner = ConfigReader(f"{group.source}: {key}", held or {})
+        inner = ConfigReader(f"{group.source}: {key}", value or {})
         for name, kind in _KINDS.items():
             if inner.get(name) is not None and type(inner.get(name)) is not kind:
                 raise inner.wrong(name, "a whole number" if kind is int else "a word")
@@ -106,28 +108,30 @@ def _scheme(group: ConfigReader, format: Any, name: str) -> Scheme:
         scheme = reader(weights, inputs, format) if reader else None
     if scheme is None:
         raise ConfigError(
-            f"{group.source} stores {_told(weights, 'weights')} and {_told(inputs, 'input_activations')} in "
-            f"the format {format!r}, which is not supported; {_KNOWN}"
+            f"{group.source} stores {_describe(weights, 'weights')} and "
+            f"{_describe(inputs, 'input_activations')} in the format {format!r}, which is not supported; "
+            f"{_KNOWN}"
         )
     return scheme
 
 
-def _told(of: Mapping[str, Any] | None, what: str) -> str:
-    if not of:
+def _describe(args: Mapping[str, Any] | None, what: str) -> str:
+    if not args:
         return f"no {what}"
-    uneven = "" if of.get("symmetric", True) else "asymmetric "
-    return f"{uneven}{what} of {of.get('num_bits', 8)} bits ({of.get('type', 'int')}, by {_by(of)})"
+    asymmetric = "" if args.get("symmetric", True) else "asymmetric "
+    kind = f"{args.get('type', 'int')}, by {_granularity(args)}"
+    return f"{asymmetric}{what} of {args.get('num_bits', 8)} bits ({kind})"
 
 
-def _by(of: Mapping[str, Any]) -> str:
-    """What has one scale. Without a word it follows from the size of groups."""
-    size = of.get("group_size")
+def _granularity(args: Mapping[str, Any]) -> str:
+    """Return the granularity of the scales. The default follows from the group size."""
+    size = args.get("group_size")
     implied = "tensor" if size is None else "group" if size > 0 else "channel"
-    return str(of.get("strategy") or implied)
+    return str(args.get("strategy") or implied)
 
 
 def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
-    by = _by(weights)
+    by = _granularity(weights)
     kinds: dict[str, Literal["tensor", "channel", "block"]]
     kinds = {"tensor": "tensor", "channel": "channel", "block": "block"}
     acts: dict[Any, Literal["token", "tensor", "static", "group", "none"]]
@@ -138,29 +142,34 @@ def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: s
         ("tensor", False): "static",
         ("group", True): "group",
     }
-    narrowed = acts.get(inputs and (_by(inputs), bool(inputs.get("dynamic"))))
-    if by not in kinds or narrowed is None or format == _PACKED or (inputs and not _like(weights, inputs)):
+    activations = acts.get(inputs and (_granularity(inputs), bool(inputs.get("dynamic"))))
+    if (
+        by not in kinds
+        or activations is None
+        or format == _PACKED
+        or (inputs and not _is_same_type(weights, inputs))
+    ):
         return None
     block = re.fullmatch(r"\D*(\d+)\D+(\d+)\D*", str(weights.get("block_structure") or (128, 128)))
-    return None if block is None else Fp8(kinds[by], narrowed, (int(block[1]), int(block[2])))
+    return None if block is None else Fp8(kinds[by], activations, (int(block[1]), int(block[2])))
 
 
 def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
     if format == _PACKED:
         return _grouped(weights, inputs, format)
-    by = _by(weights)
+    by = _granularity(weights)
     if by not in ("tensor", "channel") or not weights.get("symmetric", True):
         return None
     kind: Literal["tensor", "channel"] = "tensor" if by == "tensor" else "channel"
     if not inputs:
         return Int8(kind, "none")
-    if not _like(weights, inputs) or _by(inputs) not in ("token", "tensor"):
+    if not _is_same_type(weights, inputs) or _granularity(inputs) not in ("token", "tensor"):
         return None
     return Int8(kind, "token" if inputs.get("dynamic") else "static", bool(inputs.get("symmetric", True)))
 
 
 def _grouped(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> Scheme | None:
-    by = _by(weights)
+    by = _granularity(weights)
     if format != _PACKED or inputs or by not in ("group", "channel"):
         return None
     return Grouped(
@@ -172,8 +181,8 @@ def _grouped(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, forma
     )
 
 
-def _like(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
-    """Whether inputs are narrowed to the type of the weights."""
+def _is_same_type(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
+    """Return whether inputs and weights are quantized to the same type."""
     return all(inputs.get(key, default) == weights.get(key, default) for key, default in _TYPE.items())
 
 

@@ -1,4 +1,4 @@
-"""QuantFacts: which layers of a checkpoint are stored in which scheme."""
+"""QuantFacts: the layers of a checkpoint and their quantization schemes."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from quire.checkpoint.quant.schemes import Scheme
 
 
 class LayerRule(NamedTuple):
-    """The layers whose dotted names have a match of `pattern`, and their scheme; None: they are plain."""
+    """Layers with a dotted name that matches `pattern`, and their scheme; None: not quantized."""
 
     pattern: str
     scheme: Scheme | None
@@ -17,20 +17,20 @@ class LayerRule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QuantFacts:
-    """What a checkpoint says of how its layers are stored, or what was asked for."""
+    """Quantization of a checkpoint, or the online quantization that was requested."""
 
     method: str
-    """As the checkpoint calls it."""
+    """Method name in the checkpoint."""
     rules: tuple[LayerRule, ...]
-    """The first that matches decides; without one a layer is plain."""
+    """The first matching rule applies; a layer without one is not quantized."""
     cache: str | None = None
-    """The type of keys and values that its scales were made for."""
+    """KV cache dtype that the checkpoint has scales for."""
 
     def scheme(self, name: str) -> Scheme | None:
         return next((rule.scheme for rule in self.rules if re.search(rule.pattern, name)), None)
 
 
 def all_but(skipped: Iterable[str], scheme: Scheme) -> tuple[LayerRule, ...]:
-    """Every layer but those with one of these names, whole or as a part between dots."""
+    """Return rules for all layers except those with one of these names, whole or between dots."""
     plain = (LayerRule(rf"(^|\.){re.escape(name)}(\.|$)", None) for name in skipped)
     return (*plain, LayerRule("", scheme))

@@ -1,4 +1,4 @@
-"""GPTQ: 4 or 8 bits, groups of inputs with a scale and a zero, perhaps not of neighbours."""
+"""GPTQ: 4- or 8-bit weights with a scale and a zero point per group of inputs, optionally with act-order."""
 
 import re
 from dataclasses import replace
@@ -27,36 +27,37 @@ def read_gptq(keys: ConfigReader) -> QuantFacts:
         layout="gptq_v2" if named == "gptq_v2" else "gptq",
     )
     skipped = () if keys.flag("lm_head") else ("lm_head",)
-    return QuantFacts("gptq", (*_dynamic(keys, scheme), *all_but(skipped, scheme)))
+    return QuantFacts("gptq", (*_read_dynamic(keys, scheme), *all_but(skipped, scheme)))
 
 
-def _dynamic(keys: ConfigReader, scheme: Grouped) -> tuple[LayerRule, ...]:
-    """Patterns of how names begin, after `-:` where layers are plain, with what is other than elsewhere."""
-    said = keys.get("dynamic") or {}
-    if not isinstance(said, dict):
+def _read_dynamic(keys: ConfigReader, scheme: Grouped) -> tuple[LayerRule, ...]:
+    """Read `dynamic`: patterns of the beginning of layer names, with their changed settings. After `-:` the
+    layers are not quantized."""
+    patterns = keys.get("dynamic") or {}
+    if not isinstance(patterns, dict):
         raise keys.wrong("dynamic", "an object of patterns")
     rules = []
-    for pattern, changes in said.items():
-        begins = f"^(?:{re.sub(r'^[+-]:', '', pattern)})"
+    for pattern, changes in patterns.items():
+        regex = f"^(?:{re.sub(r'^[+-]:', '', pattern)})"
         try:
-            re.compile(begins)
+            re.compile(regex)
         except re.error as error:
             raise ConfigError(
-                f"{keys.source}: dynamic has {pattern!r}, which is no pattern: {error}"
+                f"{keys.source}: dynamic has {pattern!r}, which is not a valid pattern: {error}"
             ) from error
         is_plain = pattern.startswith("-:")
-        rules.append(LayerRule(begins, None if is_plain else _changed(keys, scheme, changes or {})))
+        rules.append(LayerRule(regex, None if is_plain else _apply_changes(keys, scheme, changes or {})))
     return tuple(rules)
 
 
-def _changed(keys: ConfigReader, scheme: Grouped, changes: dict[str, object]) -> Grouped:
+def _apply_changes(keys: ConfigReader, scheme: Grouped, changes: dict[str, object]) -> Grouped:
     if not isinstance(changes, dict):
         raise keys.wrong("dynamic", "an object of patterns with an object each")
-    own = ConfigReader(f"{keys.source}: dynamic", changes)
+    changed = ConfigReader(f"{keys.source}: dynamic", changes)
     return replace(
         scheme,
-        bits=own.size("bits", scheme.bits),
-        group=scheme.group if own.get("group_size") is None else group_size(own, "group_size"),
-        symmetric=own.flag("sym", scheme.symmetric),
-        act_order=own.flag("desc_act", scheme.act_order),
+        bits=changed.size("bits", scheme.bits),
+        group=scheme.group if changed.get("group_size") is None else group_size(changed, "group_size"),
+        symmetric=changed.flag("sym", scheme.symmetric),
+        act_order=changed.flag("desc_act", scheme.act_order),
     )

@@ -1,4 +1,4 @@
-"""Schemes: how the weight of one layer is stored, apart from which layer it is and from its file's names."""
+"""Quantization schemes: how the weight of a layer is stored."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -6,67 +6,67 @@ from typing import ClassVar, Literal
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a layer's weight is kept in fewer bits than it computes with."""
+    """How a layer's weight is stored in fewer bits than it is computed in."""
 
     marks: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of tensors that only a layer stored like this has."""
+    """Suffixes of tensors that only layers of this scheme have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Scheme):
-    """Numbers of 8 bits with an exponent (e4m3), and scales."""
+    """8-bit floating-point weights (e4m3) with scales."""
 
     marks: ClassVar = ("weight_scale", "weight_scale_inv")
     weights: Literal["tensor", "channel", "block"] = "channel"
-    """What has one scale."""
+    """Granularity of the weight scales."""
     activations: Literal["token", "tensor", "static", "group", "none"] = "token"
-    """What has one scale where a layer's inputs are narrowed, too; `static`: it is stored; `none`: they are
-    not."""
+    """Granularity of the input scales; `static`: stored in the checkpoint; `none`: inputs are not
+    quantized."""
     block: tuple[int, int] = (128, 128)
     scale_name: str = "weight_scale"
     """Suffix of the scales."""
     stored: bool = True
-    """False: weights are stored plain, and narrowed while they are loaded."""
+    """Whether the checkpoint is quantized; otherwise weights are quantized while they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int8(Scheme):
-    """Whole numbers of 8 bits, and scales."""
+    """8-bit integer weights with scales."""
 
     marks: ClassVar = ("weight_scale",)
     weights: Literal["tensor", "channel"] = "channel"
     activations: Literal["token", "static", "none"] = "token"
     symmetric: bool = True
-    """Of inputs: False where 0 may be stored as another number."""
+    """Whether inputs are quantized without a zero point."""
     stored: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped(Scheme):
-    """Whole numbers of few bits; so many inputs of an output have a scale, and some a zero of their own."""
+    """Integer weights of few bits, with a scale and possibly a zero point per group of inputs."""
 
     marks: ClassVar = ("qweight", "weight_packed")
     bits: int
     group: int
-    """-1: all of them."""
+    """Inputs per group; -1: all."""
     symmetric: bool
     act_order: bool
-    """Whether a group is not made of neighbours: the file says of each input which it is in."""
+    """Whether groups are not consecutive inputs: the file has the group of each input."""
     layout: Literal["awq", "gptq", "gptq_v2", "compressed"]
 
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes(Scheme):
-    """The weights of the package of that name."""
+    """Weights in the formats of the bitsandbytes package."""
 
     marks: ClassVar = ("weight.absmax", "SCB")
     kind: Literal["nf4", "fp4", "int8"]
     nested: bool = False
-    """Whether the scales are narrowed as well."""
+    """Whether the scales are quantized, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4(Scheme):
-    """Numbers of 4 bits with an exponent (e2m1), 32 of which have a power of two for their scale."""
+    """4-bit floating-point weights (e2m1), with a power-of-two scale per 32 weights."""
 
     marks: ClassVar = ("_blocks",)

@@ -14,11 +14,11 @@ from quire.kernels.cpu.native import TYPES, Kernel, library, recording
 HEAD_DIM_STEP = 8
 """Head sizes are multiples of this."""
 KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
-"""Numbers of what a cache may hold, as in kept.h."""
+"""Numbers of the KV cache dtypes, equal to those in cache_dtype.h."""
 
 
 class _Job(ctypes.Structure):
-    """The same fields, in the same order, as in attention.c."""
+    """Job of the kernel, with the same fields in the same order as in attention.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("out", "q", "k_cache", "v_cache")),
@@ -35,13 +35,13 @@ class _Job(ctypes.Structure):
 
 
 _attention = Kernel("quire_attention")
-_own = threading.local()
+_local = threading.local()
 
 
 @functools.cache
-def _room() -> Callable[..., int]:
+def _scratch_size() -> Callable[..., int]:
     loaded = library()
-    assert loaded is not None, "ask library() first"
+    assert loaded is not None, "call library() first"
     function = loaded["quire_attention_room"]
     function.argtypes = [ctypes.POINTER(_Job), *[ctypes.c_int64] * 4]
     function.restype = ctypes.c_int64
@@ -49,10 +49,10 @@ def _room() -> Callable[..., int]:
 
 
 def _scratch(num_bytes: int) -> Tensor:
-    """Memory of this Python thread that all its calls share; what is not touched costs nothing."""
-    memory: Tensor | None = getattr(_own, "memory", None)
+    """Return scratch memory that all calls of this Python thread share; untouched pages cost nothing."""
+    memory: Tensor | None = getattr(_local, "memory", None)
     if memory is None or len(memory) < num_bytes:
-        memory = _own.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        memory = _local.memory = torch.empty(num_bytes, dtype=torch.uint8)
     return memory
 
 
@@ -75,12 +75,13 @@ def attend(
     reach: Tensor | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """[T, heads, head_dim] queries of all sequences -> the same shape. Caches, sinks and slopes as the
-    backends have them, `reach` as in `Batch`; `scales` are what keys and values were divided by."""
+    """Compute attention of the queries [T, heads, head_dim] of all sequences; the output has the same shape.
+    Caches, sinks and slopes are as in the backends, `reach` is as in `Batch`. `scales` are the scales of the
+    cached keys and values."""
     assert q.dtype in TYPES and k_cache.dtype in KEPT
     assert sinks is None or (sinks.dtype in TYPES and sinks.is_contiguous())
     assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and not softcap)
-    q, maybe = _rows(q), (sinks, alibi_slopes, reach)
+    q, optional = _contiguous_heads(q), (sinks, alibi_slopes, reach)
     out = q.new_empty(q.shape)
     job = _Job(
         out.data_ptr(),
@@ -91,7 +92,7 @@ def attend(
         block_tables.data_ptr(),
         query_starts.data_ptr(),
         seq_lens.data_ptr(),
-        *(None if each is None else each.data_ptr() for each in maybe),
+        *(None if tensor is None else tensor.data_ptr() for tensor in optional),
         q.stride(0),
         block_tables.shape[1],
         len(seq_lens),
@@ -110,22 +111,22 @@ def attend(
     )
     if recording():  # the sequences may grow until the tables are full
         max_seq_len = block_tables.shape[1] * k_cache.shape[1]
-    scratch = _scratch(_room()(job, len(q), max_query_len, max_seq_len, torch.get_num_threads()))
+    scratch = _scratch(_scratch_size()(job, len(q), max_query_len, max_seq_len, torch.get_num_threads()))
     job.memory = scratch.data_ptr()
     read = q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens
-    _attention(job, out, scratch, *read, *(each for each in maybe if each is not None))
+    _attention(job, out, scratch, *read, *(tensor for tensor in optional if tensor is not None))
     return out
 
 
 def slot_stride(k_cache: Tensor, v_cache: Tensor) -> int:
-    """How far apart two tokens lie, whose heads lie side by side: further than these are wide where layers
-    share their memory."""
+    """Return the stride between two tokens of a cache with contiguous heads. It exceeds their size if layers
+    share the memory."""
     _, block_size, _, head_dim = k_cache.shape
     stride = k_cache.stride(1)
     assert k_cache.stride() == v_cache.stride() == (block_size * stride, stride, head_dim, 1)
     return stride
 
 
-def _rows(x: Tensor) -> Tensor:
-    """`x` with the heads of a token side by side."""
+def _contiguous_heads(x: Tensor) -> Tensor:
+    """Return `x` with contiguous heads for each token."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

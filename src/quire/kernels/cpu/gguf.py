@@ -1,4 +1,4 @@
-"""Packed weights: their forms, their repacking and their rows in C (`csrc/quantized*.c`)."""
+"""GGUF weights on a CPU: formats, repacking and row lookup in C (`csrc/gguf*.c`)."""
 
 import functools
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from quire.kernels.cpu.native import Kernel, structure
 
 
 class GGUFForm(NamedTuple):
-    """How a ggml type is kept; the numbers as in linear.h and quantized_pack.c."""
+    """In-memory format of a ggml type; the numbers are those of linear.h and gguf_pack.c."""
 
     type: int
     form: int
     bits: int
-    """Of a code. Types of 5 and 6 bits take 8, and those whose codes stand for other numbers."""
+    """Bits per code in memory. Types of 5 and 6 bits and those with a lookup table use 8."""
     head_bytes: int
-    """Of the scales and minima of 32 columns."""
+    """Bytes of the scales and minima of 32 columns."""
     stored_bytes: int
-    """Of a block of the file."""
+    """Bytes of a block in the file."""
     stored_columns: int = BLOCK
 
     @property
@@ -48,11 +48,11 @@ TYPES = {
 
 
 _PADDING = 64
-"""Bytes behind the last row that a wide load may touch."""
+"""Bytes after the last row that a wide load may read."""
 
 
 class _WeightArena:
-    """Memory for many weights, side by side: some allocators round each piece up to two megabytes."""
+    """Memory pool for many weights: some allocators round each allocation up to two megabytes."""
 
     CHUNK = 32 << 20
 
@@ -67,7 +67,7 @@ class _WeightArena:
         return taken
 
 
-_room = _WeightArena()
+_arena = _WeightArena()
 _pack = Kernel("quire_pack")
 _PackJob = structure("into stored", "type form rows columns interleaved stored_row_bytes")
 _rows = Kernel("quire_rows")
@@ -76,24 +76,24 @@ _RowsJob = structure("out ids matrix", "num_ids out_bf16")
 
 @functools.cache
 def group_rows() -> int:
-    """How many rows lie side by side in the interleaved layout; 0: this CPU does not multiply it."""
+    """Return the number of rows per group of the interleaved layout; 0 if this CPU does not support it."""
     library = native.library()
     return 0 if library is None else int(library.quire_group())
 
 
 def interleaves() -> bool:
-    """Whether this CPU multiplies interleaved weights in whole numbers; else in float, row by row."""
+    """Whether this CPU uses integer GEMM on interleaved weights; otherwise float GEMM, row by row."""
     return group_rows() > 0
 
 
 def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
-    """[rows, bytes] as in a GGUF file, repacked."""
+    """Repack the weight [rows, bytes] of a GGUF file."""
     form = TYPES[kind]
     rows, from_row_bytes = stored.shape
     columns = from_row_bytes // form.stored_bytes * form.stored_columns
     row_bytes = columns // BLOCK * form.block_bytes
     kept_rows = -(-rows // group_rows()) * group_rows() if interleaved else rows
-    packed = _room.take(kept_rows * row_bytes + _PADDING)
+    packed = _arena.take(kept_rows * row_bytes + _PADDING)
     stored = stored.contiguous()
     job = _PackJob(
         packed.data_ptr(),
@@ -110,14 +110,14 @@ def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
 
 
 class GGUFRows:
-    """Rows of a matrix, as exact as it has them."""
+    """Lookup of dequantized rows of a matrix, for embeddings."""
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
         self._in_c = torch.tensor(matrix.in_c())
 
     def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T] int64 -> [T, columns]."""
+        """Return the rows [T, columns] of ids [T] int64."""
         assert ids.dtype == torch.int64 and ids.is_contiguous()
         out = torch.empty(len(ids), self.matrix.columns, dtype=dtype)
         job = _RowsJob(
@@ -128,7 +128,7 @@ class GGUFRows:
 
 
 def unpack_reference(stored: Tensor, kind: str) -> Tensor:
-    """[rows, bytes] as in a GGUF file -> [rows, columns] float32."""
+    """Dequantize the weight [rows, bytes] of a GGUF file to [rows, columns] float32."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -136,5 +136,5 @@ def unpack_reference(stored: Tensor, kind: str) -> Tensor:
 
 
 def product_reference(x: Tensor, parts: Sequence[tuple[Tensor, str]], bias: Tensor | None = None) -> Tensor:
-    """`Product` over parts given as (bytes of the file, type)."""
+    """Compute x W^T + bias in torch, where W consists of parts (bytes of the file, type)."""
     return linear_reference(x, torch.cat([unpack_reference(*part) for part in parts]), bias)

@@ -1,4 +1,4 @@
-"""Products with plain weights in C (`csrc/linear.c`), and what packed ones share with them."""
+"""GEMM in C (`csrc/linear.c`) with plain, fp8 and packed weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from torch.nn import functional as F
 from quire.kernels.cpu.native import Kernel, structure
 
 BLOCK = 32
-"""Columns of a packed weight that are stored together."""
+"""Columns per block of a packed weight."""
 FORMS = {torch.float32: 0, torch.bfloat16: 1}
-"""Numbers of the plain forms, as in linear.h."""
+"""Numbers of the plain formats, equal to those in linear.h."""
 FP8_FORMS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 10}
-"""Those of plain forms with scales."""
+"""Numbers of the fp8 formats, which have scales."""
 _ROUNDED_BYTES = 80
-"""Of a block of a row of x, in scratch."""
+"""Bytes of a quantized block of a row of x, in scratch memory."""
 PANEL = 6
-"""Rows of x that lie side by side in scratch, at most."""
+"""Maximum rows of x per panel in scratch memory."""
 _LANES = 16
-"""Columns of plain rows that lie side by side there, at most."""
+"""Columns of a plain row are padded to a multiple of this in scratch memory."""
 
 
 _linear = Kernel("quire_linear")
@@ -32,7 +32,7 @@ _Job = structure(
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight [rows, columns] in one of the forms of linear.h."""
+    """A weight [rows, columns] in one of the formats of linear.h."""
 
     data: Tensor
     form: int
@@ -40,9 +40,9 @@ class Matrix:
     columns: int
     interleaved: bool
     row_bytes: int
-    """Interleaved: the share of a row in its group."""
+    """Bytes of a row; of an interleaved row, its share of the group."""
     scales: Tensor | None = None
-    """Of floats of 8 bits, [blocks of rows, blocks of columns] float32."""
+    """Scales of fp8 weights, [blocks of rows, blocks of columns] float32."""
     scale_block: tuple[int, int] = (1, 1)
     """Rows and columns that share a scale."""
 
@@ -54,7 +54,7 @@ class Matrix:
 
     @staticmethod
     def fp8(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> "Matrix":
-        """Floats of 8 bits with a scale for each row, or for each `block` of rows and columns."""
+        """Return an fp8 matrix with a scale per row, or per `block` of rows and columns."""
         assert weight.is_contiguous() and scales.dtype == torch.float32 and scales.is_contiguous()
         rows, columns = weight.shape
         high, wide = block or (1, columns)
@@ -65,33 +65,33 @@ class Matrix:
 
     @property
     def held(self) -> list[Tensor]:
-        """The memory that `in_c` points to."""
+        """Return the tensors that `in_c` points to."""
         return [self.data] if self.scales is None else [self.data, self.scales]
 
     @property
     def own_bytes(self) -> Tensor:
-        """Of its rows, without what may come behind them."""
+        """Return the bytes of the rows, without padding after them."""
         return self.data.flatten().view(torch.uint8)[: self.rows * self.row_bytes]
 
     @property
     def prepared_bytes(self) -> int:
-        """Of a row of x that the matrix is multiplied with, in scratch."""
+        """Return the bytes of a prepared row of x in scratch memory."""
         if self.interleaved:
             return self.columns // BLOCK * _ROUNDED_BYTES
         return -(-self.columns // _LANES) * _LANES * 4
 
     def in_c(self) -> list[int]:
-        """The fields of `Matrix` in linear.h."""
+        """Return the values of the fields of `Matrix` in linear.h."""
         sizes = self.form, self.rows, self.columns, self.interleaved, self.row_bytes
         scales = 0 if self.scales is None else self.scales.data_ptr()
         return [self.data.data_ptr(), *map(int, sizes), scales, *self.scale_block]
 
 
 class LinearProduct:
-    """x W^T + bias, where W is made of `parts`, all interleaved or none, stacked along the output. If it is
-    `wide`, in float32 whatever x is.
+    """Linear layer x W^T + bias, where W consists of `parts`, all interleaved or none, stacked along the
+    output. With `wide`, the output is float32 for any dtype of x.
 
-    A row of the result has the same bits alone and in any batch, with any number of threads.
+    A row of the result is bitwise equal alone and in any batch, with any number of threads.
     """
 
     def __init__(self, parts: Sequence[Matrix], bias: Tensor | None = None, *, wide: bool = False) -> None:
@@ -105,7 +105,8 @@ class LinearProduct:
         self._size_in, self._size_out = parts[0].columns, sum(part.rows for part in parts)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, size_in], float32 or bfloat16 -> [T, size_out], the same unless it is `wide`."""
+        """Multiply x [T, size_in], float32 or bfloat16; return [T, size_out] in its dtype, or float32 if
+        `wide`."""
         assert x.dtype in FORMS and x.stride(1) == 1 and x.shape[1] == self._size_in
         num_rows, is_bf16 = len(x), x.dtype == torch.bfloat16
         out = x.new_empty(num_rows, self._size_out, dtype=torch.float32 if self.wide else x.dtype)
@@ -134,5 +135,5 @@ class LinearProduct:
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same in torch, in float64, rounded once at the end."""
+    """Compute x W^T + bias in torch, in float64, rounded once at the end."""
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Masks in C (`csrc/masks.c`) on a CPU. The reference in numpy is `sampling/constrain.py`."""
+"""Token masks of constrained sampling in C (`csrc/masks.c`). The reference is `sampling/constrain.py`."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ _Job = structure("x packed", "num_masks num_words vocab stride bf16")
 
 
 def apply_masks(logits: Tensor, packed: Tensor) -> None:
-    """Take out of `logits` [N, V], in place, what is not in `packed` [masks, 1 + words] int32: of each mask
-    its row, then its bits."""
+    """Set the logits [N, V] of disallowed tokens to minus infinity, in place. `packed` [masks, 1 + words]
+    int32 holds the row of each mask, then its bits."""
     assert logits.dtype in TYPES and logits.stride(1) == 1 and packed.is_contiguous()
     job = _Job(
         logits.data_ptr(),

@@ -1,4 +1,4 @@
-"""Mixtures of experts in C (`csrc/experts.c`). The reference in torch is `kernels/reference/moe.py`."""
+"""Mixtures of experts in C (`csrc/moe.c`). The reference in torch is `kernels/reference/moe.py`."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from quire.kernels.reference.activations import in_c
 from quire.kernels.reference.moe import ExpertAdapters
 
 MAX_EXPERTS = 1024
-"""As in experts.c."""
+"""Maximum experts, equal to that in moe.c."""
 _MAX_ROWS = 8192
-"""Pairs of a token and an expert that are computed at a time: scratch has four numbers for each of a row."""
+"""Maximum pairs of token and expert per call, which limits the scratch memory."""
 _GROUP_FIELDS = 7
 
 _route = Kernel("quire_route")
@@ -35,7 +35,8 @@ _ExpertsJob = structure(
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`experts.route` of float32 or bfloat16 logits; `bias` is float32. Of equals the first is chosen."""
+    """Choose the experts like `reference.moe.route`, from float32 or bfloat16 logits; `bias` is float32.
+    Among equal scores the first wins."""
     num_tokens, num_experts = logits.shape
     assert logits.dtype in FORMS and logits.stride(1) == 1 and num_experts <= MAX_EXPERTS
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
@@ -63,10 +64,10 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 class CpuExperts:
-    """The experts of a layer: the weighted sum of what the chosen ones make of each token.
+    """The experts of a layer, which return the weighted sum of the chosen experts' outputs for each token.
 
-    Each has the parts of its gate and up projections, stacked along the output, and its down projection. A
-    row of the result has the same bits alone and in any batch, with any number of threads.
+    Each expert has the parts of its gate and up projections, stacked along the output, and its down
+    projection. A row of the result is bitwise equal alone and in any batch, with any number of threads.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class CpuExperts:
         self._first, self._last, self._num_parts = parts[0], down[0], len(gate_up[0])
         self._num_experts, self._hidden, self._size = len(down), down[0].rows, down[0].columns
         assert sum(part.rows for part in gate_up[0]) == 2 * self._size
-        matrices = [torch.tensor([part.in_c() for part in of]) for of in (parts, list(down))]
+        matrices = [torch.tensor([part.in_c() for part in group]) for group in (parts, list(down))]
         biases = [None if bias is None else bias.float().contiguous() for bias in (gate_up_bias, down_bias)]
         self._pointers = [None if held is None else held.data_ptr() for held in (*matrices, *biases)]
         self._biases = [bias for bias in biases if bias is not None]
@@ -94,29 +95,30 @@ class CpuExperts:
         self._keep += [tensor for part in (*parts, *down) for tensor in part.held]
 
     def by_expert(self) -> list[list[Tensor]]:
-        """All that the kernel reads, in bytes: of each matrix, of its scales and of each bias what is each
-        expert's."""
-        found = [[matrix.own_bytes for matrix in of] for of in self._matrices]
-        found += [
-            [matrix.scales.flatten().view(torch.uint8) for matrix in of if matrix.scales is not None]
-            for of in self._matrices
-            if of[0].scales is not None
+        """Return the bytes that the kernel reads of each matrix, its scales and each bias, as one list per
+        tensor with an entry per expert."""
+        tensors = [[matrix.own_bytes for matrix in matrices] for matrices in self._matrices]
+        tensors += [
+            [matrix.scales.flatten().view(torch.uint8) for matrix in matrices if matrix.scales is not None]
+            for matrices in self._matrices
+            if matrices[0].scales is not None
         ]
-        return found + [list(bias.view(torch.uint8)) for bias in self._biases]
+        return tensors + [list(bias.view(torch.uint8)) for bias in self._biases]
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, adapters: ExpertAdapters | None = None
     ) -> Tensor:
-        """[T, hidden], float32 or bfloat16, with the [T, per_token] that `route` returns -> [T, hidden]."""
+        """Return the mixed outputs [T, hidden] of x [T, hidden], with ids and weights [T, per_token] of
+        `route`."""
         assert x.dtype in FORMS and x.stride(1) == 1 and x.shape[1] == self._first.columns
         assert ids.dtype == torch.int32 and ids.is_contiguous()
         assert weights.dtype == torch.float32 and weights.is_contiguous()
         out = torch.empty(len(x), self._hidden, dtype=x.dtype)
         step = max(_MAX_ROWS // ids.shape[1], 1)
         for start in range(0, len(x), step):
-            some = slice(start, start + step)
-            own = None if adapters is None else adapters._replace(tokens=adapters.tokens[some])
-            self._run(out[some], x[some], ids[some], weights[some], own)
+            rows = slice(start, start + step)
+            part = None if adapters is None else adapters._replace(tokens=adapters.tokens[rows])
+            self._run(out[rows], x[rows], ids[rows], weights[rows], part)
         return out
 
     def _run(
@@ -150,7 +152,8 @@ class CpuExperts:
         _experts(job, out, x, ids, weights, *scratch, *held, *self._keep)
 
     def _scratch(self, num_tokens: int, num_rows: int) -> list[Tensor]:
-        """The fields of the job from `counts` to `outer`. Only experts with 4 rows or more fill up panels."""
+        """Return the tensors of the job's fields from `counts` to `outer`. Only experts with at least 4 rows
+        pad their panels."""
         panels = num_rows + min(self._num_experts, num_rows // 4) * (PANEL - 1)
         copies = torch.get_num_threads() if num_tokens == 1 else panels
         return [
@@ -168,13 +171,14 @@ class CpuExperts:
 def _adapters_in_c(
     adapters: ExpertAdapters | None, num_rows: int
 ) -> tuple[list[int | None], list[int], list[Tensor]]:
-    """The fields of the job from `slots` to `ranks`, those from `rank` on, and the memory of all."""
+    """Return the pointers of the job's fields `slots` to `ranks`, the sizes from `rank` on, and the
+    tensors."""
     if adapters is None:
         return [None] * 6, [0] * 3, []
     *matrices, tokens = adapters
     rank, stride, dtype = adapters.down_b.shape[-1], adapters.down_b.stride(0), adapters.down_b.dtype
     assert tokens.dtype == torch.int32 and tokens.is_contiguous() and dtype in FORMS
-    assert all(each[0].is_contiguous() for each in matrices)
-    assert len(adapters.down_b) == 1 or {each.stride(0) for each in matrices} == {stride}
+    assert all(matrix[0].is_contiguous() for matrix in matrices)
+    assert len(adapters.down_b) == 1 or {matrix.stride(0) for matrix in matrices} == {stride}
     held = [tokens, *matrices, torch.empty(num_rows * 2 * rank, dtype=torch.float32)]
-    return [each.data_ptr() for each in held], [rank, stride, dtype == torch.bfloat16], held
+    return [tensor.data_ptr() for tensor in held], [rank, stride, dtype == torch.bfloat16], held

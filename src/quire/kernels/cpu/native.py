@@ -1,4 +1,4 @@
-"""The C kernels: compiled once with the system's compiler, kept in a cache, called through ctypes."""
+"""The C kernels, which are compiled with the system's compiler, cached on disk and called through ctypes."""
 
 import ctypes
 import functools
@@ -29,24 +29,26 @@ log = get_logger(__name__)
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 TYPES = (torch.float32, torch.bfloat16)
-"""Of what the kernels compute."""
+"""Dtypes that the kernels support."""
 _COMPILE = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fopenmp")
 _NATIVE = ("-march=native",)
 _COMPILERS = ("cc", "gcc", "clang")
-_KEPT = {-3: 32 << 20, -1: 256 << 20}
-"""Of glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: bytes of a piece, and of all that is free at the end."""
-_LOST = "the CPU runs on torch alone: attention is slower, and quantized weights are unpacked to full size"
+_MALLOC_OPTIONS = {-3: 32 << 20, -1: 256 << 20}
+"""Values of glibc's M_MMAP_THRESHOLD (-3) and M_TRIM_THRESHOLD (-1), in bytes."""
+_CONSEQUENCE = (
+    "the CPU runs on torch alone: attention is slower, and quantized weights are unpacked to full size"
+)
 
 
 class NativeError(Exception):
-    """Why there are no native kernels."""
+    """The native kernels cannot be built or loaded."""
 
 
 class KernelRecorder(Protocol):
-    """Who is told of kernels as they run: a tape."""
+    """Recorder of kernel calls, such as a tape."""
 
     def add(self, kernel: int, job: ctypes.Structure, tensors: tuple[Tensor, ...]) -> None:
-        """Called after a kernel ran: its address, its job, and the memory that the job points to."""
+        """Record a kernel call that has run: its address, its job, and the memory that the job points to."""
 
 
 _recording = threading.local()
@@ -54,13 +56,13 @@ _recording = threading.local()
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels for this machine, compiled for the instructions that QUIRE_CPU_KERNELS names; None, after
-    one warning, where they cannot be compiled, or after one line where they are not wanted."""
+    """Return the kernels, compiled for the instruction set of QUIRE_CPU_KERNELS. Return None if they cannot
+    be compiled (with a warning), or if they are turned off."""
     keep_freed_memory()
     env = Env.read(os.environ)
     path = env.cpu_kernels
     if path == "torch":
-        log.info("The C kernels are off (QUIRE_CPU_KERNELS=torch); %s", _LOST)
+        log.info("The C kernels are off (QUIRE_CPU_KERNELS=torch); %s", _CONSEQUENCE)
         return None
     flags = compiler_flags(path, Cpu.read())
     try:
@@ -69,38 +71,38 @@ def library() -> ctypes.CDLL | None:
         if path != "native":
             raise ConfigError(
                 f"QUIRE_CPU_KERNELS={path}: the C kernels cannot be compiled ({error}); "
-                "install a compiler that knows these instructions, or set it to torch"
+                "install a compiler that supports these instructions, or set it to torch"
             ) from error
-        warn_once(log, f"No native CPU kernels ({error}); {_LOST}")
+        warn_once(log, f"No native CPU kernels ({error}); {_CONSEQUENCE}")
         return None
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers of `dtype` on `device` are computed by these kernels."""
+    """Whether these kernels compute layers of `dtype` on `device`."""
     return device.type == "cpu" and dtype in TYPES and library() is not None
 
 
 def structure(pointers: str, sizes: str, reals: str = "") -> type[ctypes.Structure]:
-    """A job with these fields, in this order: pointers, int64, double."""
+    """Return a job structure with these fields, in this order: pointers, int64, double."""
     types = ((pointers, ctypes.c_void_p), (sizes, ctypes.c_int64), (reals, ctypes.c_double))
     fields = [(name, kind) for names, kind in types for name in names.split()]
     return type("Job", (ctypes.Structure,), {"_fields_": fields})
 
 
 def keep_freed_memory() -> None:
-    """What a step gives back, the next takes again: by default it goes to the system, and comes back page by
-    page, each cleared first."""
+    """Let the allocator keep freed memory for the next step. By default glibc returns it to the system, which
+    clears every page again."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        for option, size in _KEPT.items():
+        for option, size in _MALLOC_OPTIONS.items():
             set_option(option, size)
 
 
 class Kernel:
     """`void NAME(const NameJob *job)` of csrc/, called by every thread of a team (csrc/run.c).
 
-    The job is a structure with the fields of NameJob in their order. What changes from one step to the next
-    is read from the memory that the job points to, so that a recorded call stays right.
+    The job is a structure with the fields of NameJob in their order. Values that change between steps are
+    read from the memory that the job points to, so that a recorded call stays valid.
     """
 
     def __init__(self, name: str) -> None:
@@ -109,11 +111,11 @@ class Kernel:
     @functools.cached_property
     def address(self) -> int:
         loaded = library()
-        assert loaded is not None, "ask library() first"
+        assert loaded is not None, "call library() first"
         return ctypes.cast(loaded[self.name], ctypes.c_void_p).value or 0
 
     def __call__(self, job: ctypes.Structure, *tensors: Tensor) -> None:
-        """Run on all threads; `tensors` are those whose memory the job points to."""
+        """Run on all threads. The job points to the memory of `tensors`."""
         one = ctypes.c_void_p * 1
         run(one(self.address), one(ctypes.addressof(job)), torch.get_num_threads())
         recorder = recording()
@@ -124,14 +126,14 @@ class Kernel:
 def run(
     kernels: ctypes.Array[ctypes.c_void_p], jobs: ctypes.Array[ctypes.c_void_p], num_threads: int
 ) -> None:
-    """The kernels one after the other, in one parallel region."""
+    """Run the kernels one after the other, in one parallel region."""
     _runner()(kernels, jobs, len(kernels), num_threads)
 
 
 @functools.cache
 def _runner() -> Any:
     loaded = library()
-    assert loaded is not None, "ask library() first"
+    assert loaded is not None, "call library() first"
     function = loaded["quire_run"]
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     function.restype = None
@@ -139,7 +141,7 @@ def _runner() -> Any:
 
 
 def record(recorder: KernelRecorder | None) -> None:
-    """Tell `recorder` of every kernel that this thread runs from now on; None: nobody."""
+    """Record every kernel call of this thread with `recorder`; None stops recording."""
     _recording.by = recorder
 
 
@@ -147,30 +149,31 @@ def recording() -> KernelRecorder | None:
     return getattr(_recording, "by", None)
 
 
-def find_compiler(asked: str | None) -> list[str]:
-    """`asked` ($CC, may carry flags), or the first compiler on the path."""
-    for candidate in [asked] if asked else _COMPILERS:
+def find_compiler(name: str | None) -> list[str]:
+    """Return the command of the C compiler `name`, or of the first one on the path."""
+    for candidate in [name] if name else _COMPILERS:
         command = shlex.split(candidate)
         if command and shutil.which(command[0]):
             return command
-    missing = f"CC={asked!r} is not a program" if asked else "there is no C compiler"
+    missing = f"CC={name!r} is not a program" if name else "there is no C compiler"
     raise NativeError(f"{missing}; install gcc or clang, or set CC")
 
 
 def build(folder: Path, compiler: list[str], flags: tuple[str, ...] = _NATIVE) -> ctypes.CDLL:
-    """Load the library for these sources, this compiler and this CPU from `folder`; compile it if need be."""
+    """Load the library for these sources, this compiler and this CPU from `folder`; compile it if
+    necessary."""
     runtime = openmp_in_process()
     if runtime is None:
         return _load(folder, compiler, flags, link=("-fopenmp",))
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     try:
         return _load(folder, compiler, flags, link=())
-    except NativeError:  # a compiler with another runtime: it costs a second pool of threads
+    except NativeError:  # a compiler with another OpenMP runtime, which has its own thread pool
         return _load(folder, compiler, flags, link=("-fopenmp",))
 
 
 def _load(folder: Path, compiler: list[str], flags: tuple[str, ...], *, link: tuple[str, ...]) -> ctypes.CDLL:
-    path = folder / f"quire-{_key(compiler, flags, link)}.so"
+    path = folder / f"quire-{_cache_key(compiler, flags, link)}.so"
     try:
         if path.is_file():
             return ctypes.CDLL(str(path))
@@ -184,16 +187,16 @@ def _load(folder: Path, compiler: list[str], flags: tuple[str, ...], *, link: tu
 
 
 def openmp_in_process(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """The OpenMP runtime that is loaded already, which is torch's."""
+    """Return the path of the loaded OpenMP runtime, which is torch's, or None."""
     try:
-        found = re.search(r"\s(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps.read_text(), re.MULTILINE)
+        match = re.search(r"\s(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps.read_text(), re.MULTILINE)
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
-def _key(compiler: list[str], flags: tuple[str, ...], link: tuple[str, ...]) -> str:
-    """Another CPU, compiler, flag or source is another library."""
+def _cache_key(compiler: list[str], flags: tuple[str, ...], link: tuple[str, ...]) -> str:
+    """Return the cache key of the library: a hash of CPU, compiler, flags and sources."""
     key = hashlib.sha256(repr((compiler, _COMPILE, flags, link, platform.machine(), _cpu())).encode())
     for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())
@@ -209,7 +212,7 @@ def _cpu() -> list[str]:
 
 
 def _compile(path: Path, compiler: list[str], flags: tuple[str, ...], link: tuple[str, ...]) -> None:
-    """Other processes see the whole file or none."""
+    """Compile the library and move it to `path` atomically."""
     command = [*compiler, *_COMPILE, *flags, "-c"]
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
@@ -231,5 +234,5 @@ def _run(command: list[str], folder: str) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        said = next((line for line in lines if "error" in line), lines[-1])
-        raise NativeError(f"{command[0]} failed: {said}")
+        message = next((line for line in lines if "error" in line), lines[-1])
+        raise NativeError(f"{command[0]} failed: {message}")

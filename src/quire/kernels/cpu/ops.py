@@ -1,4 +1,4 @@
-"""The operations in C (`csrc/fused.c`) for float32 and bfloat16 on a CPU."""
+"""`Ops` for float32 and bfloat16 on a CPU, in C (`csrc/fused.c`)."""
 
 from functools import cache
 
@@ -15,9 +15,9 @@ from quire.kernels.reference.activations import in_c
 from quire.kernels.reference.ops import Reference
 
 _MAX_HEAD_DIM = 1024
-"""As in heads.h."""
+"""Maximum head size, equal to that in heads.h."""
 _MAX_RANK = 512
-"""As in lora.c."""
+"""Maximum LoRA rank, equal to that in lora.c."""
 
 _embed = Kernel("quire_embed")
 _EmbedJob = structure("out ids table", "num_rows row_bytes")
@@ -30,7 +30,7 @@ _ActivateJob = structure("out x", "num_rows size stride activation gated bf16", 
 _change = Kernel("quire_change")
 _ChangeJob = structure("x other", "num_rows size stride other_stride change bf16", "by")
 _SCALE, _SOFTCAP, _ADD, _WEIGH, _WEIGH_ROWS, _SCALE_ROWS, _SCALE_COLUMNS = range(7)
-"""As in fused.c."""
+"""Numbers of the elementwise operations, equal to those in fused.c."""
 _lora = Kernel("quire_lora")
 _LoraJob = structure(
     "out x a b tokens part_ends ids ranks",
@@ -45,7 +45,7 @@ _RotateJob = structure(
 
 
 class CPUOps(Reference):
-    """`Ops` in C, for a CPU; what has no kernel is left to torch."""
+    """`Ops` on a CPU in C; operations without a kernel use torch."""
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         ids = ids.contiguous()
@@ -61,28 +61,28 @@ class CPUOps(Reference):
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._normed(x, weight, None, eps)
+        return self._run_norm(x, weight, None, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._normed(x, weight, None, eps, residual=residual)
+        return self._run_norm(x, weight, None, eps, residual=residual)
 
     def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
         start = 0
         for weight in weights:
             part = x[:, start : start + len(weight)]
-            self._normed(part, weight, None, eps, out=part)
+            self._run_norm(part, weight, None, eps, out=part)
             start += len(weight)
         return x
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return self._normed(x, weight, bias, eps, centred=True)
+        return self._run_norm(x, weight, bias, eps, centred=True)
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        return self._normed(x, weight, bias, eps, centred=True, residual=residual)
+        return self._run_norm(x, weight, bias, eps, centred=True, residual=residual)
 
-    def _normed(
+    def _run_norm(
         self,
         x: Tensor,
         weight: Tensor,
@@ -117,12 +117,12 @@ class CPUOps(Reference):
         return out
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        return self._activated(gate_up, activation, gate_up.shape[1] // 2)
+        return self._run_activation(gate_up, activation, gate_up.shape[1] // 2)
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        return self._activated(x, activation, x.shape[1])
+        return self._run_activation(x, activation, x.shape[1])
 
-    def _activated(self, x: Tensor, activation: str, size: int) -> Tensor:
+    def _run_activation(self, x: Tensor, activation: str, size: int) -> Tensor:
         x = _in_rows(x)
         out = torch.empty(len(x), size, dtype=x.dtype)
         number, bound = in_c(activation)
@@ -141,25 +141,27 @@ class CPUOps(Reference):
         return out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        return self._changed(x, _SCALE, by=factor)
+        return self._run_elementwise(x, _SCALE, by=factor)
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
-        return self._changed(x, _SCALE_ROWS, factors)
+        return self._run_elementwise(x, _SCALE_ROWS, factors)
 
     def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
-        return self._changed(x, _SCALE_COLUMNS, factors.expand_as(x))
+        return self._run_elementwise(x, _SCALE_COLUMNS, factors.expand_as(x))
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return self._changed(x, _SOFTCAP, by=cap)
+        return self._run_elementwise(x, _SOFTCAP, by=cap)
 
     def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
-        return self._changed(x, _WEIGH if gate.shape == x.shape else _WEIGH_ROWS, gate)
+        return self._run_elementwise(x, _WEIGH if gate.shape == x.shape else _WEIGH_ROWS, gate)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._changed(x, _ADD, y)
+        return self._run_elementwise(x, _ADD, y)
 
-    def _changed(self, x: Tensor, change: int, other: Tensor | None = None, by: float = 0.0) -> Tensor:
-        """x [T, n] in place."""
+    def _run_elementwise(
+        self, x: Tensor, change: int, other: Tensor | None = None, by: float = 0.0
+    ) -> Tensor:
+        """Apply an elementwise operation to x [T, n] in place."""
         assert x.dim() == 2 and x.stride(1) == 1
         kind = torch.float32 if change == _SCALE_ROWS else x.dtype
         assert other is None or (other.dtype == kind and other.stride(1) == 1)
@@ -252,19 +254,23 @@ def _add_lora(
     tokens: Tensor,
     ranks: Tensor,
 ) -> None:
-    """Without `out` ranks are made, without x they are given, or `ids` say where they are in a."""
-    held = [each for each in (a, b) if each is not None]
+    """Run the LoRA kernel. Without `out` it only computes `ranks` (shrink); without x it only expands them.
+    With `ids`, the ranks are rows of `a`."""
+    weights = [matrix for matrix in (a, b) if matrix is not None]
     like = x if out is None else out
-    assert like is not None and len(like) == len(tokens) and {each.dtype for each in held} <= {*TYPES}
+    assert like is not None and len(like) == len(tokens) and {matrix.dtype for matrix in weights} <= {*TYPES}
     assert tokens.dtype == torch.int32 and tokens.is_contiguous() and ranks.dtype == torch.float32
-    assert all(each[0].is_contiguous() for each in held) and len({each.dtype for each in held}) == 1
+    assert (
+        all(matrix[0].is_contiguous() for matrix in weights)
+        and len({matrix.dtype for matrix in weights}) == 1
+    )
     num_parts, rank = (1, ranks.shape[1]) if b is None else (len(part_sizes), b.shape[2])
     assert rank <= _MAX_RANK if ids is not None else ranks.shape[1] == num_parts * rank
     assert out is None or b is None or out.stride(1) == 1 and out.shape[1] == sum(part_sizes) == b.shape[1]
     ends = _ends(part_sizes)
-    given = [out, x, a, b, tokens, ends, ids, ranks]
+    tensors = [out, x, a, b, tokens, ends, ids, ranks]
     job = _LoraJob(
-        *(None if each is None else each.data_ptr() for each in given),
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         len(tokens),
         num_parts,
         rank,
@@ -274,17 +280,17 @@ def _add_lora(
         0 if a is None else a.stride(0),
         0 if b is None else b.stride(0),
         like.dtype == torch.bfloat16,
-        held[0].dtype == torch.bfloat16,
+        weights[0].dtype == torch.bfloat16,
     )
-    _lora(job, *(each for each in given if each is not None))
+    _lora(job, *(tensor for tensor in tensors if tensor is not None))
 
 
 @cache
 def _ends(sizes: tuple[int, ...]) -> Tensor:
-    """Where the parts of these sizes end, one behind the other."""
+    """Return the end offsets of consecutive parts of these sizes."""
     return torch.from_numpy(np.cumsum(sizes, dtype=np.int64))
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """`x` with its rows at one distance."""
+    """Return `x` with a constant row stride and contiguous rows."""
     return x if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1) else x.contiguous()

@@ -1,4 +1,4 @@
-"""Sampling tokens in C (`csrc/sampling.c`) on a CPU. The reference in torch is `sampling/random.py`."""
+"""Token sampling in C (`csrc/sampling.c`). The reference in torch is `sampling/random.py`."""
 
 import ctypes
 import functools
@@ -11,8 +11,8 @@ from torch import Tensor
 from quire.kernels.cpu.native import TYPES, Kernel, library, structure
 
 MAX_VOCAB = 1 << 20
-_VOCAB = 4096
-"""As in sampling.c."""
+_TASK_VOCAB = 4096
+"""Vocabulary entries per task, equal to that in sampling.c."""
 
 _sample = Kernel("quire_sample")
 _Job = structure(
@@ -23,26 +23,26 @@ FREE = -1
 
 
 class ConstrainedHost(NamedTuple):
-    """What N rows may sample, where that is not everything."""
+    """Token masks of N rows, some of which are constrained."""
 
     mask_of: Tensor
-    """[N] int32 which mask a row has, or FREE"""
+    """[N] int32, the mask of each row, or FREE."""
     masks: Tensor
-    """[masks, words] int32: a bit for each token; those behind the last word are out"""
+    """[masks, words] int32, one bit per token; tokens after the last word are disallowed."""
 
 
 @functools.cache
-def _room() -> Callable[[int], int]:
+def _scratch_size() -> Callable[[int], int]:
     loaded = library()
-    assert loaded is not None, "ask library() first"
+    assert loaded is not None, "call library() first"
     function = loaded["quire_sample_room"]
     function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
     return cast(Callable[[int], int], function)
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """[N, V] -> [N] int64: the first of the largest; a NaN is larger than any number, as in torch."""
-    return _sampled(logits)
+    """Return the first maximum [N] int64 of logits [N, V]; NaN is the largest value, as in torch."""
+    return _run(logits)
 
 
 def sample(
@@ -55,34 +55,34 @@ def sample(
     positions: Tensor,
     constrained: ConstrainedHost | None = None,
 ) -> Tensor:
-    """[N, V] -> [N] int64. The others are [N] and of the types of `sampling.chance.Asked`;
-    a temperature of 0 takes the best. For `constrained` rows, disallowed tokens count as minus infinity."""
-    return _sampled(logits, temperature, top_k, top_p, min_p, seeds, positions, constrained=constrained)
+    """Sample tokens [N] int64 from logits [N, V]. The other tensors are [N], with the dtypes of
+    `sampling.random.SamplingTensors`. A temperature of 0 is greedy. `constrained` masks disallowed tokens."""
+    return _run(logits, temperature, top_k, top_p, min_p, seeds, positions, constrained=constrained)
 
 
-def _sampled(logits: Tensor, *asked: Tensor, constrained: ConstrainedHost | None = None) -> Tensor:
+def _run(logits: Tensor, *params: Tensor, constrained: ConstrainedHost | None = None) -> Tensor:
     logits = logits if logits.dtype in TYPES else logits.float()
     assert logits.stride(1) == 1
     num_rows, size = logits.shape
     assert size <= MAX_VOCAB
     out = torch.empty(num_rows, dtype=torch.int64)
-    found = torch.empty(num_rows * -(-size // _VOCAB), dtype=torch.float32)
-    memory = torch.empty(torch.get_num_threads() * _room()(size) if asked else 0, dtype=torch.uint8)
-    pointers = [column.data_ptr() for column in asked] if asked else [None] * 6
+    best = torch.empty(num_rows * -(-size // _TASK_VOCAB), dtype=torch.float32)
+    memory = torch.empty(torch.get_num_threads() * _scratch_size()(size) if params else 0, dtype=torch.uint8)
+    pointers = [column.data_ptr() for column in params] if params else [None] * 6
     num_words = 0 if constrained is None else constrained.masks.shape[1]
-    assert constrained is None or all(each.is_contiguous() for each in constrained)
+    assert constrained is None or all(tensor.is_contiguous() for tensor in constrained)
     job = _Job(
         out.data_ptr(),
         logits.data_ptr(),
-        found.data_ptr(),
+        best.data_ptr(),
         memory.data_ptr(),
         *pointers,
-        *([None] * 2 if constrained is None else [each.data_ptr() for each in constrained]),
+        *([None] * 2 if constrained is None else [tensor.data_ptr() for tensor in constrained]),
         num_rows,
         size,
         logits.stride(0),
         logits.dtype == torch.bfloat16,
         num_words,
     )
-    _sample(job, out, logits, found, memory, *asked, *(constrained or ()))
+    _sample(job, out, logits, best, memory, *params, *(constrained or ()))
     return out

@@ -1,4 +1,4 @@
-"""`StateOps` in C (`csrc/state.c`) on a CPU: all for float32 and bfloat16, scans for float16."""
+"""`StateOps` on a CPU in C (`csrc/ssm.c`): all for float32 and bfloat16, only the scans for float16."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from quire.kernels.reference.ssm import (
 )
 
 _MAX_KERNEL, _MAX_DIM = 8, 512
-"""As in state.c."""
+"""Maximum sizes of the convolution kernel and of a state dimension, equal to those in ssm.c."""
 
 _SEQS = "starts rows positions"
 _conv = Kernel("quire_state_conv")
@@ -47,7 +47,7 @@ _GateJob = structure("out x gate", "num_rows size stride gate_stride by bf16")
 
 
 class CPUStateOps:
-    """`StateOps` in C, for a CPU."""
+    """`StateOps` on a CPU in C."""
 
     def conv(
         self,
@@ -64,8 +64,8 @@ class CPUStateOps:
             return StateReference().conv(x, weight, bias, state, seqs, activated=activated)
         assert x.dtype == weight.dtype == state.dtype and x.stride(1) == 1
         out = torch.empty(num_tokens, channels, dtype=x.dtype)
-        given = weight if bias is None else bias
-        tensors = out, x, weight, given, state, *_of(seqs)
+        bias_or_weight = weight if bias is None else bias
+        tensors = out, x, weight, bias_or_weight, state, *_seq_tensors(seqs)
         pointers = [tensor.data_ptr() for tensor in tensors]
         pointers[3] = 0 if bias is None else pointers[3]
         sizes = len(seqs.lens), channels, x.stride(0), kernel, activated, x.dtype == torch.bfloat16
@@ -89,23 +89,23 @@ class CPUStateOps:
         assert xbc.dtype == dt.dtype and xbc.stride(1) == dt.stride(1) == 1 and state.is_contiguous()
         out = torch.empty(len(xbc), heads * head_dim, dtype=xbc.dtype)
         groups = (xbc.shape[1] - heads * head_dim) // (2 * size)
-        tensors = out, xbc, dt, *rates, skip, state, *_of(seqs)
+        tensors = out, xbc, dt, *rates, skip, state, *_seq_tensors(seqs)
         sizes = len(seqs.lens), heads, groups, head_dim, size, xbc.stride(0), dt.stride(0)
         pointers = (tensor.data_ptr() for tensor in tensors)
         _scan(_ScanJob(*pointers, *sizes, xbc.dtype == torch.bfloat16, *limits), *tensors)
         return out
 
     def select(
-        self, x: Tensor, gate: Tensor, given: MambaInputs, state: Tensor, seqs: SSMSequences
+        self, x: Tensor, gate: Tensor, mamba: MambaInputs, state: Tensor, seqs: SSMSequences
     ) -> Tensor:
         channels, size = state.shape[1:]
-        dt, b, c, rates, skip = given
+        dt, b, c, rates, skip = mamba
         if size > _MAX_DIM:
-            return StateReference().select(x, gate, given, state, seqs)
+            return StateReference().select(x, gate, mamba, state, seqs)
         assert {part.dtype for part in (gate, dt, b, c)} == {x.dtype} and b.stride(0) == c.stride(0)
         assert all(part.stride(1) == 1 for part in (x, gate, dt, b, c)) and state.is_contiguous()
         out = torch.empty(len(x), channels, dtype=x.dtype)
-        tensors = out, x, gate, dt, b, c, *rates, skip, state, *_of(seqs)
+        tensors = out, x, gate, dt, b, c, *rates, skip, state, *_seq_tensors(seqs)
         strides = x.stride(0), gate.stride(0), dt.stride(0), b.stride(0)
         pointers = (tensor.data_ptr() for tensor in tensors)
         sizes = len(seqs.lens), channels, size, *strides, x.dtype == torch.bfloat16
@@ -122,7 +122,7 @@ class CPUStateOps:
         assert a.stride(0) == b.stride(0) and state.is_contiguous()
         out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype)
         key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
-        tensors = out, qkv, a, b, *rates, state, *_of(seqs)
+        tensors = out, qkv, a, b, *rates, state, *_seq_tensors(seqs)
         sizes = len(seqs.lens), heads, key_heads, key_dim, value_dim, qkv.stride(0), a.stride(0)
         pointers = (tensor.data_ptr() for tensor in tensors)
         _delta(_DeltaJob(*pointers, *sizes, qkv.dtype == torch.bfloat16, L2_EPS), *tensors)
@@ -147,7 +147,7 @@ class CPUStateOps:
 
 
 class HalfStateOps(StateReference):
-    """`StateOps` for float16: what would go token by token widened and in C, the rest in torch."""
+    """`StateOps` for float16: the scans convert to float32 and use C, the rest uses torch."""
 
     def scan(
         self,
@@ -164,10 +164,10 @@ class HalfStateOps(StateReference):
         return y.to(xbc.dtype)
 
     def select(
-        self, x: Tensor, gate: Tensor, given: MambaInputs, state: Tensor, seqs: SSMSequences
+        self, x: Tensor, gate: Tensor, mamba: MambaInputs, state: Tensor, seqs: SSMSequences
     ) -> Tensor:
-        given = given._replace(dt=given.dt.float(), b=given.b.float(), c=given.c.float())
-        return CPUStateOps().select(x.float(), gate.float(), given, state, seqs).to(x.dtype)
+        mamba = mamba._replace(dt=mamba.dt.float(), b=mamba.b.float(), c=mamba.c.float())
+        return CPUStateOps().select(x.float(), gate.float(), mamba, state, seqs).to(x.dtype)
 
     def delta(
         self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
@@ -176,6 +176,6 @@ class HalfStateOps(StateReference):
         return y.to(qkv.dtype)
 
 
-def _of(seqs: SSMSequences) -> tuple[Tensor, Tensor, Tensor]:
-    """In the order of `_SEQS`."""
+def _seq_tensors(seqs: SSMSequences) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors of the sequences in the order of `_SEQS`."""
     return seqs.starts, seqs.rows, seqs.positions

@@ -1,4 +1,4 @@
-"""Tapes: the kernels of a computation, recorded once, then run in one call and one parallel region."""
+"""Tapes: recorded kernel calls of a computation, replayed in one call and one parallel region."""
 
 import ctypes
 import weakref
@@ -24,29 +24,29 @@ _EMPTIES: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, torch.dtype]]] = {
     torch.ops.aten.empty.memory_format: lambda args: (args[0], torch.get_default_dtype()),
     torch.ops.aten.new_empty.default: lambda args: (args[1], args[0].dtype),
 }
-"""The size, and the type unless it is named, that a call asks for."""
+"""Functions that return size and default dtype from the arguments of an allocation."""
 _ALLOCATES = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
 
 
 class Pool:
-    """Memory that recordings reuse as the computation itself would, and that nobody else gets.
+    """Memory pool for the tensors of recordings.
 
-    A tape points to the memory of tensors that are gone when it is played; so their memory may go to later
-    tensors of the same recording, or of another one, but not back to the allocator.
+    A tape points to the memory of tensors that no longer exist when it is replayed. Later tensors of the same
+    or another recording may reuse that memory, but it must not return to the allocator.
     """
 
     def __init__(self) -> None:
         self._free: list[NDArray[np.uint8]] = []
         self.blocks: list[NDArray[np.uint8]] = []
-        """By address."""
+        """All blocks, sorted by address."""
         self._starts: list[int] = []
-        """Theirs: numpy takes a microsecond to say one."""
+        """Addresses of `blocks`, kept since numpy takes a microsecond to return one."""
 
     def take(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = int(np.prod(size, dtype=np.int64)) * dtype.itemsize
         block = self._find(max(num_bytes, 1))
         lease = block[:num_bytes]
-        # torch holds on to the array until the last tensor of this memory is gone.
+        # torch keeps the array alive until the last tensor of this memory is freed.
         weakref.finalize(lease, self._free.append, block).atexit = False
         return torch.from_numpy(lease).view(dtype).view(size)
 
@@ -68,35 +68,35 @@ class Pool:
         return sum(map(len, self.blocks))
 
     def owns(self, tensor: Tensor) -> bool:
-        return self._home(tensor) is not None
+        return self._block_of(tensor) is not None
 
     def lent(self, tensor: Tensor) -> Tensor:
-        """The same tensor, but its memory may go to later recordings although this one is still there."""
-        block = self._home(tensor)
+        """Return an alias of the tensor that does not keep its memory from later recordings."""
+        block = self._block_of(tensor)
         if block is None:
             return tensor
         start = tensor.data_ptr() - block.ctypes.data
         memory = block[start : start + (len(block) - start) // tensor.itemsize * tensor.itemsize]
         return torch.from_numpy(memory).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
-    def _home(self, tensor: Tensor) -> NDArray[np.uint8] | None:
+    def _block_of(self, tensor: Tensor) -> NDArray[np.uint8] | None:
         address = tensor.data_ptr()
         at = bisect_right(self._starts, address) - 1
         return self.blocks[at] if at >= 0 and address < self._starts[at] + len(self.blocks[at]) else None
 
 
 class Tape:
-    """Kernel calls in their order. What they read may change between two runs, where it lies may not."""
+    """Kernel calls in order. The contents of their memory may change between runs, the addresses may not."""
 
     def __init__(self, pool: Pool) -> None:
         self.refused: str | None = None
-        """The first operation of torch that took part: it would be missing from the tape."""
+        """The first torch operation of the computation, which the tape cannot replay."""
         self._pool = pool
         self._kernels: list[int] = []
         self._jobs: list[ctypes.Structure] = []
         self._held: list[Tensor] = []
         self._num_threads = torch.get_num_threads()
-        """Jobs have scratch memory for that many."""
+        """Number of threads that the scratch memory of the jobs is sized for."""
         self._calls: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None = None
 
     @property
@@ -120,8 +120,8 @@ class Tape:
         native.run(*self._calls, self._num_threads)
 
 
-class _Watch(TorchDispatchMode):
-    """Gives out the pool's memory, and notes any operation that computes."""
+class _RecordingMode(TorchDispatchMode):
+    """Dispatch mode that allocates from the pool and records any torch operation that computes."""
 
     def __init__(self, tape: Tape, pool: Pool) -> None:
         TorchDispatchMode.__init__(self)
@@ -130,7 +130,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """To skip it, torch would import it: a second, and 130 MB."""
+        """Return False, since torch would import dynamo to skip it, which takes a second and 130 MB."""
         return False
 
     def __torch_dispatch__(
@@ -148,10 +148,10 @@ class _Watch(TorchDispatchMode):
 
 
 def _same_memory(args: tuple[Any, ...], result: Any) -> bool:
-    """`contiguous` and its like are views in name, and copy where they must."""
+    """Whether the results share memory with the arguments; `contiguous` and similar views may copy."""
     results = [result] if isinstance(result, Tensor) else result
-    given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
-    return all(part.untyped_storage().data_ptr() in given for part in results)
+    addresses = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+    return all(part.untyped_storage().data_ptr() in addresses for part in results)
 
 
 def _on_host(device: torch.device | None) -> bool:
@@ -160,13 +160,13 @@ def _on_host(device: torch.device | None) -> bool:
 
 @contextmanager
 def record(pool: Pool | None = None) -> Iterator[Tape]:
-    """Everything inside runs as it is written; the tape is complete if it could be run instead."""
+    """Record the kernels that run inside. The tape is complete if it can replay the whole computation."""
     pool = pool or Pool()
     tape = Tape(pool)
     assert native.recording() is None, "one recording at a time"
     native.record(tape)
     try:
-        with _Watch(tape, pool):
+        with _RecordingMode(tape, pool):
             yield tape
     finally:
         native.record(None)
@@ -174,21 +174,21 @@ def record(pool: Pool | None = None) -> Iterator[Tape]:
 
 
 class Tapes:
-    """Computations by key, kept for ever: the second with a key is recorded, later ones are played."""
+    """Tapes by key, kept for ever. The second run with a key is recorded, later ones replay the tape."""
 
     def __init__(self) -> None:
         self.pool = Pool()
         self._seen: set[Hashable] = set()
         self._tapes: dict[Hashable, tuple[Tape, Any] | None] = {}
-        """None: it cannot be taped."""
+        """Tape and result by key; None if the computation cannot be recorded."""
 
     def __len__(self) -> int:
         return len(self._tapes)
 
     def run(self, key: Hashable, compute: Callable[[], R]) -> R:
-        """What `compute()` returns; valid until the next run, whatever its key: all tapes share their memory.
+        """Return the result of `compute()`, which is valid until the next run: tapes share their memory.
 
-        Equal keys promise that everything lies where it lay, and that only what is in it differs.
+        Equal keys must mean equal addresses of all inputs; only their contents may differ.
         """
         if key not in self._tapes:
             return self._record(key, compute)
@@ -207,15 +207,15 @@ class Tapes:
             result = compute()
         if tape.refused:
             log.debug("No tape for %s: %s is not a kernel", key, tape.refused)
-        self._tapes[key] = (tape, _each(result, self.pool.lent)) if tape.complete else None
+        self._tapes[key] = (tape, _map_tensors(result, self.pool.lent)) if tape.complete else None
         return result
 
 
-def _each(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same, with every tensor in it changed."""
+def _map_tensors(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the result with `change` applied to every tensor."""
     if isinstance(result, Tensor):
         return change(result)
     if not isinstance(result, tuple):
         return result
-    parts = [_each(part, change) for part in result]
+    parts = [_map_tensors(part, change) for part in result]
     return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)

@@ -1,11 +1,10 @@
 """Activations in plain torch, by the names that configurations use.
 
-Finite numbers give the same on every CPU, up to rounding. What torch makes of infinity is left as it is: some
-of its kernels give NaN where the limit is infinity, on some CPUs. Either makes the row NaN by the next norm:
-a check here would cost time and change no answer.
+Finite inputs give equal results on every CPU, up to rounding. For infinite inputs some torch kernels return
+NaN instead of infinity on some CPUs. Both become NaN in the next norm, so they are not handled here.
 
-`silu<7` is one with a bound: what it makes of the gate is 7 at most, and what that is multiplied with is cut
-to -7 and 7.
+`silu<7` is an activation with a bound: the activated gate is at most 7, and the up projection is clamped to
+-7 and 7.
 """
 
 import math
@@ -23,24 +22,24 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 NUMBERS = {name: number for number, name in enumerate((*ACTIVATIONS, "clamped_swiglu"))}
 _CLAMP, _SLOPE = 7.0, 1.702
-"""Of gpt-oss."""
+"""Constants of gpt-oss."""
 
 
 def bounded(activation: str) -> tuple[str, float]:
-    """Its name without the bound, and that; infinity: it has none."""
+    """Split an activation into its name and its bound, which is infinity without one."""
     name, _, bound = activation.partition("<")
     return name, float(bound or math.inf)
 
 
 def in_c(activation: str) -> tuple[int, float]:
-    """Its number in csrc/activations.h, and its bound, or 0."""
+    """Return the activation's number in csrc/activations.h, and its bound or 0."""
     name, bound = bounded(activation)
-    assert name == "silu" or bound == math.inf, "no other has a bound in C"
+    assert name == "silu" or bound == math.inf, "only silu has a bound in C"
     return NUMBERS[name], bound if bound < math.inf else 0.0
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """[T, 2n] gate and up side by side -> act(gate) * up, [T, n]."""
+    """Return act(gate) * up [T, n], from gate and up concatenated [T, 2n]."""
     gate, up = gate_up.chunk(2, -1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=_CLAMP), up.clamp(-_CLAMP, _CLAMP)

@@ -1,4 +1,4 @@
-"""Attention in both directions over sequences that lie one after the other, without a cache."""
+"""Bidirectional attention over concatenated sequences, without a KV cache."""
 
 from itertools import groupby
 from typing import NamedTuple
@@ -14,19 +14,19 @@ from quire.kernels.reference.ops import rotate
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each token, [T, up to head_dim / 2] each."""
 HEIGHTS = 64, 128
-"""Queries that one program of the GPU kernel takes, of short sequences and of long ones;"""
+"""Queries per tile of the GPU kernel, for short and for long sequences."""
 _LONG = 256
-"""which have so many tokens, in the mean."""
+"""Mean tokens per sequence from which they count as long."""
 
 
 class Spans(NamedTuple):
-    """The sequences of a batch: made once, used by every layer."""
+    """The sequences of a batch, computed once for all layers."""
 
     lens: list[int]
     tiles: Tensor | None
     """On a GPU [tiles, 3] int32: first token of the sequence, its end, first query of the tile."""
     height: int = HEIGHTS[0]
-    """Queries of a tile."""
+    """Queries per tile."""
 
 
 def spans_of(lens: NDArray[np.int32], device: torch.device) -> Spans:
@@ -47,9 +47,9 @@ def tiles_of(lens: NDArray[np.int32], height: int) -> NDArray[np.int32]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None, *, bias: Tensor | None = None
 ) -> Tensor:
-    """Sequences of one length after those of another: [T, heads, head_dim] each -> the same. With a window a
-    token sees those at most so far away, before and behind it. `bias` is added to scores: [heads, L, L] for
-    texts of at most L tokens, without a window."""
+    """Compute attention of q, k and v [T, heads, head_dim]; adjacent sequences of equal length are batched.
+    With a window, a token attends to tokens at most that far away in both directions. `bias` [heads, L, L] is
+    added to the scores, for sequences of at most L tokens and without a window."""
     out = torch.empty_like(q)
     start = 0
     for length, alike in groupby(length for length in spans.lens if length):
@@ -58,15 +58,15 @@ def attend(
         mask = None if window is None or length <= window else _band(length, window, q.device)
         if bias is not None:
             mask = bias[:, :length, :length]
-        queries, keys, values = (each[here].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v))
+        queries, keys, values = (x[here].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         out[here] = mixed.transpose(1, 2).flatten(0, 1)
     return out
 
 
 def turn(x: Tensor, angles: Angles) -> None:
-    """[T, heads, head_dim] turn by the angles of their tokens, in float32 and in place."""
-    cos, sin = (each[:, None].float() for each in angles)
+    """Rotate x [T, heads, head_dim] by the angles of its tokens, in float32 and in place."""
+    cos, sin = (angle[:, None].float() for angle in angles)
     x.copy_(rotate(x.float(), cos, sin))
 
 

@@ -1,4 +1,4 @@
-"""Weights in eight bits (float8_e4m3fn) with scales: what they are, and their products in plain torch."""
+"""fp8 weights (float8_e4m3fn) with scales: quantization and GEMM in torch."""
 
 from typing import NamedTuple
 
@@ -8,20 +8,20 @@ from torch.nn import functional as F
 
 E4M3 = torch.float8_e4m3fn
 LIMIT = 448.0
-"""The largest number of e4m3."""
+"""Maximum of e4m3."""
 BLOCK = 128
-"""Outputs and inputs of a weight that share a scale; numbers of a row of x that do."""
+"""Outputs and inputs per scale of a blocked weight, and values per scale of a row of x."""
 _LEAST = 1e-10
-"""Of the largest number of a row: what is all zero needs a scale, too."""
+"""Minimum of the absolute maximum of a row, so that a row of zeros has a valid scale."""
 
 
 class Scaled(NamedTuple):
-    """Matrices in e4m3 and what to multiply them with."""
+    """Matrices in e4m3 with their scales."""
 
     data: Tensor
     """[..., outputs, inputs]"""
     scale: Tensor
-    """float32: one for each output [..., outputs], or one for each block of 128 outputs and 128 inputs
+    """float32, one per output [..., outputs], or one per block of 128 outputs and 128 inputs
     [..., blocks of outputs, blocks of inputs]."""
 
     @property
@@ -30,12 +30,13 @@ class Scaled(NamedTuple):
 
 
 def narrowed(weight: Tensor) -> Scaled:
-    """A weight [..., outputs, inputs] in e4m3, with a scale for each output."""
+    """Quantize a weight [..., outputs, inputs] to e4m3 with a scale per output."""
     scale = weight.abs().amax(-1).float().clamp(min=_LEAST) / LIMIT
     return Scaled((weight / scale[..., None]).clamp(-LIMIT, LIMIT).to(E4M3), scale)
 
 
 def widened(weight: Scaled, dtype: torch.dtype) -> Tensor:
+    """Dequantize a weight."""
     data, scale = weight
     if weight.is_blocked:
         scale = scale.repeat_interleave(BLOCK, -2)[..., : data.shape[-2], :]
@@ -45,7 +46,7 @@ def widened(weight: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_reference(x: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor]:
-    """[T, n] -> e4m3 and scales: [T], or [T, n / 128] of groups of 128 numbers."""
+    """Quantize x [T, n] to e4m3; the scales are [T], or [T, n / 128] for groups of 128 values."""
     num, size = x.shape
     width = BLOCK if grouped else size
     wide = F.pad(x.float(), (0, -size % width)).view(num, -1, width)
@@ -55,12 +56,12 @@ def quantize_reference(x: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor]:
 
 
 def linear(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b; x keeps its type."""
+    """Compute x W^T + b with the dequantized weight, in the dtype of x."""
     return F.linear(x, widened(weight, x.dtype), bias)
 
 
 def linear_reference(x: Tensor, weight: Scaled, bias: Tensor | None = None, *, quantized: bool) -> Tensor:
-    """The same in float64; `quantized`: of x in e4m3, too."""
+    """Compute x W^T + b in float64; with `quantized`, x is rounded to e4m3 first."""
     wide = x.double()
     if quantized:
         narrow, scale = quantize_reference(x, grouped=weight.is_blocked)

@@ -1,4 +1,4 @@
-"""Weights of few bits whose groups of inputs have a scale and a zero: in the open, and for kernels in C."""
+"""Integer weights of 4 or 8 bits with a scale and a zero point per group of inputs, and their C format."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from quire.kernels.cpu.linear import BLOCK, FORMS
 from quire.kernels.cpu.native import Kernel, structure
 
-_MOST_LOST = 2**-10
-"""How much of a scale may be lost where it becomes a float16."""
+_MAX_SCALE_ERROR = 2**-10
+"""Maximum relative error of a scale in float16."""
 _gather = Kernel("quire_gather")
 _GatherJob = structure("out x order", "num_rows columns x_stride bf16")
 
 
 class Int4Codes(NamedTuple):
-    """A weight [outputs, inputs] of (code - zero) * scale, where the inputs of a group are neighbours."""
+    """A weight [outputs, inputs] of (code - zero) * scale, with groups of consecutive inputs."""
 
     codes: Tensor
     """[outputs, inputs] uint8"""
@@ -35,24 +35,22 @@ class Int4Codes(NamedTuple):
         )
 
     def values(self) -> Tensor:
-        """[outputs, inputs] float32"""
-        zeros, scales = (each.repeat_interleave(self.group, 1) for each in (self.zeros, self.scales))
+        """Return the dequantized weight [outputs, inputs] float32."""
+        zeros, scales = (x.repeat_interleave(self.group, 1) for x in (self.zeros, self.scales))
         return (self.codes - zeros) * scales
 
 
 def as_blocks(weight: Int4Codes) -> tuple[Tensor, str] | None:
-    """The bytes that a GGUF file would have, and their type, where there is one that loses nothing to speak
-    of; or None."""
+    """Convert the weight to GGUF blocks. Return the bytes and the ggml type, or None if no type is precise
+    enough."""
     outputs, inputs = weight.codes.shape
     middle = 1 << weight.bits - 1
     is_even = bool((weight.zeros == middle).all())
     if inputs % BLOCK or weight.group % BLOCK or weight.bits == 8 and not is_even:
         return None
-    scales, zeros = (
-        each.repeat_interleave(weight.group // BLOCK, 1) for each in (weight.scales, weight.zeros)
-    )
+    scales, zeros = (x.repeat_interleave(weight.group // BLOCK, 1) for x in (weight.scales, weight.zeros))
     half = scales.half()
-    if not bool(((half.float() - scales).abs() <= scales.abs() * _MOST_LOST).all()):
+    if not bool(((half.float() - scales).abs() <= scales.abs() * _MAX_SCALE_ERROR).all()):
         return None
     heads = [half] if is_even else [half, (-zeros * scales).half()]
     codes = weight.codes.view(outputs, -1, BLOCK)
@@ -65,13 +63,13 @@ def as_blocks(weight: Int4Codes) -> tuple[Tensor, str] | None:
 
 
 class Gather:
-    """The columns of x in this order, in C."""
+    """Permutation of the columns of x, in C."""
 
     def __init__(self, order: Tensor) -> None:
         self.order = order.to(torch.int32).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, inputs], float32 or bfloat16."""
+        """Return the permuted x [T, inputs], float32 or bfloat16."""
         assert x.dtype in FORMS and x.stride(1) == 1
         out = torch.empty(len(x), len(self.order), dtype=x.dtype)
         job = _GatherJob(

@@ -1,4 +1,4 @@
-"""Around latent attention in C (`csrc/latent.c`). The reference in torch is `attention/mla.py`."""
+"""MLA projections and cache writes in C (`csrc/mla.c`). The reference in torch is `attention/mla.py`."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from quire.kernels.cpu.linear import FORMS, PANEL, Matrix
 from quire.kernels.cpu.native import Kernel, structure
 
 _TASK_ROWS = 64
-"""As in latent.c."""
+"""Rows per task, equal to that in mla.c."""
 _MAX_HEAD_DIM = 1024
-"""As in heads.h."""
+"""Maximum head size, equal to that in heads.h."""
 _MAX_RANK = 4096
-"""As in latent.c."""
+"""Maximum latent rank, equal to that in mla.c."""
 _enter = Kernel("quire_latent_enter")
 _EnterJob = structure(
     "q kv norm table positions slots cache",
@@ -39,8 +39,9 @@ def enter(
     neighbours: bool,
     scale: float = 1.0,
 ) -> None:
-    """The last numbers of [T, heads, nope_dim + rope_dim] queries turn in place; [T, rank + rope_dim] latents
-    and keys are normed and turned into their slots of the cache, of 8 bits divided by `scale`."""
+    """Rotate the last rope_dim values of the queries [T, heads, nope_dim + rope_dim] in place. Normalize the
+    latents and rotate the keys of kv [T, rank + rope_dim], and write both to their cache slots. An 8-bit
+    cache holds values divided by `scale`."""
     (num_tokens, heads, query_dim), rope_dim = q.shape, table.shape[1]
     assert q.dtype in FORMS and {q.dtype} == {x.dtype for x in (kv, norm, table)}
     assert q.stride()[1:] == (query_dim, 1) and kv.stride(1) == 1
@@ -65,8 +66,8 @@ def enter(
 
 
 def absorb(q: Tensor, weight: Tensor, *, rope_dim: int) -> Tensor:
-    """What [T, heads, nope_dim + rope_dim] queries look for in a cache: [T, heads, rank + rope_dim]. A row
-    has the same bits alone and in any batch, with any number of threads."""
+    """Project the queries [T, heads, nope_dim + rope_dim] to the latent space [T, heads, rank + rope_dim]. A
+    row is bitwise equal alone and in any batch, with any number of threads."""
     num_tokens, heads, query_dim = q.shape
     nope_dim = query_dim - rope_dim
     assert q.dtype in FORMS and q.dtype == weight.dtype and q.stride()[1:] == (query_dim, 1)
@@ -90,30 +91,30 @@ def absorb(q: Tensor, weight: Tensor, *, rope_dim: int) -> Tensor:
     return out
 
 
-def release(seen: Tensor, weight: Tensor, *, v_dim: int) -> Tensor:
-    """[T, heads, rank + rope_dim] sums of what is in a cache -> [T, heads, v_dim] of values. As with
-    `absorb`, a row has the same bits in any company."""
-    num_tokens, heads, width = seen.shape
-    _, both, rank = weight.shape
-    assert seen.dtype in FORMS and seen.dtype == weight.dtype and seen.is_contiguous()
-    out = seen.new_empty(num_tokens, heads, v_dim)
+def release(latents: Tensor, weight: Tensor, *, v_dim: int) -> Tensor:
+    """Project the attention outputs [T, heads, rank + rope_dim] in the latent space to values [T, heads,
+    v_dim]. Like in `absorb`, a row is bitwise equal in any batch."""
+    num_tokens, heads, width = latents.shape
+    _, kv_dim, rank = weight.shape
+    assert latents.dtype in FORMS and latents.dtype == weight.dtype and latents.is_contiguous()
+    out = latents.new_empty(num_tokens, heads, v_dim)
     num_rows = min(num_tokens, _TASK_ROWS) + PANEL - 1
     scratch_bytes = num_rows * Matrix.plain(weight[0]).prepared_bytes
     scratch = torch.empty(torch.get_num_threads() * scratch_bytes, dtype=torch.uint8)
     job = _HeadsJob(
         out.data_ptr(),
-        seen.data_ptr(),
+        latents.data_ptr(),
         weight.data_ptr(),
         scratch.data_ptr(),
         num_tokens,
-        seen.stride(0),
+        latents.stride(0),
         heads,
-        both - v_dim,
+        kv_dim - v_dim,
         width - rank,
         v_dim,
         rank,
-        seen.dtype == torch.bfloat16,
+        latents.dtype == torch.bfloat16,
         scratch_bytes,
     )
-    _release(job, out, seen, weight, scratch)
+    _release(job, out, latents, weight, scratch)
     return out

@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain torch: how experts are chosen, and what they make of a token."""
+"""Mixture of experts in torch: routing and expert MLPs."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from quire.kernels.reference.fp8 import Scaled, widened
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of all experts of a layer. The first half of `gate_up` is the gate's."""
+    """Weights of all experts of a layer. The first half of `gate_up` is the gate projection."""
 
     gate_up: Tensor
     """[experts, 2 * intermediate, hidden]"""
@@ -21,7 +21,7 @@ class ExpertWeights(NamedTuple):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     gate_up_scale: Tensor | None = None
-    """Where they are in e4m3, those of `Scaled`."""
+    """Scales as in `Scaled`, if the weights are in e4m3."""
     down_scale: Tensor | None = None
 
     @property
@@ -30,21 +30,21 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertAdapters(NamedTuple):
-    """What adapters add to the experts of a layer, as `Ops.lora` does to a product: `a` is [slots, experts,
-    parts * rank, inputs] and `b` [slots, experts, outputs, rank]."""
+    """LoRA matrices of the experts of a layer: `a` is [slots, experts, parts * rank, inputs] and `b` [slots,
+    experts, outputs, rank]."""
 
     gate_up_a: Tensor
     gate_up_b: Tensor
     down_a: Tensor
     down_b: Tensor
     tokens: Tensor
-    """[T] int32, the slot of each token, -1 without"""
+    """[T] int32, the slot of each token, or -1."""
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """[T, experts] logits -> ids [T, per_token] int32 and weights [T, per_token] float32.
+    """Return the expert ids [T, per_token] int32 and weights [T, per_token] float32 of logits [T, experts].
 
-    `bias` [experts] counts in the choice and not in the weight.
+    `bias` [experts] affects the choice but not the weights.
     """
     wide = logits.float()
     scores = wide.softmax(-1) if routing.scoring == "softmax" else wide.sigmoid()
@@ -70,36 +70,36 @@ def mix(
     activation: str,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token. An id
-    below 0 is of an expert that is elsewhere."""
+    """Return the weighted sum [T, hidden] of the chosen experts' outputs for x [T, hidden]. A negative id is
+    an expert of another rank."""
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in ids[ids >= 0].unique().tolist():
         tokens, place = (ids == expert).nonzero(as_tuple=True)
-        gate_up = _wide(experts.gate_up[expert], _of(experts.gate_up_scale, expert), x.dtype)
-        down = _wide(experts.down[expert], _of(experts.down_scale, expert), x.dtype)
-        y = F.linear(x[tokens], gate_up, _of(experts.gate_up_bias, expert))
+        gate_up = _dequantize(experts.gate_up[expert], _select(experts.gate_up_scale, expert), x.dtype)
+        down = _dequantize(experts.down[expert], _select(experts.down_scale, expert), x.dtype)
+        y = F.linear(x[tokens], gate_up, _select(experts.gate_up_bias, expert))
         if adapters is not None:
             slots = adapters.tokens[tokens]
-            y += _added(x[tokens], slots, adapters.gate_up_a[:, expert], adapters.gate_up_b[:, expert], 2)
+            y += _lora(x[tokens], slots, adapters.gate_up_a[:, expert], adapters.gate_up_b[:, expert], 2)
         inner = gated(y, activation)
-        y = F.linear(inner, down, _of(experts.down_bias, expert))
+        y = F.linear(inner, down, _select(experts.down_bias, expert))
         if adapters is not None:
-            y += _added(inner, slots, adapters.down_a[:, expert], adapters.down_b[:, expert], 1)
+            y += _lora(inner, slots, adapters.down_a[:, expert], adapters.down_b[:, expert], 1)
         out.index_add_(0, tokens, y.float() * weights[tokens, place, None])
     return out.to(x.dtype)
 
 
-def _added(x: Tensor, slots: Tensor, a: Tensor, b: Tensor, num_parts: int) -> Tensor:
-    """`a` [slots, parts * rank, inputs], `b` [slots, outputs, rank]"""
-    own = slots.clamp(min=0)
-    ranks = torch.einsum("ti,tri->tr", x.float(), a[own].float()) * (slots >= 0)[:, None]
-    parts = zip(ranks.chunk(num_parts, 1), b[own].float().chunk(num_parts, 1), strict=True)
+def _lora(x: Tensor, slots: Tensor, a: Tensor, b: Tensor, num_parts: int) -> Tensor:
+    """Return the LoRA outputs, with `a` [slots, parts * rank, inputs] and `b` [slots, outputs, rank]."""
+    indices = slots.clamp(min=0)
+    ranks = torch.einsum("ti,tri->tr", x.float(), a[indices].float()) * (slots >= 0)[:, None]
+    parts = zip(ranks.chunk(num_parts, 1), b[indices].float().chunk(num_parts, 1), strict=True)
     return torch.cat([torch.einsum("tr,tor->to", *part) for part in parts], 1).to(x.dtype)
 
 
-def _of(tensors: Tensor | None, expert: int) -> Tensor | None:
+def _select(tensors: Tensor | None, expert: int) -> Tensor | None:
     return None if tensors is None else tensors[expert]
 
 
-def _wide(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _dequantize(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return weight if scale is None else widened(Scaled(weight, scale), dtype)

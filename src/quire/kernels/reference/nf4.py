@@ -1,4 +1,4 @@
-"""Weights of 4 bits that stand for numbers of a table, with a scale for each block of a row."""
+"""NF4 and FP4: 4-bit weights that index a table, with a scale per block of a row."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BLOCK = 64
-"""Columns with one scale."""
+"""Columns per scale."""
 
 
 class Halves(NamedTuple):
-    """A weight [outputs, inputs] as the GPU reads it: byte i of a row of `codes` has column i in its low half
-    and column i + inputs / 2 in its high half."""
+    """A weight [outputs, inputs] in the layout of the GPU kernels. Byte i of a row of `codes` has column i in
+    its low nibble and column i + inputs / 2 in its high nibble."""
 
     codes: Tensor
     """[outputs, inputs / 2] uint8"""
@@ -26,23 +26,23 @@ class Halves(NamedTuple):
 
 
 def split(codes: Tensor) -> Tensor:
-    """The codes of `Halves`, one by one."""
+    """Unpack the codes of `Halves`, one per element."""
     return torch.cat((codes & 15, codes >> 4), 1)
 
 
 def scaled(values: Tensor, scales: Tensor) -> Tensor:
-    """[outputs, inputs] times the scale of each block."""
+    """Multiply values [outputs, inputs] by the scale of each block."""
     blocks = values.view(len(values), -1, BLOCK)
     return (blocks * scales[..., None]).view_as(values)
 
 
 def in_halves(codes: Tensor) -> Tensor:
-    """Codes one by one [outputs, inputs] -> those of `Halves`."""
+    """Pack codes [outputs, inputs], one per element, to those of `Halves`."""
     low, high = codes.chunk(2, 1)
     return low | high << 4
 
 
 def product_reference(x: Tensor, weight: Halves, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b in float64, rounded once at the end."""
+    """Compute x W^T + b in float64, rounded once at the end."""
     wide = weight.widened(torch.float64)
     return F.linear(x.double(), wide, None if bias is None else bias.double()).to(x.dtype)

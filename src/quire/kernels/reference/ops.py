@@ -1,4 +1,4 @@
-"""The operations in plain torch, on any device: what every kernel is compared with."""
+"""`Ops` in plain torch on any device, the reference for every kernel."""
 
 import torch
 from torch import Tensor
@@ -96,8 +96,8 @@ class Reference:
         self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
     ) -> Tensor:
         for slot in range(len(b)):
-            own = (ranks * (tokens == slot)[:, None]).chunk(len(part_sizes), 1)
-            parts = zip(own, b[slot].float().split(part_sizes), strict=True)
+            masked = (ranks * (tokens == slot)[:, None]).chunk(len(part_sizes), 1)
+            parts = zip(masked, b[slot].float().split(part_sizes), strict=True)
             out += torch.cat([part @ outputs.t() for part, outputs in parts], 1)
         return out
 
@@ -109,19 +109,19 @@ class Reference:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[T, heads, head_dim] turned by the angles of [T, 1, rotary_dim / 2]."""
+    """Rotate x [T, heads, head_dim] by the angles [T, 1, rotary_dim / 2]."""
     dim = 2 * cos.shape[-1]
     left, right = x[..., :dim].chunk(2, -1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin, x[..., dim:]), -1)
 
 
 def write(x: Tensor, cache: Tensor, slots: Tensor, scale: float = 1.0) -> None:
-    """[T, kv_heads, head_dim] into the slots of one cache."""
+    """Write x [T, kv_heads, head_dim] to the slots of one cache."""
     if cache.dtype.itemsize == 1:
         limit = torch.finfo(cache.dtype).max
         x = (x.float() / scale).clamp(-limit, limit)
     written = slots >= 0
-    # 8-bit floats cannot be indexed everywhere.
+    # torch does not support indexing of 8-bit floats on every device.
     into, x = cache.view(-1, *cache.shape[2:]), x[written].to(cache.dtype)
     if cache.dtype.itemsize == 1:
         into, x = into.view(torch.uint8), x.view(torch.uint8)

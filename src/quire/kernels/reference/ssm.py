@@ -1,8 +1,8 @@
-"""Layers that keep a state of fixed size for each sequence: a short convolution, then the scan of Mamba or
-Mamba-2, or the gated delta rule. What they compute, who serves it on which device, and the same in torch.
+"""Layers with an SSM state of fixed size per sequence: a short convolution, then the scan of Mamba or
+Mamba-2, or the gated delta rule. Protocol, choice of the implementation, and the reference in torch.
 
-A state is kept by row of the worker. A sequence whose first token of the batch has the position 0 starts from
-zeros, whatever its row held before.
+Each row of the worker has a state. A sequence with position 0 as its first token of the batch starts from
+zeros, regardless of the previous contents of its row.
 """
 
 import functools
@@ -31,40 +31,40 @@ IMPLEMENTATIONS = LazyTable(
     },
 )
 CHUNK = 64
-"""Tokens that are computed as one piece of matrices."""
+"""Tokens per chunk, which is computed with matrix operations."""
 _ALIGNED = 4
-"""Kernels are compiled for tables of int32 that begin at a multiple of so many, and again for others."""
+"""Alignment of int32 tables in elements; unaligned tables would need another compilation of the kernels."""
 L2_EPS = 1e-6
-"""Under the root that queries and keys of the delta rule are divided by."""
+"""Epsilon of the L2 norm of queries and keys of the delta rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which kernels take which sequences: numbers of sequences, on the device."""
+    """Split of the sequences between the kernels, as sequence indices on the device."""
 
     singles: Tensor | None
-    """[num_singles] int32, those with one token; None: all of the batch"""
+    """[num_singles] int32, the sequences with one token; None for all of the batch."""
     num_singles: int
     longer: Tensor
-    """[num_longer] int32, the others"""
+    """[num_longer] int32, the other sequences."""
     chunks: Tensor
-    """[num_chunks, 2] int32, their tokens in chunks: (sequence, its first token of this chunk)"""
+    """[num_chunks, 2] int32, chunks of the longer sequences: (sequence, first token of the chunk in it)."""
 
 
 class SSMSequences:
-    """The sequences of one batch. One object serves all layers of a step."""
+    """The sequences of one batch, shared by all layers of a step."""
 
     def __init__(self, starts: Tensor, rows: Tensor, positions: Tensor, lens: NDArray[np.int32]) -> None:
         self.starts = starts
-        """[B + 1] int32, the first token of each sequence"""
+        """[B + 1] int32, the first token of each sequence."""
         self.rows = rows
-        """[B] int32, whose state it continues"""
+        """[B] int32, the row of the state of each sequence."""
         self.positions = positions
         """[T] int64"""
         self.lens = lens
-        """[B], on the host"""
+        """[B], lengths of the sequences, on the host."""
         self.single = bool((lens == 1).all())
-        """Every sequence has one token: nothing depends on the host."""
+        """Whether every sequence has one token, so that nothing depends on the host."""
 
     @functools.cached_property
     def split(self) -> Split:
@@ -72,11 +72,11 @@ class SSMSequences:
 
     @property
     def fresh(self) -> Tensor:
-        """[B], whether a sequence starts here."""
+        """Return [B], whether each sequence starts in this batch."""
         return self.positions[self.starts[:-1].long()] == 0
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """(place in the batch, first token, last token + 1) of each sequence."""
+        """Yield (index in the batch, first token, last token + 1) of each sequence."""
         ends = np.cumsum(self.lens)
         yield from zip(range(len(ends)), (ends - self.lens).tolist(), ends.tolist(), strict=True)
 
@@ -98,26 +98,26 @@ def _split(lens: NDArray[np.int32], device: torch.device) -> Split:
 
 
 class DecayRates(NamedTuple):
-    """How fast each head forgets: it keeps exp(rate * softplus(x + bias)) of its state."""
+    """Decay of each head: it keeps exp(rate * softplus(x + bias)) of its state."""
 
     rate: Tensor
-    """[heads] float32, below 0; of Mamba [channels, size]"""
+    """[heads] float32, negative; for Mamba [channels, size]."""
     bias: Tensor
     """[heads] float32"""
 
 
 Limits = tuple[float, float]
 ANY_TIME: Limits = (0.0, math.inf)
-"""The least and the most that softplus(x + bias) counts as."""
+"""Bounds that softplus(x + bias) is clamped to."""
 
 
 class MambaInputs(NamedTuple):
-    """What Mamba's scan is given beside its input."""
+    """Further inputs of Mamba's scan."""
 
     dt: Tensor
     """[T, channels]"""
     b: Tensor
-    """[T, size], as c"""
+    """[T, size], like c."""
     c: Tensor
     rates: DecayRates
     skip: Tensor
@@ -125,11 +125,11 @@ class MambaInputs(NamedTuple):
 
 
 GATES = ("sigmoid", "silu", "itself")
-"""What gates may multiply by; kernels know them by their number."""
+"""Functions of a gate; kernels identify them by index."""
 
 
 class StateOps(Protocol):
-    """What layers with a state compute. Rows of inputs may be strided; states change in place."""
+    """Operations of layers with an SSM state. Rows of inputs may be strided; states change in place."""
 
     def conv(
         self,
@@ -141,7 +141,7 @@ class StateOps(Protocol):
         *,
         activated: bool = True,
     ) -> Tensor:
-        """A causal convolution of each channel with itself, and silu of it: [T, channels] -> the same, dense.
+        """Compute a causal depthwise convolution, then silu: x [T, channels] -> [T, channels], contiguous.
 
         `weight` [channels, kernel]; `state` [rows, channels, kernel - 1], the last inputs of each row.
         """
@@ -158,7 +158,8 @@ class StateOps(Protocol):
         *,
         limits: Limits = ANY_TIME,
     ) -> Tensor:
-        """Mamba-2: h = exp(rate * dt) * h + dt * x B^T, y = h C + skip * x, with dt = softplus(dt + bias).
+        """Compute the Mamba-2 scan: h = exp(rate * dt) * h + dt * x B^T, y = h C + skip * x, with
+        dt = softplus(dt + bias).
 
         `xbc` [T, heads * head_dim + 2 * groups * size], `dt` [T, heads], `skip` [heads] float32, `state`
         [rows, heads, head_dim, size] float32 -> [T, heads * head_dim].
@@ -166,10 +167,10 @@ class StateOps(Protocol):
         ...
 
     def select(
-        self, x: Tensor, gate: Tensor, given: MambaInputs, state: Tensor, seqs: SSMSequences
+        self, x: Tensor, gate: Tensor, mamba: MambaInputs, state: Tensor, seqs: SSMSequences
     ) -> Tensor:
-        """Mamba, each channel by itself: h = exp(rate * dt) * h + dt * x B, y = h C + skip * x, with
-        dt = softplus(dt + bias), and all times silu(gate).
+        """Compute the Mamba scan of each channel: h = exp(rate * dt) * h + dt * x B, y = h C + skip * x, with
+        dt = softplus(dt + bias). The result is multiplied by silu(gate).
 
         `x` and `gate` [T, channels], `state` [rows, channels, size] float32 -> [T, channels].
         """
@@ -178,8 +179,9 @@ class StateOps(Protocol):
     def delta(
         self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
     ) -> Tensor:
-        """The gated delta rule: h = exp(rate * softplus(a + bias)) * h, then h += k (sigmoid(b) (v - k h))^T,
-        y = q h. Queries and keys have length 1, queries then 1 / sqrt(key_dim).
+        """Compute the gated delta rule: h = exp(rate * softplus(a + bias)) * h, then
+        h += k (sigmoid(b) (v - k h))^T, y = q h. Queries and keys are L2-normalized; queries are then scaled
+        by 1 / sqrt(key_dim).
 
         `qkv` [T, 2 * key_heads * key_dim + heads * value_dim], `a` and `b` [T, heads], `state`
         [rows, heads, key_dim, value_dim] float32 -> [T, heads * value_dim].
@@ -187,18 +189,18 @@ class StateOps(Protocol):
         ...
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
-        """RMS norm of x * silu(gate), or of x and then times silu(gate), over each piece of the weight's
-        size: two [T, n] -> [T, n]."""
+        """Return the RMS norm of x * silu(gate) if `gate_first`, else the RMS norm of x times silu(gate),
+        over groups of the weight's size: x and gate [T, n] -> [T, n]."""
         ...
 
     def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
-        """x times what `GATES` says of the gate: two [T, n] -> [T, n]."""
+        """Multiply x by the function `by` of `GATES` of the gate: x and gate [T, n] -> [T, n]."""
         ...
 
 
 @functools.cache
 def choose(device: torch.device, dtype: torch.dtype) -> StateOps:
-    """The fastest implementation for models of `dtype` on `device`."""
+    """Return the fastest implementation for models of `dtype` on `device`."""
     kind = "triton" if device.type == "cuda" else "reference"
     if native.serves(device, dtype):
         kind = "cpu"
@@ -209,7 +211,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> StateOps:
 
 
 class StateReference:
-    """`StateOps` in plain torch, on any device: what every kernel is compared with."""
+    """`StateOps` in plain torch on any device, the reference for every kernel."""
 
     def conv(
         self,
@@ -225,7 +227,7 @@ class StateReference:
         before = state[rows].masked_fill(seqs.fresh[:, None, None], 0)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for at, first, end in [(slice(None), 0, len(x))] if seqs.single else seqs.spans():
-            # Decodes are one batch of windows, else there is a window for each sequence.
+            # Single tokens are one batch of windows; otherwise each sequence has its own window.
             new = x[first:end].unsqueeze(-1) if seqs.single else x[first:end].T
             window = torch.cat((before[at], new), -1)
             seen = window.float().unfold(-1, kernel, 1)  # [..., channels, tokens, kernel]
@@ -258,12 +260,12 @@ class StateReference:
         return y.flatten(1).to(xbc.dtype)
 
     def select(
-        self, x: Tensor, gate: Tensor, given: MambaInputs, state: Tensor, seqs: SSMSequences
+        self, x: Tensor, gate: Tensor, mamba: MambaInputs, state: Tensor, seqs: SSMSequences
     ) -> Tensor:
-        dt, rate = F.softplus(given.dt.float() + given.rates.bias), given.rates.rate
-        inputs = dt, dt * x.float(), given.b.float(), given.c.float()
+        dt, rate = F.softplus(mamba.dt.float() + mamba.rates.bias), mamba.rates.rate
+        inputs = dt, dt * x.float(), mamba.b.float(), mamba.c.float()
         step, chunk = functools.partial(_select_step, rate=rate), functools.partial(_select_chunk, rate=rate)
-        y = _walk(step, chunk, inputs, state, seqs).add_(x.float() * given.skip)
+        y = _walk(step, chunk, inputs, state, seqs).add_(x.float() * mamba.skip)
         return (y * F.silu(gate.float())).to(x.dtype)
 
     def delta(
@@ -274,8 +276,8 @@ class StateReference:
         q, k, v = qkv.float().split([keys, keys, heads * value_dim], 1)
         q, k = (_per_head(_unit(part.unflatten(1, (-1, key_dim))), heads) for part in (q, k))
         q, v = q * key_dim**-0.5, v.unflatten(1, (heads, value_dim))
-        log_decay, learned = rates.rate * F.softplus(a.float() + rates.bias), b.float().sigmoid()
-        y = _walk(_delta_step, _delta_chunk, (q, k, v, learned, log_decay), state, seqs)
+        log_decay, beta = rates.rate * F.softplus(a.float() + rates.bias), b.float().sigmoid()
+        y = _walk(_delta_step, _delta_chunk, (q, k, v, beta, log_decay), state, seqs)
         return y.flatten(1).to(qkv.dtype)
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
@@ -294,7 +296,7 @@ class StateReference:
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
-    """[T, groups, n] -> [T, heads, n]: heads next to each other share a group."""
+    """Expand x [T, groups, n] to [T, heads, n]: adjacent heads share a group."""
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -304,12 +306,12 @@ def _unit(x: Tensor) -> Tensor:
 
 class _Step(Protocol):
     def __call__(self, h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """State and inputs -> state and outputs."""
+        """Return the next state and the outputs."""
         ...
 
 
 def _walk(step: _Step, chunk: _Step, inputs: tuple[Tensor, ...], state: Tensor, seqs: SSMSequences) -> Tensor:
-    """Single tokens of all sequences at once, or each sequence chunk after chunk."""
+    """Run single tokens of all sequences at once, or each sequence chunk by chunk."""
     rows = seqs.rows.long()
     before = state[rows].masked_fill(seqs.fresh.view(-1, *[1] * (state.dim() - 1)), 0)
     if seqs.single:
@@ -332,9 +334,9 @@ def _scan_step(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scan_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """L tokens of one sequence: h [heads, head_dim, size], inputs [L, heads, ...]."""
+    """Scan L tokens of one sequence: h [heads, head_dim, size], inputs [L, heads, ...]."""
     x, b, c, log_decay = inputs
-    since = log_decay.cumsum(0)  # the start of the chunk
+    since = log_decay.cumsum(0)  # from the start of the chunk
     scores = torch.einsum("ihn,jhn->hij", c, b) * _decays(since)
     y = torch.einsum("hij,jhp->ihp", scores, x)
     y += torch.einsum("ihn,hpn->ihp", c * since.exp()[..., None], h)
@@ -350,7 +352,7 @@ def _select_step(h: Tensor, *inputs: Tensor, rate: Tensor) -> tuple[Tensor, Tens
 
 
 def _select_chunk(h: Tensor, *inputs: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of one sequence, one after the other."""
+    """Scan the tokens of one sequence, one after the other."""
     pieces = []
     for token in zip(*inputs, strict=True):
         h, y = _select_step(h, *token, rate=rate)
@@ -359,27 +361,27 @@ def _select_chunk(h: Tensor, *inputs: Tensor, rate: Tensor) -> tuple[Tensor, Ten
 
 
 def _delta_step(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v, learned, log_decay = inputs
+    q, k, v, beta, log_decay = inputs
     h = h * log_decay.exp()[..., None, None]
-    known = (h * k[..., None]).sum(-2)
-    h = h + k[..., None] * ((v - known) * learned[..., None])[..., None, :]
+    recalled = (h * k[..., None]).sum(-2)
+    h = h + k[..., None] * ((v - recalled) * beta[..., None])[..., None, :]
     return h, (h * q[..., None]).sum(-2)
 
 
 def _delta_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """L tokens of one sequence: h [heads, key_dim, value_dim], inputs [L, heads, ...].
+    """Apply the delta rule to L tokens of a sequence: h [heads, key_dim, value_dim], inputs [L, heads, ...].
 
-    What token i writes is v_i less what the state before it knew of k_i, and that holds the writes of the
-    tokens before it: a triangular system, solved for all tokens at once.
+    Token i writes v_i minus the value that the previous state returns for k_i. That state contains the writes
+    of earlier tokens, so the writes are the solution of a triangular system.
     """
-    q, k, v, learned, log_decay = (x.transpose(0, 1) for x in inputs)  # [heads, L, ...]
+    q, k, v, beta, log_decay = (x.transpose(0, 1) for x in inputs)  # [heads, L, ...]
     since = log_decay.cumsum(1)
     decays = _decays(since.T)
-    taught = k * learned[..., None]
-    system = (taught @ k.mT * decays).tril(-1)
-    known = (taught * since.exp()[..., None]) @ h
+    scaled_k = k * beta[..., None]
+    system = (scaled_k @ k.mT * decays).tril(-1)
+    recalled = (scaled_k * since.exp()[..., None]) @ h
     written = torch.linalg.solve_triangular(
-        system, v * learned[..., None] - known, upper=False, unitriangular=True
+        system, v * beta[..., None] - recalled, upper=False, unitriangular=True
     )
     y = (q * since.exp()[..., None]) @ h + (q @ k.mT * decays) @ written
     until = (since[:, -1:] - since).exp()[..., None]
@@ -388,7 +390,8 @@ def _delta_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decays(since: Tensor) -> Tensor:
-    """[L, heads], the logarithms of what is kept since the start -> [heads, L, L], what i >= j keeps of j."""
+    """Return the decay factors [heads, L, L] from token j to token i >= j, from cumulated log decays [L,
+    heads]."""
     gaps = since.T[:, :, None] - since.T[:, None, :]
     above = torch.ones(gaps.shape[1:], dtype=torch.bool, device=gaps.device).triu(1)
     return gaps.masked_fill(above, -torch.inf).exp()

@@ -1,1 +1,1 @@
-"""Kernels in Triton, each beside its torch reference."""
+"""Triton kernels; each has a torch reference in `kernels/reference`."""

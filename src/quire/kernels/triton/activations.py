@@ -1,4 +1,4 @@
-"""Activations on a GPU: `kernels/reference/activations.py`."""
+"""Activations on a GPU; the reference is `kernels/reference/activations.py`."""
 
 import torch
 import triton
@@ -8,12 +8,12 @@ from torch import Tensor
 from quire.kernels.triton.launch import follow, launch, overlap
 
 _AT_ONCE = 2048
-"""Numbers per program."""
+"""Elements per program."""
 
 
 @triton.jit
 def silu_times(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    """silu(gate) * up, each step rounded as torch does."""
+    """Return silu(gate) * up, each step rounded as in torch."""
     wide = gate.to(tl.float32)
     return (wide / (1 + tl.exp(-wide))).to(gate.dtype) * up
 
@@ -25,7 +25,7 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """`kernels/reference/activations.py`, in float32."""
+    """Return the activation of x in float32; the reference is `kernels/reference/activations.py`."""
     if ACTIVATION == "silu":
         y = x / (1 + tl.exp(-x))
     elif ACTIVATION == "gelu":
@@ -57,7 +57,7 @@ def name_of(activation: str) -> str:
 
 @triton.jit
 def times(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """act(gate) * up."""
+    """Return act(gate) * up."""
     if ACTIVATION == "silu":
         y = silu_times(gate, up)
     elif ACTIVATION == "clamped_swiglu":
@@ -93,7 +93,7 @@ def _gated(
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """[T, 2n] gate and up side by side -> act(gate) * up, [T, n]."""
+    """Return act(gate) * up [T, n] for `gate_up` [T, 2n], gate and up side by side."""
     size = gate_up.shape[1] // 2
     out = torch.empty(len(gate_up), size, dtype=gate_up.dtype, device=gate_up.device)
     if len(gate_up):

@@ -1,10 +1,11 @@
 """Paged attention on a GPU, in two kernels over caches [num_blocks, block_size, kv_heads, head_dim].
 
-The rows of a tile are all query heads of one key head for some consecutive queries of a sequence: a key is
-loaded once for all of them. `tiles` takes a tile of many queries over all its keys: prompts. `shares` is for
-sequences with few queries, decodes: each program takes an equal share of all their keys, whosever they are.
+The rows of a tile are all query heads of one KV head for some consecutive queries of a sequence, so that a
+key is loaded once for all of them. `tiles` processes a tile of many queries over all its keys (prefill).
+`shares` is for sequences with few queries (decode, split-KV): each program processes an equal share of the
+keys of all sequences.
 
-Scores are in units of log 2. Slots that nobody wrote may hold anything: they are not loaded.
+Scores are in units of log 2. Cache slots that were never written may hold anything and are not loaded.
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -17,12 +18,12 @@ from quire.kernels.triton.launch import follow
 from quire.kernels.triton.split_kv import share, tiles_of
 
 NEVER = tl.constexpr(-1.0e30)
-"""Less than any score, yet finite: the difference of two is no NaN."""
+"""Less than any score, yet finite, so that the difference of two is not NaN."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Cache(NamedTuple):
-    """One layer's keys and values; strides in elements."""
+    """Keys and values of one layer; strides are in elements."""
 
     k: Any
     v: Any
@@ -31,7 +32,7 @@ class Cache(NamedTuple):
 
 
 class AttentionSeqs(NamedTuple):
-    """`Batch`'s tensors of the same names."""
+    """Tensors of `Batch` with the same names."""
 
     query_starts: Any
     seq_lens: Any
@@ -41,35 +42,35 @@ class AttentionSeqs(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores are scaled; numbers inside the kernels, and arguments outside."""
+    """Scaling of scores and values: numbers inside the kernels, arguments outside."""
 
     scale: Any
-    """From a product of query and key to log 2; with a cap from there to twice the argument of tanh."""
+    """Factor from q k^T to log 2 units; with a softcap, to twice the argument of tanh."""
     cap: Any
     v_scale: Any
 
 
 class PartialAttention(NamedTuple):
-    """What shares leave of a sequence that is not theirs alone, for the last of them to merge. A share has up
-    to two: one that went on from another share, and one that goes on in the next."""
+    """Partial results of sequences that lie in several shares, for the last share to merge. A share has up to
+    two of them: one continued from the previous share, and one continued in the next."""
 
     sums: Any
     """[kv_heads, shares, 2, rows, head_dim] float32"""
     tops: Any
-    """[kv_heads, shares, 2, 2, rows] float32: greatest score, sum of weights"""
+    """[kv_heads, shares, 2, 2, rows] float32: maximum score, sum of weights"""
     arrivals: Any
-    """[kv_heads, shares] int32, zeros before and after; a sequence counts where it begins"""
+    """[kv_heads, shares] int32, zeros before and after; indexed by the share in which a sequence begins"""
 
 
 @triton.jit
-def _fold(
+def _accumulate(
     acc: tl.tensor,
     most: tl.tensor,
     total: tl.tensor,
     q: tl.tensor,
     low: tl.tensor,
     places: tl.tensor,
-    sees: tl.tensor,
+    last: tl.tensor,
     alibi_slopes: tl.tensor,
     cache: tl.tuple,
     kv_head: tl.tensor,
@@ -83,14 +84,14 @@ def _fold(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> Any:
-    """Take the keys first..end into each row's sum of values, greatest score and sum of weights.
+    """Accumulate the keys first..end into each row's sum of values, maximum score and sum of weights.
 
-    The rows' queries stand at `places`, from `low` on, and see the keys up to `sees`; `alibi_slopes`
-    as in `soften`.
+    The rows' queries are at positions `places`, from `low` on, and attend to keys up to `last`;
+    `alibi_slopes` are those of `soften`.
     """
     key = tl.arange(0, BLOCK_N)
-    # 8 bits become float16 in one instruction. Those of two dimensions are loaded as one number: turning them
-    # for the tensor cores goes by 16 bits.
+    # 8-bit values convert to float16 in one instruction. Two dimensions are loaded as one 16-bit number,
+    # because the transposition for the tensor cores works on 16 bits.
     NARROW: tl.constexpr = cache.k.dtype.element_ty.primitive_bitwidth == 8 and q.dtype != tl.float32
     PAIRS: tl.constexpr = NARROW and acc.shape[0] < 64
     KIND: tl.constexpr = cache.v.dtype.element_ty
@@ -99,15 +100,15 @@ def _fold(
     if PAIRS:
         odd = tl.zeros([acc.shape[0], acc.shape[1] // 2], tl.float32)
         even = odd
-    # Blocks are looked up one turn ahead: the keys' own loads then need not wait for them.
-    blocks = _blocks(table, first + key, end, BLOCK_SIZE)
+    # Block ids are loaded one iteration ahead, so that the loads of keys do not wait for them.
+    blocks = _load_blocks(table, first + key, end, BLOCK_SIZE)
     for at in range(first, end, BLOCK_N):
-        slots = _slots(cache, blocks, at + key, BLOCK_SIZE) + kv_head * DIM
-        blocks = _blocks(table, at + BLOCK_N + key, end, BLOCK_SIZE)
+        slots = _slot_offsets(cache, blocks, at + key, BLOCK_SIZE) + kv_head * DIM
+        blocks = _load_blocks(table, at + BLOCK_N + key, end, BLOCK_SIZE)
         k = _load(cache.k, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         shrink, most, total, weights = soften(
-            scores, most, total, at, end, low, places, sees, alibi_slopes, scores_by, WINDOW, CAPPED, BLOCK_N
+            scores, most, total, at, end, low, places, last, alibi_slopes, scores_by, WINDOW, CAPPED, BLOCK_N
         )
         if PAIRS:
             pairs = cache.v.to(tl.pointer_type(tl.uint16), bitcast=True)
@@ -124,18 +125,18 @@ def _fold(
 
 @triton.jit
 def _float16(narrow: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """The lower byte of each number as the float that it is."""
+    """Convert the lower byte of each number, a float of type KIND, to float16."""
     return narrow.to(tl.uint8).to(KIND, bitcast=True).to(tl.float16)
 
 
 @triton.jit
-def _blocks(table: tl.tensor, keys: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr) -> Any:
+def _load_blocks(table: tl.tensor, keys: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr) -> Any:
     return tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0)
 
 
 @triton.jit
-def _slots(cache: tl.tuple, blocks: tl.tensor, keys: tl.tensor, BLOCK_SIZE: tl.constexpr) -> Any:
-    """Where keys that are in these blocks lie in the cache, in elements."""
+def _slot_offsets(cache: tl.tuple, blocks: tl.tensor, keys: tl.tensor, BLOCK_SIZE: tl.constexpr) -> Any:
+    """Return the cache offsets of `keys`, which lie in `blocks`, in elements."""
     return blocks.to(tl.int64) * cache.block_stride + (keys % BLOCK_SIZE) * cache.slot_stride
 
 
@@ -143,7 +144,7 @@ def _slots(cache: tl.tuple, blocks: tl.tensor, keys: tl.tensor, BLOCK_SIZE: tl.c
 def _load(
     cache: tl.tensor, slots: tl.tensor, exists: tl.tensor, BLOCK_D: tl.constexpr, DIM: tl.constexpr
 ) -> Any:
-    """[keys, dims], zeros where there are none."""
+    """Load [keys, dims], with zeros where they do not exist."""
     dims = tl.arange(0, BLOCK_D)
     exists = exists[:, None]
     if BLOCK_D != DIM:
@@ -160,16 +161,17 @@ def soften(
     end: tl.tensor,
     low: tl.tensor,
     places: tl.tensor,
-    sees: tl.tensor,
+    last: tl.tensor,
     alibi_slopes: tl.tensor,
     scores_by: tl.tuple,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> Any:
-    """The weights of the keys from `at` on, and what becomes of the rows: what is there shrinks.
+    """Return the factor for previous sums, the new maximum and sum of weights, and the weights of keys from
+    `at` on.
 
-    `alibi_slopes` are what each row loses for each token between query and key, in log 2; None: nothing.
+    `alibi_slopes` are subtracted from each row per token between query and key, in log 2; None for no ALiBi.
     """
     keys = at + tl.arange(0, BLOCK_N)
     factor = scores_by.scale
@@ -180,10 +182,10 @@ def soften(
         scores = scores * factor + alibi_slopes[:, None] * (keys[None, :] - places[:, None]).to(tl.float32)
         factor = 1.0
     if WINDOW:
-        seen = (keys[None, :] <= sees[:, None]) & (keys[None, :] > places[:, None] - WINDOW)
+        seen = (keys[None, :] <= last[:, None]) & (keys[None, :] > places[:, None] - WINDOW)
         scores = tl.where(seen & (keys < end)[None, :], scores, float("-inf"))
     elif at + BLOCK_N > tl.minimum(low + 1, end):
-        seen = (keys[None, :] <= sees[:, None]) & (keys < end)[None, :]
+        seen = (keys[None, :] <= last[:, None]) & (keys < end)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(most, tl.max(scores, 1) * factor)
     weights = tl.exp2(scores * factor - higher[:, None])
@@ -192,7 +194,7 @@ def soften(
 
 
 @triton.jit
-def _queries(
+def _load_queries(
     q: tl.tensor,
     q_stride: tl.tensor,
     kv_head: tl.tensor,
@@ -205,8 +207,8 @@ def _queries(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> Any:
-    """The rows of a tile, from the token `start` on, which stands at `low`: the queries, their places and
-    heads, where each number goes in the output, and whether there is one."""
+    """Load the rows of a tile that starts at token `start`, position `low`. Return the queries, their
+    positions and heads, the offset of each element in the output, and whether it exists."""
     row, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query, heads = row // GROUP, kv_head * GROUP + row % GROUP
     token = (start + query).to(tl.int64)
@@ -214,13 +216,14 @@ def _queries(
     rows = tl.load(
         q + (token[:, None] * q_stride + (heads * DIM)[:, None] + dims[None, :]), mask=valid, other=0.0
     )
-    to = (token[:, None] * (kv_heads * GROUP) + heads[:, None]) * DIM + dims[None, :]
-    return rows, tl.minimum(low + query, high - 1), heads, to, valid
+    offsets = (token[:, None] * (kv_heads * GROUP) + heads[:, None]) * DIM + dims[None, :]
+    return rows, tl.minimum(low + query, high - 1), heads, offsets, valid
 
 
 @triton.jit
-def _start(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.constexpr) -> Any:
-    """The rows before any key; where it `counts`, a sink is a key without a value."""
+def _initial(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.constexpr) -> Any:
+    """Return the initial sums of the rows. With `counts`, an attention sink counts as a key without a
+    value."""
     acc = tl.zeros([heads.shape[0], BLOCK_D], tl.float32)
     most = tl.full([heads.shape[0]], NEVER, tl.float32)
     total = tl.zeros([heads.shape[0]], tl.float32)
@@ -232,11 +235,11 @@ def _start(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.co
 
 @triton.jit
 def _alibi(alibi_slopes: tl.tensor, heads: tl.tensor) -> Any:
-    """The slopes of the rows' heads, in log 2; None where heads have none."""
-    own = alibi_slopes
+    """Return the ALiBi slopes of the rows' heads in log 2, or None without ALiBi."""
+    slopes = alibi_slopes
     if alibi_slopes is not None:
-        own = tl.load(alibi_slopes + heads) * _LOG2_E
-    return own
+        slopes = tl.load(alibi_slopes + heads) * _LOG2_E
+    return slopes
 
 
 @triton.jit
@@ -268,25 +271,26 @@ def tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Grid (tiles, kv_heads). `work` [tiles, 2]: the sequence, and which of its queries comes first."""
+    """Compute attention of one tile of queries to all its keys. Grid: (tiles, kv_heads). `work` [tiles, 2]
+    holds sequence and first query."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     seq, skipped = tl.load(work + 2 * tile), tl.load(work + 2 * tile + 1)
     start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
     low = seq_len - (tl.load(seqs.query_starts + seq + 1) - start) + skipped
     high = tl.minimum(low + BLOCK_M // GROUP, seq_len)
-    rows, places, heads, at, valid = _queries(
+    rows, places, heads, at, valid = _load_queries(
         q, q_stride, kv_head, tl.num_programs(1), start + skipped, low, high, GROUP, DIM, BLOCK_D, BLOCK_M
     )
     table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
-    acc, most, total = _start(sinks, heads, tile >= 0, BLOCK_D)
-    sees, end, first = places, high, 0
+    acc, most, total = _initial(sinks, heads, tile >= 0, BLOCK_D)
+    last, end, first = places, high, 0
     if reach is not None:
-        sees = tl.load(reach + start + skipped + (places - low))
-        end = tl.max(sees, 0) + 1
+        last = tl.load(reach + start + skipped + (places - low))
+        end = tl.max(last, 0) + 1
     if WINDOW:
         first = tl.maximum(low - WINDOW + 1, 0)
-    acc, most, total = _fold(
-        acc, most, total, rows, low, places, sees,
+    acc, most, total = _accumulate(
+        acc, most, total, rows, low, places, last,
         _alibi(alibi_slopes, heads), cache, kv_head, table, first, end,
         scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
@@ -318,10 +322,11 @@ def shares(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (kv_heads, shares). `work` [num_seqs] are the sequences meant; None: the first of the batch.
+    """Compute attention over one share of the keys of sequences with few queries. Grid: (kv_heads, shares).
 
-    The keys of all sequences lie in a row, in tiles of BLOCK_N; a share has `least` of them or more. Before
-    `follow` only what was there before the model's first kernel is read.
+    `work` [num_seqs] lists the sequences; None selects the first of the batch. The keys of all sequences are
+    numbered consecutively in tiles of BLOCK_N; a share has at least `least` tiles. Before `follow`, a kernel
+    may only read data that was written before the model's first kernel.
     """
     at, end, size, index, begin = share(seqs, work, num_seqs, least, WINDOW, BLOCK_N)
     follow(OVERLAP)
@@ -332,7 +337,7 @@ def shares(
         table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
         close = begin + tiles_of(seq_len, num_queries, WINDOW, BLOCK_N)
         until = tl.minimum(close, end)
-        _take(
+        _attend_share(
             out, q, q_stride, cache, table, start, num_queries, seq_len, at - begin, until - begin,
             begin // size, (close - 1) // size, sinks, alibi_slopes, scores_by, partial,
             GROUP, WINDOW, CAPPED, DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N,
@@ -341,7 +346,7 @@ def shares(
 
 
 @triton.jit
-def _take(
+def _attend_share(
     out: tl.tensor,
     q: tl.tensor,
     q_stride: tl.tensor,
@@ -367,32 +372,33 @@ def _take(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """The tiles at..until of a sequence that lies in the shares earliest..latest; zeros if it has no keys."""
+    """Process tiles at..until of a sequence that spans the shares earliest..latest; output zeros without
+    keys."""
     kv_head = tl.program_id(0)
     low = tl.maximum(seq_len - num_queries, 0)
     first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else 0
     high = tl.maximum(seq_len, 1)
-    rows, places, heads, place, valid = _queries(
+    rows, places, heads, place, valid = _load_queries(
         q, q_stride, kv_head, tl.num_programs(0), start, low, high, GROUP, DIM, BLOCK_D, BLOCK_M
     )
-    acc, most, total = _start(sinks, heads, at == 0, BLOCK_D)
-    acc, most, total = _fold(
+    acc, most, total = _initial(sinks, heads, at == 0, BLOCK_D)
+    acc, most, total = _accumulate(
         acc, most, total, rows, low, places, places, _alibi(alibi_slopes, heads), cache, kv_head, table,
         first + at * BLOCK_N, tl.minimum(first + until * BLOCK_N, seq_len), scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     if earliest == latest:
         _finish(out, acc, total, scores_by.v_scale, place, valid)
-    elif _leave(partial, acc, most, total, valid, kv_head, earliest, DIM) == latest - earliest:
+    elif _store_partial(partial, acc, most, total, valid, kv_head, earliest, DIM) == latest - earliest:
         tl.store(partial.arrivals + kv_head * tl.num_programs(1) + earliest, 0)
-        for each in range(num_queries):
-            to = out + ((start + each).to(tl.int64) * tl.num_programs(0) + kv_head) * (GROUP * DIM)
+        for query in range(num_queries):
+            to = out + ((start + query).to(tl.int64) * tl.num_programs(0) + kv_head) * (GROUP * DIM)
             v_scale = scores_by.v_scale
-            _merge(to, partial, kv_head, earliest, latest, each, v_scale, GROUP, DIM, BLOCK_M, BLOCK_D)
+            _merge(to, partial, kv_head, earliest, latest, query, v_scale, GROUP, DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
-def _leave(
+def _store_partial(
     partial: tl.tuple,
     acc: tl.tensor,
     most: tl.tensor,
@@ -402,15 +408,15 @@ def _leave(
     earliest: tl.tensor,
     DIM: tl.constexpr,
 ) -> Any:
-    """Write down what a share has come to on a sequence that begins in `earliest`; how many did before."""
+    """Store a share's partial sums of a sequence that begins in `earliest`; return how many did so before."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     row, dims = tl.arange(0, BLOCK_M), tl.arange(0, acc.shape[1])
-    group, own = kv_head * tl.num_programs(1), tl.program_id(1)
-    at = (2 * (group + own) + (own == earliest)).to(tl.int64)
+    group, share_index = kv_head * tl.num_programs(1), tl.program_id(1)
+    at = (2 * (group + share_index) + (share_index == earliest)).to(tl.int64)
     tl.store(partial.sums + at * (BLOCK_M * DIM) + row[:, None] * DIM + dims[None, :], acc, mask=valid)
     tl.store(partial.tops + at * (2 * BLOCK_M) + row, most)
     tl.store(partial.tops + at * (2 * BLOCK_M) + BLOCK_M + row, total)
-    # Every thread must have written before one of them counts.
+    # All threads must have written before the arrival is counted.
     tl.debug_barrier()
     return tl.atomic_add(partial.arrivals + group + earliest, 1, sem="acq_rel")
 
@@ -429,27 +435,27 @@ def _merge(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """The heads of one query, from what all shares have left."""
+    """Merge the partial sums of all shares for the heads of one query, and store the output."""
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
-    # Several shares at a time, so that their loads are under way at once.
-    SOME: tl.constexpr = max(1, 8192 // (HEADS * BLOCK_D))
+    # Several shares are loaded at a time, so that their loads overlap.
+    AT_ONCE: tl.constexpr = max(1, 8192 // (HEADS * BLOCK_D))
     head, dims = tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
     row = query * GROUP + tl.minimum(head, GROUP - 1)
     valid = (head < GROUP)[:, None] & (dims < DIM)[None, :]
     acc = tl.zeros([HEADS, BLOCK_D], tl.float32)
     most = tl.full([HEADS], NEVER, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    for first in range(earliest, latest + 1, SOME):
-        others = first + tl.arange(0, SOME)
+    for first in range(earliest, latest + 1, AT_ONCE):
+        others = first + tl.arange(0, AT_ONCE)
         at = (2 * (kv_head * tl.num_programs(1) + others) + (others == earliest)).to(tl.int64)
-        there = (others <= latest)[:, None]
+        exists = (others <= latest)[:, None]
         tops = partial.tops + (at * (2 * BLOCK_M))[:, None] + row[None, :]
-        top = tl.load(tops, mask=there, other=NEVER, cache_modifier=".cg")
-        count = tl.load(tops + BLOCK_M, mask=there, other=0.0, cache_modifier=".cg")
+        top = tl.load(tops, mask=exists, other=NEVER, cache_modifier=".cg")
+        count = tl.load(tops + BLOCK_M, mask=exists, other=0.0, cache_modifier=".cg")
         sums = (
             partial.sums + (at * (BLOCK_M * DIM))[:, None, None] + (row[:, None] * DIM + dims[None, :])[None]
         )
-        sums = tl.load(sums, mask=there[:, :, None] & valid[None], other=0.0, cache_modifier=".cg")
+        sums = tl.load(sums, mask=exists[:, :, None] & valid[None], other=0.0, cache_modifier=".cg")
         higher = tl.maximum(most, tl.max(top, 0))
         shrink, weight = tl.exp2(most - higher), tl.exp2(top - higher[None, :])
         acc = acc * shrink[:, None] + tl.sum(sums * weight[:, :, None], 0)

@@ -1,4 +1,4 @@
-"""Launching paged attention: the shape of tiles by what is computed, the number of shares by the device."""
+"""Launches of paged attention: tile shapes, and the number of split-KV shares for the device."""
 
 from functools import cache
 from typing import NamedTuple
@@ -13,35 +13,35 @@ from quire.kernels.triton.launch import launch, overlap
 
 _LOG2_E = 1.4426950408889634
 _DEFAULT_SMS = 4, 1 << 18
-"""Where there is no GPU, in the interpreter: enough for sequences to be cut."""
+"""Multiprocessors and bytes of shared memory for the interpreter; enough for sequences to be split."""
 _WIDE = 256
-"""Numbers of a head, of which a tile takes half of a multiprocessor's own memory."""
+"""Head size above which a tile takes half of a multiprocessor's shared memory or more."""
 MIN_KEYS = 64
-"""No share has fewer keys: to merge costs more than it brings."""
+"""Least number of keys per share: with fewer, the merge costs more than the split saves."""
 
 
 class AttentionShape(NamedTuple):
-    """How a kernel is compiled."""
+    """Tile shape and compile options of a kernel."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     per_sm: int = 1
-    """Programs that a multiprocessor takes at once, where that counts."""
+    """Most programs per multiprocessor at once, for `shares`."""
 
 
 class AttentionLayer(NamedTuple):
-    """The attention of one layer."""
+    """Attention parameters of one layer."""
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
     window: int
-    """0: none"""
+    """Sliding window; 0 for none."""
     softcap: float
-    """0.0: none"""
+    """Logit softcap; 0.0 for none."""
     k_scale: float
     v_scale: float
 
@@ -51,13 +51,13 @@ class AttentionLayer(NamedTuple):
 
     @property
     def few(self) -> int:
-        """How many queries of a sequence fill the smallest tile: up to here its keys are cut instead."""
+        """Number of queries that fill the smallest tile; sequences with at most this many use split-KV."""
         return max(1, 16 // self.group)
 
 
 # Measured on an H200 with head size 128: benchmarks/kernel_attention.py.
 def tile_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) -> AttentionShape:
-    """For `tiles`, where no sequence has more than `most_queries`."""
+    """Return the shape for `tiles` if no sequence has more than `most_queries` queries."""
     wide = layer.head_dim > 128
     rows = triton.next_power_of_2(layer.group)
     if layer.head_dim > _WIDE:
@@ -72,8 +72,8 @@ def tile_shape(layer: AttentionLayer, dtype: torch.dtype, most_queries: int) -> 
 def share_shape(
     layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, most_queries: int = 1
 ) -> AttentionShape:
-    """For `shares` over a cache of the second type, where no sequence has more than `most_queries`, or than
-    fill the smallest tile."""
+    """Return the shape for `shares` over a cache of `cache_dtype`, if no sequence has more than
+    `most_queries` queries, nor more than fill the smallest tile."""
     rows = max(16, triton.next_power_of_2(layer.group * most_queries))
     wide = layer.head_dim > 128
     if layer.head_dim > _WIDE:
@@ -86,10 +86,10 @@ def share_shape(
 
 
 def shares_of(layer: AttentionLayer, per_sm: int, num_seqs: int, num_sms: int) -> int:
-    """Into how many shares the keys of a batch are cut for each key head.
+    """Return the number of shares of a batch's keys for each KV head.
 
-    As many as the device takes at once, or half of that where sequences of equal lengths then need no merge.
-    Not by the lengths, which change under a captured graph.
+    It is the number of programs that the device runs at once, or half of it if sequences of equal length then
+    need no merge. It does not depend on sequence lengths, which change under a captured CUDA graph.
     """
     if num_sms // 2 <= num_seqs * layer.kv_heads <= per_sm // 2 * num_sms:
         per_sm //= 2
@@ -97,7 +97,8 @@ def shares_of(layer: AttentionLayer, per_sm: int, num_seqs: int, num_sms: int) -
 
 
 def programs_at_once(shape: AttentionShape, row_bytes: int, sm_bytes: int) -> int:
-    """On one multiprocessor, where keys and values of a token take so many bytes of its own memory."""
+    """Return the programs per multiprocessor, where keys and values of a token take `row_bytes` of shared
+    memory."""
     return max(1, min(shape.per_sm, sm_bytes // (shape.num_stages * shape.block_n * row_bytes)))
 
 
@@ -213,8 +214,8 @@ def _arrivals(shares: int, device: torch.device) -> Tensor:
 
 @cache
 def sms(device: torch.device) -> tuple[int, int]:
-    """How many multiprocessors there are, and the bytes of memory that each has of its own."""
+    """Return the number of multiprocessors and the bytes of shared memory of each."""
     if device.type != "cuda":
         return _DEFAULT_SMS
-    found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, found.shared_memory_per_multiprocessor
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_multiprocessor

@@ -1,6 +1,6 @@
-"""Attention in both directions on a GPU: a tile of queries of one sequence and head over all its keys.
+"""Bidirectional attention on a GPU: a tile of queries of one sequence and head attends to all its keys.
 
-A head is cut into a power of two of its numbers and what is left: a head of 80 is 64 and 16, not 128.
+A head is split into a power of two of its dimensions and the rest: a head of 80 is 64 and 16, not 128.
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -17,13 +17,13 @@ from quire.kernels.triton.launch import launch
 _NEVER = tl.constexpr(-1.0e30)
 _LOG2_E = 1.4426950408889634
 _LEAST = 16
-"""Numbers of a product on the tensor cores."""
+"""Least size of a tensor core operand."""
 _ALIGNED = 16
-"""Of what tokens are apart, a multiple, or Triton 3.6 gives wrong sums for heads in two parts."""
+"""Token strides must be multiples of this, or Triton 3.6 computes wrong sums for heads in two parts."""
 
 
 class EncoderShape(NamedTuple):
-    """How the kernel is compiled."""
+    """Tile width and compile options of the kernel."""
 
     block_n: int
     num_warps: int
@@ -32,7 +32,7 @@ class EncoderShape(NamedTuple):
 
 # Measured on an H200: benchmarks/kernel_vision_encoder.py.
 def shape_of(dtype: torch.dtype, dim: int, height: int) -> EncoderShape:
-    """For tiles of so many queries."""
+    """Return the shape for tiles of `height` queries."""
     if dtype == torch.float32:
         return EncoderShape(32, 4, 1)
     if height <= 64:
@@ -41,27 +41,27 @@ def shape_of(dtype: torch.dtype, dim: int, height: int) -> EncoderShape:
 
 
 @triton.jit
-def _some(
+def _load_dims(
     x: tl.tensor,
     rows: tl.tensor,
-    there: tl.tensor,
+    exists: tl.tensor,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> Any:
-    """[rows, WIDTH] numbers of a head of DIM, from FIRST on; where MASKED, of the rows that are there."""
+    """Load [rows, WIDTH] dimensions of a head of DIM, from FIRST on; with MASKED, only rows that exist."""
     dims = FIRST + tl.arange(0, WIDTH)
     at = x + rows[:, None] + dims[None, :]
     if MASKED:
-        return tl.load(at, mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
+        return tl.load(at, mask=exists[:, None] & (dims < DIM)[None, :], other=0.0)
     if FIRST + WIDTH > DIM:
         return tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
     return tl.load(at)
 
 
 @triton.jit
-def _fold(
+def _accumulate(
     sums: tl.tuple,
     queries: tl.tuple,
     rows: tl.tensor,
@@ -80,33 +80,33 @@ def _fold(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> Any:
-    """Take the keys first..until into each row's sums: of values, left and right, the greatest score, and the
-    sum of weights. Unless MASKED they are whole tiles, and each row sees them all."""
+    """Add the keys first..until to each row's sums: left and right values, maximum score, sum of
+    weights. Unless MASKED, the keys are whole tiles and every row attends to all of them."""
     left, right, most, total = sums
     for at in range(first, until, BLOCK_N):
         places = at + tl.arange(0, BLOCK_N)
-        there = places < high
+        exists = places < high
         key, value = places.to(tl.int64) * k_stride, places.to(tl.int64) * v_stride
-        keys = _some(k, key, there, 0, LEFT, DIM, MASKED)
+        keys = _load_dims(k, key, exists, 0, LEFT, DIM, MASKED)
         scores = tl.dot(queries[0], tl.trans(keys), input_precision="ieee")
         if RIGHT:
-            keys = _some(k, key, there, LEFT, RIGHT, DIM, MASKED)
+            keys = _load_dims(k, key, exists, LEFT, RIGHT, DIM, MASKED)
             scores = tl.dot(queries[1], tl.trans(keys), scores, input_precision="ieee")
         if MASKED:
-            seen = there[None, :]
+            attended = exists[None, :]
             if WINDOW:
-                away = rows[:, None] - places[None, :]
-                seen = seen & (away <= WINDOW) & (away >= -WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
+                distance = rows[:, None] - places[None, :]
+                attended = attended & (distance <= WINDOW) & (distance >= -WINDOW)
+            scores = tl.where(attended, scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - higher[:, None])
         shrink = tl.exp2(most - higher)
         total, most = total * shrink + tl.sum(weights, 1), higher
-        values = _some(v, value, there, 0, LEFT, DIM, MASKED)
+        values = _load_dims(v, value, exists, 0, LEFT, DIM, MASKED)
         weights = weights.to(values.dtype)
         left = tl.dot(weights, values, left * shrink[:, None], input_precision="ieee")
         if RIGHT:
-            values = _some(v, value, there, LEFT, RIGHT, DIM, MASKED)
+            values = _load_dims(v, value, exists, LEFT, RIGHT, DIM, MASKED)
             right = tl.dot(weights, values, right * shrink[:, None], input_precision="ieee")
     return left, right, most, total
 
@@ -130,7 +130,8 @@ def _tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Grid (tiles, heads). Scores are in units of log 2. WINDOW 0 is none."""
+    """Compute attention of one tile of queries and one head. Scores are in log 2; WINDOW 0 is none.
+    Grid: (tiles, heads)."""
     tile = tiles + 3 * tl.program_id(0)
     start, end, first = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     column = tl.program_id(1) * DIM
@@ -139,8 +140,8 @@ def _tiles(
     at = rows.to(tl.int64) * q_stride + column
     REST: tl.constexpr = RIGHT if RIGHT else 16
     queries = (
-        _some(q, at, used, 0, LEFT, DIM, True),
-        _some(q, at, used, LEFT, REST, DIM, True),
+        _load_dims(q, at, used, 0, LEFT, DIM, True),
+        _load_dims(q, at, used, LEFT, REST, DIM, True),
     )
     low, high = start, end
     whole = start + (end - start) // BLOCK_N * BLOCK_N
@@ -154,26 +155,26 @@ def _tiles(
         tl.zeros([BLOCK_M], tl.float32),
     )
     if WINDOW == 0:
-        sums = _fold(
+        sums = _accumulate(
             sums, queries, rows, k + column, v + column, k_stride, v_stride, low, whole, high, scale,
             WINDOW, DIM, LEFT, RIGHT, BLOCK_N, False,
         )  # fmt: skip
-    left, right, _, total = _fold(
+    left, right, _, total = _accumulate(
         sums, queries, rows, k + column, v + column, k_stride, v_stride, whole, high, high, scale,
         WINDOW, DIM, LEFT, RIGHT, BLOCK_N, True,
     )  # fmt: skip
-    share = (1.0 / tl.maximum(total, 1e-30))[:, None]
+    inverse = (1.0 / tl.maximum(total, 1e-30))[:, None]
     into = out + (rows.to(tl.int64) * out_stride + column)[:, None]
     dims = tl.arange(0, LEFT)[None, :]
     kind = out.dtype.element_ty
-    tl.store(into + dims, (left * share).to(kind), mask=used[:, None] & (dims < DIM))
+    tl.store(into + dims, (left * inverse).to(kind), mask=used[:, None] & (dims < DIM))
     if RIGHT:
         dims = LEFT + tl.arange(0, REST)[None, :]
-        tl.store(into + dims, (right * share).to(kind), mask=used[:, None] & (dims < DIM))
+        tl.store(into + dims, (right * inverse).to(kind), mask=used[:, None] & (dims < DIM))
 
 
 def parts_of(dim: int) -> tuple[int, int]:
-    """The two parts of a head, each filled up to a power of two; 0: one is enough."""
+    """Return the sizes of the two parts of a head, each padded to a power of two; 0 if one part is enough."""
     left = 1 << (dim.bit_length() - 1)
     right = max(triton.next_power_of_2(dim - left), _LEAST) if dim > left else 0
     return (left, right) if left >= _LEAST and left + right < 2 * left else (max(2 * left, _LEAST), 0)
@@ -187,15 +188,15 @@ def attend(
     window: int | None = None,
     shape: EncoderShape | None = None,
 ) -> Tensor:
-    """`kernels.encoder.attend`, of tensors whose heads lie side by side."""
+    """Return the attention output, as `kernels.encoder.attend` does, for tensors with contiguous heads."""
     tiles = spans.tiles
-    assert tiles is not None, "made for a CPU"
+    assert tiles is not None, "spans were built for a CPU"
     _, heads, dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    assert all(each.stride(1) == dim and each.stride(2) == 1 for each in (q, k, v, out))
+    assert all(tensor.stride(1) == dim and tensor.stride(2) == 1 for tensor in (q, k, v, out))
     shape = shape or shape_of(q.dtype, dim, spans.height)
     left, right = parts_of(dim)
-    if any(each.stride(0) % _ALIGNED for each in (q, k, v)):
+    if any(tensor.stride(0) % _ALIGNED for tensor in (q, k, v)):
         left, right = max(triton.next_power_of_2(dim), _LEAST), 0
     launch(_tiles, len(tiles), heads)(
         out,
@@ -221,7 +222,7 @@ def attend(
 
 
 @triton.jit
-def _turn(
+def _rotate(
     x: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
@@ -234,25 +235,25 @@ def _turn(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid (tokens)."""
+    """Rotate the first 2 * HALF dimensions of all heads of one token in place. Grid: (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     heads, dims = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
     c = tl.load(cos + token * cos_stride + dims, mask=dims < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + token * sin_stride + dims, mask=dims < HALF, other=0.0).to(tl.float32)
-    at, there = x + token * x_stride + heads * DIM + dims, (heads < HEADS) & (dims < HALF)
-    left = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    right = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
-    tl.store(at, (left * c - right * s).to(x.dtype.element_ty), mask=there)
-    tl.store(at + HALF, (right * c + left * s).to(x.dtype.element_ty), mask=there)
+    at, exists = x + token * x_stride + heads * DIM + dims, (heads < HEADS) & (dims < HALF)
+    left = tl.load(at, mask=exists, other=0.0).to(tl.float32)
+    right = tl.load(at + HALF, mask=exists, other=0.0).to(tl.float32)
+    tl.store(at, (left * c - right * s).to(x.dtype.element_ty), mask=exists)
+    tl.store(at + HALF, (right * c + left * s).to(x.dtype.element_ty), mask=exists)
 
 
 def turn(x: Tensor, angles: Angles) -> None:
-    """`kernels.encoder.turn`, of heads that lie side by side."""
+    """Apply RoPE in place, as `kernels.encoder.turn` does, to a tensor with contiguous heads."""
     num_tokens, heads, dim = x.shape
     cos, sin = angles
     half = cos.shape[1]
     assert x.stride(1) == dim and x.stride(2) == cos.stride(1) == sin.stride(1) == 1
-    launch(_turn, num_tokens)(
+    launch(_rotate, num_tokens)(
         x,
         cos,
         sin,

@@ -1,8 +1,8 @@
-"""Products with weights in e4m3, x W^T, of `kernels/reference/fp8.py`.
+"""GEMM with e4m3 weights, x W^T; the reference is `kernels/reference/fp8.py`.
 
-One row keeps its type: programs hold rows of the weight and widen them in registers. Of more, x becomes e4m3,
-too, with a scale for each row or for each 128 numbers of it, and the tensor cores multiply both as they are;
-widening the weight for them takes longer than reading it, as measured.
+A single row of x keeps its dtype: programs hold rows of the weight and dequantize them in registers. With
+more rows, x is quantized to e4m3, too, with a scale per row or per 128 elements, and the tensor cores
+multiply e4m3 operands. Dequantizing the weight for them measured slower than reading it.
 """
 
 import functools
@@ -22,11 +22,11 @@ from quire.kernels.triton.matmul import RowsPlan, TilesPlan, has_room, tiled
 from quire.kernels.triton.tile_dots import LONGEST, arrivals_of, empty, times, upright
 
 _GROUPS = 16
-"""Groups of a row of x that a program quantizes."""
+"""Groups of a row of x per program of `_quantize`."""
 
 
 Plan = RowsPlan | TilesPlan | None
-"""None is the library's product. Tiles and that are of an x in e4m3."""
+"""GEMM plan; None is the library's GEMM. `TilesPlan` and None take x in e4m3."""
 
 
 @triton.jit
@@ -41,8 +41,8 @@ def _quantize(
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (rows, groups / GROUPS): `WIDTH` numbers, or all of a row, have a scale. If `GATED` x is a gate
-    and an up part, and silu(gate) * up is what is quantized."""
+    """Quantize GROUPS groups of one row, with one scale per `WIDTH` elements or per row. If `GATED`, x is a
+    gate and an up part, and silu(gate) * up is quantized. Grid: (rows, groups / GROUPS)."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     follow(OVERLAP)
@@ -74,7 +74,8 @@ def _rows(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (size_out / ROWS), as `_rows` of plain weights. The rows of a program are in one block."""
+    """Multiply NUM rows of x by ROWS weight rows, which lie in one block, as `_rows` of matmul.py does. Grid:
+    (size_out / ROWS,)."""
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
     exists = (n < size_out)[:, None] & (k < size_in)[None, :]
     at = weight + n.to(tl.int64)[:, None] * size_in + k[None, :]
@@ -113,8 +114,8 @@ def scales_of(
     outputs: tl.tensor,
     BLOCKED: tl.constexpr,
 ) -> tl.tensor:
-    """Of rows `n`, from `first` on, of a matrix with so many: factors along the numbers of a row, and of
-    whole rows; of a plain matrix, whose `scale` is None, 1."""
+    """Return factors along k and along n for weight rows `n`, from `first` on, of a matrix with `outputs`
+    rows. Both are 1 for an unquantized matrix (`scale` None)."""
     if scale is None:
         return 1.0, 1.0
     elif BLOCKED:
@@ -146,7 +147,7 @@ def _tiles(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """As `_tiles` of plain weights. If `BLOCKED`, a tile of the weight has one scale."""
+    """Compute a tile as `_tiles` of matmul.py does. If `BLOCKED`, a tile of the weight has one scale."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     share, groups = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH, tl.cdiv(size_in, 128)
@@ -156,13 +157,13 @@ def _tiles(
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     for at in range(first, tl.minimum(first + share, size_in), LENGTH):
         a = x.load([first_m, at])
-        own, block = 1.0, scale + first_n // 128 * groups + at // 128
+        x_factor, block = 1.0, scale + first_n // 128 * groups + at // 128
         if BLOCKED:
-            own = along_x(tl.load(x_scale + at // 128 * num + m, mask=m < num, other=0.0), NUM)
-        acc = plus(acc, a, weight.load([first_n, at]), own, block, BLOCKED)
+            x_factor = along_x(tl.load(x_scale + at // 128 * num + m, mask=m < num, other=0.0), NUM)
+        acc = plus(acc, a, weight.load([first_n, at]), x_factor, block, BLOCKED)
         if GATED:
             block += size_out // 128 * groups
-            up = plus(up, a, weight.load([first_n + size_out, at]), own, block, BLOCKED)
+            up = plus(up, a, weight.load([first_n + size_out, at]), x_factor, block, BLOCKED)
     acc, up = upright(acc, NUM), upright(up, NUM)
     inside = (m < num)[:, None] & (n < size_out)[None, :]
     place = m[:, None] * size_out + n[None, :]
@@ -177,18 +178,18 @@ def _tiles(
             acc += tl.load(
                 parts + split * num * size_out + place, mask=inside, other=0.0, cache_modifier=".cg"
             )
-    acc = _scaled(acc, x_scale, scale, m, n, num, size_out, BLOCKED)
+    acc = _apply_scales(acc, x_scale, scale, m, n, num, size_out, BLOCKED)
     if BIASED:
         acc += tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
     y = acc.to(out.dtype.element_ty)
     if GATED:
-        up = _scaled(up, x_scale, scale + size_out, m, n, num, size_out, BLOCKED)
+        up = _apply_scales(up, x_scale, scale + size_out, m, n, num, size_out, BLOCKED)
         y = silu_times(y, up.to(out.dtype.element_ty))
     tl.store(out + place, y, mask=inside)
 
 
 @triton.jit
-def _scaled(
+def _apply_scales(
     acc: tl.tensor,
     x_scale: tl.tensor,
     scale: tl.tensor,
@@ -198,7 +199,7 @@ def _scaled(
     size_out: tl.tensor,
     BLOCKED: tl.constexpr,
 ) -> tl.tensor:
-    """By rows and outputs; blocks are scaled one by one."""
+    """Apply the scales of rows and outputs; blocked scales were applied in the loop."""
     if not BLOCKED:
         acc *= tl.load(x_scale + m, mask=m < num, other=0.0)[:, None]
         acc *= tl.load(scale + n, mask=n < size_out, other=0.0)[None, :]
@@ -207,24 +208,25 @@ def _scaled(
 
 @triton.jit
 def plus(
-    acc: tl.tensor, x: tl.tensor, w: tl.tensor, own: tl.tensor, scale: tl.tensor, BLOCKED: tl.constexpr
+    acc: tl.tensor, x: tl.tensor, w: tl.tensor, x_factor: tl.tensor, scale: tl.tensor, BLOCKED: tl.constexpr
 ) -> tl.tensor:
-    """With x w^T; if `BLOCKED` times the scales of this stretch, x's `own` and the one of the weight."""
+    """Return acc + x w^T; if `BLOCKED`, x w^T is multiplied by `x_factor` and the weight's scale of this
+    block."""
     if BLOCKED:
-        return acc + times(x, w, tl.zeros_like(acc)) * (own * tl.load(scale))
+        return acc + times(x, w, tl.zeros_like(acc)) * (x_factor * tl.load(scale))
     else:
         return times(x, w, acc)
 
 
 @triton.jit
 def along_x(factor: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
-    """Factors of rows of x, for sums as they lie before they are `upright`."""
+    """Broadcast factors of rows of x to sums that are not yet `upright`."""
     return factor[None, :] if NUM < 64 else factor[:, None]
 
 
 def quantize(x: Tensor, *, grouped: bool, gated: bool = False) -> tuple[Tensor, Tensor]:
-    """[T, n] -> e4m3 and scales: [T], or [T, n / 128] of groups, those of one group beside each other.
-    `gated`: of silu(gate) * up of x [T, 2n]."""
+    """Return x [T, n] in e4m3 and its scales: [T], or [T, n / 128] if `grouped`, contiguous along T. If
+    `gated`, silu(gate) * up of x [T, 2n] is quantized."""
     num, size = len(x), x.shape[1] // (1 + gated)
     out = torch.empty(num, size, dtype=E4M3, device=x.device)
     width = BLOCK if grouped else triton.next_power_of_2(size)
@@ -240,16 +242,16 @@ def quantize(x: Tensor, *, grouped: bool, gated: bool = False) -> tuple[Tensor, 
 
 
 def linear(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b for x [M, K] and W [N, K]."""
-    return _product(x, weight, bias, gated=False)
+    """Return x W^T + b for x [M, K] and W [N, K]."""
+    return _linear(x, weight, bias, gated=False)
 
 
 def gated(x: Tensor, weight: Scaled) -> Tensor:
-    """silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K]."""
-    return _product(x, weight, None, gated=True)
+    """Return silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K]."""
+    return _linear(x, weight, None, gated=True)
 
 
-def _product(x: Tensor, weight: Scaled, bias: Tensor | None, *, gated: bool) -> Tensor:
+def _linear(x: Tensor, weight: Scaled, bias: Tensor | None, *, gated: bool) -> Tensor:
     size_out, size_in = weight.data.shape
     if x.element_size() != 2 or size_in % 16 or not len(x):
         y = widened_linear(x, weight, bias)
@@ -262,20 +264,20 @@ def _product(x: Tensor, weight: Scaled, bias: Tensor | None, *, gated: bool) -> 
 
 @functools.cache
 def is_native() -> bool:
-    """Whether the kernels run: tensor cores multiply e4m3 from Ada on, and Hopper has room for the tiles."""
+    """Whether the kernels run. Ada has e4m3 tensor cores; the tiles need the shared memory of Hopper."""
     return torch.cuda.get_device_capability() >= (9, 0) and has_room()
 
 
 def of_gates(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tensor:
-    """`linear` of silu(gate) * up for x [M, 2K], a gate and an up part: what is activated is never written in
-    the type of x. For rows of 16 numbers and more."""
+    """Return `linear` of silu(gate) * up for x [M, 2K], a gate and an up part. The activation is only stored
+    in e4m3. Rows have at least 16 elements."""
     narrow, scale = quantize(x, grouped=weight.is_blocked, gated=True)
     plan = choose(max(len(x), 2), *weight.data.shape, 1, weight.is_blocked)
     return _multiply_narrow(narrow, scale, weight, bias, plan, x.dtype)
 
 
 def multiply(x: Tensor, weight: Scaled, bias: Tensor | None, plan: Plan, *, gated: bool = False) -> Tensor:
-    """By a plan; the library gates nothing."""
+    """Multiply by a plan. The library's GEMM (plan None) does not apply the gate."""
     if not isinstance(plan, RowsPlan):
         narrow, scale = quantize(x, grouped=weight.is_blocked)
         return _multiply_narrow(narrow, scale, weight, bias, plan, x.dtype, gated=gated)
@@ -300,9 +302,9 @@ def _multiply_narrow(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Of an x in e4m3."""
+    """Multiply an x in e4m3."""
     if not isinstance(plan, TilesPlan):
-        return _by_library(x, x_scale, weight, bias, dtype)
+        return _library_gemm(x, x_scale, weight, bias, dtype)
     data, scale = weight
     num, size_out, size_in = len(x), len(data) // (1 + gated), data.shape[1]
     ahead, biased = overlap(num, min(size_in, size_out)), bias is not None
@@ -320,7 +322,7 @@ def _multiply_narrow(
     return out
 
 
-def _by_library(
+def _library_gemm(
     x: Tensor, x_scale: Tensor, weight: Scaled, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     if weight.is_blocked:
@@ -333,7 +335,8 @@ def _by_library(
 
 
 class _Shape(NamedTuple):
-    """Tiles for up to `most` rows: of weights with few outputs, many, many inputs, and of gate and up."""
+    """Tiles for up to `most` rows: for few outputs, many outputs, long rows (many inputs), and gate with
+    up."""
 
     most: int
     few: TilesPlan
@@ -363,14 +366,15 @@ _SHAPES_OF_BLOCKS = [
            TilesPlan(64, 64, 128, 2, 4, 5), TilesPlan(128, 128, 128, 1, 8, 4)),
 ]  # fmt: skip
 _REST = TilesPlan(128, 128, 128, 1, 8, 4)
-"""Of more rows, where the library does not take the shape."""
+"""Plan for more rows where the library does not support the shape."""
 
 
 @functools.cache
 def choose(num: int, size_out: int, size_in: int, parts: int, blocked: bool) -> Plan:
-    """How to multiply `num` rows with a weight of this shape; `parts` is 2 for gate and up.
+    """Return the plan for `num` rows and a weight of this shape; `parts` is 2 for gate and up.
 
-    As measured on an H200 in graphs of products with different weights: docs/performance.md has the table.
+    The plans were measured on an H200 in CUDA graphs of GEMMs with different weights; see
+    docs/performance.md.
     """
     length = triton.next_power_of_2(size_in)
     if num == 1 and length <= LONGEST:

@@ -1,5 +1,5 @@
-"""The gated delta rule: one kernel for single tokens; for longer pieces one that solves each chunk by itself,
-and one that takes the state from chunk to chunk."""
+"""Gated delta rule: one kernel for single tokens; for longer sequences, one kernel that solves each chunk and
+one that carries the state from chunk to chunk."""
 
 import triton
 import triton.language as tl
@@ -40,48 +40,50 @@ def delta_single(
     BLOCK_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (sequences, heads, value_dim / BLOCK_DIM)."""
+    """Update the state of one head with a single token and compute its output. Grid: (sequences, heads,
+    value_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     n = tl.arange(0, BLOCK_KEY)
-    exist = (n < KEY_DIM)[:, None] & (dim < DIM)[None, :]
+    exists = (n < KEY_DIM)[:, None] & (dim < DIM)[None, :]
     follow(OVERLAP)
     token, _, row, position = place_of(numbers, starts, rows, positions, ALL)
-    kept = state + (row * HEADS + head) * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
-    h = tl.load(kept, mask=exist & (position + 0 * n > 0)[:, None], other=0.0)
+    state_at = state + (row * HEADS + head) * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
+    h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
     token = token.to(tl.int64)
     q_at = qkv + token * stride + head // (HEADS // KEY_HEADS) * KEY_DIM + n
     q = tl.load(q_at, mask=n < KEY_DIM, other=0.0).to(tl.float32)
     k = tl.load(q_at + KEY_HEADS * KEY_DIM, mask=n < KEY_DIM, other=0.0).to(tl.float32)
     v_at = qkv + token * stride + 2 * KEY_HEADS * KEY_DIM + head * DIM + dim
     v = tl.load(v_at, mask=dim < DIM, other=0.0).to(tl.float32)
-    wait = softplus(tl.load(a + token * ab_stride + head).to(tl.float32) + tl.load(bias + head))
-    learned = tl.sigmoid(tl.load(b + token * ab_stride + head).to(tl.float32))
+    step = softplus(tl.load(a + token * ab_stride + head).to(tl.float32) + tl.load(bias + head))
+    beta = tl.sigmoid(tl.load(b + token * ab_stride + head).to(tl.float32))
     q *= inverse_length(q, EPS) * scale
     k *= inverse_length(k, EPS)
-    h *= tl.exp(wait * tl.load(rate + head))
-    written = (v - tl.sum(h * k[:, None], 0)) * learned
+    h *= tl.exp(step * tl.load(rate + head))
+    written = (v - tl.sum(h * k[:, None], 0)) * beta
     h += k[:, None] * written[None, :]
-    tl.store(kept, h, mask=exist)
+    tl.store(state_at, h, mask=exists)
     y = tl.sum(h * q[:, None], 0)
     at = out + token * (HEADS * DIM) + head * DIM + dim
     tl.store(at, y.to(out.dtype.element_ty), mask=dim < DIM)
 
 
 @triton.jit
-def forgetting(
+def log_decays(
     a: tl.tensor, token: tl.tensor, stride: tl.tensor, head: tl.tensor, live: tl.tensor, rate: tl.tensor,
     bias: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """The logarithms of what a chunk's tokens keep of what was before each of them."""
-    wait = tl.load(a + token * stride + head, mask=live, other=0.0).to(tl.float32)
-    return tl.where(live, softplus(wait + tl.load(bias + head)) * tl.load(rate + head), 0.0)
+    """Return the log decay of the state at each token of a chunk."""
+    step = tl.load(a + token * stride + head, mask=live, other=0.0).to(tl.float32)
+    return tl.where(live, softplus(step + tl.load(bias + head)) * tl.load(rate + head), 0.0)
 
 
 @triton.jit
 def inverse(system: tl.tensor, i: tl.tensor, LEVELS: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
-    """Of 1 + `system`, which has nothing on or above its diagonal: the inverses of blocks, then of twice as
-    large ones, whose lower left is -(inverse of the lower right) (lower left) (inverse of the upper left)."""
+    """Return the inverse of 1 + `system`, which is strictly lower triangular. Diagonal blocks are inverted
+    and doubled level by level; the lower left is -(inverse of the lower right) (lower left) (inverse of the
+    upper left)."""
     result = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     for level in tl.static_range(LEVELS):
         whole = (i[:, None] >> (level + 1)) == (i[None, :] >> (level + 1))
@@ -117,8 +119,8 @@ def delta_solve(
     BLOCK_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Grid (chunks, heads). What the tokens of a chunk write is `by_value` - `by_key` h, with the state h
-    before the chunk: [T, heads, value_dim] and [T, heads, key_dim]."""
+    """Compute `by_key` [T, heads, key_dim] and `by_value` [T, heads, value_dim] of one chunk. Its tokens
+    write `by_value` - `by_key` h, with the state h before the chunk. Grid: (chunks, heads)."""
     head = tl.program_id(1)
     n, dim, i = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_DIM), tl.arange(0, CHUNK)
     seq, first = tl.load(chunks + 2 * tl.program_id(0)), tl.load(chunks + 2 * tl.program_id(0) + 1)
@@ -128,12 +130,12 @@ def delta_solve(
     k_at = qkv + token[:, None] * stride + (KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM + n[None, :]
     k = tl.load(k_at, mask=k_live, other=0.0)
     length = inverse_length(k, EPS)
-    learned = tl.sigmoid(tl.load(b + token * ab_stride + head, mask=live, other=0.0).to(tl.float32))
-    since = tl.cumsum(forgetting(a, token, ab_stride, head, live, rate, bias), 0)
-    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * length[None, :]
-    system = alike * (length * learned)[:, None] * decays(since, i)
+    beta = tl.sigmoid(tl.load(b + token * ab_stride + head, mask=live, other=0.0).to(tl.float32))
+    since = tl.cumsum(log_decays(a, token, ab_stride, head, live, rate, bias), 0)
+    similarity = tl.dot(k, tl.trans(k), input_precision=PRECISION) * length[None, :]
+    system = similarity * (length * beta)[:, None] * decays(since, i)
     system = tl.where(i[:, None] > i[None, :], system, 0.0)
-    solved = inverse(system, i, LEVELS, PRECISION) * learned[None, :]
+    solved = inverse(system, i, LEVELS, PRECISION) * beta[None, :]
     kind = qkv.dtype.element_ty
     keys = tl.dot((solved * (length * tl.exp(since))[None, :]).to(kind), k, input_precision=PRECISION)
     into = by_key + (token * HEADS + head)[:, None] * KEY_DIM + n[None, :]
@@ -171,14 +173,15 @@ def delta_chunks(
     BLOCK_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Grid (longer sequences, heads, value_dim / BLOCK_DIM): chunk after chunk, the state at hand."""
+    """Compute outputs chunk by chunk, with the state in registers. Grid: (longer sequences, heads, value_dim
+    / BLOCK_DIM)."""
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     n, i = tl.arange(0, BLOCK_KEY), tl.arange(0, CHUNK)
-    exist = (n < KEY_DIM)[:, None] & (dim < DIM)[None, :]
+    exists = (n < KEY_DIM)[:, None] & (dim < DIM)[None, :]
     start, end, row, position = place_of(numbers, starts, rows, positions, False)
-    kept = state + (row * HEADS + head) * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
-    h = tl.load(kept, mask=exist & (position + 0 * n > 0)[:, None], other=0.0)
+    state_at = state + (row * HEADS + head) * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
+    h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
     kind = qkv.dtype.element_ty
     for first in range(start, end, CHUNK):
         token, live = (first + i).to(tl.int64), first + i < end
@@ -187,8 +190,8 @@ def delta_chunks(
         q = tl.load(q_at, mask=k_live, other=0.0)
         k = tl.load(q_at + KEY_HEADS * KEY_DIM, mask=k_live, other=0.0)
         q_length, k_length = inverse_length(q, EPS) * scale, inverse_length(k, EPS)
-        kept_each = forgetting(a, token, ab_stride, head, live, rate, bias)
-        since, total = tl.cumsum(kept_each, 0), tl.sum(kept_each, 0)
+        log_decay = log_decays(a, token, ab_stride, head, live, rate, bias)
+        since, total = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
         before = h.to(kind)
         place = (token * HEADS + head)[:, None]
         keys = tl.load(by_key + place * KEY_DIM + n[None, :], mask=k_live, other=0.0)
@@ -201,4 +204,4 @@ def delta_chunks(
         tl.store(at, (y * q_length[:, None]).to(kind), mask=v_live)
         written *= (k_length * tl.exp(total - since))[:, None]
         h = h * tl.exp(total) + tl.dot(tl.trans(k), written.to(kind), input_precision=PRECISION)
-    tl.store(kept, h, mask=exist)
+    tl.store(state_at, h, mask=exists)

@@ -1,7 +1,7 @@
-"""Codes of packed weights (`planes.py`) become numbers in registers.
+"""Dequantization of packed GGUF codes (`gguf_layout.py`) in registers.
 
-The bits of a code are put behind the exponent of a float: 1 + code / 2^bits needs no conversion, and what is
-too much is a multiple of the sum of x.
+The bits of a code are placed in the mantissa of a float, which gives 1 + code / 2^bits without a conversion.
+The excess is a multiple of the sum of x and is subtracted later.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ _TILE = tl.constexpr(TILE)
 
 
 class DecodeForm(NamedTuple):
-    """What a kernel is compiled for: `planes.Kind`."""
+    """Format constants for which a kernel is compiled; see `gguf_layout.Kind`."""
 
     low: int
     high: int
@@ -29,17 +29,19 @@ class DecodeForm(NamedTuple):
     """Codes of a word that one shift brings into a mantissa, each `low` bits deeper than the next."""
     halved: bool = False
     group: int = 0
-    """Columns with a scale and a zero, as a `grouped.GroupedWeight` has, instead of zero, lows and subs."""
+    """Columns per scale and zero for an `int4.GroupedWeight`, which has them instead of zero, lows and
+    subs."""
 
 
 @triton.constexpr_function
 def offset_of(bits: int, is_half: bool) -> int:
-    """What a group's zero has added to it, so that it can be taken from a code as the kernels have it."""
+    """Return the offset that is added to a group's zero, so that it can be subtracted from an unconverted
+    code."""
     return 1024 if is_half else 128 if bits == 4 else -128
 
 
 class Bits(NamedTuple):
-    """The tensors of `planes.Planes`."""
+    """Tensors of `gguf_layout.Planes`."""
 
     low: Any
     high: Any
@@ -50,9 +52,9 @@ class Bits(NamedTuple):
 
 @triton.jit
 def words_of(
-    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
+    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exists: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tl.tensor:
-    """Low bits of units u [U] of rows n [R]: [R, U, words]."""
+    """Load the low bits of units u [U] of rows n [R]: [R, U, words]."""
     WORDS: tl.constexpr = FORM.words
     j = tl.arange(0, WORDS)[None, None, :]
     if WORDS == 1:
@@ -60,72 +62,73 @@ def words_of(
         at += u[None, :, None] * _TILE + j
     else:
         at = n.to(tl.int64)[:, None, None] * (units * WORDS) + u[None, :, None] * WORDS + j
-        # Units are not beside each other, but so neighbouring threads get neighbouring ones, and not rows.
+        # Units are not contiguous, but this hint makes adjacent threads load adjacent units instead of rows.
         at = tl.max_contiguous(at, [1, 2, WORDS])
-    return tl.load(bits.low + at, mask=exist[:, :, None], other=0, eviction_policy="evict_first")
+    return tl.load(bits.low + at, mask=exists[:, :, None], other=0, eviction_policy="evict_first")
 
 
 @triton.jit
 def beside_of(
-    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
+    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exists: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tl.tensor:
-    """High bits of 4 words of units u [U] of rows n [R], those of the halves of a word in two bytes:
-    [R, U, 4]."""
+    """Load the high bits of 4 words of units u [U] of rows n [R], two bytes for the two halves of a word: [R,
+    U, 4]."""
     STRIDE = tl.cdiv(units * FORM.high, 4) * 8
     at = (u // 2 if FORM.high == 1 else u)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     at = tl.max_contiguous(at + n.to(tl.int64)[:, None, None] * STRIDE, [1, 2, 4])  # as in `words_of`
-    both = tl.load(bits.high + at, mask=exist[:, :, None], other=0).to(tl.int32)
+    both = tl.load(bits.high + at, mask=exists[:, :, None], other=0).to(tl.int32)
     return both >> (u % 2 * 4)[None, :, None] if FORM.high == 1 else both
 
 
 @triton.jit
 def high_of(
-    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
+    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exists: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tl.tensor:
-    """The same of high bits, those of a word at the right end."""
+    """Load the high bits of units u of rows n: [R, U, words], those of a word in its lowest bits."""
     if FORM.high == 0:
         return tl.zeros([1, 1, 1], tl.int32)
     elif FORM.words == 4:
-        both = beside_of(bits, n, u, exist, units, FORM)
+        both = beside_of(bits, n, u, exists, units, FORM)
         BITS: tl.constexpr = 4 * FORM.high
         return both & ((1 << BITS) - 1) | (both >> 8 & ((1 << BITS) - 1)) << BITS
     else:
         at = n.to(tl.int64)[:, None] // _TILE * (units * _TILE) + u[None, :] * _TILE + n[:, None] % _TILE
-        all = tl.load(bits.high + at, mask=exist, other=0, eviction_policy="evict_first")
+        packed = tl.load(bits.high + at, mask=exists, other=0, eviction_policy="evict_first")
         shift = tl.arange(0, FORM.words) * (32 // FORM.low * FORM.high)
-        return all.to(tl.int32)[:, :, None] >> shift[None, None, :]
+        return packed.to(tl.int32)[:, :, None] >> shift[None, None, :]
 
 
 @triton.jit
 def scales_of(
-    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
+    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exists: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Scales and lows [R, U] of units u of rows n; if they are `halved`, scales of both halves."""
-    EACH: tl.constexpr = 2 if FORM.lows or FORM.halved else 1
+    """Load the scales and lows [R, U] of units u of rows n; for `halved` formats, the scales of both
+    halves."""
+    PER_UNIT: tl.constexpr = 2 if FORM.lows or FORM.halved else 1
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     tile, r = n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
-    at = bits.scales + (tile * (units // WIDTH) + u[None, :] // WIDTH) * (EACH * _TILE) + r * EACH
-    scale = tl.load(at, mask=exist, other=0.0).to(tl.float32)
+    at = bits.scales + (tile * (units // WIDTH) + u[None, :] // WIDTH) * (PER_UNIT * _TILE) + r * PER_UNIT
+    scale = tl.load(at, mask=exists, other=0.0).to(tl.float32)
     low = scale
     if FORM.lows:
-        low = tl.load(at + 1, mask=exist, other=0.0).to(tl.float32)
+        low = tl.load(at + 1, mask=exists, other=0.0).to(tl.float32)
     if FORM.subs == "nibbles":
-        sub = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0).to(tl.int32)
+        sub = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exists, other=0).to(tl.int32)
         return scale * (sub & 15).to(tl.float32), low * (sub >> 4 & 15).to(tl.float32)
     elif FORM.subs == "bytes":
-        at_sub = bits.subs + (tile * units + u[None, :]) * (EACH * _TILE) + r * EACH
+        at_sub = bits.subs + (tile * units + u[None, :]) * (PER_UNIT * _TILE) + r * PER_UNIT
         if FORM.halved:
-            low = scale * tl.load(at_sub + 1, mask=exist, other=0).to(tl.float32)
-        scale *= tl.load(at_sub, mask=exist, other=0).to(tl.float32)
+            low = scale * tl.load(at_sub + 1, mask=exists, other=0).to(tl.float32)
+        scale *= tl.load(at_sub, mask=exists, other=0).to(tl.float32)
         if FORM.lows:
-            low *= tl.load(at_sub + 1, mask=exist, other=0).to(tl.float32)
+            low *= tl.load(at_sub + 1, mask=exists, other=0).to(tl.float32)
         return scale, low
     else:
         return scale, low
 
 
 @triton.jit
-def _shift(bits: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
+def _shift_right(bits: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
     if RIGHT >= 0:
         return bits >> RIGHT
     else:
@@ -136,23 +139,24 @@ def _shift(bits: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
 def number_of(
     words: tl.tensor, high: tl.tensor, powers: tl.tensor, S: tl.constexpr, FORM: tl.constexpr
 ) -> tl.tensor:
-    """Code S of each word / 2^bits, and 2^depth too much; of `book` codes, what they stand for.
+    """Return code S of each word divided by 2^bits, plus an excess of 2^depth; for `book` formats, the table
+    value.
 
-    The powers of two are loaded: as constants they would cost an instruction more.
+    The powers of two are loaded, because constants would cost one more instruction.
     """
     DEPTH: tl.constexpr = FORM.low * (FORM.reach - 1 - S % FORM.reach)
     FIRST: tl.constexpr = 23 - FORM.high - FORM.low - DEPTH
     if FORM.book == "e2m1":
-        tiny = _shift(words, 4 * S - 22) & (7 << 22) | _shift(words, 4 * S - 28) & -(1 << 31)
+        tiny = _shift_right(words, 4 * S - 22) & (7 << 22) | _shift_right(words, 4 * S - 28) & -(1 << 31)
         return tiny.to(tl.float32, bitcast=True) * 2.0**126
     else:
         power = tl.load(powers + DEPTH // FORM.low).to(tl.int32, bitcast=True)
-        code = _shift(words, FORM.low * S - FIRST) & (((1 << FORM.low) - 1) << FIRST) | power
+        code = _shift_right(words, FORM.low * S - FIRST) & (((1 << FORM.low) - 1) << FIRST) | power
         if FORM.high > 0:
             TOP: tl.constexpr = FIRST + FORM.low
-            code ^= _shift(high, FORM.high * S - TOP) & (((1 << FORM.high) - 1) << TOP)
+            code ^= _shift_right(high, FORM.high * S - TOP) & (((1 << FORM.high) - 1) << TOP)
         number = code.to(tl.float32, bitcast=True)
-        if FORM.book == "iq4":  # what is nearest to this curve; the last two steps round it
+        if FORM.book == "iq4":  # values lie on this curve; the last two operations round it
             t = number - (1 << DEPTH)
             curve = (((103.94 * t + 127.33) * t - 351.21) * t + 386.78) * t - 126.57
             return (curve + 12582912.0) - 12582912.0

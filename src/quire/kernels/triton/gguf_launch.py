@@ -1,4 +1,4 @@
-"""Launches of products with packed weights (`packed.py`): linear layers, experts, rows of a table."""
+"""Launches of GEMMs with packed GGUF weights (`gguf.py`): linear layers, experts, embedding rows."""
 
 import functools
 from typing import Any, NamedTuple
@@ -20,40 +20,40 @@ from quire.kernels.triton.moe_align import Sorted, add, most_tiles, sorted_mix
 from quire.kernels.triton.tile_dots import arrivals_of
 
 _SCRATCH_WEIGHTS = 1 << 26
-"""That are unpacked at a time."""
+"""Weights unpacked at a time."""
 _UNPACKED_ROWS, _UNPACKED_COLUMNS = 16, 256
-"""Of a program that unpacks."""
+"""Tile of a program that unpacks."""
 _MOST_ROWS = 128
-"""Of x that are multiplied with packed weights; with more they are unpacked first."""
+"""Most rows of x for GEMMs with packed weights; with more, weights are unpacked first."""
 _PROGRAMS = 396
-"""That keep a large GPU busy: three on each of its multiprocessors."""
+"""Programs that keep a large GPU busy: three per multiprocessor."""
 _REACH = {2: 4, 4: 3, 8: 2}
-"""By the low bits of a code: `codes.Form.reach`."""
+"""`DecodeForm.reach` by the low bits of a code."""
 
 
 class GGUFRowsPlan(NamedTuple):
-    """`packed.rows` with one or two tiles of rows of the weight per program."""
+    """Plan for `gguf.rows` with one or two tiles of weight rows per program."""
 
     two: bool
     warps: int
 
 
 Plan = GGUFRowsPlan | WholeRows | TilesPlan | None
-"""None unpacks."""
+"""GEMM plan; None unpacks the weight."""
 
 
 def product(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """x W^T + b for x [M, K]; `out` may be some columns of a wider tensor."""
+    """Return x W^T + b for x [M, K]; `out` may be some columns of a wider tensor."""
     if out is None:
         out = torch.empty(len(x), planes.rows, dtype=x.dtype, device=x.device)
     plan = _plan(x, planes, 1)
     if plan is None:
-        return _unpacked_product(out, x, planes, bias)
+        return _unpack_and_multiply(out, x, planes, bias)
     return multiply(x, planes, bias, plan, out=out)
 
 
 def gated(x: Tensor, planes: Planes, activation: str = "silu") -> Tensor:
-    """act(x G^T) * (x U^T) for W = G over U, of which each has whole tiles."""
+    """Return act(x G^T) * (x U^T) for W = G over U, each of which has whole tiles."""
     plan = _plan(x, planes, 2)
     if plan is None:
         return gated_of(product(x, planes), activation)
@@ -68,7 +68,7 @@ def multiply(
     activation: str = "",
     out: Tensor | None = None,
 ) -> Tensor:
-    """By a plan; with an activation `gated`."""
+    """Multiply by a plan; with an activation, compute `gated`."""
     num, size_out, size_in = len(x), planes.rows // (2 if activation else 1), planes.columns
     if out is None:
         out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
@@ -91,7 +91,7 @@ def mix(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`mix` of kernels/reference/moe.py; the weights of all experts are one behind the other."""
+    """Compute `mix` of kernels/reference/moe.py; the weights of the experts are concatenated."""
     num, top, inner = len(x), ids.shape[1], down.columns
     if not num:
         return torch.empty_like(x)
@@ -100,20 +100,20 @@ def mix(
     plan = choose_experts(num * top, num_experts)
     if plan is None:
         ahead = overlap(num, hidden)
-        between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
-        apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
+        activated = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
+        per_pair = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
         out = torch.empty_like(x)
         first, last = _one_row(gate_up), _one_row(down)
-        _launch_rows(between, x, gate_up, gate_up_bias, first, activation, ids=ids, top=top, ahead=ahead)
-        _launch_rows(apart, between, down, down_bias, last, ids=ids, top=1, ahead=ahead)
-        add(out, apart, ids, weights, ahead=ahead)
+        _launch_rows(activated, x, gate_up, gate_up_bias, first, activation, ids=ids, top=top, ahead=ahead)
+        _launch_rows(per_pair, activated, down, down_bias, last, ids=ids, top=1, ahead=ahead)
+        add(out, per_pair, ids, weights, ahead=ahead)
         return out
     most = most_tiles(num * top, num_experts, plan.num)
 
     def up(out: Tensor, x: Tensor, pairs: Sorted, *, ahead: bool) -> None:
         tiles = most * triton.cdiv(inner, plan.rows)
-        of = gate_up, gate_up_bias, plan, activation
-        _launch_tiles(out, x, *of, num_tiles=tiles, top=top, pairs=pairs, ahead=ahead)
+        operands = gate_up, gate_up_bias, plan, activation
+        _launch_tiles(out, x, *operands, num_tiles=tiles, top=top, pairs=pairs, ahead=ahead)
 
     def down_of(out: Tensor, x: Tensor, pairs: Sorted, *, ahead: bool) -> None:
         tiles = most * triton.cdiv(hidden, plan.rows)
@@ -134,11 +134,11 @@ def _launch_rows(
     top: int = 0,
     ahead: bool,
 ) -> None:
-    form, of = form_of(planes), (out if bias is None else bias, out if ids is None else ids)
+    form, extras = form_of(planes), (out if bias is None else bias, out if ids is None else ids)
     if isinstance(plan, WholeRows):
         units = max(triton.next_power_of_2(planes.columns // form.unit), 32 * plan.warps)
         launch(gguf_rows.rows, gguf_rows.programs(out.shape[1], plan, gated=bool(activation)), len(out))(
-            out, x, whole_bits_of(planes), *of, planes.columns, out.shape[1], x.stride(0), out.stride(0),
+            out, x, whole_bits_of(planes), *extras, planes.columns, out.shape[1], x.stride(0), out.stride(0),
             FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top,
             TWO=plan.two or activation != "", UNITS=units, OVERLAP=ahead, launch_pdl=ahead,
             num_warps=plan.warps,
@@ -146,7 +146,7 @@ def _launch_rows(
         return
     per_program = TILE * (2 if plan.two and not activation else 1)
     launch(gguf.rows, triton.cdiv(out.shape[1], per_program), len(out))(
-        out, x, bits_of(planes), *of, planes.columns, out.shape[1], x.stride(0), out.stride(0), FORM=form,
+        out, x, bits_of(planes), *extras, planes.columns, out.shape[1], x.stride(0), out.stride(0), FORM=form,
         ACTIVATION=activation,
         BIASED=bias is not None, TOP=top, TWO=plan.two or activation != "", UNITS=32 * plan.warps,
         OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
@@ -167,21 +167,21 @@ def _launch_tiles(
     ahead: bool,
 ) -> None:
     form, (num, size_out), parts = form_of(planes), out.shape, out
-    spread = _spreads(form, x)
+    spread = _uses_gguf_tiles(form, x)
     splits = 1 if pairs is not None or activation and not spread else plan.splits
     if splits > 1:
         size = (2 if activation else 1) * splits * num * size_out
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
     kernel = gguf_tiles.tiles if spread else gguf.tiles
-    of: tuple[Any, ...] = x, bits_of(planes)
+    operands: tuple[Any, ...] = x, bits_of(planes)
     if spread:
         units = plan.length // form.unit
         beside = halves = gguf_tiles.halves(planes.low, plan.rows, units)
         if form.high:
             beside = gguf_tiles.beside(planes.high, plan.rows, units, form.high)
-        of = x if pairs is not None else _in_tiles(x, plan), halves, beside, whole_bits_of(planes)
+        operands = x if pairs is not None else _descriptor(x, plan), halves, beside, whole_bits_of(planes)
     launch(kernel, num_tiles, splits)(
-        out, *of, out if bias is None else bias, (parts, arrivals_of(x.device)),
+        out, *operands, out if bias is None else bias, (parts, arrivals_of(x.device)),
         (out, out) if pairs is None else pairs, num, planes.columns, size_out, x.stride(0), out.stride(0),
         FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, NUM=plan.num, ROWS=plan.rows,
         UNITS=plan.length // form.unit, SPLITS=splits, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
@@ -189,12 +189,12 @@ def _launch_tiles(
     )  # fmt: skip
 
 
-def _in_tiles(x: Tensor, plan: TilesPlan) -> TensorDescriptor:
+def _descriptor(x: Tensor, plan: TilesPlan) -> TensorDescriptor:
     return tiled(x if aligned(x) else x.contiguous(), plan.num, plan.length)
 
 
 def rows(ids: Tensor, planes: Planes, dtype: torch.dtype) -> Tensor:
-    """[T] ids -> [T, columns]."""
+    """Return the dequantized rows of `ids` [T]: [T, columns]."""
     out = torch.empty(len(ids), planes.columns, dtype=dtype, device=ids.device)
     if len(ids):
         _launch_unpack(out, planes, ids, 0, height=1)
@@ -202,7 +202,7 @@ def rows(ids: Tensor, planes: Planes, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(planes: Planes, dtype: torch.dtype, first: int = 0, num: int | None = None) -> Tensor:
-    """`num` rows from `first` on."""
+    """Return `num` dequantized rows from `first` on."""
     num = planes.rows - first if num is None else num
     out = torch.empty(num, planes.columns, dtype=dtype, device=planes.data.device)
     _launch_unpack(out, planes, None, first, height=_UNPACKED_ROWS)
@@ -220,15 +220,15 @@ def _launch_unpack(out: Tensor, planes: Planes, ids: Tensor | None, first: int, 
     )  # fmt: skip
 
 
-def _unpacked_product(out: Tensor, x: Tensor, planes: Planes, bias: Tensor | None) -> Tensor:
+def _unpack_and_multiply(out: Tensor, x: Tensor, planes: Planes, bias: Tensor | None) -> Tensor:
     step = max(_SCRATCH_WEIGHTS // planes.columns // TILE, 1) * TILE
     for first in range(0, planes.rows, step):
         num = min(step, planes.rows - first)
-        weight, own = unpack(planes, x.dtype, first, num), out[:, first : first + num]
+        weight, columns = unpack(planes, x.dtype, first, num), out[:, first : first + num]
         if bias is None:
-            torch.mm(x, weight.t(), out=own)
+            torch.mm(x, weight.t(), out=columns)
         else:
-            torch.addmm(bias[first : first + num].to(x.dtype), x, weight.t(), out=own)
+            torch.addmm(bias[first : first + num].to(x.dtype), x, weight.t(), out=columns)
     return out
 
 
@@ -244,7 +244,7 @@ def _form_of(name: str) -> DecodeForm:
 
 
 def whole_bits_of(planes: Planes) -> Bits:
-    """Scales and subs as whole numbers, those of which there are two as one."""
+    """Return the planes with scales and subs viewed as integers; pairs of them become one integer."""
     form, bits = KINDS[planes.kind], bits_of(planes)
     scales = planes.scales.view(torch.int32 if form.lows or form.halved else torch.int16)
     return bits._replace(scales=scales, subs=planes.subs.view(torch.int16) if form.subs else planes.subs)
@@ -254,21 +254,21 @@ def bits_of(planes: Planes) -> Bits:
     return Bits(planes.low, planes.high, planes.subs, planes.scales, planes.powers)
 
 
-def _spreads(form: DecodeForm, x: Tensor) -> bool:
-    """Whether `packed_tiles` multiplies: two numbers are in a word, and the copy engine brings them."""
+def _uses_gguf_tiles(form: DecodeForm, x: Tensor) -> bool:
+    """Whether `gguf_tiles` supports the case: codes are dequantized in pairs and tiles are loaded by TMA."""
     return gguf_tiles.takes(form) and x.dtype.itemsize == 2 and has_room()
 
 
 def _plan(x: Tensor, planes: Planes, parts: int) -> Plan:
     form, num = form_of(planes), len(x)
-    if _spreads(form, x) or num == 1 and gguf_tiles.takes(form):
+    if _uses_gguf_tiles(form, x) or num == 1 and gguf_tiles.takes(form):
         return choose_spread(num, planes.rows, planes.columns, parts, form.unit, high=form.high > 0)
     return choose(num, planes.rows, planes.columns, parts)
 
 
 @functools.cache
 def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
-    """How to multiply `num` rows of x with a weight of this shape; `parts` is 2 for gate and up."""
+    """Return the plan for `num` rows of x and a weight of this shape; `parts` is 2 for gate and up."""
     if not 0 < num <= _MOST_ROWS:
         return None
     if num == 1:
@@ -285,8 +285,8 @@ def _one_row(planes: Planes) -> GGUFRowsPlan | WholeRows:
 
 @functools.cache
 def choose_experts(num_pairs: int, num_experts: int) -> TilesPlan | None:
-    """The same for pairs of a token and an expert; None: each by itself."""
+    """Return the plan for (token, expert) pairs; None multiplies each pair by itself."""
     mean = num_pairs / num_experts
-    if mean <= 0.5:  # hardly two are with one expert
+    if mean <= 0.5:  # hardly any two pairs share an expert
         return None
     return TilesPlan(16, 64, 256, 1, 4, 3) if mean <= 16 else TilesPlan(64, 128, 128, 1, 8, 3)

@@ -1,5 +1,5 @@
-"""How products with packed weights and with weights in groups are cut, as measured on an H200 in graphs of
-products with different weights."""
+"""Plans of GEMMs with GGUF weights and with grouped int4 weights, measured on an H200 in CUDA graphs of GEMMs
+with different weights."""
 
 import functools
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from quire.kernels.triton.gguf_rows import WholeRows
 from quire.kernels.triton.matmul import TilesPlan
 
 MOST_ROWS = 512
-"""Of x that are multiplied in tiles; with more a weight is unpacked first."""
+"""Most rows of x for tiles; with more, the weight is unpacked first."""
 _MOST_UNITS = 2048
-"""That a program holds of a row."""
+"""Most units of a row that a program can hold."""
 _WHOLE = {
     (32, False): {
         128: WholeRows(528, 4),
@@ -22,14 +22,13 @@ _WHOLE = {
     (16, False): {256: WholeRows(528, 8, two=False), _MOST_UNITS: WholeRows(132, 16, two=False)},
     (32, True): {128: WholeRows(264, 4), _MOST_UNITS: WholeRows(132, 16, two=False)},
 }
-"""By the columns of a unit, and whether there are high bits; and by the most units of a row."""
+"""Plans by columns of a unit and presence of high bits, then by the most units of a row."""
 _WHOLE_GATED_BYTES = WholeRows(396, 8)
-"""Gate and up of 8 bits, of up to 256 units."""
+"""Plan for 8-bit gate and up with up to 256 units."""
 
 
 class _Shapes(NamedTuple):
-    """Tiles for so many rows of x, of a product and of gate and up, and how many programs there should be at
-    most; lengths are those of 4 bits."""
+    """Tiles of a single weight and of gate with up, and the most programs; lengths are for 4-bit codes."""
 
     one: TilesPlan
     gated: TilesPlan | None
@@ -42,17 +41,18 @@ _SHAPES = {
     64: _Shapes(TilesPlan(64, 64, 128, 4, 4, 4), TilesPlan(64, 64, 128, 1, 4, 4), 256),
     MOST_ROWS: _Shapes(TilesPlan(128, 64, 128, 4, 4, 3), None, 256),
 }
-"""By the most rows of x."""
+"""Shapes by the most rows of x."""
 _WIDE = TilesPlan(128, 256, 128, 1, 8, 3)
-"""Where many rows meet many outputs."""
+"""Tiles for many rows and many outputs."""
 
 
 @functools.cache
 def choose(
     num: int, size_out: int, size_in: int, parts: int, unit: int, *, high: bool = False
 ) -> WholeRows | TilesPlan | None:
-    """For `num` rows of x and a weight of this shape, of units of so many columns, with `high` bits or not;
-    `parts` is 2 for gate and up. None: unpack the weight, or multiply gate and up as one."""
+    """Return the plan for `num` rows of x and a weight of this shape, with `unit` columns per unit and `high`
+    bits or not. `parts` is 2 for gate and up. None: unpack the weight, or multiply gate and up as one
+    weight."""
     units = triton.cdiv(size_in, unit)
     if num == 1 and parts == 2 and unit == 16 and units <= 256:
         return _WHOLE_GATED_BYTES

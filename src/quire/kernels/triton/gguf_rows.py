@@ -1,8 +1,8 @@
-"""A row of x times packed weights (`planes.py`) of whole codes, in whole numbers.
+"""GEMV of one row of x with packed GGUF weights (`gguf_layout.py`) of linear codes, in integers.
 
-A thread has a unit of each row of the weight, and that of x: each number as two bytes, high and low, in steps
-of a 32,512th of the unit's largest. So four codes are multiplied at once, and no bit of x that counts is
-lost.
+A thread holds one unit of each weight row and of x. x is quantized to 16 bits, in steps of 1/32,512 of the
+unit's maximum, as a high and a low byte. Four codes are multiplied at once (dp4a) without a relevant loss of
+precision.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from quire.kernels.triton.launch import follow
 
 
 class WholeRows(NamedTuple):
-    """`rows` in so many programs at most, with one or two tiles of rows at a time."""
+    """Plan for `rows`: the most programs, the warps, and one or two tiles of rows at a time."""
 
     programs: int
     warps: int
@@ -25,7 +25,7 @@ class WholeRows(NamedTuple):
 
 
 def programs(size_out: int, plan: WholeRows, *, gated: bool) -> int:
-    """As many as have the same to do."""
+    """Return the number of programs such that all have the same number of steps."""
     steps = triton.cdiv(size_out, TILE * 2 if plan.two and not gated else TILE)
     return int(triton.cdiv(steps, triton.cdiv(steps, plan.programs)))
 
@@ -33,13 +33,13 @@ def programs(size_out: int, plan: WholeRows, *, gated: bool) -> int:
 _TILE = tl.constexpr(TILE)
 _STEPS = tl.constexpr(32512.0)
 _ROUND = tl.constexpr(12582912.0)
-"""Added to a float it leaves a whole number in the low bits."""
+"""Added to a float, it leaves the rounded integer in the low bits."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _four(codes: tl.tensor, x: tl.tensor, sums: tl.tensor) -> tl.tensor:
-    """`sums` [R, U] and the products of four codes with four bytes of x [U]."""
+def _dot4(codes: tl.tensor, x: tl.tensor, sums: tl.tensor) -> tl.tensor:
+    """Add the products of four codes with four bytes of x [U] to `sums` [R, U]."""
     if _INTERPRETED:
         for i in tl.static_range(0, 32, 8):
             sums += (codes >> i & 255) * ((x << (24 - i)) >> 24)[None, :]
@@ -52,18 +52,18 @@ def _four(codes: tl.tensor, x: tl.tensor, sums: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _sixteen_times(codes: tl.tuple, x: tl.tensor, sums: tl.tensor) -> tl.tensor:
-    """The same of four words of codes, each [R, U], and of x [U, 4]."""
+def _dot_sixteen(codes: tl.tuple, x: tl.tensor, sums: tl.tensor) -> tl.tensor:
+    """Add the products of four words of codes, each [R, U], with x [U, 4] to `sums`."""
     U: tl.constexpr = x.shape[0]
     even, odd = tl.split(tl.reshape(x, [U, 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
-    return _four(codes[3], d, _four(codes[2], c, _four(codes[1], b, _four(codes[0], a, sums))))
+    return _dot4(codes[3], d, _dot4(codes[2], c, _dot4(codes[1], b, _dot4(codes[0], a, sums))))
 
 
 @triton.jit
-def _apart(words: tl.tensor) -> tl.tuple:
-    """[R, U, 4] -> four."""
+def _split_four(words: tl.tensor) -> tl.tuple:
+    """Split [R, U, 4] into four tensors."""
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1]
     even, odd = tl.split(tl.reshape(words, [R, U, 2, 2]))
@@ -73,13 +73,13 @@ def _apart(words: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
-def _left(word: tl.tensor, BY: tl.constexpr) -> tl.tensor:
+def _shift_left(word: tl.tensor, BY: tl.constexpr) -> tl.tensor:
     return word << BY if BY >= 0 else word >> -BY
 
 
 @triton.jit
-def _twice(bytes: tl.tensor) -> tl.tensor:
-    """The lower two of a word, each beside itself."""
+def _duplicate_bytes(bytes: tl.tensor) -> tl.tensor:
+    """Copy twice each of the lower two bytes of a word."""
     if _INTERPRETED:
         first, second = bytes & 0xFF, bytes & 0xFF00
         return first | first << 8 | second << 8 | second << 16
@@ -89,143 +89,148 @@ def _twice(bytes: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _code(word: tl.tensor, beside: tl.tensor, SECOND: tl.constexpr, FORM: tl.constexpr) -> tl.tensor:
-    """Codes of the first or second half of a unit, in bytes."""
+def _word_codes(word: tl.tensor, beside: tl.tensor, SECOND: tl.constexpr, FORM: tl.constexpr) -> tl.tensor:
+    """Return the codes of the first or second half of a unit, as bytes."""
     code = word
     if FORM.low == 4:
         code = word >> 4 * SECOND & 0x0F0F0F0F
     if FORM.high > 0:
-        twice = _twice(beside)
+        doubled = _duplicate_bytes(beside)
         MASK: tl.constexpr = (1 << FORM.high) - 1 << 4
-        code |= _left(twice, 4 - FORM.high * SECOND) & (MASK | MASK << 16)
-        code |= _left(twice, 4 - FORM.high * (2 + SECOND)) & (MASK << 8 | MASK << 24)
+        code |= _shift_left(doubled, 4 - FORM.high * SECOND) & (MASK | MASK << 16)
+        code |= _shift_left(doubled, 4 - FORM.high * (2 + SECOND)) & (MASK << 8 | MASK << 24)
     return code
 
 
 @triton.jit
-def _codes(words: tl.tensor, beside: tl.tensor, SECOND: tl.constexpr, FORM: tl.constexpr) -> tl.tuple:
-    """The same of 4 words, [R, U, 4]."""
-    a, b, c, d = _apart(words)
-    e, f, g, h = _apart(beside)
+def _unit_codes(words: tl.tensor, beside: tl.tensor, SECOND: tl.constexpr, FORM: tl.constexpr) -> tl.tuple:
+    """Return the codes of 4 words, [R, U, 4], as four tensors of bytes."""
+    a, b, c, d = _split_four(words)
+    e, f, g, h = _split_four(beside)
     return (
-        _code(a, e, SECOND, FORM),
-        _code(b, f, SECOND, FORM),
-        _code(c, g, SECOND, FORM),
-        _code(d, h, SECOND, FORM),
+        _word_codes(a, e, SECOND, FORM),
+        _word_codes(b, f, SECOND, FORM),
+        _word_codes(c, g, SECOND, FORM),
+        _word_codes(d, h, SECOND, FORM),
     )
 
 
 @triton.jit
-def _bytes(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """The low bytes of two runs of 8 columns, [U, 8], where the codes of 4 words have theirs: [U, 4]."""
+def _pack_bytes(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """Pack the low bytes of two runs of 8 columns, [U, 8], in the order of the codes of 4 words: [U, 4]."""
     U: tl.constexpr = first.shape[0]
     even, odd = tl.split(tl.reshape(first & 255 | (second & 255) << 8, [U, 4, 2]))
     return even | odd << 16
 
 
 @triton.jit
-def _eight(x: tl.tensor, u: tl.tensor, exist: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
+def _load_eight(
+    x: tl.tensor, u: tl.tensor, valid: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr
+) -> tl.tensor:
     at = u[:, None] * UNIT + Q * 8 + tl.arange(0, 8)[None, :]
-    return tl.load(x + at, mask=exist[:, None], other=0.0).to(tl.float32)
+    return tl.load(x + at, mask=valid[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _whole(x: tl.tensor, times: tl.tensor) -> tl.tensor:
+def _round(x: tl.tensor, times: tl.tensor) -> tl.tensor:
     return (x * times[:, None] + _ROUND).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
-def _sixteen(
-    x: tl.tensor, u: tl.tensor, exist: tl.tensor, times: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr
+def _quantize_sixteen(
+    x: tl.tensor, u: tl.tensor, valid: tl.tensor, times: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr
 ) -> tl.tuple:
-    """Columns 8 Q.. of units of x in whole numbers: high bytes, low bytes, and the sum."""
-    a, b = _whole(_eight(x, u, exist, Q, UNIT), times), _whole(_eight(x, u, exist, Q + 1, UNIT), times)
-    return _bytes(a + 128 >> 8, b + 128 >> 8), _bytes(a, b), tl.sum(a + b, 1).to(tl.float32)
+    """Return columns 8 Q.. of units of x in integers: high bytes, low bytes, and the sum."""
+    a, b = (
+        _round(_load_eight(x, u, valid, Q, UNIT), times),
+        _round(_load_eight(x, u, valid, Q + 1, UNIT), times),
+    )
+    return _pack_bytes(a + 128 >> 8, b + 128 >> 8), _pack_bytes(a, b), tl.sum(a + b, 1).to(tl.float32)
 
 
 @triton.jit
-def _parts(x: tl.tensor, u: tl.tensor, exist: tl.tensor, UNIT: tl.constexpr) -> tl.tuple:
-    """Of units of x: bytes of their first and second half, the step, and the sums."""
+def _quantize_units(x: tl.tensor, u: tl.tensor, valid: tl.tensor, UNIT: tl.constexpr) -> tl.tuple:
+    """Quantize units of x: return the bytes of their first and second half, the step, and the sums."""
     most = tl.zeros(u.shape, tl.float32)
     for q in tl.static_range(UNIT // 8):
-        most = tl.maximum(most, tl.max(tl.abs(_eight(x, u, exist, q, UNIT)), 1))
+        most = tl.maximum(most, tl.max(tl.abs(_load_eight(x, u, valid, q, UNIT)), 1))
     times = _STEPS / tl.maximum(most, 1e-30)
-    high, low, total = _sixteen(x, u, exist, times, 0, UNIT)
+    high, low, total = _quantize_sixteen(x, u, valid, times, 0, UNIT)
     high2, low2, more = high, low, total
     if UNIT == 32:
-        high2, low2, more = _sixteen(x, u, exist, times, 2, UNIT)
+        high2, low2, more = _quantize_sixteen(x, u, valid, times, 2, UNIT)
     step = most / _STEPS
     return high, low, high2, low2, step, total * step, more * step
 
 
 @triton.jit
-def _number(word: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """In the lower half."""
+def _to_float(word: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Return the lower half of each word, a float of type KIND, in float32."""
     return word.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _held(
-    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, total: tl.tensor,
+def _load_units(
+    bits: tl.tuple, n: tl.tensor, u: tl.tensor, valid: tl.tensor, units: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Words of units u of rows n, what is beside them, scales and subs, pairs as one."""
+    """Load words of units u of rows n, their high bits, scales and subs; pairs of these are one integer."""
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
-    words = words_of(bits, n, u, exist, units, FORM)
+    words = words_of(bits, n, u, valid, units, FORM)
     if FORM.group > 0:
         at = (u * FORM.unit // FORM.group * total)[None, :] + n[:, None]
-        heads = tl.load(bits.scales + at, mask=exist, other=0)
+        heads = tl.load(bits.scales + at, mask=valid, other=0)
         return words, words, heads, heads
     else:
         tile, r = n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
         at = (tile * (units // WIDTH) + u[None, :] // WIDTH) * _TILE + r
-        heads = tl.load(bits.scales + at, mask=exist, other=0)
+        heads = tl.load(bits.scales + at, mask=valid, other=0)
         subs = heads
         if FORM.subs != "":
-            subs = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0)
+            subs = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=valid, other=0)
         high = words
         if FORM.high > 0:
-            high = beside_of(bits, n, u, exist, units, FORM)
+            high = beside_of(bits, n, u, valid, units, FORM)
         return words, high, heads, subs
 
 
 @triton.jit
-def _dot(held: tl.tuple, x: tl.tuple, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
-    """Products of a tile of rows with x: [TILE]."""
+def _dot_tile(held: tl.tuple, x: tl.tuple, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
+    """Return the products of a tile of weight rows with x: [TILE]."""
     words, beside, heads, subs = held
     high, low, high2, low2, step, total, more = x
-    codes = _codes(words, beside, 0, FORM)
-    above, below = _sixteen_times(codes, high, 0 * heads), _sixteen_times(codes, low, 0 * heads)
-    first = above
+    codes = _unit_codes(words, beside, 0, FORM)
+    dot_high, dot_low = _dot_sixteen(codes, high, 0 * heads), _dot_sixteen(codes, low, 0 * heads)
+    first = dot_high
     if FORM.halved:
-        first = (above << 8) + below
-        above, below = 0 * heads, 0 * heads
+        first = (dot_high << 8) + dot_low
+        dot_high, dot_low = 0 * heads, 0 * heads
     elif FORM.low == 4:
         total += more
     if FORM.low == 4:
-        codes = _codes(words, beside, 1, FORM)
-        above, below = _sixteen_times(codes, high2, above), _sixteen_times(codes, low2, below)
-    dot = ((above << 8) + below).to(tl.float32) * step[None, :]
+        codes = _unit_codes(words, beside, 1, FORM)
+        dot_high, dot_low = _dot_sixteen(codes, high2, dot_high), _dot_sixteen(codes, low2, dot_low)
+    dot = ((dot_high << 8) + dot_low).to(tl.float32) * step[None, :]
     if FORM.halved:
-        sub, scale = subs.to(tl.int32), _number(heads, tl.float16)
+        sub, scale = subs.to(tl.int32), _to_float(heads, tl.float16)
         one = first.to(tl.float32) * step[None, :] - total[None, :] * FORM.zero
         one *= ((sub << 24) >> 24).to(tl.float32)
         other = (dot - more[None, :] * FORM.zero) * (sub >> 8).to(tl.float32)
         return tl.sum((one + other) * scale, 1)
     elif FORM.group > 0:
-        zero = _number(heads, KIND) - offset_of(FORM.low, tl.float16 == KIND)
-        return tl.sum((dot - total[None, :] * zero) * _number(heads >> 16, KIND), 1)
+        zero = _to_float(heads, KIND) - offset_of(FORM.low, tl.float16 == KIND)
+        return tl.sum((dot - total[None, :] * zero) * _to_float(heads >> 16, KIND), 1)
     else:
-        scale, sub = _number(heads, tl.float16), subs.to(tl.int32)
+        scale, sub = _to_float(heads, tl.float16), subs.to(tl.int32)
         if FORM.subs != "":
             scale *= (sub & 255).to(tl.float32)
-        least = total[None, :] * FORM.zero * scale
+        offset = total[None, :] * FORM.zero * scale
         if FORM.lows:
-            low = _number(heads >> 16, tl.float16)
+            low = _to_float(heads >> 16, tl.float16)
             if FORM.subs != "":
                 low *= (sub >> 8).to(tl.float32)
-            least = low * total[None, :]
-        return tl.sum(dot * scale - least, 1)
+            offset = low * total[None, :]
+        return tl.sum(dot * scale - offset, 1)
 
 
 @triton.jit
@@ -247,13 +252,13 @@ def rows(
     UNITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (programs, rows of out): one or TWO tiles of whole rows, `UNITS`, at a time, and every so many;
-    with an activation the second is the up one's. If TOP > 0 a row of out is a pair's, of pair / TOP."""
+    """Multiply a row of x by one or TWO tiles of weight rows at a time; with an activation the second is the
+    up part. If TOP > 0, a row of out is a pair with token pair / TOP. Grid: (programs, rows of out)."""
     GATED: tl.constexpr = ACTIVATION != ""
     HEIGHT: tl.constexpr = 2 * _TILE if TWO and not GATED else _TILE
-    pair, units, u, each = tl.program_id(1), columns // FORM.unit, tl.arange(0, UNITS), tl.num_programs(0)
-    total, start = size_out * (2 if GATED else 1), 0
-    apart = size_out if GATED else _TILE
+    pair, stride = tl.program_id(1), tl.num_programs(0)
+    units, u = columns // FORM.unit, tl.arange(0, UNITS)
+    total, start, gap = size_out * (2 if GATED else 1), 0, size_out if GATED else _TILE
     if TOP > 0:
         follow(OVERLAP)
         start = tl.load(ids + pair) * total
@@ -262,43 +267,43 @@ def rows(
         x += (pair // TOP).to(tl.int64) * x_stride
     else:
         x += pair.to(tl.int64) * x_stride
-    known, n = u < units, tl.program_id(0) * HEIGHT + tl.arange(0, _TILE)
-    held = _held(bits, start + n, u, (n < size_out)[:, None] & known[None, :], units, total, FORM)
-    also, more = _also(n, size_out, GATED), held
+    valid, n = u < units, tl.program_id(0) * HEIGHT + tl.arange(0, _TILE)
+    held = _load_units(bits, start + n, u, (n < size_out)[:, None] & valid[None, :], units, total, FORM)
+    inside2, held2 = _second_exists(n, size_out, GATED), held
     if TWO:
-        more = _held(bits, start + apart + n, u, also[:, None] & known[None, :], units, total, FORM)
+        held2 = _load_units(bits, start + gap + n, u, inside2[:, None] & valid[None, :], units, total, FORM)
     if TOP == 0:
         follow(OVERLAP)
-    parts = _parts(x, u, known, FORM.unit)
+    parts = _quantize_units(x, u, valid, FORM.unit)
     kind: tl.constexpr = out.dtype.element_ty
     out += pair.to(tl.int64) * out_stride
-    for step in range(tl.program_id(0), tl.cdiv(size_out, HEIGHT), each):
+    for step in range(tl.program_id(0), tl.cdiv(size_out, HEIGHT), stride):
         n = step * HEIGHT + tl.arange(0, _TILE)
-        inside, also, after = n < size_out, _also(n, size_out, GATED), n + each * HEIGHT
-        some = (after < size_out)[:, None] & known[None, :]
-        ahead = _held(bits, start + after, u, some, units, total, FORM)
-        y = _with(_dot(held, parts, FORM, kind), bias + start + n, inside, BIASED)
+        inside, inside2, after = n < size_out, _second_exists(n, size_out, GATED), n + stride * HEIGHT
+        loaded = (after < size_out)[:, None] & valid[None, :]
+        ahead = _load_units(bits, start + after, u, loaded, units, total, FORM)
+        y = _add_bias(_dot_tile(held, parts, FORM, kind), bias + start + n, inside, BIASED)
         held = ahead
         if TWO:
-            some = _also(after, size_out, GATED)[:, None] & known[None, :]
-            ahead = _held(bits, start + apart + after, u, some, units, total, FORM)
-            z = _with(_dot(more, parts, FORM, kind), bias + start + apart + n, also, BIASED)
-            more = ahead
+            loaded = _second_exists(after, size_out, GATED)[:, None] & valid[None, :]
+            ahead = _load_units(bits, start + gap + after, u, loaded, units, total, FORM)
+            y2 = _add_bias(_dot_tile(held2, parts, FORM, kind), bias + start + gap + n, inside2, BIASED)
+            held2 = ahead
             if GATED:
-                y = gate_times(y.to(kind), z.to(kind), ACTIVATION)
+                y = gate_times(y.to(kind), y2.to(kind), ACTIVATION)
             else:
-                tl.store(out + n + _TILE, z.to(kind), mask=also)
+                tl.store(out + n + _TILE, y2.to(kind), mask=inside2)
         tl.store(out + n, y.to(kind), mask=inside)
 
 
 @triton.jit
-def _with(y: tl.tensor, bias: tl.tensor, inside: tl.tensor, BIASED: tl.constexpr) -> tl.tensor:
+def _add_bias(y: tl.tensor, bias: tl.tensor, inside: tl.tensor, BIASED: tl.constexpr) -> tl.tensor:
     if BIASED:
         y += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
     return y
 
 
 @triton.jit
-def _also(n: tl.tensor, size_out: tl.tensor, GATED: tl.constexpr) -> tl.tensor:
+def _second_exists(n: tl.tensor, size_out: tl.tensor, GATED: tl.constexpr) -> tl.tensor:
     """Whether rows of the second tile exist."""
     return n < (size_out if GATED else size_out - _TILE)

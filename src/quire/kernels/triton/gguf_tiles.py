@@ -1,5 +1,5 @@
-"""Products of some rows with packed weights (`planes.py`) of whole codes: the tensor cores take the weight as
-their first factor, out of registers, where a code becomes a number in pairs."""
+"""GEMM of some rows with packed GGUF weights (`gguf_layout.py`) of linear codes. The tensor cores take the
+weight as their first operand from registers, where codes are dequantized in pairs."""
 
 import torch
 import triton
@@ -20,33 +20,33 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def halves(words: Tensor, rows: int, units: int) -> TensorDescriptor:
-    """Of words [size_out, units, 4], in tiles."""
+    """Return a descriptor of tiles of the halves of words [size_out, units, 4]."""
     return tiled(words.view(torch.int16).flatten(1), rows, units * 8)
 
 
 def beside(high: Tensor, rows: int, units: int, bits: int) -> TensorDescriptor:
-    """Of `planes.Planes.high` with so many bits a code, in tiles."""
+    """Return a descriptor of tiles of `gguf_layout.Planes.high` with `bits` bits per code."""
     return tiled(high.view(torch.int8), rows, units * 4 * bits)
 
 
 def takes(form: DecodeForm) -> bool:
-    """Whether these kernels know it."""
+    """Whether these kernels support the format."""
     return form.words == 4 and form.book == ""
 
 
 @triton.constexpr_function
-def _kind(is_half: bool) -> tuple[str, int]:
-    """Of two numbers in a register, and the bits of one under which a code is put, to be added to it."""
+def _pair_type(is_half: bool) -> tuple[str, int]:
+    """Return the PTX type of a pair of numbers, and the exponent bits below which a code is placed."""
     return ("f16x2", 0x6400) if is_half else ("bf16x2", 0x4300)
 
 
 @triton.constexpr_function
-def _spreading(form: DecodeForm, place: int, is_half: bool) -> str:
-    """Assembly: of two halves of words the codes in this place as two numbers, by the pair of each."""
-    kind, under = _kind(is_half)
+def _dequantize_asm(form: DecodeForm, place: int, is_half: bool) -> str:
+    """Return PTX that dequantizes the codes at `place` of two half words to two numbers."""
+    kind, under = _pair_type(is_half)
     pair, at = "$3" if form.high else "$2", form.low * place
     above = f"0x{under:x}{under:x}"
-    if form.low == 8 and not is_half:  # 7 bits fit; the last says which number to take away
+    if form.low == 8 and not is_half:  # 7 bits fit; the eighth selects the number to subtract
         code = (
             f"lop3.b32 u, t, 0x00800080, 0x43804380, 0x6a; lop3.b32 t, t, 0x007f007f, {above}, 0xea;"
             f"sub.{kind} t, t, u;"
@@ -65,17 +65,17 @@ def _spreading(form: DecodeForm, place: int, is_half: bool) -> str:
         last = f"prmt.b32 v, {low} sub.{kind} t, t, v; prmt.b32 u, {upper} mul.{kind} $0, t, u;"
     if form.lows:
         last = f"prmt.b32 u, {low} prmt.b32 v, {upper} fma.rn.{kind} $0, t, u, v;"
-    if form.halved:  # places 0 and 2 are of the first half
+    if form.halved:  # places 0 and 2 belong to the first half
         last = f"prmt.b32 u, {upper if place % 2 else low} mul.{kind} $0, t, u;"
     return f"{{ .reg .b32 t, u, v; shr.b32 t, $1, {at}; {code} {last} }}"
 
 
 @triton.constexpr_function
-def _scaling(is_half: bool, signed: bool) -> str:
-    """Assembly: two whole numbers in bytes times two numbers."""
-    kind, under = _kind(is_half)
+def _scale_asm(is_half: bool, signed: bool) -> str:
+    """Return PTX that multiplies two integers in bytes by two numbers."""
+    kind, under = _pair_type(is_half)
     above, mixed = f"0x{under:x}{under:x}", f"0x{under >> 8:x}"
-    if signed:  # 7 bits, less the 8th
+    if signed:  # 7 bits minus the 8th
         return (
             f"{{ .reg .b32 t, u; prmt.b32 t, $1, 0, 0x4140; lop3.b32 u, t, 0x00800080, {above}, 0xea;"
             f"lop3.b32 t, t, 0x007f007f, {above}, 0xea; sub.{kind} t, t, u; mul.{kind} $0, t, $2; }}"
@@ -87,8 +87,9 @@ def _scaling(is_half: bool, signed: bool) -> str:
 
 
 @triton.constexpr_function
-def _rounding(lows: bool, is_half: bool) -> str:
-    """Assembly: a scale in float16 twice, or a scale and a low as a pair: the one, and less the other."""
+def _convert_asm(lows: bool, is_half: bool) -> str:
+    """Return PTX that converts a float16 scale to a pair of the scale twice, or scale and low to (scale,
+    -low)."""
     if is_half:
         return "xor.b32 $0, $1, 0x80000000;" if lows else "prmt.b32 $0, $1, $1, 0x1010;"
     both = "mov.b32 {a, b}, $1; cvt.f32.f16 x, a;"
@@ -97,19 +98,19 @@ def _rounding(lows: bool, is_half: bool) -> str:
 
 
 @triton.jit
-def _pair(heads: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
-    """Of scales, and lows above them, in float16: what `_spread` multiplies with and adds, in this type."""
+def _convert_pair(heads: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
+    """Return the factor and addend of `_decode` in type KIND from float16 scales, with lows above them."""
     if _INTERPRETED:
         scale = heads.to(tl.int16).to(tl.float16, bitcast=True)
         low = (heads >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        return _joined(scale, -low if FORM.lows else scale, KIND)
+        return _pack_pair(scale, -low if FORM.lows else scale, KIND)
     else:
-        ASM: tl.constexpr = _rounding(FORM.lows, tl.float16 == KIND)
+        ASM: tl.constexpr = _convert_asm(FORM.lows, tl.float16 == KIND)
         return tl.inline_asm_elementwise(ASM, "=r,r", [heads], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _joined(first: tl.tensor, second: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+def _pack_pair(first: tl.tensor, second: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     low = first.to(tl.float32).to(KIND).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low | (second.to(tl.float32).to(KIND).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
@@ -119,49 +120,50 @@ def pairs_of(
     bits: tl.tuple, n: tl.tensor, at: tl.tensor, inside: tl.tensor, units: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr, KIND: tl.constexpr, UNITS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Of `UNITS` from `at` on of `total` rows' n, for each half of a word: [R, UNITS * 8]."""
+    """Return the factor and addend pairs of `UNITS` units from `at` on of rows n, per half word: [R, UNITS *
+    8]."""
     u, tile, r = at + tl.arange(0, UNITS), n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
-    exist = inside[:, None] & (u < units)[None, :]
+    exists = inside[:, None] & (u < units)[None, :]
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     stored = tile * (units // WIDTH)
     if FORM.group > 0 and FORM.group % (UNITS * FORM.unit) == 0:
         heads = tl.load(
             bits.scales + (at * FORM.unit // FORM.group * total + n)[:, None], mask=inside[:, None]
         )
-        pair = tl.broadcast_to(heads, exist.shape)
+        pair = tl.broadcast_to(heads, exists.shape)
     elif FORM.group > 0:
-        of = bits.scales + (u * FORM.unit // FORM.group * total)[None, :] + n[:, None]
-        pair = tl.load(of, mask=exist, other=0)
+        pair_at = bits.scales + (u * FORM.unit // FORM.group * total)[None, :] + n[:, None]
+        pair = tl.load(pair_at, mask=exists, other=0)
     elif FORM.subs == "":
-        heads = tl.load(bits.scales + (stored + u[None, :] // WIDTH) * _TILE + r, mask=exist, other=0)
-        pair = _pair(heads.to(tl.int32), FORM, KIND)
+        heads = tl.load(bits.scales + (stored + u[None, :] // WIDTH) * _TILE + r, mask=exists, other=0)
+        pair = _convert_pair(heads.to(tl.int32), FORM, KIND)
     else:
-        subs = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0)
+        subs = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exists, other=0)
         heads = tl.load(bits.scales + (stored + at // WIDTH) * _TILE + r, mask=inside[:, None], other=0)
-        heads = tl.broadcast_to(_pair(heads.to(tl.int32), FORM, KIND), subs.shape)
-        pair = _scaled(subs.to(tl.int32), heads, FORM, KIND)
+        heads = tl.broadcast_to(_convert_pair(heads.to(tl.int32), FORM, KIND), subs.shape)
+        pair = _scale_pair(subs.to(tl.int32), heads, FORM, KIND)
     R: tl.constexpr = pair.shape[0]
     return tl.reshape(tl.broadcast_to(pair[:, :, None], [R, UNITS, _EIGHT]), [R, UNITS * _EIGHT])
 
 
 @triton.jit
-def _number(pair: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+def _to_float(pair: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     return pair.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _scaled(subs: tl.tensor, heads: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
+def _scale_pair(subs: tl.tensor, heads: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
     if _INTERPRETED:
         first = (subs << 24) >> 24 if FORM.halved else subs & 0xFF
-        scale = first.to(tl.float32) * _number(heads, KIND)
-        return _joined(scale, (subs >> 8).to(tl.float32) * _number(heads >> 16, KIND), KIND)
+        scale = first.to(tl.float32) * _to_float(heads, KIND)
+        return _pack_pair(scale, (subs >> 8).to(tl.float32) * _to_float(heads >> 16, KIND), KIND)
     else:
-        ASM: tl.constexpr = _scaling(tl.float16 == KIND, FORM.halved)
+        ASM: tl.constexpr = _scale_asm(tl.float16 == KIND, FORM.halved)
         return tl.inline_asm_elementwise(ASM, "=r,r,r", [subs, heads], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _spread(
+def _decode(
     words: tl.tensor,
     high: tl.tensor,
     pair: tl.tensor,
@@ -169,14 +171,14 @@ def _spread(
     FORM: tl.constexpr,
     KIND: tl.constexpr,
 ) -> tl.tensor:
-    """Columns 8 Q.. of units, of halves of words, what is beside them, and pairs, [R, U * 8] each."""
+    """Dequantize columns 8 Q.. of units from half words, their high bits, and pairs, each [R, U * 8]."""
     PLACE: tl.constexpr = Q % 2 * (FORM.unit // 16) + Q // 2
     if _INTERPRETED:
         code = words.to(tl.int32) >> FORM.low * PLACE & ((1 << FORM.low) - 1)
         if FORM.high > 0:
             code |= (high.to(tl.int32) >> FORM.high * PLACE & ((1 << FORM.high) - 1)) << FORM.low
         number = code.to(tl.float32) - FORM.zero
-        first, second = _number(pair, KIND), _number(pair >> 16, KIND)
+        first, second = _to_float(pair, KIND), _to_float(pair >> 16, KIND)
         if FORM.group > 0:
             number = (number - (first - offset_of(FORM.low, tl.float16 == KIND))) * second
         elif FORM.lows:
@@ -185,7 +187,7 @@ def _spread(
             number *= second if FORM.halved and Q > 1 else first
         return number.to(KIND)
     else:
-        ASM: tl.constexpr = _spreading(FORM, PLACE, tl.float16 == KIND)
+        ASM: tl.constexpr = _dequantize_asm(FORM, PLACE, tl.float16 == KIND)
         if FORM.high > 0:
             pairs = tl.inline_asm_elementwise(
                 ASM, "=r,r,r,r,r", [words, high, pair], dtype=tl.int16, is_pure=True, pack=2
@@ -198,8 +200,8 @@ def _spread(
 
 
 @triton.jit
-def _beside(high: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
-    """Bytes as they are stored -> the bits for each half of a word."""
+def _unpack_high(high: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
+    """Expand bytes as stored to the high bits of each half word."""
     wide = high.to(tl.int16) & 255
     if FORM.high == 1:
         R: tl.constexpr = high.shape[0]
@@ -214,70 +216,70 @@ def _beside(high: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
 def numbers_of(
     words: tl.tensor, high: tl.tensor, pair: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr
 ) -> tl.tensor:
-    """All columns of units, in order: each thread keeps what it has."""
+    """Dequantize all columns of units, in order, without data exchange between threads."""
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1] // _EIGHT
     if FORM.unit == 32:
-        even = tl.join(_spread(words, high, pair, 0, FORM, KIND), _spread(words, high, pair, 2, FORM, KIND))
-        odd = tl.join(_spread(words, high, pair, 1, FORM, KIND), _spread(words, high, pair, 3, FORM, KIND))
-        all = tl.join(even, odd)
+        even = tl.join(_decode(words, high, pair, 0, FORM, KIND), _decode(words, high, pair, 2, FORM, KIND))
+        odd = tl.join(_decode(words, high, pair, 1, FORM, KIND), _decode(words, high, pair, 3, FORM, KIND))
+        joined = tl.join(even, odd)
     else:
-        all = tl.join(_spread(words, high, pair, 0, FORM, KIND), _spread(words, high, pair, 1, FORM, KIND))
-    apart = tl.permute(tl.reshape(all, [R, U, _EIGHT, FORM.unit // _EIGHT]), (0, 1, 3, 2))
-    return tl.reshape(apart, [R, U * FORM.unit])
+        joined = tl.join(_decode(words, high, pair, 0, FORM, KIND), _decode(words, high, pair, 1, FORM, KIND))
+    ordered = tl.permute(tl.reshape(joined, [R, U, _EIGHT, FORM.unit // _EIGHT]), (0, 1, 3, 2))
+    return tl.reshape(ordered, [R, U * FORM.unit])
 
 
 @triton.jit
-def _weight(
+def _load_weight(
     weight: tl.tensor, beside: tl.tensor, bits: tl.tuple, row: tl.tensor, at: tl.tensor, where: tl.tuple,
     FORM: tl.constexpr, KIND: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Units from `at` on of a tile of rows: [ROWS, UNITS * unit]."""
+    """Load and dequantize UNITS units from `at` on of a tile of rows: [ROWS, UNITS * unit]."""
     inside, units, total = where
     words = weight.load([row, at * _EIGHT])
     pair = pairs_of(bits, row + tl.arange(0, ROWS), at, inside, units, total, FORM, KIND, UNITS)
     if FORM.high > 0:
-        high = _beside(beside.load([row, at * _EIGHT * FORM.high // 2]), FORM)
+        high = _unpack_high(beside.load([row, at * _EIGHT * FORM.high // 2]), FORM)
         return numbers_of(words, high, pair, FORM, KIND)
     else:
         return numbers_of(words, words, pair, FORM, KIND)
 
 
 @triton.jit
-def _sums(
+def _accumulate(
     x: tl.tensor, weight: tl.tensor, beside: tl.tensor, bits: tl.tuple, where: tl.tuple, steps: tl.tuple,
     KIND: tl.constexpr, GATED: tl.constexpr, FORM: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
     UNITS: tl.constexpr, APART: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Of a tile's products over steps of `UNITS`; [ROWS, NUM], and those of up. x is a descriptor of tiles,
-    or if rows are `APART`, points to them."""
-    row, size_out, inside, real, units, first_m = where
-    of, k = (inside, units, size_out * (2 if GATED else 1)), tl.arange(0, UNITS * FORM.unit)
+    """Return the sums of a tile over steps of `UNITS`, [ROWS, NUM], and those of the up part. x is a
+    descriptor of tiles, or pointers to its rows if they are `APART`."""
+    row, size_out, inside, exists, units, first_m = where
+    bounds, k = (inside, units, size_out * (2 if GATED else 1)), tl.arange(0, UNITS * FORM.unit)
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
     for step in range(steps[0], steps[1]):
         at = step * UNITS
         if APART:
-            held = real[:, None] & (at * FORM.unit + k < units * FORM.unit)[None, :]
-            a = tl.load(x + (at * FORM.unit + k)[None, :], mask=held, other=0.0)
+            valid = exists[:, None] & (at * FORM.unit + k < units * FORM.unit)[None, :]
+            a = tl.load(x + (at * FORM.unit + k)[None, :], mask=valid, other=0.0)
         else:
             a = x.load([first_m, at * FORM.unit])
-        w = _weight(weight, beside, bits, row, at, of, FORM, KIND, UNITS, ROWS)
+        w = _load_weight(weight, beside, bits, row, at, bounds, FORM, KIND, UNITS, ROWS)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
         if GATED:
-            w = _weight(weight, beside, bits, row + size_out, at, of, FORM, KIND, UNITS, ROWS)
+            w = _load_weight(weight, beside, bits, row + size_out, at, bounds, FORM, KIND, UNITS, ROWS)
             up = tl.dot(w, tl.trans(a), up, input_precision="ieee")
     return acc, up
 
 
 @triton.jit
-def _own(
+def _tile_rows(
     pairs: tl.tuple, tile: tl.tensor, num: tl.tensor, size_out: tl.tensor, TOP: tl.constexpr,
     GATED: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Of a tile: rows of out or pairs, outputs, which rows are real, and the first row of the weight."""
+    """Return a tile's rows of out or pairs, its outputs, whether the rows exist, and its first weight row."""
     if TOP > 0:
-        m, n, real, row = pairs_at(pairs[0], pairs[1], tile, size_out, NUM, ROWS)
-        return m, n, real, row * (2 if GATED else 1) + tile % tl.cdiv(size_out, ROWS) * ROWS
+        m, n, exists, row = pairs_at(pairs[0], pairs[1], tile, size_out, NUM, ROWS)
+        return m, n, exists, row * (2 if GATED else 1) + tile % tl.cdiv(size_out, ROWS) * ROWS
     else:
         stripes = tl.cdiv(num, NUM)
         m, row = tile % stripes * NUM + tl.arange(0, NUM), tile // stripes * ROWS
@@ -309,29 +311,29 @@ def tiles(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """`packed.tiles`; `weight` is a descriptor of tiles of halves of words, `beside` one of their high bits;
-    subs and scales are whole numbers, those of which there are two as one."""
+    """Compute a tile as `gguf.tiles` does. `weight` is a descriptor of tiles of half words, `beside` one of
+    their high bits; subs and scales are integers, pairs of them one integer."""
     GATED: tl.constexpr = ACTIVATION != ""
     KIND: tl.constexpr = out.dtype.element_ty
     tile = tl.program_id(0)
     follow(OVERLAP)
-    m, n, real, row = _own(pairs, tile, num, size_out, TOP, GATED, NUM, ROWS)
+    m, n, exists, row = _tile_rows(pairs, tile, num, size_out, TOP, GATED, NUM, ROWS)
     units = columns // FORM.unit
     share = tl.cdiv(tl.cdiv(units, UNITS), SPLITS)
     first = tl.program_id(1) * share
     stop = tl.minimum(first + share, tl.cdiv(units, UNITS))
     if TOP > 0:
-        stop = tl.where(tl.max(real.to(tl.int32), 0) > 0, stop, first)
+        stop = tl.where(tl.max(exists.to(tl.int32), 0) > 0, stop, first)
         x += (m // TOP).to(tl.int64)[:, None] * x_stride
-    where, steps = (row, size_out, n < size_out, real, units, tile % tl.cdiv(num, NUM) * NUM), (first, stop)
-    acc, up = _sums(x, weight, beside, bits, where, steps, KIND, GATED, FORM, NUM, ROWS, UNITS, TOP > 0)
-    place, inside = m[None, :] * size_out + n[:, None], real[None, :] & (n < size_out)[:, None]
+    where, steps = (row, size_out, n < size_out, exists, units, tile % tl.cdiv(num, NUM) * NUM), (first, stop)
+    acc, up = _accumulate(x, weight, beside, bits, where, steps, KIND, GATED, FORM, NUM, ROWS, UNITS, TOP > 0)
+    place, inside = m[None, :] * size_out + n[:, None], exists[None, :] & (n < size_out)[:, None]
     if SPLITS > 1:
         size = num * size_out
-        own = splits[0] + tl.program_id(1) * size + place
-        tl.store(own, acc, mask=inside)
+        part = splits[0] + tl.program_id(1) * size + place
+        tl.store(part, acc, mask=inside)
         if GATED:
-            tl.store(own + SPLITS * size, up, mask=inside)
+            tl.store(part + SPLITS * size, up, mask=inside)
         tl.debug_barrier()
         if tl.atomic_add(splits[1] + tile, 1) < SPLITS - 1:
             return

@@ -1,7 +1,7 @@
-"""Products with weights of 4 or 8 bits whose groups of inputs have a scale and a zero each.
+"""GEMM with 4-bit or 8-bit weights that have a scale and a zero per group of inputs (GPTQ, AWQ).
 
-Their codes lie as those of packed weights do (`planes.py`), and the same kernels multiply with them. Of very
-many rows a layer is better unpacked first.
+Codes have the layout of packed GGUF weights (`gguf_layout.py`), and the same kernels multiply them. With very
+many rows of x, the weight is unpacked first.
 """
 
 import functools
@@ -28,30 +28,30 @@ _UNPACKED_ROWS, _UNPACKED_UNITS = 64, 4
 
 
 class GroupedWeight(NamedTuple):
-    """A weight [size_out, size_in] as the kernels read it."""
+    """Weight [size_out, size_in] in the layout of the kernels."""
 
     codes: Tensor
-    """[size_out, units, 4] int32: `planes.Planes.low`, of padded inputs"""
+    """[size_out, units, 4] int32: `gguf_layout.Planes.low`, with padded inputs"""
     heads: Tensor
-    """[groups, size_out] int32: the scale above the zero, both in the type of x. The zero has what `offset`
-    says added to it."""
+    """[groups, size_out] int32: the scale above the zero, both in the dtype of x; `offset` is added to the
+    zero."""
     bits: int
     group: int
     size_in: int
 
 
 def offset(bits: int, dtype: torch.dtype) -> int:
-    """What a code has added to it when the kernels take a zero away."""
+    """Return the offset of the unconverted codes from which the kernels subtract a zero."""
     return int(offset_of(bits, dtype == torch.float16))
 
 
 def unit_of(bits: int) -> int:
-    """Inputs of 4 words."""
+    """Return the number of inputs in 4 words."""
     return 128 // bits
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torch.dtype) -> GroupedWeight:
-    """`codes` uint8 [out, in], `scales` and `zeros` [out, groups] -> what the kernels read."""
+    """Pack `codes` uint8 [out, in] with `scales` and `zeros` [out, groups]."""
     (size_out, size_in), unit = codes.shape, unit_of(bits)
     padded = triton.cdiv(size_in, unit) * unit
     group = padded if scales.shape[1] == 1 else size_in // scales.shape[1]
@@ -66,7 +66,7 @@ def _bits_of(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpack_reference(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-    """[size_out, size_in] in plain torch."""
+    """Return the dequantized weight [size_out, size_in], computed in torch."""
     words, heads, bits, group, size_in = weight
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
     parts = (words[..., None] >> shifts & (1 << bits) - 1).view(len(words), -1, 4, 2, 2, 16 // bits // 2)
@@ -88,27 +88,27 @@ def _unpack(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
 ) -> None:
-    """Grid (size_out / ROWS, units / UNITS): [size_out, size_in], as numbers."""
+    """Dequantize a tile of the weight. Grid: (size_out / ROWS, units / UNITS)."""
     kind: tl.constexpr = out.dtype.element_ty
     n, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS
-    of = at * 8 + tl.arange(0, UNITS * 8)
-    exist = (n < size_out)[:, None] & (of < units * 8)[None, :]
-    words = tl.load(halves + n.to(tl.int64)[:, None] * (units * 8) + of[None, :], mask=exist, other=0)
+    word = at * 8 + tl.arange(0, UNITS * 8)
+    exists = (n < size_out)[:, None] & (word < units * 8)[None, :]
+    words = tl.load(halves + n.to(tl.int64)[:, None] * (units * 8) + word[None, :], mask=exists, other=0)
     pair = gguf_tiles.pairs_of(bits, n, at, n < size_out, units, size_out, FORM, kind, UNITS)
     k = at * FORM.unit + tl.arange(0, UNITS * FORM.unit)
     inside = (n < size_out)[:, None] & (k < size_in)[None, :]
-    numbers = gguf_tiles.numbers_of(words, words, pair, FORM, kind)
-    tl.store(out + n.to(tl.int64)[:, None] * size_in + k[None, :], numbers, mask=inside)
+    values = gguf_tiles.numbers_of(words, words, pair, FORM, kind)
+    tl.store(out + n.to(tl.int64)[:, None] * size_in + k[None, :], values, mask=inside)
 
 
 def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b for x [M, K]."""
+    """Return x W^T + b for x [M, K]."""
     plan = _plan(x, weight, 1)
     return F.linear(x, unpack(weight, x.dtype), bias) if plan is None else multiply(x, weight, bias, plan)
 
 
 def gated(x: Tensor, weight: GroupedWeight) -> Tensor:
-    """silu(x G^T) * (x U^T) for W = G over U."""
+    """Return silu(x G^T) * (x U^T) for W = G over U."""
     plan = _plan(x, weight, 2)
     if plan is None:
         return gated_of(linear(x, weight), "silu")
@@ -120,36 +120,36 @@ def multiply(
 ) -> Tensor:
     num, size_out = len(x), len(weight.codes) // (1 + gated)
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
-    form, bits, units = _form_of(weight.bits, weight.group), _bits_in(weight), weight.codes.shape[1]
+    form, bits, units = _form_of(weight.bits, weight.group), _planes_of(weight), weight.codes.shape[1]
     ahead, activation = overlap(num, min(weight.size_in, size_out)), "silu" if gated else ""
-    same = {"FORM": form, "ACTIVATION": activation, "BIASED": bias is not None, "TOP": 0, "OVERLAP": ahead}
+    consts = {"FORM": form, "ACTIVATION": activation, "BIASED": bias is not None, "TOP": 0, "OVERLAP": ahead}
     if isinstance(plan, WholeRows):
-        held = max(triton.next_power_of_2(units), 32 * plan.warps)
+        units_held = max(triton.next_power_of_2(units), 32 * plan.warps)
         launch(gguf_rows.rows, gguf_rows.programs(size_out, plan, gated=gated), num)(
             out, x, bits, out if bias is None else bias, out, weight.size_in, size_out, x.stride(0), size_out,
-            TWO=plan.two or gated, UNITS=held, launch_pdl=ahead, num_warps=plan.warps, **same,
+            TWO=plan.two or gated, UNITS=units_held, launch_pdl=ahead, num_warps=plan.warps, **consts,
         )  # fmt: skip
         return out
     parts = out
     if plan.splits > 1:
         parts = torch.empty((1 + gated) * plan.splits * num * size_out, dtype=torch.float32, device=x.device)
     grid = triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows)
-    of = halves(weight.codes, plan.rows, plan.length // form.unit)
+    codes = halves(weight.codes, plan.rows, plan.length // form.unit)
     launch(gguf_tiles.tiles, grid, plan.splits)(
-        out, tiled(x, plan.num, plan.length), of, of, bits, out if bias is None else bias,
+        out, tiled(x, plan.num, plan.length), codes, codes, bits, out if bias is None else bias,
         (parts, arrivals_of(x.device)), (out, out), num, units * form.unit, size_out, x.stride(0), size_out,
         NUM=plan.num, ROWS=plan.rows, UNITS=plan.length // form.unit,
-        SPLITS=plan.splits, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages, **same,
+        SPLITS=plan.splits, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages, **consts,
     )  # fmt: skip
     return out
 
 
 def unpack(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-    """[size_out, size_in]"""
+    """Return the dequantized weight [size_out, size_in]."""
     size_out, units = weight.codes.shape[:2]
     out = torch.empty(size_out, weight.size_in, dtype=dtype, device=weight.codes.device)
     launch(_unpack, triton.cdiv(size_out, _UNPACKED_ROWS), triton.cdiv(units, _UNPACKED_UNITS))(
-        out, weight.codes.view(torch.int16), _bits_in(weight), weight.size_in, size_out, units,
+        out, weight.codes.view(torch.int16), _planes_of(weight), weight.size_in, size_out, units,
         FORM=_form_of(weight.bits, weight.group), ROWS=_UNPACKED_ROWS, UNITS=_UNPACKED_UNITS,
     )  # fmt: skip
     return out
@@ -160,12 +160,12 @@ def _form_of(bits: int, group: int) -> DecodeForm:
     return DecodeForm(bits, 0, unit_of(bits), 4, 0, lows=False, subs="", book="", reach=1, group=group)
 
 
-def _bits_in(weight: GroupedWeight) -> Bits:
+def _planes_of(weight: GroupedWeight) -> Bits:
     return Bits(weight.codes, weight.codes, weight.codes, weight.heads, weight.codes)
 
 
 def _plan(x: Tensor, weight: GroupedWeight, parts: int) -> WholeRows | TilesPlan | None:
-    """None: unpacked, by the library."""
+    """Return the plan; None unpacks the weight for the library's GEMM."""
     plan = choose(len(x), len(weight.codes), weight.size_in, parts, unit_of(weight.bits))
     if isinstance(plan, WholeRows):
         return plan if x.stride(1) == 1 and weight.size_in % unit_of(weight.bits) == 0 else None

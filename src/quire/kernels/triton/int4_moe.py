@@ -1,5 +1,5 @@
-"""Mixtures of experts whose weights are in groups of 4 or 8 bits: `kernels/triton/moe.py`, with the codes
-of a weight spread on their way to the tensor cores."""
+"""MoE layers with grouped 4-bit or 8-bit weights: `kernels/triton/moe.py`, with codes dequantized on their
+way to the tensor cores."""
 
 import functools
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Int4ExpertWeights(NamedTuple):
-    """The weights [size_out, size_in] of experts as the kernels read them.
+    """Weights [size_out, size_in] of experts in the layout of the kernels.
 
-    Codes lie in pieces of `16 / bits` runs: the 16 bits of `codes` that are i-th in a piece hold, from the
-    lowest on, the i-th code of each run.
+    Inputs are divided into pieces of `16 / bits` runs. The i-th int16 of a piece holds the i-th code of each
+    run, from the lowest bits on.
     """
 
     codes: Tensor
     """[experts * size_out, padded size_in * bits / 16] int16"""
     heads: Tensor
-    """[experts, groups, size_out] int32: the scale above the zero, both in the type of x. The zero has what
-    `offset` says added to it."""
+    """[experts, groups, size_out] int32: the scale above the zero, both in the dtype of x; `offset` is added
+    to the zero."""
     bits: int
     group: int
     run: int
@@ -39,18 +39,18 @@ class Int4ExpertWeights(NamedTuple):
 
 
 def offset(bits: int, dtype: torch.dtype) -> int:
-    """What a code has added to it when its bits are put under those of this number."""
+    """Return the offset of a code after its bits are placed in the mantissa of a float."""
     return 1024 if dtype == torch.float16 else 128 if bits == 4 else 0
 
 
 def run_of(size_in: int, group: int, bits: int) -> int:
-    """As long as a group allows, and as divides the inputs, if any does."""
+    """Return the longest run that divides a group and the inputs, or 16."""
     fitting = [run for run in (64, 32, 16) if group % run == 0 and size_in % (16 // bits * run) == 0]
     return fitting[0] if fitting else 16
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torch.dtype) -> Int4ExpertWeights:
-    """`codes` uint8 [out, in], `scales` and `zeros` [out, groups] -> what the kernels read."""
+    """Pack `codes` uint8 [out, in] with `scales` and `zeros` [out, groups]."""
     size_out, size_in = codes.shape
     group = size_in // scales.shape[1]
     run, per = run_of(size_in, group, bits), 16 // bits
@@ -69,8 +69,8 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torc
 
 
 def stack(weights: Sequence[Int4ExpertWeights]) -> Int4ExpertWeights:
-    """Those of experts, as one: codes [experts * size_out, ...], heads [experts, ...]."""
-    codes, heads = torch.cat([each.codes for each in weights]), torch.stack([each.heads for each in weights])
+    """Stack the weights of experts: codes [experts * size_out, ...], heads [experts, ...]."""
+    codes, heads = torch.cat([w.codes for w in weights]), torch.stack([w.heads for w in weights])
     return weights[0]._replace(codes=codes, heads=heads)
 
 
@@ -79,12 +79,12 @@ def _bits_of(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.constexpr_function
-def _spreading(bits: int, run: int, is_half: bool) -> str:
-    """Assembly: of the codes of two words, those in run `run` as two numbers: (code - zero) * scale."""
+def _dequantize_asm(bits: int, run: int, is_half: bool) -> str:
+    """Return PTX that dequantizes the codes of run `run` of two half words: (code - zero) * scale."""
     kind, under = ("f16x2", "0x64006400") if is_half else ("bf16x2", "0x43004300")
     mask = "0x00ff00ff" if bits == 8 and is_half else "0x000f000f"
     low = f"lop3.b32 t, t, {mask}, {under}, 0xea;"
-    if bits == 8 and not is_half:  # 8 bits do not fit under a number: 16 * high + low
+    if bits == 8 and not is_half:  # 8 bits do not fit the mantissa: 16 * high + low
         low = (
             f"mov.b32 v, {under}; mov.b32 w, 0x41804180; shr.b32 u, t, 4;"
             f"lop3.b32 u, u, {mask}, {under}, 0xea; sub.{kind} u, u, v; {low} sub.{kind} t, t, v;"
@@ -95,8 +95,8 @@ def _spreading(bits: int, run: int, is_half: bool) -> str:
 
 
 @triton.jit
-def _doubled(low: tl.tensor) -> tl.tensor:
-    """16 bits, and the same above them."""
+def _duplicate(low: tl.tensor) -> tl.tensor:
+    """Copy the lower 16 bits to the upper 16."""
     return (low & 0xFFFF) | (low << 16)
 
 
@@ -104,7 +104,7 @@ def _doubled(low: tl.tensor) -> tl.tensor:
 def spread(
     words: tl.tensor, heads: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr
 ) -> tl.tensor:
-    """Run `RUN` of words [rows, length] with the heads of the rows, as numbers."""
+    """Dequantize run `RUN` of words [rows, length] with the heads of the rows."""
     if _INTERPRETED:
         zero = (heads & 0xFFFF).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
         scale = (heads >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
@@ -112,9 +112,9 @@ def spread(
         code = (words.to(tl.int32) >> BITS * RUN) & ((1 << BITS) - 1)
         return ((code.to(tl.float32) - (zero - base)) * scale).to(KIND)
     else:
-        zero = tl.broadcast_to(_doubled(heads)[:, None], words.shape)
-        scale = tl.broadcast_to(_doubled(heads >> 16)[:, None], words.shape)
-        ASM: tl.constexpr = _spreading(BITS, RUN, tl.float16 == KIND)
+        zero = tl.broadcast_to(_duplicate(heads)[:, None], words.shape)
+        scale = tl.broadcast_to(_duplicate(heads >> 16)[:, None], words.shape)
+        ASM: tl.constexpr = _dequantize_asm(BITS, RUN, tl.float16 == KIND)
         pairs = tl.inline_asm_elementwise(
             ASM, "=r,r,r,r,r,r", [words, zero, scale], dtype=tl.int16, is_pure=True, pack=2
         )
@@ -122,7 +122,7 @@ def spread(
 
 
 class Int4MoETile(NamedTuple):
-    """So many pairs, rows of the weight, and words of each at a time."""
+    """Tile of pairs, weight rows and words at a time, with compile options."""
 
     num: int
     rows: int
@@ -132,8 +132,8 @@ class Int4MoETile(NamedTuple):
 
 
 @triton.jit
-def _sums(
-    of: tl.tuple,
+def _accumulate(
+    operands: tl.tuple,
     sizes: tl.tuple,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -144,13 +144,13 @@ def _sums(
     RUN: tl.constexpr,
     LENGTH: tl.constexpr,
 ) -> tl.tuple:
-    """Of a tile's products, [ROWS, NUM], and those of up."""
+    """Return a tile's sums [ROWS, NUM], and those of the up part."""
     RUNS: tl.constexpr = 16 // BITS
     PARTS: tl.constexpr = RUN // LENGTH
-    x, weight, heads, token = of
+    x, weight, heads, token = operands
     start, first_n, row, size_in, size_out, x_stride, head_stride = sizes
     n, i = first_n + tl.arange(0, ROWS), tl.arange(0, LENGTH)
-    exist = n < size_out
+    exists = n < size_out
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
     for step in range(0, tl.cdiv(size_in, RUNS * RUN) * PARTS):
         words = weight.load([row, step * LENGTH])
@@ -158,14 +158,14 @@ def _sums(
             up_words = weight.load([row + size_out, step * LENGTH])
         for run in tl.static_range(RUNS):
             at = step // PARTS * (RUNS * RUN) + step % PARTS * LENGTH + run * RUN
-            own = heads + at // GROUP * head_stride + n
-            head = tl.load(own, mask=exist)
+            head_at = heads + at // GROUP * head_stride + n
+            head = tl.load(head_at, mask=exists)
             if GATED:
                 k = at + i
                 a = tl.load(
                     x + (token * x_stride)[:, None] + k[None, :], mask=(k < size_in)[None, :], other=0.0
                 )
-                b = spread(up_words, tl.load(own + size_out, mask=exist), KIND, BITS, run)
+                b = spread(up_words, tl.load(head_at + size_out, mask=exists), KIND, BITS, run)
                 up = tl.dot(b, tl.trans(a), up, input_precision="ieee")
             else:
                 a = x.load([start, at])
@@ -199,10 +199,11 @@ def _tiles(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (most tiles * size_out / ROWS). `weight` is a descriptor of tiles.
+    """Compute a tile of sorted pairs. `weight` is a descriptor of tiles. Grid: (most tiles * size_out /
+    ROWS,).
 
-    With an activation gate and up of sorted pairs from tokens `x`; without one, down of sorted pairs from a
-    descriptor `x` of their tiles, to where they were before the sort.
+    With an activation, compute gate and up of sorted pairs from tokens `x`. Without one, compute down from a
+    descriptor `x` of tiles of sorted pairs, and store rows in their order before the sort.
     """
     kind: tl.constexpr = out.dtype.element_ty
     stripes = tl.cdiv(size_out, ROWS)
@@ -213,21 +214,21 @@ def _tiles(
     expert = tl.load(work + 4 + 4 * tile)
     start, end = tl.load(work + 5 + 4 * tile), tl.load(work + 6 + 4 * tile)
     m, n = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
-    pair, exist = tl.load(order + m, mask=m < end, other=0).to(tl.int64), n < size_out
+    pair, exists = tl.load(order + m, mask=m < end, other=0).to(tl.int64), n < size_out
     row = expert * (2 * size_out if ACTIVATION != "" else size_out) + first_n
     heads += (expert * groups).to(tl.int64) * head_stride
     sizes = (start, first_n, row, size_in, size_out, x_stride, head_stride)
-    of = x, weight, heads, pair // TOP
-    acc, up = _sums(of, sizes, kind, ACTIVATION != "", BITS, GROUP, NUM, ROWS, RUN, LENGTH)
+    operands = x, weight, heads, pair // TOP
+    acc, up = _accumulate(operands, sizes, kind, ACTIVATION != "", BITS, GROUP, NUM, ROWS, RUN, LENGTH)
     if BIASED:
-        acc += tl.load(bias + row + n - first_n, mask=exist, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + row + n - first_n, mask=exists, other=0.0).to(tl.float32)[:, None]
     y = acc.to(kind)
     if ACTIVATION != "":
         if BIASED:
-            up += tl.load(bias + row + size_out + n - first_n, mask=exist, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias + row + size_out + n - first_n, mask=exists, other=0.0).to(tl.float32)[:, None]
         y = gate_times(y, up.to(kind), ACTIVATION)
         pair = m.to(tl.int64)
-    tl.store(out + pair[None, :] * size_out + n[:, None], y, mask=(m < end)[None, :] & exist[:, None])
+    tl.store(out + pair[None, :] * size_out + n[:, None], y, mask=(m < end)[None, :] & exists[:, None])
 
 
 def mix(
@@ -239,7 +240,7 @@ def mix(
     biases: tuple[Tensor | None, Tensor | None],
     activation: str,
 ) -> Tensor:
-    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
+    """Return the weighted sum of the chosen experts' outputs for each token: [T, hidden]."""
     if not len(x):
         return torch.empty_like(x)
     sizes, top = (len(down.heads), down.size_in), ids.shape[1]
@@ -262,7 +263,7 @@ def multiply(
     activation: str = "",
     ahead: bool,
 ) -> None:
-    """With an activation gate and up of tokens, without one down of sorted pairs."""
+    """Compute gate and up from tokens (with an activation), or down from sorted pairs."""
     codes, heads, bits, group, run, size_in = weight
     (num, size_out), length = out.shape, min(tile.length, run)
     rows: Tensor | TensorDescriptor = x if activation else tiled(x, tile.num, length)
@@ -275,6 +276,6 @@ def multiply(
 
 
 def plan_of(mean: float) -> Int4MoETile:
-    """For experts with so many pairs in the mean."""
+    """Return the tile for a mean of `mean` pairs per expert."""
     height = 16 if mean <= 10 else 32 if mean <= 24 else 64
     return Int4MoETile(height, 64, 64 if height < 64 else 32, 2 if height < 64 else 4, 3)

@@ -1,9 +1,10 @@
-"""Products with weights of 8 bits and a scale for each output, x (scale W)^T.
+"""GEMM with int8 weights and a scale per output, x (scale W)^T.
 
-One or two rows of x are multiplied as they are. More are rounded to 8 bits, each with a scale: many in one
-part, where the checkpoint was made for that; else in two parts, of which the second is what the first leaves,
-finer than bfloat16, while reading the weight is all the time there is, and behind that the weight is widened
-for the library's product. (Widening tiles of the weight in registers was slower than any of these.)
+One or two rows of x keep their dtype. More rows are quantized to int8 with a scale per row. If the checkpoint
+was made for int8 activations, many rows are quantized in one part. Else x is quantized in two parts, the
+second for the remainder of the first, which is finer than bfloat16; this costs no time while the GEMM is
+bound by weight reads. Beyond that, the weight is dequantized for the library's GEMM. (Dequantizing tiles of
+the weight in registers measured slower than all of these.)
 """
 
 import functools
@@ -24,7 +25,7 @@ from quire.kernels.triton.tile_dots import LONGEST
 
 
 class Int8TilesPlan(NamedTuple):
-    """`_tiles` of so many rows of x, rows of the weight and numbers of each at a time."""
+    """Plan for `_tiles`: rows of x, weight rows and inputs per tile, with compile options."""
 
     num: int
     rows: int
@@ -35,13 +36,13 @@ class Int8TilesPlan(NamedTuple):
 
 Plan = RowsPlan | Int8TilesPlan
 _FINER: tl.constexpr = tl.constexpr(254)
-"""How many times finer the second part of x is."""
+"""Ratio of the steps of the first and second part of x."""
 _WIDENED = 4096
-"""Codes that a program of `_widen` reads."""
+"""Codes per program of `_widen`."""
 
 
 @triton.jit
-def _round(
+def _quantize(
     codes: tl.tensor,
     scales: tl.tensor,
     x: tl.tensor,
@@ -53,7 +54,7 @@ def _round(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (rows of x)."""
+    """Quantize one row of x, in one or two parts. Grid: (rows of x,)."""
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, LENGTH)
     follow(OVERLAP)
     values = tl.load(x + row * x_stride + k, mask=k < size, other=0.0).to(tl.float32)
@@ -61,17 +62,17 @@ def _round(
         scale = tl.load(static)
     else:
         scale = tl.maximum(tl.max(tl.abs(values), 0) / 127, 1e-10)
-    code = _code(values / scale)
+    code = _to_int8(values / scale)
     tl.store(codes + row * size + k, code, mask=k < size)
     if PARTS == 2:
-        left = _code((values / scale - code.to(tl.float32)) * _FINER)
-        tl.store(codes + (tl.num_programs(0) + row) * size + k, left, mask=k < size)
+        remainder = _to_int8((values / scale - code.to(tl.float32)) * _FINER)
+        tl.store(codes + (tl.num_programs(0) + row) * size + k, remainder, mask=k < size)
     tl.store(scales + row, scale)
 
 
 @triton.jit
-def _code(x: tl.tensor) -> tl.tensor:
-    """The nearest whole number of -127 .. 127."""
+def _to_int8(x: tl.tensor) -> tl.tensor:
+    """Round to the nearest integer in -127 .. 127."""
     x = tl.clamp(x, -127.0, 127.0)
     return (x + tl.where(x < 0, -0.5, 0.5)).to(tl.int8)
 
@@ -93,19 +94,20 @@ def _rows(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (size_out / ROWS). `NUM` rows of x. If `GATED` the weight is the gate's, then the up one's."""
+    """Multiply `NUM` rows of x by ROWS weight rows. If `GATED`, the up rows follow the gate rows. Grid:
+    (size_out / ROWS,)."""
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
-    exist = n < size_out
-    held = exist[:, None] & (k < size_in)[None, :]
+    exists = n < size_out
+    valid = exists[:, None] & (k < size_in)[None, :]
     at = weight + n.to(tl.int64)[:, None] * size_in + k[None, :]
-    w = tl.load(at, mask=held, other=0, eviction_policy="evict_first")
-    scale = tl.load(scales + n, mask=exist, other=0.0)
+    w = tl.load(at, mask=valid, other=0, eviction_policy="evict_first")
+    scale = tl.load(scales + n, mask=exists, other=0.0)
     if GATED:
         at += size_out.to(tl.int64) * size_in
-        up = tl.load(at, mask=held, other=0, eviction_policy="evict_first")
-        up_scale = tl.load(scales + size_out + n, mask=exist, other=0.0)
+        up = tl.load(at, mask=valid, other=0, eviction_policy="evict_first")
+        up_scale = tl.load(scales + size_out + n, mask=exists, other=0.0)
     if BIASED:
-        offset = tl.load(bias + n, mask=exist, other=0.0).to(tl.float32)
+        offset = tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
     follow(OVERLAP)
     kind = out.dtype.element_ty
     for m in tl.static_range(NUM):
@@ -116,7 +118,7 @@ def _rows(
         y = y.to(kind)
         if GATED:
             y = silu_times(y, (tl.sum(up.to(tl.float32) * row, 1) * up_scale).to(kind))
-        tl.store(out + m * size_out + n, y, mask=exist)
+        tl.store(out + m * size_out + n, y, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -138,8 +140,8 @@ def _tiles(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM * size_out / ROWS). `x` and `weight` are descriptors of tiles; the second part of x is
-    below the first. The weight is the first factor, and sums lie on their side."""
+    """Compute a tile. `x` and `weight` are descriptors of tiles; the second part of x is below the first. The
+    weight is the first operand, so sums are transposed. Grid: (num / NUM * size_out / ROWS,)."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     follow(OVERLAP)
@@ -157,22 +159,22 @@ def _tiles(
             if GATED:
                 up_low = tl.dot(v, b, up_low, out_dtype=tl.int32)
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
-    exist = n < size_out
+    exists = n < size_out
     x_scale = tl.load(x_scales + m, mask=m < num, other=0.0)[None, :]
-    y = _sum(acc, low, PARTS) * (tl.load(scales + n, mask=exist, other=0.0)[:, None] * x_scale)
+    y = _combine_parts(acc, low, PARTS) * (tl.load(scales + n, mask=exists, other=0.0)[:, None] * x_scale)
     if BIASED:
-        y += tl.load(bias + n, mask=exist, other=0.0).to(tl.float32)[:, None]
+        y += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[:, None]
     kind = out.dtype.element_ty
     y = y.to(kind)
     if GATED:
-        scale = tl.load(scales + size_out + n, mask=exist, other=0.0)[:, None] * x_scale
-        y = silu_times(y, (_sum(up, up_low, PARTS) * scale).to(kind))
+        scale = tl.load(scales + size_out + n, mask=exists, other=0.0)[:, None] * x_scale
+        y = silu_times(y, (_combine_parts(up, up_low, PARTS) * scale).to(kind))
     place = m.to(tl.int64)[:, None] * size_out + n[None, :]
-    tl.store(out + place, tl.trans(y), mask=(m < num)[:, None] & exist[None, :])
+    tl.store(out + place, tl.trans(y), mask=(m < num)[:, None] & exists[None, :])
 
 
 @triton.jit
-def _sum(acc: tl.tensor, low: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+def _combine_parts(acc: tl.tensor, low: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
     y = acc.to(tl.float32)
     if PARTS == 2:
         y += low.to(tl.float32) / _FINER
@@ -183,15 +185,15 @@ def _sum(acc: tl.tensor, low: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
 def _widen(
     out: tl.tensor, codes: tl.tensor, scales: tl.tensor, size: tl.tensor, LENGTH: tl.constexpr
 ) -> None:
-    """Grid (outputs, size / LENGTH)."""
+    """Dequantize LENGTH elements of one weight row. Grid: (outputs, size / LENGTH)."""
     n, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
     w = tl.load(codes + n * size + k, mask=k < size, other=0).to(tl.float32) * tl.load(scales + n)
     tl.store(out + n * size + k, w.to(out.dtype.element_ty), mask=k < size)
 
 
 class Int8Product:
-    """x W^T + b, and of a gate and an up part silu(gate) * up. `rounds`: many rows of x are rounded in one
-    part, by their own scales or by a `static` one."""
+    """Compute x W^T + b, or silu(gate) * up for a gate and an up part. With `rounds`, many rows of x are
+    quantized in one part, by scales per row or by a `static` scale."""
 
     def __init__(
         self, weight: Int8Codes, bias: Tensor | None, *, rounds: bool = False, static: Tensor | None = None
@@ -199,19 +201,19 @@ class Int8Product:
         self.weight, self.bias, self.rounds, self.static = weight, bias, rounds, static
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x, gated=False)
+        return self._multiply(x, gated=False)
 
     def gated(self, x: Tensor) -> Tensor:
-        return self._product(x, gated=True)
+        return self._multiply(x, gated=True)
 
-    def _product(self, x: Tensor, *, gated: bool) -> Tensor:
+    def _multiply(self, x: Tensor, *, gated: bool) -> Tensor:
         size_out, size_in = self.weight.codes.shape
         plan, parts = choose(len(x), size_in, self.rounds, gated)
         if plan is None:
             y = F.linear(x, widen(self.weight, x.dtype), self.bias)
             return gated_of(y, "silu") if gated else y
-        given = round_rows(x, None if parts == 2 else self.static, parts) if parts else None
-        return multiply(x, given, self.weight, self.bias, plan, gated=gated)
+        rounded = round_rows(x, None if parts == 2 else self.static, parts) if parts else None
+        return multiply(x, rounded, self.weight, self.bias, plan, gated=gated)
 
 
 def widen(weight: Int8Codes, dtype: torch.dtype) -> Tensor:
@@ -222,12 +224,12 @@ def widen(weight: Int8Codes, dtype: torch.dtype) -> Tensor:
 
 
 def round_rows(x: Tensor, static: Tensor | None = None, parts: int = 1) -> Int8Codes:
-    """`round_rows` of `kernels/reference/int8.py`. Rows of a second part follow those of the first."""
+    """Quantize rows as in `kernels/reference/int8.py`. Rows of a second part follow those of the first."""
     num, size = x.shape
     codes = torch.empty(parts * num, size, dtype=torch.int8, device=x.device)
     scales = torch.empty(num, dtype=torch.float32, device=x.device)
     ahead, length = overlap(num, size), triton.next_power_of_2(size)
-    launch(_round, num)(
+    launch(_quantize, num)(
         codes, scales, x, scales if static is None else static, size, x.stride(0),
         STATIC=static is not None, PARTS=parts, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead,
         num_warps=min(max(length // 1024, 1), 16),
@@ -244,7 +246,7 @@ def multiply(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Of x as it is with `RowsPlan`, of its rounded parts with `Int8TilesPlan`."""
+    """Multiply x itself by a `RowsPlan`, or its quantized parts by an `Int8TilesPlan`."""
     codes, scales = weight
     num, size_out, size_in = len(x), len(codes) // (1 + gated), codes.shape[1]
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
@@ -268,13 +270,13 @@ def multiply(
 
 
 _FEW = 64
-"""So many rows of x are rounded in two parts, whatever the checkpoint was made for: that costs no time."""
+"""Up to this many rows of x are quantized in two parts for any checkpoint, because that costs no time."""
 
 
 @functools.cache
 def choose(num: int, size_in: int, rounds: bool, gated: bool) -> tuple[Plan | None, int]:
-    """How to multiply `num` rows with a weight of this width, and in how many parts they are rounded. No plan
-    is the library's product; tiles begin at multiples of 16 bytes."""
+    """Return the plan for `num` rows and a weight of this width, and the number of parts of x. None is the
+    library's GEMM, for which also rows that are no multiples of 16 bytes are left."""
     length = triton.next_power_of_2(size_in)
     if num and num <= 2 and length <= LONGEST:
         return RowsPlan(max(8192 // length, 1), 4 if length <= 4096 else 8), 0

@@ -1,7 +1,8 @@
-"""MoE layers with int8 weights and one scale per output channel: `mix` of `kernels/reference/moe.py`.
+"""MoE layers with int8 weights and one scale per output channel; the reference is `mix` of
+`kernels/reference/moe.py`.
 
-As in `experts.py` pairs of a token and an expert are sorted, and tiles of them multiply; the weight is
-widened in registers.
+As in `moe.py`, (token, expert) pairs are sorted and multiplied in tiles; the weight is dequantized in
+registers.
 """
 
 import functools
@@ -21,7 +22,7 @@ from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix
 
 
 class ExpertCodes(NamedTuple):
-    """`ExpertWeights` of 8 bits."""
+    """`ExpertWeights` in int8."""
 
     gate_up: Int8Codes
     down: Int8Codes
@@ -49,10 +50,11 @@ def _tiles(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (most tiles * size_out / ROWS). `weight` is a descriptor of tiles.
+    """Compute a tile of sorted pairs. `weight` is a descriptor of tiles. Grid: (most tiles * size_out /
+    ROWS,).
 
-    With an activation gate and up of sorted pairs from tokens `x`; without one, down of sorted pairs `x`, to
-    where they were before the sort. Sums lie on their side.
+    With an activation, compute gate and up of sorted pairs from tokens `x`. Without one, compute down of
+    sorted pairs `x`, and store rows in their order before the sort. Sums are transposed.
     """
     stripes = tl.cdiv(size_out, ROWS)
     tile, first_n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS
@@ -75,42 +77,42 @@ def _tiles(
     at_x = x + (source * x_stride)[None, :] + k[:, None]
     for at in range(0, size_in, LENGTH):
         a = tl.load(at_x + at, mask=(k < size_in - at)[:, None], other=0.0)
-        acc = _times(weight.load([row, at]), a, acc)
+        acc = _accumulate(weight.load([row, at]), a, acc)
         if ACTIVATION != "":
-            up = _times(weight.load([row + size_out, at]), a, up)
+            up = _accumulate(weight.load([row + size_out, at]), a, up)
     kind = out.dtype.element_ty
-    held = n < size_out
-    y = _scaled(acc, scales + row, bias + row, n - first_n, held, BIASED).to(kind)
+    exists = n < size_out
+    y = _rescale(acc, scales + row, bias + row, n - first_n, exists, BIASED).to(kind)
     if ACTIVATION != "":
-        other = _scaled(up, scales + row + size_out, bias + row + size_out, n - first_n, held, BIASED)
+        other = _rescale(up, scales + row + size_out, bias + row + size_out, n - first_n, exists, BIASED)
         y = gate_times(y, other.to(kind), ACTIVATION)
         pair = m.to(tl.int64)
-    inside = (m < end)[:, None] & held[None, :]
+    inside = (m < end)[:, None] & exists[None, :]
     tl.store(out + pair[:, None] * size_out + n[None, :], tl.trans(y), mask=inside)
 
 
 @triton.jit
-def _times(w: tl.tensor, a: tl.tensor, acc: tl.tensor) -> tl.tensor:
+def _accumulate(w: tl.tensor, a: tl.tensor, acc: tl.tensor) -> tl.tensor:
     return tl.dot(w.to(a.dtype), a, acc, input_precision="ieee")
 
 
 @triton.jit
-def _scaled(
+def _rescale(
     acc: tl.tensor,
     scales: tl.tensor,
     bias: tl.tensor,
     n: tl.tensor,
-    held: tl.tensor,
+    exists: tl.tensor,
     BIASED: tl.constexpr,
 ) -> tl.tensor:
-    acc *= tl.load(scales + n, mask=held, other=0.0)[:, None]
+    acc *= tl.load(scales + n, mask=exists, other=0.0)[:, None]
     if BIASED:
-        acc += tl.load(bias + n, mask=held, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[:, None]
     return acc
 
 
 def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertCodes, activation: str) -> Tensor:
-    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
+    """Return the weighted sum of the chosen experts' outputs for each token: [T, hidden]."""
     if not len(x):
         return torch.empty_like(x)
     num_experts, _, inner = experts.down.codes.shape
@@ -133,7 +135,7 @@ def multiply(
     activation: str = "",
     ahead: bool,
 ) -> None:
-    """With an activation gate and up of tokens, without one down of sorted pairs."""
+    """Compute gate and up from tokens (with an activation), or down from sorted pairs."""
     (num, size_out), size_in = out.shape, x.shape[1]
     launch(_tiles, most_tiles(num, len(weight.codes), plan.num) * triton.cdiv(size_out, plan.rows))(
         out, x, tiled(weight.codes.flatten(0, 1), plan.rows, plan.length), weight.scales,

@@ -1,4 +1,4 @@
-"""Launching kernels: so that they follow each other closely, or only to have them compiled."""
+"""Kernel launches: with programmatic dependent launch (PDL), or for compilation only."""
 
 import functools
 import os
@@ -14,107 +14,111 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_ROWS, _MOST = 128, 2**18
-"""Up to so many rows, twice as many of a narrow model, and so many numbers of a model's width in all of them,
-the kernels of a step are ours; beside the library's products an early launch only costs."""
+"""Limits of a step that uses PDL: rows (twice as many for a narrow model), and rows times the model's width.
+Larger steps use the library's GEMMs, beside which an early launch only adds cost."""
 _COMPILERS = 16
 
 
 def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
-    """`kernel[grid]`, which inside `compiling` does not run."""
-    wanted = _wanted.get()
-    return kernel[grid] if wanted is None else functools.partial(_want, wanted, kernel, grid)
+    """Return `kernel[grid]`; inside `compiling`, calling it compiles the kernel without running it."""
+    requested = _requested.get()
+    return kernel[grid] if requested is None else functools.partial(_compile_once, requested, kernel, grid)
 
 
-_wanted: ContextVar[set[Any] | None] = ContextVar("kernels to compile", default=None)
+_requested: ContextVar[set[Any] | None] = ContextVar("kernels to compile", default=None)
 
 
 def room(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """For places that a kernel writes and something else looks up: zeros where the kernel does not run."""
-    make = torch.empty if _wanted.get() is None else torch.zeros
+    """Return an uninitialized tensor for indices that a kernel writes; zeros inside `compiling`, where no
+    kernel runs and the indices would be garbage."""
+    make = torch.empty if _requested.get() is None else torch.zeros
     return make(shape, dtype=dtype, device=device)
 
 
 def only_compiles() -> bool:
-    """Whether kernels that are launched are compiled and do not run: who has several asks for all."""
-    return _wanted.get() is not None
+    """Whether launched kernels are only compiled, so that code with several kernel variants launches them
+    all."""
+    return _requested.get() is not None
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Kernels that are launched in here are compiled instead, side by side and each once; in the end all are
-    there. What they would have written is left as it was."""
-    token = _wanted.set(set())
+    """Compile the kernels launched inside this context instead of running them, in parallel and each once.
+    All are compiled when the context ends. Their outputs are not written."""
+    token = _requested.set(set())
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     try:
         with _Loading(device) as pool, triton.AsyncCompileMode(pool):
             yield
     finally:
-        _wanted.reset(token)
+        _requested.reset(token)
 
 
 class _Loading(ThreadPoolExecutor):
-    """Threads that compile a kernel and also make it ready to run, on the device of who asks."""
+    """Threads that compile a kernel and load it on the caller's device."""
 
     def __init__(self, device: int | None) -> None:
-        own: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if device is not None:
-            own = {"initializer": torch.cuda.set_device, "initargs": (device,)}
-        super().__init__(min(_COMPILERS, os.cpu_count() or 1), **own)
+            options = {"initializer": torch.cuda.set_device, "initargs": (device,)}
+        super().__init__(min(_COMPILERS, os.cpu_count() or 1), **options)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def compile_and_load() -> Any:
             kernel = fn(*args, **kwargs)
-            kernel.run  # noqa: B018  its launcher is built, and its code loaded, when this is first asked for
+            kernel.run  # noqa: B018  the first access builds the launcher and loads the code
             return kernel
 
         return super().submit(compile_and_load)
 
 
-def _want(wanted: set[Any], kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """A model's layers want the same again and again: ask for it once."""
-    kind = kernel, *map(_kind, args), *options.items()
-    if kind not in wanted:
-        wanted.add(kind)
+def _compile_once(compiled: set[Any], kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Compile a kernel once for each combination of argument kinds; layers repeat the same launches."""
+    key = kernel, *map(_specialization, args), *options.items()
+    if key not in compiled:
+        compiled.add(key)
         kernel.run(*args, grid=grid, warmup=True, **options)
 
 
-def _kind(arg: Any) -> Any:
-    """What an argument of a kernel may have it compiled for."""
+def _specialization(arg: Any) -> Any:
+    """Return the properties of a kernel argument for which Triton may specialize the kernel."""
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, TensorDescriptor):
         return arg.base.dtype, *arg.block_shape
     if isinstance(arg, tuple):
-        return tuple(map(_kind, arg))
+        return tuple(map(_specialization, arg))
     return (arg == 1, arg % 16 == 0) if isinstance(arg, int) else type(arg)
 
 
 def overlap(num_rows: int, width: int = _MOST // 16) -> bool:
-    """Whether kernels for so many rows are launched with `launch_pdl`, ahead of the end of the one before.
+    """Whether kernels for `num_rows` rows are launched with `launch_pdl`, before the preceding kernel has
+    ended.
 
-    `width` is the model's; around the vocabulary's product the kernels are ours up to 16 rows.
-    Such a kernel calls `follow` before it reads what others wrote or writes what others read; what no kernel
-    ever writes, such as weights, it may read before.
+    `width` is the model's; kernels around the vocabulary GEMM use PDL for up to 16 rows. A PDL kernel calls
+    `follow` before it reads what other kernels wrote or writes what they read. It may read weights, which no
+    kernel writes, before that.
     """
     return num_rows <= 2 * MOST_ROWS and num_rows * width <= _MOST and _can_overlap()
 
 
 @functools.cache
 def _can_overlap() -> bool:
-    """Hopper and later."""
+    """Whether the GPU has PDL: Hopper and later."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr) -> tl.tensor:
-    """Let the next kernel come, and wait until the one before has ended and what it wrote can be seen."""
+    """Allow the next kernel to start, and wait until the previous one has ended and its writes are
+    visible."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
-# A shrink stands between a product and the kernel before it. If it is `LATE` in letting the product come,
-# what it reads itself can be read at once, and the product waits for it at its end.
+# A LoRA shrink runs between a GEMM and the kernel before it. With `LATE` it delays the launch of the GEMM,
+# which may then read the shrink's inputs at once, and waits for the shrink only at its end.
 @triton.jit
 def follow_late(OVERLAP: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
     if OVERLAP and LATE:

@@ -1,4 +1,4 @@
-"""Around sampling on a GPU: penalties out of counts that stay on the device, and logprobs of chosen ids."""
+"""Penalties from token counts that stay on the device, and logprobs of chosen ids, on a GPU."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ _NEVER = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _penalise(
+def _apply_penalties(
     logits: tl.tensor,
     rows: tl.tensor,
     prompt_seen: tl.tensor,
@@ -25,20 +25,21 @@ def _penalise(
     stride: tl.tensor,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (places, tiles)."""
+    """Apply the penalties to one tile of logits. Grid: (places, tiles)."""
     place, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * _TILE + tl.arange(0, _TILE)
     follow(OVERLAP)
     row = tl.load(rows + place).to(tl.int64)
-    factor, each, once = tl.load(repetition + place), tl.load(frequency + place), tl.load(presence + place)
-    if (row < 0) | ((factor == 1) & (each == 0) & (once == 0)):
+    factor = tl.load(repetition + place)
+    per_token, per_presence = tl.load(frequency + place), tl.load(presence + place)
+    if (row < 0) | ((factor == 1) & (per_token == 0) & (per_presence == 0)):
         return
     inside = ids < vocab
     x = tl.load(logits + place * stride + ids, mask=inside, other=0.0)
     count = tl.load(counts + row * line + ids, mask=inside, other=0).to(tl.float32)
     seen = (count > 0) | (tl.load(prompt_seen + row * line + ids, mask=inside, other=0) != 0)
     x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
-    x -= each * count
-    x -= tl.where(count > 0, once, 0.0)
+    x -= per_token * count
+    x -= tl.where(count > 0, per_presence, 0.0)
     tl.store(logits + place * stride + ids, x, mask=inside)
 
 
@@ -55,9 +56,9 @@ def _count(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     follow(OVERLAP)
     row, id = tl.load(rows + at, mask=at < num, other=-1), tl.load(ids + at, mask=at < num, other=-1)
-    known = (row >= 0) & (id >= 0) & (id < vocab)
+    valid = (row >= 0) & (id >= 0) & (id < vocab)
     place = counts + row.to(tl.int64) * vocab + id
-    tl.store(place, tl.load(place, mask=known, other=0) + 1, mask=known)
+    tl.store(place, tl.load(place, mask=valid, other=0) + 1, mask=valid)
 
 
 @triton.jit
@@ -72,7 +73,8 @@ def _scan(
     NUM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (rows, tiles). Of a tile: its greatest, its sum, and how many are as large as each chosen one."""
+    """Store a tile's maximum, its sum of exponentials, and for each chosen id the count of logits at least as
+    large. Grid: (rows, tiles)."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * _TILE + tl.arange(0, _TILE)
     out = row * tl.num_programs(1) + tl.program_id(1)
     follow(OVERLAP)
@@ -81,8 +83,8 @@ def _scan(
     tl.store(tops + out, top)
     tl.store(sums + out, tl.sum(tl.exp(x - tl.where(top == _NEVER, 0.0, top)), 0))
     for i in range(NUM):
-        own = tl.load(logits + row * stride + tl.load(ids + row * NUM + i)).to(tl.float32)
-        tl.store(counts + out * NUM + i, tl.sum(((x >= own) & (at < vocab)).to(tl.int32), 0))
+        chosen = tl.load(logits + row * stride + tl.load(ids + row * NUM + i)).to(tl.float32)
+        tl.store(counts + out * NUM + i, tl.sum(((x >= chosen) & (at < vocab)).to(tl.int32), 0))
 
 
 @triton.jit
@@ -100,7 +102,7 @@ def _finish(
     TILES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (rows)."""
+    """Combine the tiles of a row into logprobs and ranks. Grid: (rows,)."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, TILES)
     follow(OVERLAP)
     top = tl.load(tops + row * tiles + at, mask=at < tiles, other=_NEVER)
@@ -109,9 +111,9 @@ def _finish(
     peak = tl.where(peak == _NEVER, 0.0, peak)
     norm = peak + tl.log(tl.sum(tl.where(top == _NEVER, total * 0, total * tl.exp(top - peak)), 0))
     for i in range(NUM):
-        own = tl.load(logits + row * stride + tl.load(ids + row * NUM + i)).to(tl.float32)
+        chosen = tl.load(logits + row * stride + tl.load(ids + row * NUM + i)).to(tl.float32)
         count = tl.load(counts + (row * tiles + at) * NUM + i, mask=at < tiles, other=0)
-        tl.store(values + row * NUM + i, tl.where(own - norm == own - norm, own - norm, _NEVER))
+        tl.store(values + row * NUM + i, tl.where(chosen - norm == chosen - norm, chosen - norm, _NEVER))
         tl.store(ranks + row * NUM + i, tl.maximum(tl.sum(count, 0), 1).to(tl.int64))
 
 
@@ -124,22 +126,23 @@ def apply_penalties(
     frequency: Tensor,
     presence: Tensor,
 ) -> None:
-    """Change `logits` [N, V] in place as `sampling/adjust.py` does.
+    """Apply the penalties to `logits` [N, V] in place, as in `sampling/adjust.py`.
 
-    Each place's row [N] has its line of `prompt_seen` [R, V or more] uint8 (the ids of the prompt) and of
-    `counts`, as long (how often each id was generated); a row below 0 is left alone. The penalties are
-    float32 [N].
+    `rows` [N] selects each place's row of `prompt_seen` [R, V or more] uint8 (ids of the prompt) and of
+    `counts`, as wide (how often each id was generated). Places with a row below 0 are unchanged. The
+    penalties are float32 [N].
     """
     (num, vocab), ahead = logits.shape, overlap(len(logits))
     if num:
-        launch(_penalise, num, triton.cdiv(vocab, _TILE.value))(
+        launch(_apply_penalties, num, triton.cdiv(vocab, _TILE.value))(
             logits, rows, prompt_seen, counts, repetition, frequency, presence, vocab, counts.shape[1],
             logits.stride(0), OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
 
 
 def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """One more of each id [N] in its row's [N] line of `counts` [R, V]. No row comes twice; -1 is none."""
+    """Add 1 to `counts` [R, V] at each (row, id) of `rows` [N] and `ids` [N]. Rows are unique; -1 is
+    skipped."""
     if len(rows):
         ahead, block = overlap(len(rows)), 128
         launch(_count, triton.cdiv(len(rows), block))(
@@ -148,9 +151,9 @@ def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor) -> None:
 
 
 def logprobs(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the tokens `ids` [N, m] in `logits` [N, V]: logprobs float32 [N, m], and ranks int64 [N, m] from 1.
+    """Return the logprobs (float32) and ranks (int64, from 1) of the tokens `ids` [N, m] in `logits` [N, V].
 
-    The rank counts the tokens at least as likely. A logprob that is no number is -inf.
+    A rank is the number of tokens that are at least as likely. A NaN logprob becomes -inf.
     """
     (num, vocab), num_ids, ahead = logits.shape, ids.shape[1], overlap(len(logits))
     values = torch.empty(num, num_ids, dtype=torch.float32, device=logits.device)

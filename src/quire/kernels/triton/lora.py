@@ -1,9 +1,10 @@
-"""Adapters in a product: x A^T (shrink), and B of that added to the output (expand), each row with its own.
+"""LoRA in a linear layer: x A^T (shrink), and B of that added to the output (expand), each row with its
+adapter.
 
-Rows are sorted by the slot of their adapter once a step, and cut into tiles of one slot. Shrinking reads each
-adapter once, in as many splits as fill the GPU. In the products of few rows expanding is the last thing that
-the product's own kernel does (`expanded`); behind any other it is a kernel of its own. Where adapters have
-few rows each, `lora_few.py` takes over. Sums are made in a fixed order, and no row adds up what is another's.
+Rows are sorted by the slot of their adapter once per step, and divided into tiles of one slot. The shrink
+reads each adapter once, in as many splits as fill the GPU. For few rows, the GEMM kernel itself expands at
+its end (`expanded`); otherwise a separate kernel follows it. If adapters have few rows each, `lora_few.py` is
+used. Sums have a fixed order, and a row's result does not depend on other rows.
 """
 
 from typing import Any, NamedTuple
@@ -20,34 +21,34 @@ from quire.kernels.triton.moe_align import most_tiles, sort
 from quire.kernels.triton.tile_dots import all_of, arrivals_of, empty, times, upright
 
 _SHORT, _TALL = 16, 64
-"""Rows in a tile of few rows, and of more."""
+"""Rows per tile for steps with few rows, and with more."""
 _LENGTH, _MOST_SPLITS = 128, 8
-"""Numbers of x and A at a time; splits"""
+"""Elements of x and A at a time; most splits"""
 _PROGRAMS = 512, 128
-"""Of few rows and of more, until which x and A are split."""
+"""Programs up to which x and A are split, for few rows and for more."""
 _FEW = 4
-"""Rows of an adapter, if all have as many, from which on they are tiles."""
+"""Mean rows per adapter from which on rows are processed in tiles."""
 _CHUNK, _WIDE = 64, tl.constexpr(128)
-"""Numbers of a rank, and of the ranks of several slots, that are multiplied at a time."""
+"""Elements of one rank, and of the ranks of several slots, that are multiplied at a time."""
 _MOST_RANKS = 512
-"""Of all tiles that the kernel of a product takes along; with more, a kernel behind it is faster."""
+"""Most ranks of all tiles that a GEMM kernel expands; with more, a separate kernel is faster."""
 _OUTPUTS = 128
-"""That a program expands to."""
+"""Outputs per program of `_expand`."""
 
 
 class LoRARows(NamedTuple):
-    """The slots of a step's rows, and what `sort` makes of them."""
+    """Slots of a step's rows, and their sorted order."""
 
     slots: Tensor
-    """[T] int32; -1: none"""
+    """[T] int32; -1 for no adapter"""
     order: Tensor
     work: Tensor
     height: int
-    """Of the tiles."""
+    """Rows per tile."""
     most: int
-    """Tiles, however the rows fall."""
+    """Most tiles for any distribution of rows."""
     few: FewRows | None
-    """Where each adapter has few of them."""
+    """Set if each adapter has few rows."""
 
 
 def assign(slots: Tensor, num_slots: int) -> LoRARows:
@@ -93,16 +94,16 @@ def _shrink(
     LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tiles, WIDTH / ROWS, SPLITS). The last split adds them all; `arrivals` is zero before and
-    after."""
+    """Compute a tile of x A^T in split-K; the last split sums all. `arrivals` is zero before and after. Grid:
+    (tiles, WIDTH / ROWS, SPLITS)."""
     tile, split = tl.program_id(0), tl.program_id(2)
     follow_late(OVERLAP, LATE)
     if tile >= tl.load(work):
         return
     slot = tl.load(work + 4 + 4 * tile).to(tl.int64)
     at = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM)
-    exist = at < tl.load(work + 6 + 4 * tile)
-    m, p = tl.load(order + at, mask=exist, other=0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    valid = at < tl.load(work + 6 + 4 * tile)
+    m, p = tl.load(order + at, mask=valid, other=0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
     first = split * share
     acc = empty(NUM, ROWS)
@@ -114,23 +115,23 @@ def _shrink(
             mask=(p < WIDTH)[:, None] & inside,
             other=0.0,
         )
-        values = tl.load(x + m[:, None] * x_stride + k[None, :], mask=exist[:, None] & inside, other=0.0)
+        values = tl.load(x + m[:, None] * x_stride + k[None, :], mask=valid[:, None] & inside, other=0.0)
         acc = times(values, w.to(values.dtype), acc)
     acc = upright(acc, NUM)
-    inside, place = exist[:, None] & (p < WIDTH)[None, :], m[:, None] * WIDTH + p[None, :]
+    inside, place = valid[:, None] & (p < WIDTH)[None, :], m[:, None] * WIDTH + p[None, :]
     if SPLITS > 1:
         tl.store(parts + split * num * WIDTH + place, acc, mask=inside)
         tl.debug_barrier()
-        mine = arrivals + tile * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(mine, 1) < SPLITS - 1:
+        arrival = arrivals + tile * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(arrival, 1) < SPLITS - 1:
             return
-        tl.store(mine, 0)
+        tl.store(arrival, 0)
         acc = all_of(parts + place, inside, num * WIDTH, SPLITS)
     tl.store(h + place, acc.to(h.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _look_up(
+def _gather(
     h: tl.tensor,
     a: tl.tensor,
     ids: tl.tensor,
@@ -140,7 +141,7 @@ def _look_up(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tokens)."""
+    """Copy the rows of A for one token's id and slot. Grid: (tokens,)."""
     token, r = tl.program_id(0), tl.arange(0, BLOCK)
     follow(OVERLAP)
     slot, id = tl.load(slots + token).to(tl.int64), tl.load(ids + token).to(tl.int64)
@@ -165,7 +166,7 @@ def _expand(
     CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tiles, outputs of each part / ROWS)."""
+    """Add B of the shrunk rows to a tile of outputs. Grid: (tiles, outputs of each part / ROWS)."""
     tile, left, part, n, end, size = tl.program_id(0), tl.program_id(1), 0, 0, 0, 0
     for i in tl.static_range(len(SIZES)):
         if left >= 0:
@@ -178,8 +179,8 @@ def _expand(
         return
     slot = tl.load(work + 4 + 4 * tile).to(tl.int64)
     at = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM)
-    exist = at < tl.load(work + 6 + 4 * tile)
-    m = tl.load(order + at, mask=exist, other=0).to(tl.int64)
+    valid = at < tl.load(work + 6 + 4 * tile)
+    m = tl.load(order + at, mask=valid, other=0).to(tl.int64)
     acc = empty(NUM, ROWS)
     for start in tl.static_range(0, RANK, CHUNK):
         r = start + tl.arange(0, CHUNK)
@@ -189,19 +190,19 @@ def _expand(
         )
         values = tl.load(
             h + (m * (len(SIZES) * RANK) + part * RANK)[:, None] + r[None, :],
-            mask=exist[:, None] & inside,
+            mask=valid[:, None] & inside,
             other=0.0,
         )
         acc = times(values, w.to(values.dtype), acc)
     acc = upright(acc, NUM)
-    place, inside = out + m[:, None] * out_stride + n[None, :], exist[:, None] & (n < end)[None, :]
+    place, inside = out + m[:, None] * out_stride + n[None, :], valid[:, None] & (n < end)[None, :]
     acc += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def part_of(n: tl.tensor, ENDS: tl.constexpr) -> tl.tensor:
-    """Which part an output belongs to."""
+    """Return the part to which each output belongs."""
     part = n * 0
     for i in tl.static_range(len(ENDS)):
         part += (n >= ENDS[i]).to(tl.int32)
@@ -216,8 +217,8 @@ def reached(
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """[ROWS, _WIDE] of B, for outputs from `first` on. The ranks of all tiles' slots stand one behind the
-    other, from `start` on; a slot that comes again is left out."""
+    """Load [ROWS, _WIDE] of B for outputs from `first` on. Columns are the ranks of all tiles' slots,
+    concatenated, from `start` on; a repeated slot is masked."""
     _, b, _, work, outputs, stride = adapted
     n, slot = first + tl.arange(0, ROWS), slots_at(work, start, RANK)
     r = (start + tl.arange(0, _WIDE)) % RANK
@@ -231,9 +232,9 @@ def reached(
 @triton.jit
 def slots_at(work: tl.tensor, start: tl.tensor, RANK: tl.constexpr) -> tl.tensor:
     tile = (start + tl.arange(0, _WIDE)) // RANK
-    exist = tile < tl.load(work)
-    slot = tl.load(work + 4 + 4 * tile, mask=exist, other=-2)
-    before = tl.load(work + 4 * tile, mask=exist & (tile > 0), other=-2)
+    valid = tile < tl.load(work)
+    slot = tl.load(work + 4 + 4 * tile, mask=valid, other=-2)
+    before = tl.load(work + 4 * tile, mask=valid & (tile > 0), other=-2)
     return tl.where(slot == before, -2, slot)
 
 
@@ -249,22 +250,22 @@ def expanded(
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """[NUM, ROWS], what adapters add to `ROWS` outputs of one part from `first` on. `reach` is what is
-    `reached` at first; a row has zeros for all slots but its own."""
+    """Return [NUM, ROWS], the LoRA outputs of `ROWS` outputs of one part from `first` on. `reach` is the
+    first block of `reached`; a row has zeros for all slots but its own."""
     h, _, slots, work, _, _ = adapted
-    mine = tl.load(slots + m, mask=m < num, other=-1)
-    own = h + (m * ((len(ENDS) + 1) * RANK) + part_of(first, ENDS) * RANK)[:, None]
-    acc = _times_own(own, mine, reach, 0, work, empty(NUM, ROWS), RANK)
+    slot = tl.load(slots + m, mask=m < num, other=-1)
+    h_at = h + (m * ((len(ENDS) + 1) * RANK) + part_of(first, ENDS) * RANK)[:, None]
+    acc = _dot_own_slot(h_at, slot, reach, 0, work, empty(NUM, ROWS), RANK)
     for start in tl.range(_WIDE, tl.load(work) * RANK, _WIDE, num_stages=1):
         w = reached(adapted, first, start, RANK, ROWS)
-        acc = _times_own(own, mine, w, start, work, acc, RANK)
+        acc = _dot_own_slot(h_at, slot, w, start, work, acc, RANK)
     return upright(acc, NUM)
 
 
 @triton.jit
-def _times_own(
-    own: tl.tensor,
-    mine: tl.tensor,
+def _dot_own_slot(
+    h_at: tl.tensor,
+    row_slot: tl.tensor,
     w: tl.tensor,
     start: tl.tensor,
     work: tl.tensor,
@@ -272,19 +273,19 @@ def _times_own(
     RANK: tl.constexpr,
 ) -> tl.tensor:
     slot, r = slots_at(work, start, RANK), (start + tl.arange(0, _WIDE)) % RANK
-    values = tl.load(own + r[None, :], mask=mine[:, None] == slot[None, :], other=0.0)
-    w = tl.where(w * 0 == 0, w, 0.0)  # an infinity would reach the rows of others
+    values = tl.load(h_at + r[None, :], mask=row_slot[:, None] == slot[None, :], other=0.0)
+    w = tl.where(w * 0 == 0, w, 0.0)  # an infinity would turn zeros of other rows into NaN
     return times(values, w.to(values.dtype), acc)
 
 
 def added_to_one(x: Tensor, adapted: LoRAHeads) -> Tensor | None:
-    """[1, outputs], for one row."""
+    """Return the LoRA outputs of a single row: [1, outputs]."""
     return added(x, adapted._replace(tokens=FewRows(adapted.tokens.slots, 1)), late=False).values
 
 
 def shrink(x: Tensor, adapted: LoRAHeads, *, late: bool = False) -> Tensor:
-    """[T, parts * rank]; what rows without an adapter have there means nothing. If `late` the kernel behind
-    may read x at once, and what is made here of it once it has waited."""
+    """Return x A^T [T, parts * rank]; rows without an adapter are undefined. If `late`, the next kernel may
+    read x at once, and the result after its wait."""
     a, rows = adapted.a, adapted.tokens
     (num, size_in), width = x.shape, a.shape[1]
     h = torch.empty(num, width, dtype=x.dtype, device=x.device)
@@ -292,7 +293,7 @@ def shrink(x: Tensor, adapted: LoRAHeads, *, late: bool = False) -> Tensor:
     block = min(_block(width), 64)
     stripes, programs = triton.cdiv(width, block), _PROGRAMS[num > MOST_ROWS]
     splits = min(max(programs // (rows.most * stripes), 1), triton.cdiv(size_in, _LENGTH), _MOST_SPLITS)
-    if num > MOST_ROWS:  # of any length: few kinds, all of which are there when the first comes
+    if num > MOST_ROWS:  # any number of rows: a few kernel variants, all compiled at the start
         splits = 1 << splits.bit_length() - 1
     parts = h
     if splits > 1:
@@ -306,12 +307,12 @@ def shrink(x: Tensor, adapted: LoRAHeads, *, late: bool = False) -> Tensor:
 
 
 def is_short(adapted: LoRAHeads) -> bool:
-    """Whether the kernel of a product takes what adapters add along."""
+    """Whether the GEMM kernel itself expands."""
     return bool(adapted.tokens.most * adapted.b.shape[2] <= _MOST_RANKS)
 
 
 def expand(out: Tensor, h: Tensor, adapted: LoRAHeads) -> Tensor:
-    """Add to `out`, in place, what the adapters make of `h`."""
+    """Add B of the shrunk rows `h` to `out` in place."""
     rows, rank, ahead = adapted.tokens, adapted.b.shape[2], overlap(*out.shape)
     assert out.stride(1) == 1
     stripes = sum(triton.cdiv(size, _OUTPUTS) for size in adapted.sizes)
@@ -324,17 +325,17 @@ def expand(out: Tensor, h: Tensor, adapted: LoRAHeads) -> Tensor:
 
 
 def add(out: Tensor, x: Tensor, adapted: LoRAHeads) -> Tensor:
-    """`Ops.lora`."""
+    """Add the LoRA outputs for x to `out`; see `Ops.lora`."""
     return expand(out, shrink(x, adapted), adapted) if len(x) else out
 
 
 def add_rows(out: Tensor, ids: Tensor, adapted: LoRAHeads) -> Tensor:
-    """`Ops.lora_rows`."""
+    """Add the LoRA outputs of an embedding to `out`; see `Ops.lora_rows`."""
     a, num, rank = adapted.a, len(ids), adapted.a.shape[2]
     h, ahead = torch.empty(num, rank, dtype=out.dtype, device=out.device), overlap(*out.shape)
     if not num:
         return out
-    launch(_look_up, num)(
+    launch(_gather, num)(
         h, a, ids, adapted.tokens.slots, a.stride(0), RANK=rank, BLOCK=_block(rank), OVERLAP=ahead,
         launch_pdl=ahead, num_warps=1,
     )  # fmt: skip
@@ -346,15 +347,15 @@ def _block(rank: int) -> int:
 
 
 def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of all parts but the last."""
+    """Return the ends of all parts but the last."""
     return tuple(sum(sizes[: i + 1]) for i in range(len(sizes) - 1))
 
 
 class Expansion(NamedTuple):
-    """How a product's kernel ends: what it reads, and what it is compiled for."""
+    """LoRA arguments of a GEMM kernel: tensors that it reads, and compile-time constants."""
 
     reads: Any = None
-    """What was shrunk, B, slots, work, the number of outputs, the distance of slots"""
+    """Shrunk rows, B, slots, work, number of outputs, stride of slots"""
     rank: int = 0
     ends: tuple[int, ...] = ()
 

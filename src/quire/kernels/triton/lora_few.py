@@ -1,11 +1,12 @@
-"""Adapters of few rows each: what they add to a product is made before it, and added at its end.
+"""LoRA for few rows per adapter: LoRA outputs are computed before the GEMM, and the GEMM kernel adds them at
+its end.
 
-A program reads a part of A, or some outputs of B, of one adapter, and has them meet a row. They are asked for
-before the kernel in front has ended, and the product reads its weight while they work. What programs make of
-parts of A is added up where B is read, always in the same order.
+A program reads a part of A, or some outputs of B, of one adapter, for one row or a few. It loads them before
+the previous kernel has ended, while the GEMM already reads its weight. Partial sums of A are added where B is
+read, always in the same order.
 
-Rows may be pairs of a token and one of its experts: their slot is that of the token and the expert in one
-number. There may be many of them, and they are sorted by slot as in `lora.py`, in tiles of few rows.
+Rows may be (token, expert) pairs; their slot combines the token's slot and the expert. If there are many,
+they are sorted by slot as in `lora.py`, in tiles of few rows.
 """
 
 from typing import NamedTuple
@@ -21,20 +22,20 @@ from quire.kernels.triton.launch import follow_late, launch, overlap
 from quire.kernels.triton.moe_align import most_tiles, sort
 
 _HEIGHT = 4
-"""Pairs in a tile."""
+"""Pairs per tile."""
 _LENGTH, _STEPS = 2048, 4
-"""Inputs of A that a program has at a time, and how often it takes so many; for one row it has all."""
+"""Inputs of A per step of a program, and steps; for a single row, a program takes all inputs."""
 _NUMBERS, _OUTPUTS = 4096, 8192
-"""Of A that a program has at a time, and of B."""
+"""Elements of A per step of a program, and of B."""
 
 
 class FewRows(NamedTuple):
-    """The slots of rows, and what `sort` makes of them if they are many."""
+    """Slots of rows, and their sorted order if there are many."""
 
     slots: Tensor
-    """[T] int32; -1: none"""
+    """[T] int32; -1 for no adapter"""
     most: int
-    """Tiles, however the rows fall."""
+    """Most tiles for any distribution of rows."""
     order: Tensor | None = None
     work: Tensor | None = None
 
@@ -44,10 +45,10 @@ class FewRows(NamedTuple):
 
 
 class AddedRows(NamedTuple):
-    """What adapters add to the rows of a product."""
+    """LoRA outputs of the rows of a GEMM."""
 
     values: Tensor | None = None
-    """[T, outputs]; what rows without an adapter have there means nothing"""
+    """[T, outputs]; rows without an adapter are undefined"""
     slots: Tensor | None = None
 
 
@@ -58,7 +59,8 @@ NOTHING = AddedRows()
 def _tile_of(
     slots: tl.tensor, work: tl.tensor, strides: tl.tuple, NUM: tl.constexpr, EXPERTS: tl.constexpr
 ) -> tl.tensor:
-    """Of a program: where its adapter is, its first row, and its end; the same if it has none."""
+    """Return the offset of a program's adapter, its first row and the end of its rows; both are equal for
+    none."""
     first = tl.program_id(0)
     if NUM == 1:
         slot = tl.load(slots + first).to(tl.int64)
@@ -78,8 +80,8 @@ def _row_of(order: tl.tensor, at: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
     return m.to(tl.int64)
 
 
-# If it is `LATE`, the product behind both reads x without waiting for them: what made x has to have ended
-# before the first of them lets the next kernel come.
+# With `LATE`, the GEMM after both kernels reads x without waiting for them. The kernel that wrote x must
+# therefore have ended before the first of them allows the next kernel to start.
 @triton.jit(do_not_specialize=["num"])
 def _shrink(
     h: tl.tensor,
@@ -102,23 +104,24 @@ def _shrink(
     LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tiles, WIDTH / RANKS, size_in / (LENGTH * STEPS)). `TOP` of the rows share one of x."""
+    """Compute A x for a tile of rows; `TOP` rows share a row of x. Grid: (tiles, WIDTH / RANKS, size_in /
+    (LENGTH * STEPS))."""
     p, split = tl.program_id(1) * RANKS + tl.arange(0, RANKS), tl.program_id(2)
     k = split * (LENGTH * STEPS) + tl.arange(0, LENGTH)
     place, first, end = _tile_of(slots, work, strides, NUM, EXPERTS)
-    at, known = a + place + p[:, None] * size_in, (p < tl.where(first < end, WIDTH, 0))[:, None]
-    w = tl.load(at + k[None, :], mask=known & (k < size_in)[None, :], other=0.0).to(tl.float32)
+    at, valid = a + place + p[:, None] * size_in, (p < tl.where(first < end, WIDTH, 0))[:, None]
+    w = tl.load(at + k[None, :], mask=valid & (k < size_in)[None, :], other=0.0).to(tl.float32)
     follow_late(OVERLAP, LATE)
     for i in tl.static_range(NUM):
         if first + i < end:
             m = _row_of(order, first + i, NUM)
-            own = x + m // TOP * x_stride
-            values = tl.load(own + k, mask=k < size_in, other=0.0).to(tl.float32)
+            x_row = x + m // TOP * x_stride
+            values = tl.load(x_row + k, mask=k < size_in, other=0.0).to(tl.float32)
             acc = tl.sum(w * values[None, :], 1)
             for step in tl.static_range(1, STEPS):
                 q = k + step * LENGTH
-                more = tl.load(at + q[None, :], mask=known & (q < size_in)[None, :], other=0.0)
-                values = tl.load(own + q, mask=q < size_in, other=0.0).to(tl.float32)
+                more = tl.load(at + q[None, :], mask=valid & (q < size_in)[None, :], other=0.0)
+                values = tl.load(x_row + q, mask=q < size_in, other=0.0).to(tl.float32)
                 acc += tl.sum(more.to(tl.float32) * values[None, :], 1)
             tl.store(h + (split * num + m) * WIDTH + p, acc, mask=p < WIDTH)
 
@@ -143,29 +146,30 @@ def _expand(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tiles, outputs of each part / ROWS). A row alone without an adapter has zeros."""
+    """Compute B h for a tile of rows. A single row without an adapter gets zeros. Grid: (tiles, outputs of
+    each part / ROWS)."""
     part, n, last = _outputs_of(SIZES, ROWS)
     r, split = tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(SPLITS))
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     place, first, end = _tile_of(slots, work, strides, NUM, EXPERTS)
-    known = (n < tl.where(first < end, last, 0))[:, None] & (r < RANK)[None, :]
-    w = tl.load(b + place + n[:, None] * RANK + r[None, :], mask=known, other=0.0).to(tl.float32)
+    valid = (n < tl.where(first < end, last, 0))[:, None] & (r < RANK)[None, :]
+    w = tl.load(b + place + n[:, None] * RANK + r[None, :], mask=valid, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     for i in tl.static_range(NUM):
         if NUM == 1 or first + i < end:
             m = _row_of(order, first + i, NUM)
-            own = h + m * (len(SIZES) * RANK) + part * RANK + r[None, :]
-            made = (split < tl.where(first + i < end, SPLITS, 0))[:, None] & (r < RANK)[None, :]
-            values = tl.load(own + split[:, None] * num * (len(SIZES) * RANK), mask=made, other=0.0)
+            h_at = h + m * (len(SIZES) * RANK) + part * RANK + r[None, :]
+            exists = (split < tl.where(first + i < end, SPLITS, 0))[:, None] & (r < RANK)[None, :]
+            values = tl.load(h_at + split[:, None] * num * (len(SIZES) * RANK), mask=exists, other=0.0)
             y = tl.sum(w * tl.sum(values, 0)[None, :], 1)
             tl.store(out + m * out_stride + n, y.to(out.dtype.element_ty), mask=n < last)
 
 
 @triton.jit
 def _outputs_of(SIZES: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    """Of a program: their part, which they are, and where the part ends."""
+    """Return a program's part, its outputs, and the end of the part."""
     left, part, n, end, size = tl.program_id(1), 0, 0, 0, 0
     for i in tl.static_range(len(SIZES)):
         if left >= 0:
@@ -179,16 +183,16 @@ def _outputs_of(SIZES: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
 def plus_added(
     acc: tl.tensor, added: tl.tensor, slots: tl.tensor, m: tl.tensor, place: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
-    """The sums of rows `m`, with what is added to those that have an adapter."""
-    has = tl.load(slots + m, mask=m >= 0, other=-1) >= 0
-    return acc + tl.load(added + place, mask=inside & has[:, None], other=0.0).to(tl.float32)
+    """Return the sums of rows `m` plus the LoRA outputs of the rows that have an adapter."""
+    has_adapter = tl.load(slots + m, mask=m >= 0, other=-1) >= 0
+    return acc + tl.load(added + place, mask=inside & has_adapter[:, None], other=0.0).to(tl.float32)
 
 
 def added(
     x: Tensor, adapted: LoRAHeads, *, top: int = 1, late: bool = True, ahead: bool | None = None
 ) -> AddedRows:
-    """What the kernel of a product is to add. `top` rows have one of x. If `late`, that kernel may read x at
-    once."""
+    """Return the LoRA outputs that a GEMM kernel adds. `top` rows share a row of x. If `late`, that kernel
+    may read x at once."""
     a, b, sizes, rows = adapted
     if ahead is None:
         ahead = overlap(len(x), min(a.shape[-1], sum(sizes)))
@@ -204,15 +208,15 @@ def added(
     outputs = max(outputs // block, 8)
     h = torch.empty(splits * num, width, dtype=torch.float32, device=x.device)
     where = rows.slots, rows.order, rows.work, num
-    own = {"NUM": rows.height, "EXPERTS": _experts(a), "OVERLAP": ahead, "launch_pdl": ahead}
+    options = {"NUM": rows.height, "EXPERTS": _experts(a), "OVERLAP": ahead, "launch_pdl": ahead}
     launch(_shrink, rows.most, stripes, splits)(
         h, x, a, *where, size_in, x.stride(0), _strides(a), WIDTH=width, TOP=top, RANKS=ranks, LENGTH=length,
-        STEPS=steps, LATE=late, **own, num_warps=8 if is_one else 4,
+        STEPS=steps, LATE=late, **options, num_warps=8 if is_one else 4,
     )  # fmt: skip
     out = torch.empty(num, sum(sizes), dtype=x.dtype, device=x.device)
     launch(_expand, rows.most, sum(triton.cdiv(size, outputs) for size in sizes))(
         out, h, b, *where, out.stride(0), _strides(b), SIZES=sizes, RANK=rank, SPLITS=splits, ROWS=outputs,
-        BLOCK=block, **own, num_warps=4,
+        BLOCK=block, **options, num_warps=4,
     )  # fmt: skip
     return AddedRows(out, rows.slots)
 
@@ -222,12 +226,12 @@ def _experts(matrices: Tensor) -> int:
 
 
 def _strides(matrices: Tensor) -> tuple[int, int]:
-    """Of slots, and of experts inside of them."""
+    """Return the strides of slots, and of experts inside a slot."""
     return matrices.stride(0), matrices.stride(1) if matrices.ndim == 4 else 0
 
 
 class PairAdapters(NamedTuple):
-    """What adapters add to the products of a layer's experts."""
+    """LoRA weights of a layer's experts, and the sorted (token, expert) pairs."""
 
     adapters: ExpertAdapters
     pairs: FewRows
@@ -235,20 +239,20 @@ class PairAdapters(NamedTuple):
 
     @staticmethod
     def of(adapters: ExpertAdapters, ids: Tensor) -> "PairAdapters":
-        """`ids`: [T, per token], all of them here"""
+        """Build the pairs of `ids` [T, per token], all of which are experts of this rank."""
         num_slots, num_experts = adapters.down_a.shape[:2]
         slots = adapters.tokens[:, None]
         pairs = torch.where(slots >= 0, slots * num_experts + ids, -1).flatten()
         return PairAdapters(adapters, _sorted(pairs, num_slots * num_experts), ids.shape[1])
 
     def up(self, x: Tensor) -> AddedRows:
-        """By pairs, from tokens."""
+        """Return the LoRA outputs of gate and up by pairs, from tokens."""
         a, b = self.adapters.gate_up_a, self.adapters.gate_up_b
         half = b.shape[2] // 2
         return added(x, LoRAHeads(a, b, (half, half), self.pairs), top=self.top, ahead=False)
 
     def down(self, x: Tensor, order: Tensor | None = None) -> AddedRows:
-        """By pairs, or by those sorted in some `order`."""
+        """Return the LoRA outputs of down by pairs, or by pairs in `order`."""
         a, b, pairs = self.adapters.down_a, self.adapters.down_b, self.pairs
         if order is not None:
             pairs = _sorted(pairs.slots[order], a.shape[0] * a.shape[1])
@@ -256,6 +260,6 @@ class PairAdapters(NamedTuple):
 
 
 def _sorted(slots: Tensor, num_slots: int) -> FewRows:
-    # Not ahead: kernels read what this makes before they have waited for the one in front of them.
+    # No PDL: the kernels read the result before they wait for the previous kernel.
     order, work = sort(slots, num_slots, _HEIGHT, ahead=False)
     return FewRows(slots, most_tiles(len(slots), num_slots, _HEIGHT), order, work)

@@ -1,4 +1,4 @@
-"""The scan of Mamba: a kernel for single tokens, another for more of a sequence."""
+"""Mamba selective scan: a kernel for single tokens, and one for longer sequences."""
 
 import triton
 import triton.language as tl
@@ -36,34 +36,34 @@ def select_single(
     BLOCK_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (sequences, channels / BLOCK)."""
+    """Update the state with a single token and compute its output. Grid: (sequences, channels / BLOCK)."""
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_SIZE)
-    live, known = channel < channels, n < SIZE
-    exist = live[:, None] & known[None, :]
+    live, valid = channel < channels, n < SIZE
+    exists = live[:, None] & valid[None, :]
     places = channel[:, None] * SIZE + n[None, :]
-    own_rate = tl.load(rate + places, mask=exist, other=0.0)
-    own_bias = tl.load(bias + channel, mask=live, other=0.0)
-    own_skip = tl.load(skip + channel, mask=live, other=0.0)
+    rates = tl.load(rate + places, mask=exists, other=0.0)
+    biases = tl.load(bias + channel, mask=live, other=0.0)
+    skips = tl.load(skip + channel, mask=live, other=0.0)
     follow(OVERLAP)
     first, _, row, position = place_of(numbers, starts, rows, positions, ALL)
     token = first.to(tl.int64)
-    kept = state + row * channels * SIZE + places
-    h = tl.load(kept, mask=exist & (position + 0 * n > 0)[None, :], other=0.0)
-    taken = tl.load(x + token * x_stride + channel, mask=live, other=0.0).to(tl.float32)
+    state_at = state + row * channels * SIZE + places
+    h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
+    inputs = tl.load(x + token * x_stride + channel, mask=live, other=0.0).to(tl.float32)
     factor = tl.load(gate + token * gate_stride + channel, mask=live, other=0.0).to(tl.float32)
-    wait = tl.load(dt + token * dt_stride + channel, mask=live, other=0.0).to(tl.float32)
-    into = tl.load(b + token * bc_stride + n, mask=known, other=0.0).to(tl.float32)
-    seen = tl.load(c + token * bc_stride + n, mask=known, other=0.0).to(tl.float32)
-    wait = softplus(wait + own_bias)
-    h = h * tl.exp(wait[:, None] * own_rate) + (wait * taken)[:, None] * into[None, :]
-    tl.store(kept, h, mask=exist)
-    y = (tl.sum(h * seen[None, :], 1) + own_skip * taken) * silu(factor)
+    step = tl.load(dt + token * dt_stride + channel, mask=live, other=0.0).to(tl.float32)
+    b_row = tl.load(b + token * bc_stride + n, mask=valid, other=0.0).to(tl.float32)
+    c_row = tl.load(c + token * bc_stride + n, mask=valid, other=0.0).to(tl.float32)
+    step = softplus(step + biases)
+    h = h * tl.exp(step[:, None] * rates) + (step * inputs)[:, None] * b_row[None, :]
+    tl.store(state_at, h, mask=exists)
+    y = (tl.sum(h * c_row[None, :], 1) + skips * inputs) * silu(factor)
     tl.store(out + token * channels + channel, y.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def quarters(at: tl.tensor, live: tl.tensor, QUARTER: tl.constexpr) -> tl.tensor:
-    """Four tensors, each with a quarter of a state's numbers."""
+    """Load a state's elements in four quarters."""
     return (
         tl.load(at, mask=live),
         tl.load(at + QUARTER, mask=live),
@@ -73,10 +73,10 @@ def quarters(at: tl.tensor, live: tl.tensor, QUARTER: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
-def of_states(
+def load_states(
     at: tl.tensor, n: tl.tensor, live: tl.tensor, SIZE: tl.constexpr, QUARTER: tl.constexpr
 ) -> tl.tensor:
-    """The same where zeros stand for what does not exist; `n` are the places of the first quarter."""
+    """Load the quarters, with zeros beyond SIZE; `n` are the indices of the first quarter."""
     return (
         tl.load(at, mask=live & (n < SIZE), other=0.0),
         tl.load(at + QUARTER, mask=live & (n < SIZE - QUARTER), other=0.0),
@@ -86,7 +86,7 @@ def of_states(
 
 
 @triton.jit
-def keep_states(
+def store_states(
     at: tl.tensor,
     h: tl.tensor,
     n: tl.tensor,
@@ -101,59 +101,59 @@ def keep_states(
 
 
 @triton.jit
-def arriving(
+def load_token(
     inputs: tl.tensor,
     first: tl.tensor,
     live: tl.tensor,
-    known: tl.tensor,
+    valid: tl.tensor,
     AFTER: tl.constexpr,
     STRIDES: tl.constexpr,
     QUARTER: tl.constexpr,
 ) -> tl.tensor:
-    """What comes in for a token, so many after the first; nothing is said of what does not exist."""
-    x, gate, dt, given = inputs
-    b = given + first * (8 * QUARTER) + AFTER * (8 * QUARTER)
+    """Load the inputs of the token AFTER tokens after `first`; masked elements are undefined."""
+    x, gate, dt, bc = inputs
+    b = bc + first * (8 * QUARTER) + AFTER * (8 * QUARTER)
     return (
         tl.load(x + first * STRIDES[0] + AFTER * STRIDES[0], mask=live),
         tl.load(gate + first * STRIDES[1] + AFTER * STRIDES[1], mask=live),
         tl.load(dt + first * STRIDES[2] + AFTER * STRIDES[2], mask=live),
-        quarters(b, known, QUARTER),
-        quarters(b + 4 * QUARTER, known, QUARTER),
+        quarters(b, valid, QUARTER),
+        quarters(b + 4 * QUARTER, valid, QUARTER),
     )
 
 
 @triton.jit
-def four_arriving(
+def load_four_tokens(
     inputs: tl.tensor,
     first: tl.tensor,
     live: tl.tensor,
-    known: tl.tensor,
+    valid: tl.tensor,
     STRIDES: tl.constexpr,
     QUARTER: tl.constexpr,
 ) -> tl.tensor:
     return (
-        arriving(inputs, first, live, known, 0, STRIDES, QUARTER),
-        arriving(inputs, first, live, known, 1, STRIDES, QUARTER),
-        arriving(inputs, first, live, known, 2, STRIDES, QUARTER),
-        arriving(inputs, first, live, known, 3, STRIDES, QUARTER),
+        load_token(inputs, first, live, valid, 0, STRIDES, QUARTER),
+        load_token(inputs, first, live, valid, 1, STRIDES, QUARTER),
+        load_token(inputs, first, live, valid, 2, STRIDES, QUARTER),
+        load_token(inputs, first, live, valid, 3, STRIDES, QUARTER),
     )
 
 
 @triton.jit
-def kept_of(h: tl.tensor, wait: tl.tensor, rate: tl.tensor, taken: tl.tensor, b: tl.tensor) -> tl.tensor:
-    return h * tl.exp2((wait * LOG2_E)[:, None] * rate) + taken[:, None] * b[None, :]
+def next_state(h: tl.tensor, step: tl.tensor, rate: tl.tensor, inputs: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return h * tl.exp2((step * LOG2_E)[:, None] * rate) + inputs[:, None] * b[None, :]
 
 
 @triton.jit
-def token_on(h: tl.tensor, rate: tl.tensor, came: tl.tensor, bias: tl.tensor, skip: tl.tensor) -> tl.tensor:
-    """The state behind a token, and what comes out."""
-    x, gate, dt, b, c = came
+def advance(h: tl.tensor, rate: tl.tensor, loaded: tl.tensor, bias: tl.tensor, skip: tl.tensor) -> tl.tensor:
+    """Return the state after a token, and the token's output."""
+    x, gate, dt, b, c = loaded
     x = x.to(tl.float32)
-    wait = softplus(dt.to(tl.float32) + bias)
-    h0 = kept_of(h[0], wait, rate[0], wait * x, b[0])
-    h1 = kept_of(h[1], wait, rate[1], wait * x, b[1])
-    h2 = kept_of(h[2], wait, rate[2], wait * x, b[2])
-    h3 = kept_of(h[3], wait, rate[3], wait * x, b[3])
+    step = softplus(dt.to(tl.float32) + bias)
+    h0 = next_state(h[0], step, rate[0], step * x, b[0])
+    h1 = next_state(h[1], step, rate[1], step * x, b[1])
+    h2 = next_state(h[2], step, rate[2], step * x, b[2])
+    h3 = next_state(h[3], step, rate[3], step * x, b[3])
     y = h0 * c[0][None, :]
     y += h1 * c[1][None, :]
     y += h2 * c[2][None, :]
@@ -167,7 +167,7 @@ def select_tokens(
     x: tl.tensor,
     gate: tl.tensor,
     dt: tl.tensor,
-    given: tl.tensor,
+    bc: tl.tensor,
     rate: tl.tensor,
     bias: tl.tensor,
     skip: tl.tensor,
@@ -182,41 +182,41 @@ def select_tokens(
     BLOCK: tl.constexpr,
     QUARTER: tl.constexpr,
 ) -> None:
-    """Grid (longer sequences, channels / BLOCK): token after token, the state at hand. Four tokens are
-    computed while the next four are on their way. `given` is [T, 2, 4 * QUARTER] float32, B and C.
+    """Scan token by token with the state in registers. Four tokens are computed while the next four are
+    loaded. `bc` is [T, 2, 4 * QUARTER] float32, B and C. Grid: (longer sequences, channels / BLOCK).
 
-    A state lies in quarters so that a thread has all numbers of a channel, or every so many: their sum is
-    its own, and little is computed by several threads.
+    A state is held in quarters, so that a thread has all elements of a channel, or every n-th: most sums stay
+    within a thread, and few values are computed by several threads.
     """
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, QUARTER)
-    live, known = channel < CHANNELS, n[None, :]
-    places = channel[:, None] * SIZE + known
-    own_rate = of_states(rate + places, known, live[:, None], SIZE, QUARTER)
-    own_bias = tl.load(bias + channel, mask=live, other=0.0)
-    own_skip = tl.load(skip + channel, mask=live, other=0.0)
+    live, column = channel < CHANNELS, n[None, :]
+    places = channel[:, None] * SIZE + column
+    rates = load_states(rate + places, column, live[:, None], SIZE, QUARTER)
+    biases = tl.load(bias + channel, mask=live, other=0.0)
+    skips = tl.load(skip + channel, mask=live, other=0.0)
     first, end, row, position = place_of(numbers, starts, rows, positions, False)
-    kept = state + row * CHANNELS * SIZE + places
-    h = of_states(kept, known, (live & (position + 0 * channel > 0))[:, None], SIZE, QUARTER)
-    inputs = (x + channel, gate + channel, dt + channel, given + n)
+    state_at = state + row * CHANNELS * SIZE + places
+    h = load_states(state_at, column, (live & (position + 0 * channel > 0))[:, None], SIZE, QUARTER)
+    inputs = (x + channel, gate + channel, dt + channel, bc + n)
     out += channel
     kind = out.dtype.element_ty
     first = first.to(tl.int64)
     rest, whole = first + (end - first) // 4 * 4, n < QUARTER
-    there, given_there = live & (rest + 0 * channel > first), rest + 0 * n > first
-    came = four_arriving(inputs, first, there, given_there, STRIDES, QUARTER)
+    live_first, bc_first = live & (rest + 0 * channel > first), rest + 0 * n > first
+    loaded = load_four_tokens(inputs, first, live_first, bc_first, STRIDES, QUARTER)
     for at in range(first, rest, 4):
-        coming = four_arriving(inputs, tl.minimum(at + 4, rest - 4), live, whole, STRIDES, QUARTER)
-        h, a = token_on(h, own_rate, came[0], own_bias, own_skip)
-        h, b = token_on(h, own_rate, came[1], own_bias, own_skip)
-        h, c = token_on(h, own_rate, came[2], own_bias, own_skip)
-        h, d = token_on(h, own_rate, came[3], own_bias, own_skip)
+        ahead = load_four_tokens(inputs, tl.minimum(at + 4, rest - 4), live, whole, STRIDES, QUARTER)
+        h, a = advance(h, rates, loaded[0], biases, skips)
+        h, b = advance(h, rates, loaded[1], biases, skips)
+        h, c = advance(h, rates, loaded[2], biases, skips)
+        h, d = advance(h, rates, loaded[3], biases, skips)
         tl.store(out + at * CHANNELS, a.to(kind), mask=live)
         tl.store(out + at * CHANNELS + CHANNELS, b.to(kind), mask=live)
         tl.store(out + at * CHANNELS + 2 * CHANNELS, c.to(kind), mask=live)
         tl.store(out + at * CHANNELS + 3 * CHANNELS, d.to(kind), mask=live)
-        came = coming
+        loaded = ahead
     for at in range(rest, end):
-        one = arriving(inputs, at, live, whole, 0, STRIDES, QUARTER)
-        h, y = token_on(h, own_rate, one, own_bias, own_skip)
+        last = load_token(inputs, at, live, whole, 0, STRIDES, QUARTER)
+        h, y = advance(h, rates, last, biases, skips)
         tl.store(out + at * CHANNELS, y.to(kind), mask=live)
-    keep_states(kept, h, known, live[:, None], SIZE, QUARTER)
+    store_states(state_at, h, column, live[:, None], SIZE, QUARTER)

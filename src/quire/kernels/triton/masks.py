@@ -1,4 +1,4 @@
-"""Masks on a GPU: what a grammar does not allow is out of the question."""
+"""Grammar masks on a GPU: the logits of tokens that are not allowed become -inf."""
 
 import triton
 import triton.language as tl
@@ -10,10 +10,10 @@ _TILE = tl.constexpr(4096)
 
 
 @triton.jit(do_not_specialize=["width"])
-def _remove(
+def _apply_masks(
     logits: tl.tensor, packed: tl.tensor, vocab: tl.tensor, stride: tl.tensor, width: tl.tensor
 ) -> None:
-    """Grid (masks, tiles). Nothing is read but bits, and nothing written but what is not allowed."""
+    """Set the logits of disallowed ids in one tile to -inf; only mask bits are read. Grid: (masks, tiles)."""
     packed += tl.program_id(0).to(tl.int64) * width
     place = tl.load(packed).to(tl.int64)
     ids = tl.program_id(1) * _TILE + tl.arange(0, _TILE)
@@ -23,9 +23,9 @@ def _remove(
 
 
 def apply_masks(logits: Tensor, packed: Tensor) -> None:
-    """As `sampling.constrain.apply_masks`."""
+    """Set disallowed logits to -inf in place; the reference is `sampling.constrain.apply_masks`."""
     vocab, tiles = logits.shape[1], triton.cdiv(logits.shape[1], _TILE.value)
     if len(packed):
-        launch(_remove, len(packed), tiles)(
+        launch(_apply_masks, len(packed), tiles)(
             logits, packed, vocab, logits.stride(0), packed.shape[1], num_warps=8
         )

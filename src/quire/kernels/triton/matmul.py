@@ -1,7 +1,8 @@
-"""Products of few rows with a large weight, x W^T, where reading the weight is all the time there is.
+"""GEMM of few rows with a large weight, x W^T, which is bound by weight reads.
 
-`_rows` holds some whole rows of the weight in registers, asked for before the kernel in front has ended.
-`_tiles` multiplies tiles of both on the tensor cores. Where they beat the library's product was measured.
+`_rows` holds whole rows of the weight in registers, loaded before the previous kernel has ended. `_tiles`
+multiplies tiles on the tensor cores. The cases in which they are faster than the library's GEMM were
+measured.
 """
 
 import functools
@@ -33,20 +34,20 @@ from quire.kernels.triton.lora_few import NOTHING, AddedRows, added, plus_added
 from quire.kernels.triton.tile_dots import LONGEST, all_of, arrivals_of, empty, times, upright
 
 _FEWEST = 5
-"""Rows that are multiplied in tiles, whatever the weight."""
+"""Number of rows from which on tiles are used for any weight."""
 _SMALL = 2**23
-"""Numbers of a weight that is multiplied with many rows here."""
+"""Elements of the largest weight that is multiplied with many rows here."""
 
 
 class RowsPlan(NamedTuple):
-    """`_rows` with so many rows of the weight per program."""
+    """Plan for `_rows`: weight rows per program, and warps."""
 
     rows: int
     warps: int
 
 
 class TilesPlan(NamedTuple):
-    """`_tiles` with so many rows of x, rows of the weight and numbers of each at a time, in `splits`."""
+    """Plan for `_tiles`: rows of x, weight rows and inputs per tile, split-K `splits`, compile options."""
 
     num: int
     rows: int
@@ -57,7 +58,7 @@ class TilesPlan(NamedTuple):
 
 
 Plan = RowsPlan | TilesPlan | None
-"""None is the library's product."""
+"""GEMM plan; None is the library's GEMM."""
 
 
 @triton.jit
@@ -77,8 +78,8 @@ def _rows(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (size_out / ROWS). `NUM` rows of x. If `GATED` the weight is the gate's, then the up one's.
-    `added` is what an adapter adds to one row."""
+    """Multiply `NUM` rows of x by ROWS weight rows. If `GATED`, the up rows follow the gate rows. `added` are
+    the LoRA outputs of a single row. Grid: (size_out / ROWS,)."""
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
     exists = (n < size_out)[:, None] & (k < size_in)[None, :]
     at = weight + n.to(tl.int64)[:, None] * size_in + k[None, :]
@@ -99,10 +100,10 @@ def _rows(
             y += tl.load(added + n, mask=n < size_out, other=0.0)
         y = y.to(out.dtype.element_ty)
         if GATED:
-            z = tl.sum(up.to(tl.float32) * row, 1)
+            other = tl.sum(up.to(tl.float32) * row, 1)
             if added is not None:
-                z += tl.load(added + size_out + n, mask=n < size_out, other=0.0)
-            y = silu_times(y, z.to(out.dtype.element_ty))
+                other += tl.load(added + size_out + n, mask=n < size_out, other=0.0)
+            y = silu_times(y, other.to(out.dtype.element_ty))
         tl.store(out + m * size_out + n, y, mask=n < size_out)
 
 
@@ -131,8 +132,8 @@ def _tiles(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles. The last split
-    adds them all; `arrivals` is zero before and after. If `LATE`, kernels in front are those of adapters."""
+    """Compute a tile from descriptors `x` and `weight`. The last split sums all parts; `arrivals` is zero
+    before and after. If `LATE`, the previous kernels are LoRA's. Grid: (tiles, SPLITS)."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
@@ -161,29 +162,29 @@ def _tiles(
         acc = all_of(parts + place, inside, num * size_out, SPLITS)
     if BIASED:
         acc += tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
-    outputs, given = size_out * (1 + GATED), (out, m, num, inside)
-    y = _adapted(acc, adapted, added, slots, given, first_n, outputs, reach, RANK, ENDS)
+    outputs, rows = size_out * (1 + GATED), (out, m, num, inside)
+    y = _add_lora(acc, adapted, added, slots, rows, first_n, outputs, reach, RANK, ENDS)
     if GATED:
-        up = _adapted(up, adapted, added, slots, given, first_n + size_out, outputs, reach_up, RANK, ENDS)
+        up = _add_lora(up, adapted, added, slots, rows, first_n + size_out, outputs, reach_up, RANK, ENDS)
         y = silu_times(y, up)
     tl.store(out + place, y, mask=inside)
 
 
 @triton.jit
-def _adapted(
+def _add_lora(
     acc: tl.tensor,
     adapted: tl.tuple,
     added: tl.tensor,
     slots: tl.tensor,
-    given: tl.tuple,
+    rows: tl.tuple,
     first: tl.tensor,
     outputs: tl.tensor,
     reach: tl.tensor,
     RANK: tl.constexpr,
     ENDS: tl.constexpr,
 ) -> tl.tensor:
-    """Rounded, with what adapters add to outputs from `first` on: made here (`RANK`), or before."""
-    out, m, num, inside = given
+    """Add the LoRA outputs from `first` on, computed here (`RANK`) or before, and round."""
+    out, m, num, inside = rows
     NUM: tl.constexpr = acc.shape[0]
     ROWS: tl.constexpr = acc.shape[1]
     if RANK:
@@ -195,7 +196,7 @@ def _adapted(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: LoRAHeads | None = None) -> Tensor:
-    """x W^T + b for x [M, K] and W [N, K], and what adapters add."""
+    """Return x W^T + b for x [M, K] and W [N, K], plus the LoRA outputs."""
     plan = _plan(x, weight, 1, adapted)
     if adapted is None or takes_along(plan, adapted):
         return F.linear(x, weight, bias) if plan is None else multiply(x, weight, bias, plan, adapted=adapted)
@@ -203,7 +204,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: LoRAH
 
 
 def gated(x: Tensor, weight: Tensor, adapted: LoRAHeads | None = None) -> Tensor:
-    """silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K], each with what adapters add."""
+    """Return silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K], each plus the LoRA outputs."""
     plan = _plan(x, weight, 2, adapted)
     if plan is not None and (adapted is None or takes_along(plan, adapted)):
         return multiply(x, weight, None, plan, gated=True, adapted=adapted)
@@ -211,8 +212,8 @@ def gated(x: Tensor, weight: Tensor, adapted: LoRAHeads | None = None) -> Tensor
 
 
 def takes_along(plan: Plan, adapted: LoRAHeads) -> bool:
-    """Whether the kernel of a product does. If it reads B, the outputs of a program must be of one part, and
-    its sums leave registers."""
+    """Whether the GEMM kernel adds the LoRA outputs. If it reads B, the outputs of a program must belong to
+    one part, and registers must suffice for its sums."""
     if isinstance(plan, TilesPlan) and adapted.tokens.few is None:
         return plan.rows <= 64 and is_short(adapted) and not any(size % plan.rows for size in adapted.sizes)
     return plan is not None
@@ -239,13 +240,13 @@ def multiply(
             num_warps=plan.warps,
         )  # fmt: skip
         return out
-    (reads, rank, ends), more = _adapted_by(x, adapted)
+    (reads, rank, ends), added_rows = _lora_arguments(x, adapted)
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
     launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
         out, tiled(x, plan.num, plan.length), tiled(weight, plan.rows, plan.length),
-        bias if biased else out, parts, arrivals_of(x.device), num, size_in, size_out, reads, *more,
+        bias if biased else out, parts, arrivals_of(x.device), num, size_in, size_out, reads, *added_rows,
         GATED=gated, BIASED=biased, RANK=rank, ENDS=ends, LATE=adapted is not None, NUM=plan.num,
         ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead, launch_pdl=ahead,
         num_warps=plan.warps, num_stages=plan.stages,
@@ -253,8 +254,8 @@ def multiply(
     return out
 
 
-def _adapted_by(x: Tensor, adapted: LoRAHeads | None) -> tuple[Expansion, AddedRows]:
-    """What the kernel of a product does at its end."""
+def _lora_arguments(x: Tensor, adapted: LoRAHeads | None) -> tuple[Expansion, AddedRows]:
+    """Return the LoRA arguments of the GEMM kernel."""
     if adapted is None:
         return Expansion(), NOTHING
     if (few := adapted.tokens.few) is not None:
@@ -270,7 +271,7 @@ def _plan(x: Tensor, weight: Tensor, parts: int, adapted: LoRAHeads | None) -> P
     most = 2 * MOST_ROWS if adapted is None else MOST_ROWS
     if weight.dtype not in (torch.bfloat16, torch.float16) or not 0 < len(x) <= most:
         return None
-    # Rows of the weight take along the adapter of one row.
+    # `_rows` supports the adapter of a single row only.
     num = len(x) if adapted is None or len(x) == 1 else max(len(x), _FEWEST)
     plan = choose(num, len(weight), weight.shape[1], parts)
     return plan if isinstance(plan, RowsPlan) or (aligned(x) and aligned(weight) and has_room()) else None
@@ -278,21 +279,22 @@ def _plan(x: Tensor, weight: Tensor, parts: int, adapted: LoRAHeads | None) -> P
 
 @functools.cache
 def has_room() -> bool:
-    """The tiles under way take up to 197 KB of a multiprocessor's own memory: those of Hopper and of the
-    large Blackwells have it."""
+    """Whether the tiles in flight, up to 197 KB, fit the shared memory of a multiprocessor, as on Hopper and
+    large Blackwell GPUs."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 def aligned(matrix: Tensor) -> bool:
-    """As the copy engine wants it: tiles begin at multiples of 16 bytes."""
+    """Whether the matrix is aligned for TMA: tiles begin at multiples of 16 bytes."""
     return matrix.stride(0) % 8 == 0 and matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0
 
 
 @functools.cache
 def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
-    """How to multiply `num` rows with a weight of this shape; `parts` is 2 for gate and up.
+    """Return the plan for `num` rows and a weight of this shape; `parts` is 2 for gate and up.
 
-    As measured on an H200 in graphs of products with different weights: docs/performance.md has the table.
+    The plans were measured on an H200 in CUDA graphs of GEMMs with different weights; see
+    docs/performance.md.
     """
     length = triton.next_power_of_2(size_in)
     if num == 1 and length <= LONGEST:
@@ -309,7 +311,7 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     if num > 128 or num > 16 and size_out >= 2**16:
         return None
     if parts == 1 and num > 64 and (num % 64 or large and size_out > size_in):
-        return None  # a tile of 64 rows of which some are missing is slow to load
+        return None  # an incomplete tile of 64 rows is slow to load
     height = 16 if num <= 16 else 32 if num <= 32 else 64
     rows = 32 if 32 < num <= 64 and size_out <= 4096 else 64
     splits = 1
@@ -319,8 +321,8 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
 
 
 def _choose_small(num: int, size_out: int, size_in: int, parts: int) -> Plan:
-    """More than 32 rows, and a weight that each stripe of them can read again out of the cache: what counts
-    are enough programs for all multiprocessors."""
+    """Return the plan for more than 32 rows and a weight small enough to be read again from the L2 cache. It
+    should have enough programs for all multiprocessors."""
     if parts == 2:
         if num <= 128:
             return TilesPlan(64, 32 if num <= 64 else 64, 128, 1, 4, 4)

@@ -1,9 +1,9 @@
-"""Latent attention on a GPU, over caches [num_blocks, block_size, RANK + ROPE]: a latent, then a turned key.
+"""MLA on a GPU, over caches [num_blocks, block_size, RANK + ROPE]: a latent, then a rotated key.
 
-For decodes every head is a query against the same latents, which are key and value at once: `shares` loads
-them once for all heads of a token, each program an equal share of all keys, and `merge` puts together what
-several shares saw of a sequence. For prompts `gather` copies the latents of a sequence out of its blocks;
-they are multiplied out to keys and values, which `tiles` attends to.
+In decodes all heads attend to the same latents, which are keys and values at once. `shares` (split-KV) loads
+them once for all heads of a token, each program an equal share of all keys; `merge` combines the shares of a
+sequence. In prefill, `gather` copies the latents of a sequence from its blocks. They are expanded to keys and
+values, to which `tiles` attends.
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -18,7 +18,7 @@ from quire.kernels.triton.split_kv import share
 
 
 class Latents(NamedTuple):
-    """One layer's cache; strides in elements."""
+    """Latent cache of one layer; strides are in elements."""
 
     data: Any
     block_stride: Any
@@ -26,7 +26,7 @@ class Latents(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The two parts of queries, [tokens, heads, RANK] and [tokens, heads, ROPE]; strides in elements."""
+    """The two parts of queries, [tokens, heads, RANK] and [tokens, heads, ROPE]; strides are in elements."""
 
     latent: Any
     latent_token: Any
@@ -37,15 +37,15 @@ class Queries(NamedTuple):
 
 
 class PartialMLA(NamedTuple):
-    """What shares saw of sequences that are not theirs alone. A share has up to two: one that went on from
-    another share, and one that goes on in the next."""
+    """Partial results of sequences that lie in several shares. A share has up to two of them: one continued
+    from the previous share, and one continued in the next."""
 
     sums: Any
     """[groups, shares, 2, rows, RANK] float32"""
     tops: Any
-    """[groups, shares, 2, 2, rows] float32: greatest score, sum of weights"""
+    """[groups, shares, 2, 2, rows] float32: maximum score, sum of weights"""
     spans: Any
-    """[sequences, 2] int32: the first and the last share of each"""
+    """[sequences, 2] int32: first and last share of each sequence"""
 
 
 @triton.jit
@@ -73,59 +73,60 @@ def enter(
     BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tokens, 2): the latent is normed, the key turned and both written; the queries turn in place.
+    """Norm the latent, rotate the key and write both; rotate the queries in place. Grid: (tokens, 2).
 
-    A cache of 8 bits holds numbers up to LIMIT, divided by `scale`."""
+    An 8-bit cache holds values up to LIMIT, divided by `scale`.
+    """
     token, pair = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_P)
-    turns = pair < ROPE // 2
+    rotated = pair < ROPE // 2
     left = 2 * pair if NEIGHBOURS else pair
     right = left + (1 if NEIGHBOURS else ROPE // 2)
     follow(OVERLAP)
     row = table + tl.load(positions + token) * ROPE
-    cos = tl.load(row + pair, mask=turns, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(row + ROPE // 2 + pair, mask=turns, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(row + pair, mask=rotated, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(row + ROPE // 2 + pair, mask=rotated, other=0.0).to(tl.float32)[None, :]
     if tl.program_id(1) == 1:
         head = tl.arange(0, BLOCK_H)[:, None]
-        there = (head < HEADS) & turns[None, :]
+        exists = (head < HEADS) & rotated[None, :]
         at = q + token * q_stride + head * (NOPE + ROPE) + NOPE
-        a, b = _turned(at, left[None, :], right[None, :], there, cos, sin)
-        tl.store(at + left[None, :], a, mask=there)
-        tl.store(at + right[None, :], b, mask=there)
+        a, b = _rotate(at, left[None, :], right[None, :], exists, cos, sin)
+        tl.store(at + left[None, :], a, mask=exists)
+        tl.store(at + right[None, :], b, mask=exists)
     slot = tl.load(slots + token)
     if (tl.program_id(1) == 0) & (slot >= 0):
         dims = tl.arange(0, BLOCK_R)
-        there = dims < RANK
+        exists = dims < RANK
         new = kv + token * kv_stride
         to = cache.data + slot // BLOCK_SIZE * cache.block_stride + slot % BLOCK_SIZE * cache.slot_stride
-        x = tl.load(new + dims, mask=there, other=0.0).to(tl.float32)
+        x = tl.load(new + dims, mask=exists, other=0.0).to(tl.float32)
         x = (x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps)).to(kv.dtype.element_ty)
-        x = x.to(tl.float32) * tl.load(weight + dims, mask=there, other=0.0).to(tl.float32)
-        x = _kept(x.to(kv.dtype.element_ty), scale, LIMIT)
-        tl.store(to + dims, x.to(cache.data.dtype.element_ty), mask=there)
-        a, b = _turned(new + RANK, left[None, :], right[None, :], turns[None, :], cos, sin)
-        a, b = _kept(a, scale, LIMIT), _kept(b, scale, LIMIT)
-        tl.store(to + RANK + left[None, :], a.to(to.dtype.element_ty), mask=turns[None, :])
-        tl.store(to + RANK + right[None, :], b.to(to.dtype.element_ty), mask=turns[None, :])
+        x = x.to(tl.float32) * tl.load(weight + dims, mask=exists, other=0.0).to(tl.float32)
+        x = _to_cache(x.to(kv.dtype.element_ty), scale, LIMIT)
+        tl.store(to + dims, x.to(cache.data.dtype.element_ty), mask=exists)
+        a, b = _rotate(new + RANK, left[None, :], right[None, :], rotated[None, :], cos, sin)
+        a, b = _to_cache(a, scale, LIMIT), _to_cache(b, scale, LIMIT)
+        tl.store(to + RANK + left[None, :], a.to(to.dtype.element_ty), mask=rotated[None, :])
+        tl.store(to + RANK + right[None, :], b.to(to.dtype.element_ty), mask=rotated[None, :])
 
 
 @triton.jit
-def _kept(x: tl.tensor, scale: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
-    """As a cache of 8 bits has it."""
+def _to_cache(x: tl.tensor, scale: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+    """Scale and clamp values for an 8-bit cache."""
     return x if LIMIT == 0 else tl.clamp(x.to(tl.float32) / scale, -LIMIT, LIMIT)
 
 
 @triton.jit
-def _turned(
-    of: tl.tensor,
+def _rotate(
+    at: tl.tensor,
     left: tl.tensor,
     right: tl.tensor,
-    there: tl.tensor,
+    exists: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
 ) -> Any:
-    a = tl.load(of + left, mask=there, other=0.0).to(tl.float32)
-    b = tl.load(of + right, mask=there, other=0.0).to(tl.float32)
-    return (a * cos - b * sin).to(of.dtype.element_ty), (b * cos + a * sin).to(of.dtype.element_ty)
+    a = tl.load(at + left, mask=exists, other=0.0).to(tl.float32)
+    b = tl.load(at + right, mask=exists, other=0.0).to(tl.float32)
+    return (a * cos - b * sin).to(at.dtype.element_ty), (b * cos + a * sin).to(at.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "least"])
@@ -148,9 +149,9 @@ def shares(
     BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (groups, shares) -> [tokens, heads, RANK]. The rows of a sequence are the heads of its queries, in
-    groups of BLOCK_M; its keys lie behind those of the one before, in tiles of BLOCK_N, and a share has
-    `least` of them or more."""
+    """Attend one share of all keys; output [tokens, heads, RANK]. The rows of a sequence are the heads of its
+    queries, in groups of BLOCK_M. The keys of all sequences are concatenated in tiles of BLOCK_N; a share has
+    at least `least` of them. Grid: (groups, shares)."""
     at, end, size, index, begin = share(seqs, None, num_seqs, least, 0, BLOCK_N)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     follow(OVERLAP)
@@ -163,31 +164,31 @@ def shares(
         if tl.program_id(0) * BLOCK_M < num_queries * HEADS:
             low = tl.maximum(seq_len - num_queries, 0)
             valid = row < num_queries * HEADS
-            rows = _rows(q, start, row, valid, HEADS, RANK, ROPE, BLOCK_R, BLOCK_P)
-            sums, most, total = _fold(
+            rows = _load_queries(q, start, row, valid, HEADS, RANK, ROPE, BLOCK_R, BLOCK_P)
+            sums, most, total = _accumulate(
                 rows, low, tl.minimum(low + row // HEADS, tl.maximum(seq_len, 1) - 1), cache, table,
                 (at - begin) * BLOCK_N, tl.minimum((until - begin) * BLOCK_N, seq_len), scores_by,
                 RANK, ROPE, BLOCK_SIZE, BLOCK_N,
             )  # fmt: skip
             earliest, latest = begin // size, (close - 1) // size
-            if at == begin:  # only one share begins it
+            if at == begin:  # the one share in which the sequence begins
                 tl.store(partial.spans + 2 * index, earliest)
                 tl.store(partial.spans + 2 * index + 1, latest)
             if earliest == latest:
                 by = scores_by.v_scale / tl.where(total > 0, total, 1.0)
-                _put(out, start.to(tl.int64) * HEADS + row, valid, sums, by, RANK)
+                _store_halves(out, start.to(tl.int64) * HEADS + row, valid, sums, by, RANK)
             else:
-                own = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-                piece = (2 * own + (tl.program_id(1) == earliest)).to(tl.int64) * BLOCK_M
-                mine = tl.arange(0, BLOCK_M)
-                _put(partial.sums, piece + mine, valid, sums, scores_by.v_scale + 0 * total, RANK)
-                tl.store(partial.tops + 2 * piece + mine, most)
-                tl.store(partial.tops + 2 * piece + BLOCK_M + mine, total)
+                program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+                piece = (2 * program + (tl.program_id(1) == earliest)).to(tl.int64) * BLOCK_M
+                rows_at = tl.arange(0, BLOCK_M)
+                _store_halves(partial.sums, piece + rows_at, valid, sums, scores_by.v_scale + 0 * total, RANK)
+                tl.store(partial.tops + 2 * piece + rows_at, most)
+                tl.store(partial.tops + 2 * piece + BLOCK_M + rows_at, total)
         at, begin, index = until, close, index + 1
 
 
 @triton.jit
-def _rows(
+def _load_queries(
     q: tl.tuple,
     start: tl.tensor,
     row: tl.tensor,
@@ -198,37 +199,37 @@ def _rows(
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ) -> Any:
-    """The queries of a tile: the latent's part in two halves, and the part that turned."""
+    """Load the queries of a tile: the latent part in two halves, and the rotated part."""
     token, head = (start + row // HEADS).to(tl.int64), row % HEADS
     latent = q.latent + (token * q.latent_token + head * q.latent_head)[:, None]
     rope = q.rope + (token * q.rope_token + head * q.rope_head)[:, None]
-    left, right = _halves(latent, valid[:, None], RANK, BLOCK_R)
+    left, right = _load_halves(latent, valid[:, None], RANK, BLOCK_R)
     return left, right, _load(rope, tl.arange(0, BLOCK_P), valid[:, None], ROPE)
 
 
 @triton.jit
-def _halves(rows: tl.tensor, there: tl.tensor, RANK: tl.constexpr, BLOCK_R: tl.constexpr) -> Any:
+def _load_halves(rows: tl.tensor, exists: tl.tensor, RANK: tl.constexpr, BLOCK_R: tl.constexpr) -> Any:
     dims = tl.arange(0, BLOCK_R // 2)
     right = dims + BLOCK_R // 2
-    rest = there & (right < RANK)[None, :]
-    return _load(rows, dims, there, RANK), tl.load(rows + right[None, :], mask=rest, other=0.0)
+    rest = exists & (right < RANK)[None, :]
+    return _load(rows, dims, exists, RANK), tl.load(rows + right[None, :], mask=rest, other=0.0)
 
 
 @triton.jit
-def _put(
+def _store_halves(
     out: tl.tensor, rows: tl.tensor, valid: tl.tensor, sums: tl.tuple, by: tl.tensor, RANK: tl.constexpr
 ) -> None:
-    """Both halves of some rows of `out`."""
+    """Store both halves of rows of `out`."""
     HALF: tl.constexpr = sums[0].shape[1]
     dims = tl.arange(0, HALF)
     for half in tl.static_range(2):
         to = out + rows[:, None] * RANK + dims[None, :] + half * HALF
-        there = valid[:, None] & (dims + half * HALF < RANK)[None, :]
-        tl.store(to, (sums[half] * by[:, None]).to(out.dtype.element_ty), mask=there)
+        exists = valid[:, None] & (dims + half * HALF < RANK)[None, :]
+        tl.store(to, (sums[half] * by[:, None]).to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit
-def _fold(
+def _accumulate(
     rows: tl.tuple,
     low: tl.tensor,
     places: tl.tensor,
@@ -242,9 +243,10 @@ def _fold(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> Any:
-    """Of the keys first..end: each row's sum of latents, in two halves, greatest score and sum of weights.
+    """Return each row's sum of latents (in two halves), maximum score and sum of weights for the keys
+    first..end.
 
-    In halves, since a product over the whole is one long chain of additions that nothing else fills.
+    Two halves give two independent chains of tensor core operations, which can overlap.
     """
     left, right, rope = rows
     BLOCK_M: tl.constexpr = left.shape[0]
@@ -253,20 +255,21 @@ def _fold(
     right_sum = left_sum
     most = tl.full([BLOCK_M], NEVER, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    # Blocks are looked up one turn ahead: the keys' own loads then need not wait for them.
+    # Block ids are loaded one iteration ahead, so that the loads of keys do not wait for them.
     blocks = tl.load(table + (first + key) // BLOCK_SIZE, mask=first + key < end, other=0)
-    # From 0: with any other start the compiler sees no aligned rows, and loads number by number.
-    for taken in range(0, end - first, BLOCK_N):
-        at = first + taken
+    # The range starts at 0: with another start, the compiler does not find rows aligned and loads single
+    # elements.
+    for offset in range(0, end - first, BLOCK_N):
+        at = first + offset
         slots = blocks.to(tl.int64) * cache.block_stride + (at + key) % BLOCK_SIZE * cache.slot_stride
         ahead = at + BLOCK_N + key
         blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-        there = (at + key < end)[:, None]
+        exists = (at + key < end)[:, None]
         latents = cache.data + slots[:, None]
-        k_left, k_right = _halves(latents, there, RANK, 2 * left.shape[1])
-        turned = _load(latents + RANK, ropes, there, ROPE).to(rope.dtype)
+        k_left, k_right = _load_halves(latents, exists, RANK, 2 * left.shape[1])
+        k_rope = _load(latents + RANK, ropes, exists, ROPE).to(rope.dtype)
         k_left, k_right = k_left.to(left.dtype), k_right.to(left.dtype)
-        scores = tl.dot(rope, tl.trans(turned), input_precision="ieee")
+        scores = tl.dot(rope, tl.trans(k_rope), input_precision="ieee")
         scores = tl.dot(left, tl.trans(k_left), scores, input_precision="ieee")
         scores += tl.dot(right, tl.trans(k_right), input_precision="ieee")
         shrink, most, total, weights = soften(
@@ -279,11 +282,11 @@ def _fold(
 
 
 @triton.jit
-def _load(rows: tl.tensor, dims: tl.tensor, there: tl.tensor, DIM: tl.constexpr) -> Any:
-    """Zeros where nothing is there."""
+def _load(rows: tl.tensor, dims: tl.tensor, exists: tl.tensor, DIM: tl.constexpr) -> Any:
+    """Load rows, with zeros where they do not exist."""
     if dims.shape[0] != DIM:
-        there &= (dims < DIM)[None, :]
-    return tl.load(rows + dims[None, :], mask=there, other=0.0)
+        exists &= (dims < DIM)[None, :]
+    return tl.load(rows + dims[None, :], mask=exists, other=0.0)
 
 
 @triton.jit(do_not_specialize=["shares"])
@@ -299,8 +302,8 @@ def merge(
     SHARES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (sequences, rows of one, pieces of RANK): of sequences that lie in several shares, so many of
-    which are loaded at once."""
+    """Merge the partial sums of sequences that lie in several shares, SHARES shares at a time. Grid:
+    (sequences, rows of a sequence, RANK / BLOCK_D)."""
     seq, row, dims = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     start = tl.load(query_starts + seq)
     num_rows = (tl.load(query_starts + seq + 1) - start) * HEADS
@@ -311,13 +314,13 @@ def merge(
         most, total = tl.full([], NEVER, tl.float32), tl.zeros([], tl.float32)
         for passed in range(0, latest + 1 - earliest, SHARES):
             other = earliest + passed + tl.arange(0, SHARES)
-            there = other <= latest
+            exists = other <= latest
             piece = (2 * (row // BLOCK_M * shares + other) + (other == earliest)).to(tl.int64) * BLOCK_M
             tops = partial.tops + 2 * piece + row % BLOCK_M
-            top = tl.load(tops, mask=there, other=NEVER)
-            count = tl.load(tops + BLOCK_M, mask=there, other=0.0)
+            top = tl.load(tops, mask=exists, other=NEVER)
+            count = tl.load(tops + BLOCK_M, mask=exists, other=0.0)
             sums = partial.sums + (piece + row % BLOCK_M)[:, None] * RANK + dims[None, :]
-            sums = tl.load(sums, mask=there[:, None] & (dims < RANK)[None, :], other=0.0)
+            sums = tl.load(sums, mask=exists[:, None] & (dims < RANK)[None, :], other=0.0)
             higher = tl.maximum(most, tl.max(top, 0))
             shrink, weight = tl.exp2(most - higher), tl.exp2(top - higher)
             acc = acc * shrink + tl.sum(sums * weight[:, None], 0)
@@ -339,19 +342,20 @@ def gather(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """Grid (tiles). `work` [tiles, 3]: the sequence, the first of its keys, where that goes in `out`."""
+    """Copy a tile of latents to `out`. `work` [tiles, 3] holds the sequence, its first key and the row in
+    `out`. Grid: (tiles,)."""
     work += 3 * tl.program_id(0)
     seq, first, to = tl.load(work), tl.load(work + 1), tl.load(work + 2)
     keys, dims = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
-    there = keys < tl.load(seqs.seq_lens + seq)
+    exists = keys < tl.load(seqs.seq_lens + seq)
     table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
-    blocks = tl.load(table + keys // BLOCK_SIZE, mask=there, other=0)
+    blocks = tl.load(table + keys // BLOCK_SIZE, mask=exists, other=0)
     slots = blocks.to(tl.int64) * cache.block_stride + keys % BLOCK_SIZE * cache.slot_stride
-    rows = _load(cache.data + slots[:, None], dims, there[:, None], WIDTH)
+    rows = _load(cache.data + slots[:, None], dims, exists[:, None], WIDTH)
     to = (to + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * WIDTH + dims[None, :]
     if rows.dtype.primitive_bitwidth == 8:
         rows = (rows.to(tl.float32) * scale).to(out.dtype.element_ty)
-    tl.store(out + to, rows, mask=there[:, None] & (dims < WIDTH)[None, :])
+    tl.store(out + to, rows, mask=exists[:, None] & (dims < WIDTH)[None, :])
 
 
 @triton.jit
@@ -376,8 +380,9 @@ def tiles(
     BLOCK_P: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Grid (tiles, heads). `work` [tiles, 3]: the sequence, which of its queries comes first, and where its
-    keys begin in `kv` [keys, heads, NOPE + V] and `turned` [keys, ROPE]."""
+    """Compute attention of one tile of queries and one head. `work` [tiles, 3] holds the sequence, its first
+    query, and where its keys begin in `kv` [keys, heads, NOPE + V] and `turned` [keys, ROPE]. Grid: (tiles,
+    heads)."""
     work, head = work + 3 * tl.program_id(0), tl.program_id(1)
     seq, skipped, begin = tl.load(work), tl.load(work + 1), tl.load(work + 2).to(tl.int64)
     start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
@@ -387,7 +392,7 @@ def tiles(
     dims, ropes, outs = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_V)
     token, valid = (start + skipped + row).to(tl.int64), (low + row < end)[:, None]
     rows = q + (token * q_stride + head * (NOPE + ROPE))[:, None]
-    plain = _load(rows, dims, valid, NOPE)
+    nope = _load(rows, dims, valid, NOPE)
     rope = _load(rows + NOPE, ropes, valid, ROPE)
     places = tl.minimum(low + row, end - 1)
     kv += begin * kv_stride + head * (NOPE + V)
@@ -396,16 +401,16 @@ def tiles(
     most = tl.full([BLOCK_M], NEVER, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for at in range(0, end, BLOCK_N):
-        there = (at + key < end)[:, None]
+        exists = (at + key < end)[:, None]
         keys = (at + key).to(tl.int64)[:, None]
-        k = _load(turned + keys * turned_stride, ropes, there, ROPE)
+        k = _load(turned + keys * turned_stride, ropes, exists, ROPE)
         scores = tl.dot(rope, tl.trans(k), input_precision="ieee")
-        k = _load(kv + keys * kv_stride, dims, there, NOPE)
-        scores = tl.dot(plain, tl.trans(k), scores, input_precision="ieee")
+        k = _load(kv + keys * kv_stride, dims, exists, NOPE)
+        scores = tl.dot(nope, tl.trans(k), scores, input_precision="ieee")
         shrink, most, total, weights = soften(
             scores, most, total, at, end, low, places, places, None, scores_by, 0, False, BLOCK_N
         )
-        v = _load(kv + keys * kv_stride + NOPE, outs, there, V)
+        v = _load(kv + keys * kv_stride + NOPE, outs, exists, V)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     to = out + (token * out_stride + head * V)[:, None] + outs[None, :]
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

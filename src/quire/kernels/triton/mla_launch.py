@@ -1,4 +1,4 @@
-"""Launching latent attention: shapes of tiles by what is computed, the number of shares by the device."""
+"""Launches of MLA: tile shapes, and the number of split-KV shares for the device."""
 
 from functools import cache
 from typing import NamedTuple
@@ -15,15 +15,15 @@ from quire.kernels.triton.mla import Latents, PartialMLA, Queries
 
 _LOG2_E = 1.4426950408889634
 _HOPPER_BYTES = 228 << 10
-"""Of memory that a multiprocessor has of its own."""
+"""Shared memory of a Hopper multiprocessor."""
 _MERGED = 2048
-"""Partial sums that each warp of a merge loads at once."""
+"""Partial sums that each warp of `merge` loads at once."""
 GATHERED_KEYS = 16
-"""In a tile of `gather`."""
+"""Keys per tile of `gather`."""
 
 
 class MLASizes(NamedTuple):
-    """The attention of one layer."""
+    """MLA sizes and scales of one layer."""
 
     heads: int
     rank: int
@@ -32,12 +32,12 @@ class MLASizes(NamedTuple):
     v: int
     scale: float
     k_scale: float = 1.0
-    """A cache of 8 bits holds numbers divided by this."""
+    """Scale of an 8-bit cache, which holds values divided by it."""
 
 
 # Measured on an H200: benchmarks/kernel_mla.py.
 def share_shape(rows: int, dtype: torch.dtype, sm_bytes: int) -> AttentionShape:
-    """For `shares`, where a sequence has so many heads of queries."""
+    """Return the shape for `shares` if a sequence has `rows` rows (queries times heads)."""
     if dtype == torch.float32:
         return AttentionShape(16, 16, 4, 1)
     if rows <= 16:
@@ -48,7 +48,7 @@ def share_shape(rows: int, dtype: torch.dtype, sm_bytes: int) -> AttentionShape:
 
 
 def tile_shape(dtype: torch.dtype, sm_bytes: int) -> AttentionShape:
-    """For `tiles`."""
+    """Return the shape for `tiles`."""
     if dtype == torch.float32:
         return AttentionShape(32, 32, 4, 1)
     return AttentionShape(128, 128, 8, 2) if sm_bytes >= _HOPPER_BYTES else AttentionShape(64, 32, 4, 2)
@@ -72,8 +72,8 @@ def enter(
     *,
     neighbours: bool,
 ) -> None:
-    """Turn the last numbers of [T, heads, nope + rope] queries in place; norm, turn and write latents and
-    keys [T, rank + rope] to their slots."""
+    """Rotate the last dimensions of queries [T, heads, nope + rope] in place. Norm, rotate and write latents
+    and keys [T, rank + rope] to their slots."""
     if not len(q):
         return
     ahead = overlap(len(q), sizes.heads * (sizes.nope + sizes.rope))
@@ -99,26 +99,26 @@ def attend_shares(
     shape: AttentionShape | None = None,
     shares: int | None = None,
 ) -> None:
-    """[T, heads, rank] and [T, heads, rope] queries -> [T, heads, rank]. No sequence has more than
-    `most_queries`."""
+    """Write attention [T, heads, rank] of queries [T, heads, rank] and [T, heads, rope] to `out`. No sequence
+    has more than `most_queries` queries."""
     rows, num_seqs = most_queries * sizes.heads, len(seqs.seq_lens)
     num_sms, sm_bytes = sms(latent.device)
     shape = shape or share_shape(rows, latent.dtype, sm_bytes)
     groups = triton.cdiv(rows, shape.block_m)
     shares = shares or max(1, shape.per_sm * num_sms // groups)
     partial = _partial(groups * shares, shape.block_m, sizes.rank, num_seqs, latent.device)
-    ahead, block_r = overlap(len(latent), 1), max(32, _wide(sizes.rank))
+    ahead, block_r = overlap(len(latent), 1), max(32, _pad(sizes.rank))
     launch(kernels.shares, groups, shares)(
         out, _queries(latent, rope), cache, seqs, num_seqs, _scores(sizes.scale, sizes.k_scale), partial, 1,
         HEADS=sizes.heads, RANK=sizes.rank, ROPE=sizes.rope, BLOCK_SIZE=cache.data.shape[1],
-        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_R=block_r, BLOCK_P=_wide(sizes.rope),
+        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_R=block_r, BLOCK_P=_pad(sizes.rope),
         OVERLAP=ahead, launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if shares > 1:
-        # Of few sequences each lies in many shares, of many in few.
+        # With few sequences, each lies in many shares.
         at_once = min(max(8, triton.next_power_of_2(shares // num_seqs)), 256)
         num_warps = 4 if at_once < 64 else 8
-        dims = min(_wide(sizes.rank), num_warps * _MERGED // at_once)
+        dims = min(_pad(sizes.rank), num_warps * _MERGED // at_once)
         launch(kernels.merge, num_seqs, rows, triton.cdiv(sizes.rank, dims))(
             out, seqs.query_starts, partial, shares, HEADS=sizes.heads, RANK=sizes.rank,
             BLOCK_M=shape.block_m, BLOCK_D=dims, SHARES=at_once, OVERLAP=ahead, launch_pdl=ahead,
@@ -127,10 +127,10 @@ def attend_shares(
 
 
 def gather(out: Tensor, cache: Latents, seqs: AttentionSeqs, work: Tensor, k_scale: float) -> None:
-    """Keys of sequences out of their blocks, one after the other: [keys, rank + rope]."""
+    """Copy the latents of sequences from their blocks, one sequence after the other: [keys, rank + rope]."""
     launch(kernels.gather, len(work))(
         out, cache, seqs, work, k_scale, WIDTH=out.shape[1], BLOCK_SIZE=cache.data.shape[1],
-        BLOCK_N=GATHERED_KEYS, BLOCK_W=_wide(out.shape[1]),
+        BLOCK_N=GATHERED_KEYS, BLOCK_W=_pad(out.shape[1]),
     )  # fmt: skip
 
 
@@ -144,16 +144,17 @@ def attend_tiles(
     sizes: MLASizes,
     shape: AttentionShape,
 ) -> None:
-    """Some heads of queries [T, heads, nope + rope] and of multiplied-out keys [keys, heads, nope + v]."""
+    """Compute attention of queries [T, heads, nope + rope] to expanded [keys, heads, nope + v], for some
+    heads."""
     launch(kernels.tiles, len(work), kv.shape[1])(
         out, out.stride(0), q, q.stride(0), kv, kv.stride(0), turned, turned.stride(0), seqs, work,
         _scores(sizes.scale), NOPE=sizes.nope, ROPE=sizes.rope, V=sizes.v, BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n, BLOCK_K=_wide(sizes.nope), BLOCK_P=_wide(sizes.rope), BLOCK_V=_wide(sizes.v),
+        BLOCK_N=shape.block_n, BLOCK_K=_pad(sizes.nope), BLOCK_P=_pad(sizes.rope), BLOCK_V=_pad(sizes.v),
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
 
 
-def _wide(size: int) -> int:
+def _pad(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 

@@ -1,10 +1,10 @@
-"""Mixtures of experts on a GPU: `mix` of `kernels/reference/moe.py`.
+"""MoE layers on a GPU; the reference is `mix` of `kernels/reference/moe.py`.
 
-A pair is a token and one of its experts. For few tokens programs hold whole rows of the weights of each
-pair's expert in registers. For more, pairs are sorted by expert, and tiles of pairs with one expert multiply
-its weights on the tensor cores: each chosen expert is read once. Nothing here waits for the device, and what
-is launched depends on the number of tokens alone, so that all of it can be captured. Sums are made in a fixed
-order: the same input gives the same bits.
+A pair is a token and one of its experts. For few tokens, programs hold whole weight rows of each pair's
+expert in registers. For more, pairs are sorted by expert, and tiles of pairs with one expert multiply its
+weights on the tensor cores, so that each chosen expert is read once. Nothing here synchronizes with the
+device, and launches depend on the number of tokens only, so that CUDA graphs can capture them. Sums have a
+fixed order: results are deterministic.
 """
 
 import functools
@@ -32,7 +32,7 @@ __all__ = ["choose", "mix", "most_tiles", "route", "sort"]
 
 
 class MoERowsPlan(NamedTuple):
-    """So many rows of gate and up, and of each expert's down, per program."""
+    """Rows of gate and up, and of each expert's down, per program, and warps."""
 
     up: int
     down: int
@@ -41,7 +41,7 @@ class MoERowsPlan(NamedTuple):
 
 
 class MoETile(NamedTuple):
-    """So many rows of the weight, and so many numbers of each at a time."""
+    """Weight rows and inputs per tile, with compile options."""
 
     rows: int
     length: int
@@ -50,7 +50,7 @@ class MoETile(NamedTuple):
 
 
 class MoETilesPlan(NamedTuple):
-    """Tiles of so many pairs: those of gate and up, and those of down."""
+    """Tiles of `num` pairs: for gate and up, and for down."""
 
     num: int
     up: MoETile
@@ -64,7 +64,7 @@ _TILES = {
     64: (MoETile(128, 64, 4, 4), MoETile(128, 64, 4, 4)),
     128: (MoETile(128, 64, 8, 4), MoETile(128, 64, 4, 3)),
 }
-"""Of gate and up, and of down, by the pairs in a tile."""
+"""Tiles of gate and up, and of down, by pairs per tile."""
 _TILES_OF_E4M3 = {
     16: (MoETile(128, 256, 8, 3), MoETile(128, 128, 4, 3)),
     32: (MoETile(128, 256, 8, 3), MoETile(128, 128, 4, 3)),
@@ -100,20 +100,21 @@ def _up_rows(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (pairs * size_out / ROWS). Where the next kernel begins, `ids` are there."""
+    """Compute ROWS outputs of gate and up for one pair. The next kernel starts after `ids` are written. Grid:
+    (pairs * size_out / ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
     pair, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, LENGTH)
-    exist = (n < size_out)[:, None] & (k < size_in)[None, :]
+    exists = (n < size_out)[:, None] & (k < size_in)[None, :]
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
         return
     at = weight + (expert * 2 * size_out + n)[:, None] * size_in + k[None, :]
-    gate = tl.load(at, mask=exist, other=0.0, eviction_policy="evict_first")
+    gate = tl.load(at, mask=exists, other=0.0, eviction_policy="evict_first")
     at += size_out.to(tl.int64) * size_in
-    up = tl.load(at, mask=exist, other=0.0, eviction_policy="evict_first")
+    up = tl.load(at, mask=exists, other=0.0, eviction_policy="evict_first")
     row = tl.load(x + pair // TOP * x_stride + k, mask=k < size_in, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -127,9 +128,9 @@ def _up_rows(
         gate += tl.load(bias + expert * 2 * size_out + n, mask=n < size_out).to(tl.float32)
         up += tl.load(bias + (expert * 2 + 1) * size_out + n, mask=n < size_out).to(tl.float32)
     if added is not None:
-        more, outputs = added + pair * 2 * size_out + n, tl.where(tl.load(slots + pair) >= 0, size_out, 0)
-        gate += tl.load(more, mask=n < outputs, other=0.0).to(tl.float32)
-        up += tl.load(more + size_out, mask=n < outputs, other=0.0).to(tl.float32)
+        added_at, outputs = added + pair * 2 * size_out + n, tl.where(tl.load(slots + pair) >= 0, size_out, 0)
+        gate += tl.load(added_at, mask=n < outputs, other=0.0).to(tl.float32)
+        up += tl.load(added_at + size_out, mask=n < outputs, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
     y = gate_times(gate.to(kind), up.to(kind), ACTIVATION)
     tl.store(out + pair * size_out + n, y, mask=n < size_out)
@@ -156,9 +157,10 @@ def _down_rows(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tokens * size_out / ROWS). `EXPERTS` >= TOP is a power of two.
+    """Compute ROWS outputs of down for one token. `EXPERTS` >= TOP is a power of two. Grid: (tokens *
+    size_out / ROWS,).
 
-    `ids` and `weights` are read ahead of the end of `_up_rows`, around the cache of another multiprocessor's.
+    `ids` and `weights` are read before `_up_rows` has ended, and bypass the L1 cache.
     """
     stripes = tl.cdiv(size_out, ROWS)
     token, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
@@ -168,30 +170,30 @@ def _down_rows(
     here = expert >= 0
     share = tl.load(weights + pair, mask=rank < TOP, other=0.0, cache_modifier=".cg")
     row = expert[:, None] * size_out + n[None, :]
-    known = here[:, None] & (n < size_out)[None, :]
-    held = known[:, :, None] & (k < size_in)[None, None, :]
+    valid = here[:, None] & (n < size_out)[None, :]
+    w_valid = valid[:, :, None] & (k < size_in)[None, None, :]
     at = weight + row[:, :, None] * size_in + k[None, None, :]
-    w = tl.load(at, mask=held, other=0.0, eviction_policy="evict_first")
+    w = tl.load(at, mask=w_valid, other=0.0, eviction_policy="evict_first")
     follow(OVERLAP)
-    exist = here[:, None] & (k < size_in)[None, :]
-    values = tl.load(x + pair[:, None] * size_in + k[None, :], mask=exist, other=0.0).to(tl.float32)
+    exists = here[:, None] & (k < size_in)[None, :]
+    values = tl.load(x + pair[:, None] * size_in + k[None, :], mask=exists, other=0.0).to(tl.float32)
     values *= share[:, None]
     if scale is None:
         y = tl.sum(tl.sum(w.to(tl.float32) * values[:, None, :], 0), 1)
     elif BLOCKED:
         groups = tl.cdiv(size_in, 128)
         block = expert * tl.cdiv(size_out, 128) + tl.program_id(0) % stripes * ROWS // 128
-        values *= tl.load(scale + block[:, None] * groups + k[None, :] // 128, mask=exist, other=0.0)
+        values *= tl.load(scale + block[:, None] * groups + k[None, :] // 128, mask=exists, other=0.0)
         y = tl.sum(tl.sum(w.to(tl.float32) * values[:, None, :], 0), 1)
     else:
-        by_row = tl.load(scale + row, mask=known, other=0.0)
+        by_row = tl.load(scale + row, mask=valid, other=0.0)
         y = tl.sum(tl.sum(w.to(tl.float32) * values[:, None, :], 2) * by_row, 0)
     if BIASED:
-        y += tl.sum(tl.load(bias + row, mask=known, other=0.0).to(tl.float32) * share[:, None], 0)
+        y += tl.sum(tl.load(bias + row, mask=valid, other=0.0).to(tl.float32) * share[:, None], 0)
     if added is not None:
-        has = known & (tl.load(slots + pair, mask=rank < TOP, other=-1) >= 0)[:, None]
-        more = tl.load(added + pair[:, None] * size_out + n[None, :], mask=has, other=0.0)
-        y += tl.sum(more.to(tl.float32) * share[:, None], 0)
+        has_adapter = valid & (tl.load(slots + pair, mask=rank < TOP, other=-1) >= 0)[:, None]
+        lora = tl.load(added + pair[:, None] * size_out + n[None, :], mask=has_adapter, other=0.0)
+        y += tl.sum(lora.to(tl.float32) * share[:, None], 0)
     place = out + token.to(tl.int64) * size_out + n
     tl.store(place, y.to(out.dtype.element_ty), mask=n < size_out)
 
@@ -204,7 +206,7 @@ def mix(
     activation: str,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
+    """Return the weighted sum of the chosen experts' outputs for each token: [T, hidden]."""
     if not len(x):
         return torch.empty_like(x)
     num_experts, _, intermediate = experts.down.shape
@@ -223,15 +225,15 @@ def mixed(
     plan: Plan,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """`mix` by a plan."""
+    """Compute `mix` by a plan."""
     num_experts, _, inner = experts.down.shape
     pairs = None if adapters is None else PairAdapters.of(adapters, ids)
     if isinstance(plan, MoERowsPlan):
-        between = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
+        activated = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
         out = torch.empty_like(x)
-        up_rows(between, x, ids, experts, activation, plan, NOTHING if pairs is None else pairs.up(x))
-        added = NOTHING if pairs is None else pairs.down(between)
-        down_rows(out, between, ids, weights, experts, plan, added)
+        up_rows(activated, x, ids, experts, activation, plan, NOTHING if pairs is None else pairs.up(x))
+        added = NOTHING if pairs is None else pairs.down(activated)
+        down_rows(out, activated, ids, weights, experts, plan, added)
         return out
     by_plan = functools.partial(multiply, experts=experts, plan=plan, top=ids.shape[1], adapters=pairs)
     up = functools.partial(by_plan, activation=activation)
@@ -288,7 +290,7 @@ def multiply(
     adapters: PairAdapters | None = None,
     ahead: bool,
 ) -> None:
-    """With an activation gate and up of tokens, without one down of sorted pairs."""
+    """Compute gate and up from tokens (with an activation), or down from sorted pairs."""
     weight, bias, scale = experts.gate_up, experts.gate_up_bias, experts.gate_up_scale
     if not activation:
         weight, bias, scale = experts.down, experts.down_bias, experts.down_scale
@@ -310,7 +312,7 @@ def multiply(
 
 
 def _or(bias: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel wants some tensor."""
+    """Return `bias`, or for None some other tensor for the kernel argument."""
     return other if bias is None else bias
 
 
@@ -325,9 +327,10 @@ def plan_of(
     *,
     blocked: bool = False,
 ) -> Plan:
-    """How to multiply so many pairs, `top` of them a token's; `dtype` is the weights'.
+    """Return the plan for `num_pairs` pairs, `top` per token; `dtype` is that of the weights.
 
-    As measured on an H200 in graphs of layers with different weights: docs/performance.md has the table.
+    The plans were measured on an H200 in CUDA graphs of layers with different weights; see
+    docs/performance.md.
     """
     length = triton.next_power_of_2(hidden)
     held = triton.next_power_of_2(top) * triton.next_power_of_2(inner)

@@ -1,4 +1,4 @@
-"""Pairs of a token and one of its experts, sorted by expert and cut into tiles; what experts make of them."""
+"""Sort of (token, expert) pairs by expert into tiles, and the MoE layer over sorted pairs."""
 
 from typing import Protocol
 
@@ -10,27 +10,27 @@ from torch import Tensor
 from quire.kernels.triton.launch import follow, launch, overlap, room
 
 Sorted = tuple[Tensor, Tensor]
-"""What `sort` gives."""
+"""Result of `sort`."""
 _SUMMED = 1024
-"""Numbers of a token that a program sums."""
+"""Elements of a token per program of `_sum`."""
 _MOST_AHEAD = 256
-"""Up to so many tokens a kernel is launched ahead of the end of the one before."""
+"""Most tokens for which kernels are launched with PDL."""
 
 _CHUNKS = 128, 512, 2048, 4096
-"""Pairs that a program sorts at a time: as many as there are, or the most."""
+"""Pairs that a program sorts at a time: the first that fits all, or the last."""
 _SPANS = 4
-"""Programs for an expert, where there are many."""
+"""Most programs per expert."""
 
 
 @triton.jit(do_not_specialize=["num"])
 def _count(
     counts: tl.tensor, ids: tl.tensor, num: tl.tensor, CHUNK: tl.constexpr, BINS: tl.constexpr
 ) -> None:
-    """Grid (pairs / CHUNK): how many pairs of a chunk each expert has."""
+    """Count the pairs of each expert in a chunk. Grid: (pairs / CHUNK,)."""
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    found = tl.load(ids + at, mask=at < num, other=-1)
+    experts = tl.load(ids + at, mask=at < num, other=-1)
     row = counts + tl.program_id(0) * BINS + tl.arange(0, BINS)
-    tl.store(row, tl.histogram(tl.maximum(found, 0), BINS, mask=found >= 0))
+    tl.store(row, tl.histogram(tl.maximum(experts, 0), BINS, mask=experts >= 0))
 
 
 @triton.jit(do_not_specialize=["num", "chunks", "span"])
@@ -48,18 +48,19 @@ def _sort(
     ALONE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (experts, chunks / span): the pairs of an expert in `span` chunks go to their places, in order.
+    """Write the pairs of one expert in `span` chunks to their sorted positions. Grid: (experts, chunks /
+    span).
 
-    Those of the first chunks also list the tiles of `HEIGHT` pairs in `work`. If `ALONE` there is one chunk,
-    which nobody has counted.
+    The programs of the first chunks also list the tiles of `HEIGHT` pairs in `work`. If `ALONE`, there is a
+    single chunk, which `_count` has not counted.
     """
     expert, chunk, bins = tl.program_id(0), tl.program_id(1) * span, tl.arange(0, BINS)
     follow(OVERLAP)
     totals, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
     if ALONE:
         at = tl.arange(0, CHUNK)
-        found = tl.load(ids + at, mask=at < num, other=-1)
-        totals += tl.histogram(tl.maximum(found, 0), BINS, mask=found >= 0)
+        experts = tl.load(ids + at, mask=at < num, other=-1)
+        totals += tl.histogram(tl.maximum(experts, 0), BINS, mask=experts >= 0)
     else:
         for i in range(chunks):
             row = tl.load(counts + i * BINS + bins)
@@ -69,26 +70,26 @@ def _sort(
     place = first + tl.sum(tl.where(bins == expert, before, 0), 0)
     for i in range(chunk, tl.minimum(chunk + span, chunks)):
         at = i * CHUNK + tl.arange(0, CHUNK)
-        is_own = (tl.load(ids + at, mask=at < num, other=-1) == expert).to(tl.int32)
-        tl.store(order + place + tl.cumsum(is_own, 0) - 1, at, mask=is_own > 0)
-        place += tl.sum(is_own, 0)
+        matches = (tl.load(ids + at, mask=at < num, other=-1) == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(matches, 0) - 1, at, mask=matches > 0)
+        place += tl.sum(matches, 0)
     if chunk == 0:
         tiles = tl.cdiv(totals, HEIGHT)
-        own = tl.sum(tl.where(bins == expert, totals, 0), 0)
+        count = tl.sum(tl.where(bins == expert, totals, 0), 0)
         tile = work + 4 + 4 * tl.sum(tl.where(bins < expert, tiles, 0), 0)
-        for start in range(0, own, HEIGHT):
+        for start in range(0, count, HEIGHT):
             tl.store(tile, expert)
             tl.store(tile + 1, first + start)
-            tl.store(tile + 2, first + tl.minimum(start + HEIGHT, own))
+            tl.store(tile + 2, first + tl.minimum(start + HEIGHT, count))
             tile += 4
         if expert == 0:
             tl.store(work, tl.sum(tiles, 0))
 
 
 def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> Sorted:
-    """Pairs by expert [pairs], those of experts that are elsewhere (an id below 0) left out; how many tiles
-    of up to `height` pairs of one expert there are, and from 4 on the expert of each, its first pair, its
-    end, and nothing."""
+    """Return the pairs sorted by expert [pairs], without those of experts on other ranks (id below 0), and
+    the tiles: their number, then from 4 on for each tile of up to `height` pairs its expert, first pair, end,
+    and padding."""
     num, bins = ids.numel(), triton.next_power_of_2(num_experts)
     chunk = next((size for size in _CHUNKS if num <= size), _CHUNKS[-1])
     chunks = triton.cdiv(num, chunk)
@@ -107,13 +108,13 @@ def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> Sorted:
 
 
 def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
-    """However the pairs fall."""
+    """Return the most tiles for any distribution of pairs."""
     touched = min(num_pairs, num_experts)
     return touched + (num_pairs - touched) // height
 
 
 class Multiplies(Protocol):
-    """Fills a row for each pair from rows of tokens, or of sorted pairs."""
+    """Computes a row for each pair from rows of tokens, or of sorted pairs."""
 
     def __call__(self, out: Tensor, x: Tensor, pairs: Sorted, *, ahead: bool) -> None: ...
 
@@ -128,22 +129,22 @@ def sorted_mix(
     sizes: tuple[int, int],
     height: int,
 ) -> Tensor:
-    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token, in tiles of
-    `height` pairs; `sizes` are the number of experts and what is between `up` and `down`."""
+    """Return the weighted sum of the chosen experts' outputs for each token [T, hidden], in tiles of `height`
+    pairs; `sizes` are the number of experts and the intermediate size."""
     (num, hidden), (num_experts, inner) = x.shape, sizes
     ahead = num <= _MOST_AHEAD and overlap(1)
-    between = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
-    apart = torch.empty(ids.numel(), hidden, dtype=x.dtype, device=x.device)
+    activated = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
+    per_pair = torch.empty(ids.numel(), hidden, dtype=x.dtype, device=x.device)
     out = torch.empty(num, hidden, dtype=x.dtype, device=x.device)
     pairs = sort(ids, num_experts, height, ahead=ahead)
-    up(between, x, pairs, ahead=ahead)
-    down(apart, between, pairs, ahead=ahead)
-    add(out, apart, ids, weights, ahead=ahead)
+    up(activated, x, pairs, ahead=ahead)
+    down(per_pair, activated, pairs, ahead=ahead)
+    add(out, per_pair, ids, weights, ahead=ahead)
     return out
 
 
 def add(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *, ahead: bool) -> None:
-    """The rows of each token's pairs, weighed; there is none where an id is below 0."""
+    """Sum the weighted rows of each token's pairs; pairs with an id below 0 are skipped."""
     num, hidden = out.shape
     top = weights.shape[1]
     launch(_sum, num, triton.cdiv(hidden, _SUMMED))(
@@ -164,13 +165,14 @@ def _sum(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tokens, size / BLOCK). `EXPERTS` >= TOP is a power of two."""
+    """Sum BLOCK elements of one token's pairs. `EXPERTS` >= TOP is a power of two. Grid: (tokens, size /
+    BLOCK)."""
     token, rank = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
     at, pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), token * TOP + rank
     follow(OVERLAP)
     here = tl.load(ids + pair, mask=rank < TOP, other=-1) >= 0
-    exist = here[:, None] & (at < size)[None, :]
-    values = tl.load(x + pair[:, None] * size + at[None, :], mask=exist, other=0.0).to(tl.float32)
+    exists = here[:, None] & (at < size)[None, :]
+    values = tl.load(x + pair[:, None] * size + at[None, :], mask=exists, other=0.0).to(tl.float32)
     share = tl.load(weights + pair, mask=rank < TOP, other=0.0)
     total = tl.sum(values * share[:, None], 0)
     tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=at < size)

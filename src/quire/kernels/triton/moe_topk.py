@@ -1,6 +1,7 @@
-"""Top-k expert routing on a GPU, fused with the router GEMM: `route` of `kernels/reference/moe.py`.
+"""Top-k expert routing on a GPU, fused with the router GEMM; the reference is `route` of
+`kernels/reference/moe.py`.
 
-For one token `_choose` spreads the rows of the router over programs, the last of which to finish routes.
+For one token, `_choose` spreads the rows of the router over programs; the last one to finish routes.
 """
 
 import torch
@@ -15,9 +16,9 @@ from quire.kernels.triton.matmul import TilesPlan, aligned, has_room, multiply
 from quire.kernels.triton.tile_dots import LONGEST, arrivals_of
 
 _HELD = 4096
-"""Numbers of the router that a program of `_choose` has."""
+"""Router elements per program of `_choose`."""
 _TILES, _MOST_TILED = TilesPlan(16, 64, 128, 8, 4, 4), 256
-"""How more tokens are multiplied, and how many at most."""
+"""Plan of the router GEMM for more tokens, and the most tokens."""
 _LEAST: tl.constexpr = tl.constexpr(-1e30)
 """Less than any score."""
 _TAKEN: tl.constexpr = tl.constexpr(-(2**31))
@@ -36,13 +37,13 @@ def _route(
     NUM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM)."""
+    """Route NUM tokens. Grid: (num / NUM,)."""
     token = tl.program_id(0).to(tl.int64) * NUM + tl.arange(0, NUM)
     expert, exists = _experts(HOW)
     follow(OVERLAP)
-    known = (token < num)[:, None] & exists[None, :]
-    values = tl.load(logits + token[:, None] * stride + expert[None, :], mask=known, other=0.0)
-    _pick(values, token, num, ids, weights, bias, scale, HOW)
+    valid = (token < num)[:, None] & exists[None, :]
+    values = tl.load(logits + token[:, None] * stride + expert[None, :], mask=valid, other=0.0)
+    _choose_experts(values, token, num, ids, weights, bias, scale, HOW)
 
 
 @triton.jit
@@ -64,10 +65,11 @@ def _choose(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (EXPERTS / ROWS); `arrivals` is zero before and after."""
+    """Compute ROWS logits of a single token; the last program routes. `arrivals` is zero before and after.
+    Grid: (EXPERTS / ROWS,)."""
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
-    held = (n < EXPERTS)[:, None] & (k < size)[None, :]
-    w = tl.load(router + n[:, None] * size + k[None, :], mask=held, other=0.0)
+    valid = (n < EXPERTS)[:, None] & (k < size)[None, :]
+    w = tl.load(router + n[:, None] * size + k[None, :], mask=valid, other=0.0)
     if BIASED:
         offset = tl.load(router_bias + n, mask=n < EXPERTS, other=0.0).to(tl.float32)
     follow(OVERLAP)
@@ -83,19 +85,19 @@ def _choose(
     token = tl.zeros([1], tl.int64)
     expert, exists = _experts(HOW)
     values = tl.load(logits + expert, mask=exists, other=0.0, cache_modifier=".cg")
-    _pick(values[None, :], token, 1, ids, weights, bias, scale, HOW)
+    _choose_experts(values[None, :], token, 1, ids, weights, bias, scale, HOW)
 
 
 @triton.jit
 def _experts(HOW: tl.constexpr) -> tl.tensor:
-    """Which expert stands in a column, and whether it exists: groups begin at powers of two."""
+    """Return the expert of each column, and whether it exists; groups begin at powers of two."""
     at = tl.arange(0, HOW[4] * HOW[5])
     group, place = at // HOW[5], at % HOW[5]
     return group * HOW[7] + place, (group < HOW[6]) & (place < HOW[7])
 
 
 @triton.jit
-def _pick(
+def _choose_experts(
     values: tl.tensor,
     token: tl.tensor,
     num: tl.tensor,
@@ -105,9 +107,9 @@ def _pick(
     scale: tl.tensor,
     HOW: tl.constexpr,
 ) -> None:
-    """The experts of some tokens from logits [tokens, columns]. `HOW` is what `_how` says.
+    """Choose the experts of some tokens from logits [tokens, columns]; `HOW` is the result of `_how`.
 
-    Rows that pad a batch may hold anything: even then the experts that are chosen exist and differ.
+    Padding rows may hold anything; the chosen experts exist and differ even then.
     """
     TOP: tl.constexpr = HOW[0]
     SIGMOID: tl.constexpr = HOW[1]
@@ -126,8 +128,8 @@ def _pick(
         choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)[None, :]
     choice = tl.where(exists[None, :], choice, -float("inf"))
     if HOW[6] > 1:
-        choice = _in_best_groups(choice, HOW[4], HOW[5], HOW[8], HOW[9])
-    # as whole numbers of the same order, whose largest the hardware finds at once
+        choice = _mask_groups(choice, HOW[4], HOW[5], HOW[8], HOW[9])
+    # Convert to integers of the same order: the hardware has an integer maximum.
     bits = choice.to(tl.int32, bitcast=True)
     keys = tl.where(exists[None, :], bits ^ ((bits >> 31) & 0x7FFFFFFF), _TAKEN)
     at, rank = tl.arange(0, HOW[4] * HOW[5])[None, :], tl.full(keys.shape, -1, tl.int32)
@@ -143,30 +145,31 @@ def _pick(
 
 
 @triton.jit
-def _in_best_groups(
+def _mask_groups(
     choice: tl.tensor, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr
 ) -> tl.tensor:
-    """Outside of the `TOP` groups whose `BEST` experts are worth most, less than any score."""
+    """Reduce the scores outside of the `TOP` groups to less than any score. A group's value is the sum of its
+    `BEST` experts."""
     NUM: tl.constexpr = choice.shape[0]
     group, place = tl.arange(0, GROUPS)[None, :], tl.arange(0, SIZE)[None, None, :]
     choice = tl.reshape(choice, [NUM, GROUPS, SIZE])
-    left, worth = choice, tl.zeros([NUM, GROUPS], tl.float32)
+    remaining, group_score = choice, tl.zeros([NUM, GROUPS], tl.float32)
     for _ in tl.static_range(BEST):
-        worth += tl.max(left, 2)
-        left = tl.where(place == tl.argmax(left, 2)[:, :, None], -float("inf"), left)
-    kept = tl.zeros([NUM, GROUPS], tl.int1)
+        group_score += tl.max(remaining, 2)
+        remaining = tl.where(place == tl.argmax(remaining, 2)[:, :, None], -float("inf"), remaining)
+    selected = tl.zeros([NUM, GROUPS], tl.int1)
     for _ in tl.static_range(TOP):
-        best = group == tl.argmax(worth, 1)[:, None]
-        kept |= best
-        worth = tl.where(best, -float("inf"), worth)
-    choice = tl.where(kept[:, :, None], choice, tl.minimum(choice, _LEAST))
+        best = group == tl.argmax(group_score, 1)[:, None]
+        selected |= best
+        group_score = tl.where(best, -float("inf"), group_score)
+    choice = tl.where(selected[:, :, None], choice, tl.minimum(choice, _LEAST))
     return tl.reshape(choice, [NUM, GROUPS * SIZE])
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """[T, experts] logits -> ids [T, per_token] int32 and weights [T, per_token] float32."""
+    """Return ids [T, per_token] int32 and weights [T, per_token] float32 for logits [T, experts]."""
     num, size = logits.shape
-    ids, weights = _results(num, routing, logits.device)
+    ids, weights = _allocate(num, routing, logits.device)
     if num:
         ahead = overlap(num, size)
         launch(_route, num)(
@@ -183,7 +186,7 @@ def choose(
     bias: Tensor | None = None,
     router_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`route` of x R^T + b for x [T, hidden] and R [experts, hidden]."""
+    """Route x R^T + b for x [T, hidden] and R [experts, hidden]."""
     (num, size), experts = x.shape, len(router)
     length = triton.next_power_of_2(size)
     if x.dtype != router.dtype or x.dtype == torch.float32 or not 0 < num <= _MOST_TILED:
@@ -192,7 +195,7 @@ def choose(
         tiled = aligned(x) and aligned(router) and has_room()
         logits = multiply(x, router, router_bias, _TILES) if tiled else F.linear(x, router, router_bias)
         return route(logits, routing, bias)
-    ids, weights = _results(num, routing, x.device)
+    ids, weights = _allocate(num, routing, x.device)
     ahead, rows = overlap(num, size), max(_HELD // length, 1)
     launch(_choose, triton.cdiv(experts, rows))(
         ids, weights, torch.empty(experts, dtype=x.dtype, device=x.device), x, router,
@@ -204,14 +207,14 @@ def choose(
     return ids, weights
 
 
-def _results(num: int, routing: Routing, device: torch.device) -> tuple[Tensor, Tensor]:
+def _allocate(num: int, routing: Routing, device: torch.device) -> tuple[Tensor, Tensor]:
     ids = room(num, routing.per_token, dtype=torch.int32, device=device)
     return ids, torch.empty(num, routing.per_token, dtype=torch.float32, device=device)
 
 
 def _how(routing: Routing, experts: int, bias: Tensor | None) -> tuple[int, ...]:
-    """What a kernel is compiled for: experts per token, sigmoid, renormalized, biased; groups and the size of
-    one in powers of two, and as they are; groups that are taken, and experts that say what one is worth."""
+    """Return the compile-time constants: experts per token, sigmoid, renormalized, biased; groups and group
+    size as powers of two, then as they are; chosen groups, and experts that determine a group's score."""
     top, scoring, renormalized, _, groups, top_groups, group_best = routing
     size, columns = experts // groups, triton.next_power_of_2(groups)
     wide = max(triton.next_power_of_2(size), 16 // columns)

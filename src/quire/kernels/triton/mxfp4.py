@@ -1,8 +1,9 @@
-"""MoE layers in MXFP4 on a GPU: `mix` of `kernels/reference/moe.py`, with weights unpacked in registers.
+"""MoE layers in MXFP4 on a GPU, with weights dequantized in registers; the reference is `mix` of
+`kernels/reference/moe.py`.
 
-A byte of the weights has numbers i and 16 + i of its block. The bits of a number, moved to those of a
-float32, are the number divided by 2^126; powers of two bring it back, half of the way at a time, since no
-float holds all of it.
+A byte of the weights has elements i and 16 + i of its block. The bits of an element, moved to those of a
+float32, are the value divided by 2^126. It is multiplied by 2^63 twice, because 2^126 times the scale exceeds
+float32.
 """
 
 import functools
@@ -21,11 +22,11 @@ from quire.kernels.triton.tile_dots import empty, times, upright
 
 _HALF_WAY = tl.constexpr(2.0**63)
 _BLOCKS = tl.constexpr(32)
-"""Of a row that a program unpacks at a time, where it holds rows."""
+"""Blocks of a row per step of the row kernels."""
 
 
 class Mxfp4Weights(NamedTuple):
-    """The weights of all experts of a layer. The first half of `gate_up` is the gate's."""
+    """Weights of all experts of a layer. The first half of `gate_up` is the gate."""
 
     gate_up: Tensor
     """[experts, 2 * intermediate, hidden / 32, 16]"""
@@ -38,8 +39,8 @@ class Mxfp4Weights(NamedTuple):
 
 
 @triton.jit
-def _numbers(codes: tl.tensor) -> Any:
-    """Both numbers of each byte, divided by 2^126."""
+def _decode(codes: tl.tensor) -> Any:
+    """Return both values of each byte, divided by 2^126."""
     wide = codes.to(tl.int32)
     low = ((wide & 7) << 22) | ((wide & 8) << 28)
     high = ((wide & 0x70) << 18) | ((wide & 0x80) << 24)
@@ -48,26 +49,26 @@ def _numbers(codes: tl.tensor) -> Any:
 
 @triton.jit
 def _power(scales: tl.tensor) -> tl.tensor:
-    """2^63 times the scale: the rest of the way is left to others."""
+    """Return 2^63 times the scale; the caller multiplies by the other 2^63."""
     return ((tl.minimum(scales.to(tl.int32), 191) + 63) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _row_sums(
-    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, rows: tl.tensor, known: tl.tensor, blocks: tl.tensor
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, rows: tl.tensor, live: tl.tensor, blocks: tl.tensor
 ) -> tl.tensor:
-    """x times some rows of a weight of so many blocks. A thread has whole blocks."""
+    """Return the products of x with weight rows of `blocks` blocks. A thread holds whole blocks."""
     acc = tl.zeros([rows.shape[0], _BLOCKS], tl.float32)
     block, byte = tl.arange(0, _BLOCKS), tl.arange(0, 16)
     for at in range(0, blocks, _BLOCKS):
-        there = block < blocks - at
-        held, place = known[:, None] & there[None, :], rows[:, None] * blocks + (at + block)[None, :]
+        exists = block < blocks - at
+        valid, place = live[:, None] & exists[None, :], rows[:, None] * blocks + (at + block)[None, :]
         packed = codes + place[:, :, None] * 16 + byte[None, None, :]
-        low, high = _numbers(tl.load(packed, mask=held[:, :, None], other=0, eviction_policy="evict_first"))
+        low, high = _decode(tl.load(packed, mask=valid[:, :, None], other=0, eviction_policy="evict_first"))
         k = (at + block)[:, None] * 32 + byte[None, :]
-        left = tl.load(x + k, mask=there[:, None], other=0.0).to(tl.float32) * _HALF_WAY
-        right = tl.load(x + k + 16, mask=there[:, None], other=0.0).to(tl.float32) * _HALF_WAY
-        scale = _power(tl.load(scales + place, mask=held, other=0))
+        left = tl.load(x + k, mask=exists[:, None], other=0.0).to(tl.float32) * _HALF_WAY
+        right = tl.load(x + k + 16, mask=exists[:, None], other=0.0).to(tl.float32) * _HALF_WAY
+        scale = _power(tl.load(scales + place, mask=valid, other=0))
         acc += tl.sum(low * left[None] + high * right[None], 2) * scale
     return tl.sum(acc, 1)
 
@@ -88,7 +89,7 @@ def _up_rows(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (pairs * size_out / ROWS)."""
+    """Compute ROWS outputs of gate and up for one pair. Grid: (pairs * size_out / ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
     pair, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
     follow(OVERLAP)
@@ -122,7 +123,8 @@ def _down_rows(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tokens * size_out / ROWS): all experts of a token, one after the other."""
+    """Compute ROWS outputs of down for one token, over its experts in order. Grid: (tokens * size_out /
+    ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
     token, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
     follow(OVERLAP)
@@ -132,32 +134,32 @@ def _down_rows(
         expert = tl.load(ids + pair).to(tl.int64)
         if expert >= 0:
             row = expert * size_out + n
-            one = _row_sums(x + pair.to(tl.int64) * blocks * 32, codes, scales, row, n < size_out, blocks)
+            term = _row_sums(x + pair.to(tl.int64) * blocks * 32, codes, scales, row, n < size_out, blocks)
             if bias is not None:
-                one += tl.load(bias + row, mask=n < size_out, other=0.0).to(tl.float32)
-            y += one * tl.load(weights + pair)
+                term += tl.load(bias + row, mask=n < size_out, other=0.0).to(tl.float32)
+            y += term * tl.load(weights + pair)
     place = out + token.to(tl.int64) * size_out + n
     tl.store(place, y.to(out.dtype.element_ty), mask=n < size_out)
 
 
 @triton.jit
-def _unpacked(
+def _dequantize(
     codes: tl.tensor,
     scales: tl.tensor,
     row: tl.tensor,
-    known: tl.tensor,
+    live: tl.tensor,
     at: tl.tensor,
     blocks: tl.tensor,
     COUNT: tl.constexpr,
     KIND: tl.constexpr,
 ) -> Any:
-    """`COUNT` blocks of some rows: their first and their second halves, [rows, 16 * COUNT] each; divided by
-    2^63 where the type holds it."""
+    """Dequantize `COUNT` blocks of some rows: their first and second halves, each [rows, 16 * COUNT]; divided
+    by 2^63 if the dtype has the range."""
     block, byte = at + tl.arange(0, COUNT), tl.arange(0, 16)
-    held, place = known[:, None] & (block < blocks)[None, :], row[:, None] * blocks + block[None, :]
+    valid, place = live[:, None] & (block < blocks)[None, :], row[:, None] * blocks + block[None, :]
     packed = codes + place[:, :, None] * 16 + byte[None, None, :]
-    low, high = _numbers(tl.load(packed, mask=held[:, :, None], other=0))
-    scale = _power(tl.load(scales + place, mask=held, other=0))[:, :, None]
+    low, high = _decode(tl.load(packed, mask=valid[:, :, None], other=0))
+    scale = _power(tl.load(scales + place, mask=valid, other=0))[:, :, None]
     if tl.float16 == KIND:
         low, high = low * _HALF_WAY, high * _HALF_WAY
     shape: tl.constexpr = [row.shape[0], 16 * COUNT]
@@ -183,7 +185,8 @@ def _tiles(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (most tiles * size_out / ROWS): `_tiles` of experts.py, of weights that are unpacked."""
+    """Compute a tile as `tiles` of moe_tiles.py does, with dequantized weights. Grid: (most tiles * size_out
+    / ROWS,)."""
     KIND: tl.constexpr = x.dtype.element_ty
     COUNT: tl.constexpr = LENGTH // 32
     stripes = tl.cdiv(size_out, ROWS)
@@ -194,44 +197,44 @@ def _tiles(
     expert = tl.load(work + 4 + 4 * tile).to(tl.int64)
     m, end = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM), tl.load(work + 6 + 4 * tile)
     pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
-    own, row = m.to(tl.int64), expert * size_out + n
+    x_row, row = m.to(tl.int64), expert * size_out + n
     if ACTIVATION != "":
-        own, row = pair // TOP, expert * 2 * size_out + n
+        x_row, row = pair // TOP, expert * 2 * size_out + n
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     half = tl.arange(0, LENGTH // 2)
     k = half // 16 * 32 + half % 16
     for at in range(0, blocks, COUNT):
-        there = (m < end)[:, None] & (k < (blocks - at) * 32)[None, :]
-        a = x + own[:, None] * x_stride + (at * 32 + k)[None, :]
-        left, right = tl.load(a, mask=there, other=0.0), tl.load(a + 16, mask=there, other=0.0)
-        low, high = _unpacked(codes, scales, row, n < size_out, at, blocks, COUNT, KIND)
+        valid = (m < end)[:, None] & (k < (blocks - at) * 32)[None, :]
+        a = x + x_row[:, None] * x_stride + (at * 32 + k)[None, :]
+        left, right = tl.load(a, mask=valid, other=0.0), tl.load(a + 16, mask=valid, other=0.0)
+        low, high = _dequantize(codes, scales, row, n < size_out, at, blocks, COUNT, KIND)
         acc = times(right, high, times(left, low, acc))
         if ACTIVATION != "":
-            low, high = _unpacked(codes, scales, row + size_out, n < size_out, at, blocks, COUNT, KIND)
+            low, high = _dequantize(codes, scales, row + size_out, n < size_out, at, blocks, COUNT, KIND)
             up = times(right, high, times(left, low, up))
     kind = out.dtype.element_ty
-    y = _finished(acc, bias, row, n < size_out, NUM, KIND).to(kind)
+    y = _finish(acc, bias, row, n < size_out, NUM, KIND).to(kind)
     if ACTIVATION != "":
-        y = gate_times(y, _finished(up, bias, row + size_out, n < size_out, NUM, KIND).to(kind), ACTIVATION)
+        y = gate_times(y, _finish(up, bias, row + size_out, n < size_out, NUM, KIND).to(kind), ACTIVATION)
         pair = m.to(tl.int64)
     inside = (m < end)[:, None] & (n < size_out)[None, :]
     tl.store(out + pair[:, None] * size_out + n[None, :], y, mask=inside)
 
 
 @triton.jit
-def _finished(
-    acc: tl.tensor, bias: tl.tensor, row: tl.tensor, known: tl.tensor, NUM: tl.constexpr, KIND: tl.constexpr
+def _finish(
+    acc: tl.tensor, bias: tl.tensor, row: tl.tensor, live: tl.tensor, NUM: tl.constexpr, KIND: tl.constexpr
 ) -> tl.tensor:
     acc = upright(acc, NUM)
     if tl.float16 != KIND:
         acc *= _HALF_WAY
     if bias is not None:
-        acc += tl.load(bias + row, mask=known, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + row, mask=live, other=0.0).to(tl.float32)[None, :]
     return acc
 
 
 def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activation: str) -> Tensor:
-    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
+    """Return the weighted sum of the chosen experts' outputs for each token: [T, hidden]."""
     if not len(x):
         return torch.empty_like(x)
     return mixed(x, ids, weights, experts, activation, plan_of(ids.numel(), len(experts.down), x.dtype))
@@ -240,19 +243,19 @@ def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activati
 def mixed(
     x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activation: str, plan: Plan
 ) -> Tensor:
-    """`mix` by a plan."""
+    """Compute `mix` by a plan."""
     (num, hidden), top, inner = x.shape, ids.shape[1], 32 * experts.down.shape[2]
     up, down = experts[:2], experts[2:4]
     if isinstance(plan, MoERowsPlan):
         ahead = overlap(1)
-        between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
+        activated = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
         out = torch.empty_like(x)
         launch(_up_rows, num * top * triton.cdiv(inner, plan.up))(
-            between, x, *up, experts.gate_up_bias, ids, hidden // 32, inner, x.stride(0), TOP=top,
+            activated, x, *up, experts.gate_up_bias, ids, hidden // 32, inner, x.stride(0), TOP=top,
             ACTIVATION=activation, ROWS=plan.up, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.up_warps,
         )  # fmt: skip
         launch(_down_rows, num * triton.cdiv(hidden, plan.down))(
-            out, between, *down, experts.down_bias, ids, weights, inner // 32, hidden, TOP=top,
+            out, activated, *down, experts.down_bias, ids, weights, inner // 32, hidden, TOP=top,
             ROWS=plan.down, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.down_warps,
         )  # fmt: skip
         return out
@@ -275,7 +278,7 @@ def _multiply(
     activation: str,
     ahead: bool,
 ) -> None:
-    """With an activation gate and up of tokens, without one down of sorted pairs."""
+    """Compute gate and up from tokens (with an activation), or down from sorted pairs."""
     codes, scales = weight
     (num, size_out), tile = out.shape, plan.up if activation else plan.down
     launch(_tiles, most_tiles(num, len(codes), plan.num) * triton.cdiv(size_out, tile.rows))(
@@ -291,12 +294,12 @@ _TILES = {
     64: (MoETile(64, 128, 4, 3), MoETile(128, 128, 4, 3)),
     128: (MoETile(64, 64, 8, 3), MoETile(128, 64, 8, 3)),
 }
-"""Of gate and up, and of down, by the pairs in a tile."""
+"""Tiles of gate and up, and of down, by pairs per tile."""
 
 
 @functools.cache
 def plan_of(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Plan:
-    """Return the tile shape for so many token-expert pairs (H200, benchmarks/kernel_mxfp4.py)."""
+    """Return the tile shape for `num_pairs` (token, expert) pairs (H200, benchmarks/kernel_mxfp4.py)."""
     if num_pairs <= num_experts // 2:
         return MoERowsPlan(4, 4, 2, 2)
     if dtype == torch.float32:

@@ -1,5 +1,6 @@
-"""GEMM with 4-bit weights that index a table of values (`kernels/reference/nf4.py`): the weight is
-widened for the library's product. (Looking codes up inside of the product took longer, however many rows.)"""
+"""GEMM with 4-bit weights that index a table of values (`kernels/reference/nf4.py`). The weight is
+dequantized for the library's GEMM; table lookups inside a GEMM kernel measured slower for any number of
+rows."""
 
 import torch
 import triton
@@ -11,7 +12,7 @@ from quire.kernels.reference.nf4 import BLOCK, Halves
 from quire.kernels.triton.launch import launch
 
 _WIDENED = 1024
-"""Bytes that a program of `_widen` reads."""
+"""Bytes per program of `_widen`."""
 _B: tl.constexpr = tl.constexpr(BLOCK)
 
 
@@ -24,19 +25,19 @@ def _widen(
     half: tl.tensor,
     LENGTH: tl.constexpr,
 ) -> None:
-    """Grid (outputs, half / LENGTH)."""
+    """Dequantize LENGTH bytes of one weight row. Grid: (outputs, half / LENGTH)."""
     n, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
-    held = k < half
-    w = tl.load(codes + n * half + k, mask=held, other=0).to(tl.int32)
+    valid = k < half
+    w = tl.load(codes + n * half + k, mask=valid, other=0).to(tl.int32)
     at_scale = scales + (n * 2 * half + k) // _B
-    below = tl.load(table + (w & 15)) * tl.load(at_scale, mask=held, other=0.0)
-    above = tl.load(table + (w >> 4)) * tl.load(at_scale + half // _B, mask=held, other=0.0)
-    tl.store(out + n * 2 * half + k, below.to(out.dtype.element_ty), mask=held)
-    tl.store(out + n * 2 * half + half + k, above.to(out.dtype.element_ty), mask=held)
+    low = tl.load(table + (w & 15)) * tl.load(at_scale, mask=valid, other=0.0)
+    high = tl.load(table + (w >> 4)) * tl.load(at_scale + half // _B, mask=valid, other=0.0)
+    tl.store(out + n * 2 * half + k, low.to(out.dtype.element_ty), mask=valid)
+    tl.store(out + n * 2 * half + half + k, high.to(out.dtype.element_ty), mask=valid)
 
 
 def linear(x: Tensor, weight: Halves, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b."""
+    """Return x W^T + b."""
     return F.linear(x, widen(weight, x.dtype), bias)
 
 

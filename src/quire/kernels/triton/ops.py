@@ -1,4 +1,5 @@
-"""The operations between a model's products on a GPU: `kernels/reference/ops.py` with one kernel for each."""
+"""Operations between a model's GEMMs on a GPU, one kernel each; the reference is
+`kernels/reference/ops.py`."""
 
 import torch
 import triton
@@ -13,9 +14,9 @@ from quire.kernels.triton.lora import LoRARows, add, add_rows, assign, expand, s
 from quire.kernels.triton.moe_topk import route
 
 _GATHERED = 2048
-"""Numbers per program where rows are only copied or multiplied."""
+"""Elements per program of elementwise and gather kernels."""
 _FEW_TOKENS = 64
-"""Up to here a program takes few heads of a token, so that there are enough programs."""
+"""Most tokens for which a program takes only a few heads of a token, to have enough programs."""
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def _norm(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """RMS norm, or if `CENTRED` layer norm."""
+    """Compute the RMS norm of one row, or if `CENTRED` its layer norm. Grid: (rows,)."""
     at = tl.arange(0, BLOCK)
     exists = at < size
     row = tl.program_id(0).to(tl.int64)
@@ -84,7 +85,7 @@ def _norm_part(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (rows, parts): both, or the first alone."""
+    """Compute the RMS norm of the first or second part of one row in place. Grid: (rows, parts)."""
     second = tl.program_id(1)
     size, at = tl.where(second == 0, q_size, k_size), tl.arange(0, BLOCK)
     scale = tl.load(q_weight + at, mask=at < tl.where(second == 0, q_size, 0), other=0.0).to(tl.float32)
@@ -98,7 +99,7 @@ def _norm_part(
 
 
 @triton.jit
-def _each(
+def _elementwise(
     out: tl.tensor,
     x: tl.tensor,
     other: tl.tensor,
@@ -109,8 +110,8 @@ def _each(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One operation on each of `size` numbers; `other` has one for each, one for each `width` of
-    them, or one for each column."""
+    """Apply one operation to each of `size` elements; `other` has one value per element, per `width`
+    elements, or per column."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     follow(OVERLAP)
@@ -135,24 +136,24 @@ def _each(
 @triton.jit
 def put(
     values: tl.tensor,
-    exist: tl.tensor,
+    exists: tl.tensor,
     dims: tl.tensor,
     where: tl.tuple,
     SCALED: tl.constexpr,
     LIMIT: tl.constexpr,
 ) -> None:
-    """Store the part `dims` of some heads: queries to `q`, keys and values to their slot."""
-    q, k_cache, v_cache, own, slot, is_q, is_k, is_v, k_scale, v_scale = where
+    """Store dimensions `dims` of some heads: queries to `q`, keys and values to their slots."""
+    q, k_cache, v_cache, q_offset, slot, is_q, is_k, is_v, k_scale, v_scale = where
     narrow = values.to(q.dtype.element_ty)
-    tl.store(q + own[:, None] + dims[None, :], narrow, mask=is_q[:, None] & exist)
+    tl.store(q + q_offset[:, None] + dims[None, :], narrow, mask=is_q[:, None] & exists)
     keys, stored = narrow, narrow
     if SCALED:
         wide = narrow.to(tl.float32)
         keys = tl.clamp(wide / k_scale, -LIMIT, LIMIT)
         stored = tl.clamp(wide / v_scale, -LIMIT, LIMIT)
     kind = k_cache.dtype.element_ty
-    tl.store(k_cache + slot[:, None] + dims[None, :], keys.to(kind), mask=is_k[:, None] & exist)
-    tl.store(v_cache + slot[:, None] + dims[None, :], stored.to(kind), mask=is_v[:, None] & exist)
+    tl.store(k_cache + slot[:, None] + dims[None, :], keys.to(kind), mask=is_k[:, None] & exists)
+    tl.store(v_cache + slot[:, None] + dims[None, :], stored.to(kind), mask=is_v[:, None] & exists)
 
 
 @triton.jit
@@ -185,64 +186,64 @@ def _rotate_and_write(
     BLOCK_REST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tokens, heads / HEADS). A head is a left and a right half that turn, and a rest that does not."""
+    """Rotate and store some heads: left and right half, unrotated rest. Grid: (tokens, heads / HEADS)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_q, is_v = head < Q_HEADS, (head >= Q_HEADS + KV_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
     left, rest = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
     right = left + HALF
-    known = (head < Q_HEADS + 2 * KV_HEADS)[:, None]
-    turns, stays = known & (left < HALF)[None, :], known & (rest < DIM)[None, :]
+    exists = (head < Q_HEADS + 2 * KV_HEADS)[:, None]
+    rotated, plain = exists & (left < HALF)[None, :], exists & (rest < DIM)[None, :]
     follow(OVERLAP)
     position, slot = tl.load(positions + token), tl.load(slots + token + 0 * head)
     is_k, is_v = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS) & (slot >= 0), is_v & (slot >= 0)
     heads = qkv + token * stride + head[:, None] * DIM
-    a = tl.load(heads + left[None, :], mask=turns, other=0.0).to(tl.float32)
-    b = tl.load(heads + right[None, :], mask=turns, other=0.0).to(tl.float32)
-    c = tl.load(heads + rest[None, :], mask=stays, other=0.0).to(tl.float32)
-    moved = (head < Q_HEADS + KV_HEADS)[:, None]
+    a = tl.load(heads + left[None, :], mask=rotated, other=0.0).to(tl.float32)
+    b = tl.load(heads + right[None, :], mask=rotated, other=0.0).to(tl.float32)
+    c = tl.load(heads + rest[None, :], mask=plain, other=0.0).to(tl.float32)
+    has_rope = (head < Q_HEADS + KV_HEADS)[:, None]
     if NORMED:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
         factor = tl.rsqrt(squares / DIM + eps)[:, None]
-        a = _scaled(a, factor, q_weight, k_weight, left, left < HALF, is_q, moved, q.dtype.element_ty)
-        b = _scaled(b, factor, q_weight, k_weight, right, left < HALF, is_q, moved, q.dtype.element_ty)
-        c = _scaled(c, factor, q_weight, k_weight, rest, rest < DIM, is_q, moved, q.dtype.element_ty)
-    cos, sin = angles(table + position * (2 * HALF), left, moved, HALF)
-    own = (token * Q_HEADS + head) * DIM
+        a = _norm_heads(a, factor, q_weight, k_weight, left, left < HALF, is_q, has_rope, q.dtype.element_ty)
+        b = _norm_heads(b, factor, q_weight, k_weight, right, left < HALF, is_q, has_rope, q.dtype.element_ty)
+        c = _norm_heads(c, factor, q_weight, k_weight, rest, rest < DIM, is_q, has_rope, q.dtype.element_ty)
+    cos, sin = angles(table + position * (2 * HALF), left, has_rope, HALF)
+    q_offset = (token * Q_HEADS + head) * DIM
     place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
     place += (head - tl.where(is_v, Q_HEADS + KV_HEADS, Q_HEADS)) * DIM
-    where = (q, k_cache, v_cache, own, place, is_q, is_k, is_v, k_scale, v_scale)
-    put(a * cos - b * sin, turns, left, where, SCALED, LIMIT)
-    put(b * cos + a * sin, turns, right, where, SCALED, LIMIT)
+    where = (q, k_cache, v_cache, q_offset, place, is_q, is_k, is_v, k_scale, v_scale)
+    put(a * cos - b * sin, rotated, left, where, SCALED, LIMIT)
+    put(b * cos + a * sin, rotated, right, where, SCALED, LIMIT)
     if DIM > 2 * HALF:
-        put(c, stays, rest, where, SCALED, LIMIT)
+        put(c, plain, rest, where, SCALED, LIMIT)
 
 
 @triton.jit
-def angles(row: tl.tensor, dims: tl.tensor, moved: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
-    """Cosines and sines, for heads that are not moved those of 0."""
+def angles(row: tl.tensor, dims: tl.tensor, has_rope: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
+    """Load cosines and sines; heads without RoPE get those of 0."""
     cos = tl.load(row + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(row + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-    return tl.where(moved, cos, 1.0), tl.where(moved, sin, 0.0)
+    return tl.where(has_rope, cos, 1.0), tl.where(has_rope, sin, 0.0)
 
 
 @triton.jit
-def _scaled(
+def _norm_heads(
     x: tl.tensor,
     factor: tl.tensor,
     q_weight: tl.tensor,
     k_weight: tl.tensor,
     dims: tl.tensor,
-    exist: tl.tensor,
+    exists: tl.tensor,
     is_q: tl.tensor,
-    moved: tl.tensor,
+    has_rope: tl.tensor,
     kind: tl.constexpr,
 ) -> tl.tensor:
-    """The part `dims` of query and key heads under their norms; values as they are."""
-    for_q = tl.load(q_weight + dims, mask=exist, other=0.0).to(tl.float32)[None, :]
-    for_k = tl.load(k_weight + dims, mask=exist, other=0.0).to(tl.float32)[None, :]
+    """Return dimensions `dims` of query and key heads normed; values are unchanged."""
+    for_q = tl.load(q_weight + dims, mask=exists, other=0.0).to(tl.float32)[None, :]
+    for_k = tl.load(k_weight + dims, mask=exists, other=0.0).to(tl.float32)[None, :]
     normed = (x * factor).to(kind).to(tl.float32) * tl.where(is_q[:, None], for_q, for_k)
-    return tl.where(moved, normed.to(kind).to(tl.float32), x)
+    return tl.where(has_rope, normed.to(kind).to(tl.float32), x)
 
 
 class TritonOps:
@@ -260,10 +261,10 @@ class TritonOps:
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
-        return _normed(rows, rows, weight, eps, add=False).view(x.shape)
+        return _apply_norm(rows, rows, weight, eps, add=False).view(x.shape)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _normed(x, residual, weight, eps, add=True)
+        return _apply_norm(x, residual, weight, eps, add=True)
 
     def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
         block, ahead = triton.next_power_of_2(max(map(len, weights))), overlap(len(x), x.shape[1])
@@ -279,36 +280,36 @@ class TritonOps:
         return x
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return _normed(x, x, weight, eps, add=False, bias=bias, centred=True)
+        return _apply_norm(x, x, weight, eps, add=False, bias=bias, centred=True)
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        return _normed(x, residual, weight, eps, add=True, bias=bias, centred=True)
+        return _apply_norm(x, residual, weight, eps, add=True, bias=bias, centred=True)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         return gated(gate_up, activation)
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        return _on_each(torch.empty_like(x), x, x, 0.0, activation)
+        return _apply(torch.empty_like(x), x, x, 0.0, activation)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        return _on_each(x, x, x, factor, "scale")
+        return _apply(x, x, x, factor, "scale")
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
-        return _on_each(x, x, factors, 0.0, "scale_rows")
+        return _apply(x, x, factors, 0.0, "scale_rows")
 
     def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
-        return _on_each(x, x, factors, 0.0, "scale_columns")
+        return _apply(x, x, factors, 0.0, "scale_columns")
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return _on_each(x, x, x, cap, "softcap")
+        return _apply(x, x, x, cap, "softcap")
 
     def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
-        return _on_each(x, x, gate, 0.0, "weigh")
+        return _apply(x, x, gate, 0.0, "weigh")
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return _on_each(x, x, y, 0.0, "add")
+        return _apply(x, x, y, 0.0, "add")
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return route(logits, routing, bias)
@@ -360,18 +361,18 @@ class TritonOps:
         return expand(out, ranks.contiguous(), LoRAHeads(b, b, part_sizes, tokens)) if len(out) else out
 
 
-def _on_each(out: Tensor, x: Tensor, other: Tensor, number: float, kind: str) -> Tensor:
+def _apply(out: Tensor, x: Tensor, other: Tensor, number: float, kind: str) -> Tensor:
     assert x.is_contiguous() and other.is_contiguous() and out.is_contiguous()
     if x.numel():
         ahead = overlap(len(x), x.shape[-1])
-        launch(_each, triton.cdiv(x.numel(), _GATHERED))(
+        launch(_elementwise, triton.cdiv(x.numel(), _GATHERED))(
             out, x, other, float(number), x.numel(), x.numel() // other.numel(), KIND=kind, BLOCK=_GATHERED,
             OVERLAP=ahead, launch_pdl=ahead,
         )  # fmt: skip
     return out
 
 
-def _normed(
+def _apply_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,

@@ -1,8 +1,8 @@
-"""Query, key and value of one token: the product, the rotation and the slots in one kernel.
+"""Fused QKV projection, RoPE and KV cache write for a single token.
 
-A program has some rows of a head's left half and those of its right half that turn with them. With more
-tokens this is slower than one after the other, as measured; and where heads have norms, a head must be whole
-before it turns. Then `linear` and `rotate_and_write` follow each other.
+A program computes some rows of a head's left half and the rows of its right half that are rotated with them.
+For more tokens, separate kernels measured faster. Heads with norms need the whole head before the rotation.
+In both cases `linear` and `rotate_and_write` run one after the other.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ from quire.kernels.triton.ops import angles, put
 from quire.kernels.triton.tile_dots import LONGEST
 
 _NUMBERS = 4096
-"""Of each half's rows that a program has, at least; twice as many of one byte."""
+"""Least number of weight elements of each half per program; twice as many for 1-byte weights."""
 
 
 class _Caches(NamedTuple):
-    """Strides in elements."""
+    """KV caches with their scales; strides are in elements."""
 
     k: Any
     v: Any
@@ -58,7 +58,7 @@ def _enter(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (heads, HALF / ROWS)."""
+    """Compute, rotate and store some rows of one head. Grid: (heads, HALF / ROWS)."""
     head, n = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row, k = tl.program_id(0) * (2 * HALF) + n, tl.arange(0, LENGTH)
     at, exist = weight + row.to(tl.int64)[:, None] * size_in + k[None, :], (k < size_in)[None, :]
@@ -77,24 +77,24 @@ def _enter(
         to_left += tl.load(added + row)
         to_right += tl.load(added + row + HALF)
     values = tl.load(x + k, mask=k < size_in, other=0.0).to(tl.float32)
-    a = _product(left, values * left_by_k, left_by_n, to_left, q)
-    b = _product(right, values * right_by_k, right_by_n, to_right, q)
+    a = _dot_rows(left, values * left_by_k, left_by_n, to_left, q)
+    b = _dot_rows(right, values * right_by_k, right_by_n, to_right, q)
     position, slot = tl.load(positions), tl.load(slots + 0 * head)
     cos, sin = angles(table + position * (2 * HALF), n, ~is_v[:, None], HALF)
     place = slot // BLOCK_SIZE * caches.block_stride + slot % BLOCK_SIZE * caches.slot_stride
     place += (head - tl.where(is_v, Q_HEADS + KV_HEADS, Q_HEADS)) * (2 * HALF)
     is_k, written = ~is_q & ~is_v & (slot >= 0), is_v & (slot >= 0)
-    own = head * (2 * HALF)
-    where = (q, caches.k, caches.v, own, place, is_q, is_k, written, caches.k_scale, caches.v_scale)
+    q_offset = head * (2 * HALF)
+    where = (q, caches.k, caches.v, q_offset, place, is_q, is_k, written, caches.k_scale, caches.v_scale)
     put(a * cos - b * sin, (n < HALF)[None, :], n, where, SCALED, LIMIT)
     put(b * cos + a * sin, (n < HALF)[None, :], n + HALF, where, SCALED, LIMIT)
 
 
 @triton.jit
-def _product(
+def _dot_rows(
     rows: tl.tensor, values: tl.tensor, scale: tl.tensor, bias: tl.tensor, like: tl.tensor
 ) -> tl.tensor:
-    """[1, rows], rounded as if it had been written down and read again."""
+    """Return [1, rows] outputs, rounded as if they had been stored and loaded again."""
     sums = tl.sum(rows.to(tl.float32) * values[None, :], 1) * scale + bias
     return sums.to(like.dtype.element_ty).to(tl.float32)[None, :]
 
@@ -107,8 +107,8 @@ def enter(
     scale: Tensor | None = None,
     adapted: LoRAHeads | None = None,
 ) -> Tensor | None:
-    """`rotate_and_write` of x W^T + b and what adapters add; None where this kernel does not fit. `scale` is
-    that of a weight in e4m3."""
+    """Run `rotate_and_write` on x W^T + b plus the LoRA outputs, or return None if this kernel does not
+    support the case. `scale` belongs to an e4m3 weight."""
     num, size_in = x.shape
     k, v = entry.k_cache, entry.v_cache
     _, block_size, kv_heads, dim = k.shape

@@ -1,17 +1,14 @@
-"""Tokens out of logits on a GPU, without a sort, in two launches whatever the rows ask for.
+"""Token sampling on a GPU without a sort, in two launches for any mix of sampling parameters.
 
-`_scan` reads each row once, a tile per program: the best token, and the best under Gumbel noise, which is a
-sample of the softmax. Noise comes from (seed, position, token id): a row's token depends on itself alone.
+`_scan` reads each row once, a tile per program: the argmax, and the argmax under Gumbel noise, which is a
+sample of the softmax. Noise depends on (seed, position, token id) only, not on other rows.
 
-`_finish_sample` finishes. A row with top_k collects all tokens that could be among its k best, and the last
-program to arrive limits and samples among these few. Any other row with limits samples by rejection: the
-winner of the whole row stands if the limits keep it; if not, they keep nothing as small either, and the best
-above it is next. The limits are those of `sampling/random.py`.
+`_finish_sample` finishes. A row with top_k collects all candidates for its k best tokens, and the last
+program to arrive applies the limits and samples among them. Other rows with limits sample by rejection: if
+the limits reject a sample, they reject all smaller logits too, and the next sample is among larger ones. The
+limits are those of `sampling/random.py`. Probabilities are added as integers, in any order.
 
-Probabilities are added as integers, so that the order of the sum does not matter.
-
-Rows may be confined to the bits of a mask, and whole steps may be passed over, by what stands in memory when
-the kernels run: they may be captured before anybody knows.
+Masks of rows, and whether a step is skipped, are read on the device: CUDA graphs can capture them.
 """
 
 from typing import NamedTuple
@@ -25,14 +22,14 @@ from quire.kernels.triton.launch import follow, launch, overlap
 
 TILE = tl.constexpr(4096)
 _CHUNKS = tl.constexpr(8)
-"""Per tile. The k-th largest of all chunks' maxima is not above the k-th largest logit."""
+"""Chunks per tile. The k-th largest maximum of all chunks is not above the k-th largest logit."""
 _FEW = tl.constexpr(2048)
-"""How many candidates are taken together; with more of them (many equals) the row is searched instead."""
+"""Most candidates of a row; with more (many equal logits), the whole row is searched."""
 _SPLITS = 8
 _PROGRAMS = 512
-"""`_finish_sample` has this many programs for each row, unless there are more than this in all."""
+"""Programs of `_finish_sample` for all rows, up to `_SPLITS` per row."""
 _ROUNDS = tl.constexpr(7)
-"""Of Philox: the fewest that pass the tests of randomness."""
+"""Rounds of Philox: the fewest that pass the tests of randomness."""
 _NEVER = tl.constexpr(float("-inf"))
 _BIG = tl.constexpr(2**31 - 1)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -41,19 +38,19 @@ _LATER = tl.constexpr(LATER)
 
 
 class ConstrainedDevice(NamedTuple):
-    """Which rows may sample what, on the device."""
+    """Grammar masks of rows on the device."""
 
     mask_of: Tensor
-    """[N] int32, the mask of each row; FREE: it has none; LATER, of all rows: none is sampled now"""
+    """[N] int32, the mask of each row; FREE for none; LATER in all rows skips the step"""
     width: Tensor
-    """[1] int32, the words of a mask"""
+    """[1] int32, words per mask"""
     bits: Tensor
-    """int32, mask after mask; token t is bit t % 32 of word t // 32, and none of those behind the last"""
+    """int32, consecutive masks; token t is bit t % 32 of word t // 32; ids beyond the mask are not allowed"""
 
 
 @triton.jit
 def load_logits(row: tl.tensor, ids: tl.tensor, vocab: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Logits over temperature, unless that is 0; infinity for a NaN, 0 for -0."""
+    """Return logits over temperature (if it is not 0), infinity for NaN, and 0 for -0."""
     x = tl.load(row + ids, mask=ids < vocab, other=_NEVER).to(tl.float32)
     x = tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0))
     return tl.where(x == x, x, float("inf")) + 0.0
@@ -61,14 +58,14 @@ def load_logits(row: tl.tensor, ids: tl.tensor, vocab: tl.tensor, temperature: t
 
 @triton.jit
 def _best(values: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """The largest value and its id, the least of these among equals."""
+    """Return the largest value and its id, the smallest id among equals."""
     top = tl.max(values, 0)
     return top, tl.min(tl.where(values == top, ids, _BIG), 0)
 
 
 @triton.jit
 def _log(x: tl.tensor) -> tl.tensor:
-    """The logarithm, by the one instruction for it where there is one."""
+    """Return the logarithm, on a GPU by the approximate instruction."""
     if not _INTERPRETED:
         twos = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
         return twos * 0.6931471805599453
@@ -83,29 +80,29 @@ def _gumbel(bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _bits(seed: tl.tensor, position: tl.tensor, fours: tl.tensor) -> tl.tensor:
-    """Random bits for the token ids 4 * fours + 0, 1, 2, 3."""
+def _random_bits(seed: tl.tensor, position: tl.tensor, fours: tl.tensor) -> tl.tensor:
+    """Return random bits for the token ids 4 * fours + 0, 1, 2, 3."""
     zero = 0 * fours
     return tl.philox(seed, fours, zero + position.to(tl.int32), zero, zero, _ROUNDS)
 
 
 @triton.jit
 def _tile_noise(seed: tl.tensor, position: tl.tensor, start: tl.tensor) -> tl.tensor:
-    a, b, c, d = _bits(seed, position, start // 4 + tl.arange(0, TILE // 4))
+    a, b, c, d = _random_bits(seed, position, start // 4 + tl.arange(0, TILE // 4))
     return _gumbel(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [TILE]))
 
 
 @triton.jit
 def _noise(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """The same for any ids."""
-    a, b, c, d = _bits(seed, position, ids // 4)
+    """Return the Gumbel noise of any ids."""
+    a, b, c, d = _random_bits(seed, position, ids // 4)
     left, right = tl.where(ids % 4 == 0, a, b), tl.where(ids % 4 == 2, c, d)
     return _gumbel(tl.where(ids % 4 < 2, left, right))
 
 
 @triton.jit
 def _order(x: tl.tensor) -> tl.tensor:
-    """Unsigned integers in the order of the floats."""
+    """Return unsigned integers in the order of the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
@@ -117,16 +114,16 @@ def _unorder(key: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _reach(values: tl.tensor, weights: tl.tensor, wanted: tl.tensor) -> tl.tensor:
-    """The largest number such that the weights of all values from it on are `wanted` together."""
+def _threshold(values: tl.tensor, weights: tl.tensor, target: tl.tensor) -> tl.tensor:
+    """Return the largest threshold such that values from it on have a weight of at least `target`."""
     keys = _order(values)
-    found, bit = tl.zeros([1], tl.uint32), tl.full([1], 2147483648, tl.uint32)
+    key, bit = tl.zeros([1], tl.uint32), tl.full([1], 2147483648, tl.uint32)
     for _ in range(32):
-        trial = found | bit
+        trial = key | bit
         bit = bit >> 1
-        enough = tl.sum(tl.where(keys >= trial, weights, 0), 0) >= wanted
-        found = tl.where(enough, trial, found)
-    return tl.max(_unorder(found), 0)
+        enough = tl.sum(tl.where(keys >= trial, weights, 0), 0) >= target
+        key = tl.where(enough, trial, key)
+    return tl.max(_unorder(key), 0)
 
 
 @triton.jit
@@ -135,26 +132,26 @@ def _mass(x: tl.tensor, peak: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _least(peak: tl.tensor, min_p: tl.tensor) -> tl.tensor:
+def _min_p_floor(peak: tl.tensor, min_p: tl.tensor) -> tl.tensor:
     return tl.where(min_p > 0, peak + tl.log(min_p), _NEVER)
 
 
 @triton.jit
-def _wanted(total: tl.tensor, top_p: tl.tensor) -> tl.tensor:
+def _target_mass(total: tl.tensor, top_p: tl.tensor) -> tl.tensor:
     return (total.to(tl.float64) * top_p).to(tl.int64)
 
 
 @triton.jit
 def _constrain(
     x: tl.tensor, row: tl.tensor, ids: tl.tensor, vocab: tl.tensor, mask: tl.tensor, bits: tl.tensor,
-    width: tl.tensor, stays: tl.tensor,
+    width: tl.tensor, writes: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """What the mask leaves of `x`, the logits of a tile; where it `stays`, also of those in memory. And
-    whether it leaves any."""
+    """Return the logits `x` of a tile under the mask, and whether it allows any. With `writes`, also write
+    -inf to the disallowed logits in memory."""
     width = tl.load(width)
     words = tl.load(bits + mask.to(tl.int64) * width + ids // 32, mask=ids // 32 < width, other=0)
     allowed = ((words >> (ids % 32)) & 1) != 0
-    if stays:
+    if writes:
         tl.store(row + ids, _NEVER, mask=(ids < vocab) & (allowed == 0))
     return tl.where(allowed, x, _NEVER), tl.max(allowed.to(tl.int32), 0)
 
@@ -179,14 +176,14 @@ def _scan(
     CONFINED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (rows, tiles). Of a tile: best, best under noise, and the maxima of its chunks.
+    """Store a tile's argmax, noisy argmax and chunk maxima. Grid: (rows, tiles).
 
-    A row of `floats` holds tops, noisy tops, maxima, candidates; one of `ints` their ids, and two counters.
+    A row of `floats` holds maxima, noisy maxima, chunk maxima, candidates; of `ints` ids, two counters.
     """
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = tile * TILE + tl.arange(0, TILE)
     follow(OVERLAP)
-    heat, some = tl.load(temperature + row) if RANDOM else 0.0, 1
+    heat, any_allowed = tl.load(temperature + row) if RANDOM else 0.0, 1
     if CONFINED:
         mask = tl.load(mask_of + row)
         if mask == _LATER:
@@ -195,7 +192,7 @@ def _scan(
     if CONFINED:  # noqa: SIM102
         if mask >= 0:
             limited = (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
-            x, some = _constrain(
+            x, any_allowed = _constrain(
                 x, logits + row * stride, ids, vocab, mask, bits, width, limited & (heat > 0)
             )
     top, top_id = _best(x, ids)
@@ -206,7 +203,7 @@ def _scan(
     if RANDOM:
         if heat > 0:
             noisy = x
-            if some > 0:
+            if any_allowed > 0:
                 noisy += _tile_noise(tl.load(seeds + row), tl.load(positions + row), tile * TILE)
             noisy_top, noisy_id = _best(noisy, ids)
             tl.store(floats + tiles + tile, noisy_top)
@@ -219,7 +216,7 @@ def _scan(
 
 @triton.jit
 def _reduce(floats: tl.tensor, ints: tl.tensor, tiles: tl.tensor, TILES: tl.constexpr) -> tl.tensor:
-    """The best of the tiles: value, id."""
+    """Return the best value of the tiles, and its id."""
     at = tl.arange(0, TILES)
     values = tl.load(floats + at, mask=at < tiles, other=_NEVER)
     return _best(values, tl.load(ints + at, mask=at < tiles, other=_BIG))
@@ -243,25 +240,25 @@ def _finish_argmax(
 
 @triton.jit
 def _row_kth(row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, k: tl.tensor) -> tl.tensor:
-    """The k-th largest of a whole row."""
-    found, bit = tl.zeros([1], tl.uint32), tl.full([1], 2147483648, tl.uint32)
+    """Return the k-th largest logit of a whole row."""
+    key, bit = tl.zeros([1], tl.uint32), tl.full([1], 2147483648, tl.uint32)
     for _ in range(32):
-        trial = found | bit
+        trial = key | bit
         bit = bit >> 1
         counts = tl.zeros([TILE], tl.int32)
         for start in range(0, vocab, TILE):
             ids = start + tl.arange(0, TILE)
             keys = _order(load_logits(row, ids, vocab, heat))
             counts += ((keys >= trial) & (ids < vocab)).to(tl.int32)
-        found = tl.where(tl.sum(counts, 0) >= k, trial, found)
-    return tl.max(_unorder(found), 0)
+        key = tl.where(tl.sum(counts, 0) >= k, trial, key)
+    return tl.max(_unorder(key), 0)
 
 
 @triton.jit
 def _masses(
     row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, peak: tl.tensor, floor: tl.tensor, bar: tl.tensor
 ) -> tl.tensor:
-    """The mass from `floor` on, and that of it which is above `bar`."""
+    """Return the probability mass from `floor` on, and the part of it above `bar`."""
     total, above = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
     for start in range(0, vocab, TILE):
         x = load_logits(row, start + tl.arange(0, TILE), vocab, heat)
@@ -272,7 +269,7 @@ def _masses(
 
 
 @triton.jit
-def _winner(
+def _noisy_argmax(
     row: tl.tensor,
     vocab: tl.tensor,
     heat: tl.tensor,
@@ -281,7 +278,7 @@ def _winner(
     floor: tl.tensor,
     bar: tl.tensor,
 ) -> tl.tensor:
-    """The best under noise of those from `floor` on and above `bar`: its id and its logit."""
+    """Return id and logit of the noisy argmax among logits from `floor` on and above `bar`."""
     most, most_id = tl.full([TILE], _NEVER, tl.float32), tl.full([TILE], _BIG, tl.int32)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
@@ -306,26 +303,26 @@ def _reject(
     peak: tl.tensor,
     id: tl.tensor,
 ) -> tl.tensor:
-    """The token of a row with limits, from its winner without."""
-    floor = _least(peak, min_p)
+    """Return the token of a row with limits, given its unlimited sample."""
+    floor = _min_p_floor(peak, min_p)
     if k > 0:
         floor = tl.maximum(floor, _row_kth(row, vocab, heat, k))
     value = tl.max(load_logits(row, id + tl.zeros([1], tl.int32), vocab, heat), 0)
-    bar, rejected, going = tl.zeros_like(value) + _NEVER, value < floor, value == value
-    while going:
+    bar, rejected, again = tl.zeros_like(value) + _NEVER, value < floor, value == value
+    while again:
         if rejected:
-            id, value = _winner(row, vocab, heat, seed, position, floor, bar)
+            id, value = _noisy_argmax(row, vocab, heat, seed, position, floor, bar)
         if top_p < 1:
             total, above = _masses(row, vocab, heat, peak, floor, value)
-            going = (above >= _wanted(total, top_p)) & (value < peak)
+            again = (above >= _target_mass(total, top_p)) & (value < peak)
         else:
-            going = value != value
-        bar, rejected = value, going
+            again = value != value
+        bar, rejected = value, again
     return id
 
 
 @triton.jit
-def _among(
+def _sample_candidates(
     values: tl.tensor,
     ids: tl.tensor,
     k: tl.tensor,
@@ -335,12 +332,12 @@ def _among(
     position: tl.tensor,
     peak: tl.tensor,
 ) -> tl.tensor:
-    """The token of a row whose k best are all among these candidates."""
-    kth = _reach(values, (values > _NEVER).to(tl.int32), k)
-    floor = tl.maximum(_least(peak, min_p), tl.where(kth == kth, kth, _NEVER))
+    """Return the token of a row with all of its k best among the candidates."""
+    kth = _threshold(values, (values > _NEVER).to(tl.int32), k)
+    floor = tl.maximum(_min_p_floor(peak, min_p), tl.where(kth == kth, kth, _NEVER))
     mass = tl.where(values >= floor, _mass(values, peak), 0)
     if top_p < 1:
-        last = _reach(values, mass, _wanted(tl.sum(mass, 0), top_p))
+        last = _threshold(values, mass, _target_mass(tl.sum(mass, 0), top_p))
         floor = tl.maximum(floor, tl.where(last <= peak, last, peak))
     noisy = tl.where((values >= floor) & (values > _NEVER), values + _noise(seed, position, ids), _NEVER)
     _, id = _best(noisy, ids)
@@ -354,26 +351,26 @@ def _collect(
     heat: tl.tensor,
     k: tl.tensor,
     tops: tl.tensor,
-    found: tl.tensor,
-    found_ids: tl.tensor,
+    candidates: tl.tensor,
+    candidate_ids: tl.tensor,
     counters: tl.tensor,
     tiles: tl.tensor,
     CHUNKS: tl.constexpr,
 ) -> tl.tensor:
-    """Append the candidates of some tiles. Whether these were the last, and how many candidates there are."""
+    """Append the candidates of some tiles; return whether they were the last, and the candidates so far."""
     at = tl.arange(0, CHUNKS)
     bounds = tl.load(tops + 2 * tiles + at, mask=at < tiles * _CHUNKS, other=_NEVER)
-    bound = _reach(bounds, (bounds > _NEVER).to(tl.int32), k)
+    bound = _threshold(bounds, (bounds > _NEVER).to(tl.int32), k)
     bound = tl.where(bound == bound, bound, _NEVER)
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
         if tl.load(tops + tile) >= bound:
             ids = tile * TILE + tl.arange(0, TILE)
             x = load_logits(row, ids, vocab, heat)
-            taken = (x >= bound) & (x > _NEVER)
-            count = tl.sum(taken.to(tl.int32), 0)
-            place = tl.atomic_add(counters, count) + tl.cumsum(taken.to(tl.int32), 0) - 1
-            tl.store(found + place, x, mask=taken & (place < _FEW))
-            tl.store(found_ids + place, ids, mask=taken & (place < _FEW))
+            above = (x >= bound) & (x > _NEVER)
+            count = tl.sum(above.to(tl.int32), 0)
+            place = tl.atomic_add(counters, count) + tl.cumsum(above.to(tl.int32), 0) - 1
+            tl.store(candidates + place, x, mask=above & (place < _FEW))
+            tl.store(candidate_ids + place, ids, mask=above & (place < _FEW))
     tl.debug_barrier()
     last = tl.atomic_add(counters + 1, 1) == tl.num_programs(1) - 1
     return last, tl.atomic_add(counters, 0)
@@ -399,7 +396,7 @@ def _finish_sample(
     CONFINED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (rows, splits). Only rows with top_k need more than the first of their programs."""
+    """Write the token of each row; only rows with top_k use more than one program. Grid: (rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     follow(OVERLAP)
     if CONFINED:  # noqa: SIM102
@@ -409,8 +406,8 @@ def _finish_sample(
     mass, least = tl.load(top_p + row).to(tl.float32), tl.load(min_p + row).to(tl.float32)
     k = tl.where(k < vocab, k, 0)
     limited = (heat > 0) & ((k > 0) | (mass < 1) | (least > 0))
-    together = limited & (k > 0) & (k <= tiles * _CHUNKS)
-    if (split > 0) & (together == 0):
+    by_candidates = limited & (k > 0) & (k <= tiles * _CHUNKS)
+    if (split > 0) & (by_candidates == 0):
         return
     floats += row * ((2 + _CHUNKS) * tiles + _FEW)
     ints += row * (2 * tiles + _FEW + 2)
@@ -420,17 +417,17 @@ def _finish_sample(
     if (heat > 0) & (tl.abs(peak) < float("inf")):
         seed, position = tl.load(seeds + row), tl.load(positions + row)
         _, id = _reduce(floats + tiles, ints + tiles, tiles, TILES)
-        alone = limited
-        if together:
-            found, ids = floats + (2 + _CHUNKS) * tiles, ints + 2 * tiles
-            writes, count = _collect(logits, vocab, heat, k, floats, found, ids, ids + _FEW, tiles, TILES * _CHUNKS)  # fmt: skip # noqa: E501
-            alone = writes & (count > _FEW)
+        by_rejection = limited
+        if by_candidates:
+            candidates, ids = floats + (2 + _CHUNKS) * tiles, ints + 2 * tiles
+            writes, count = _collect(logits, vocab, heat, k, floats, candidates, ids, ids + _FEW, tiles, TILES * _CHUNKS)  # fmt: skip # noqa: E501
+            by_rejection = writes & (count > _FEW)
             if writes & (count <= _FEW):
                 at = tl.arange(0, _FEW)
-                values = tl.load(found + at, mask=at < count, other=_NEVER)
-                ids_found = tl.load(ids + at, mask=at < count, other=0)
-                id = _among(values, ids_found, k, mass, least, seed, position, peak)
-        if alone:
+                values = tl.load(candidates + at, mask=at < count, other=_NEVER)
+                candidate_ids = tl.load(ids + at, mask=at < count, other=0)
+                id = _sample_candidates(values, candidate_ids, k, mass, least, seed, position, peak)
+        if by_rejection:
             id = _reject(logits, vocab, heat, k, mass, least, seed, position, peak, id)
     if writes:
         tl.store(out + row, id.to(tl.int64))
@@ -450,7 +447,7 @@ def _scratch(logits: Tensor) -> tuple[tuple[int, int], int, Tensor, Tensor]:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """[N] int64 the best token of each row of `logits` [N, V], the first among equals; a NaN is best."""
+    """Return the argmax [N] int64 of each row of `logits` [N, V], the first among equals; NaN is largest."""
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         grid, tiles, floats, ints = _scratch(logits)
@@ -476,11 +473,12 @@ def sample(
     positions: Tensor,
     constrained: ConstrainedDevice | None = None,
 ) -> Tensor:
-    """[N] int64 a token of each row of `logits` [N, V], which stay as they are; all else is [N].
+    """Return a sampled token [N] int64 for each row of `logits` [N, V], which are not changed; other tensors
+    are [N].
 
-    Temperature 0 takes the best. A top_k of 0 is none. `seeds` and `positions` are integers: the token is a
-    function of them and of the row's logits alone. Which kernels run does not depend on what the rows ask.
-    Logits that are not in the mask of a row that is `constrained` may become -inf.
+    Temperature 0 is greedy. A top_k of 0 is off. The token is a function of the integers `seeds` and
+    `positions` and of the row's logits. Which kernels run does not depend on the parameters. Logits outside
+    of the mask of a `constrained` row may become -inf.
     """
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):

@@ -1,4 +1,4 @@
-"""Scores of an indexer on a GPU: a token's queries against some keys of its sequence in each program."""
+"""Scores of a sparse attention indexer on a GPU: each program scores a tile of keys for one token."""
 # mypy: disable-error-code="untyped-decorator"
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.kernels.triton.launch import launch
 
 _KEYS = 64
-"""Of a program."""
+"""Keys per program."""
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _score(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid (tokens, tiles of keys)."""
+    """Score a tile of keys for one token. Grid: (tokens, tiles of keys)."""
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N
     key, count = first + tl.arange(0, BLOCK_N), tl.load(seen + token)
     exists = key < count
@@ -41,12 +41,12 @@ def _score(
         dims, heads = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_H)
         slots = (blocks * BLOCK_SIZE + key % BLOCK_SIZE) * DIM
         inside = dims[None, :] < DIM
-        of = q + (token * HEADS + heads[:, None]) * DIM + dims[None, :]
-        queries = tl.load(of, mask=(heads[:, None] < HEADS) & inside, other=0.0)
+        q_at = q + (token * HEADS + heads[:, None]) * DIM + dims[None, :]
+        queries = tl.load(q_at, mask=(heads[:, None] < HEADS) & inside, other=0.0)
         k = tl.load(keys + slots[:, None] + dims[None, :], mask=exists[:, None] & inside, other=0.0)
         dots = tl.dot(k.to(queries.dtype), tl.trans(queries), input_precision="ieee")
-        own = tl.load(weights + token * HEADS + heads, mask=heads < HEADS, other=0.0)
-        summed = tl.sum(tl.maximum(dots, 0.0) * own[None, :], 1)
+        head_weights = tl.load(weights + token * HEADS + heads, mask=heads < HEADS, other=0.0)
+        summed = tl.sum(tl.maximum(dots, 0.0) * head_weights[None, :], 1)
         scores = tl.where(exists, summed, float("-inf"))
     tl.store(out + token * width + key, scores, mask=key < width)
 
@@ -54,7 +54,7 @@ def _score(
 def scores(
     q: Tensor, weights: Tensor, keys: Tensor, tables: Tensor, rows: Tensor, seen: Tensor, width: int
 ) -> Tensor:
-    """`attention.indexer.reference`."""
+    """Return the scores [T, width]; the reference is `attention.indexer.reference`."""
     (num, heads, dim), block_size = q.shape, keys.shape[1]
     out = torch.empty(num, width, dtype=torch.float32, device=q.device)
     launch(_score, num, triton.cdiv(width, _KEYS))(

@@ -1,4 +1,4 @@
-"""`StateOps` on a GPU: which kernels of `scan.py`, `select.py` and `delta.py` take which sequences; gates."""
+"""`StateOps` on a GPU: launches of the kernels of `mamba.py`, `mamba2.py` and `gated_delta.py`, and gates."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from quire.kernels.triton.mamba2 import silu
 
 
 class SSMShape(NamedTuple):
-    """How much of a head's dimension a program takes, and with what."""
+    """Dimensions of a head per program, and compile options."""
 
     dim: int
     warps: int
@@ -33,25 +33,25 @@ class SSMShape(NamedTuple):
 
 
 _CHANNELS = 256
-"""Of a convolution, per program; no less than the threads of four warps."""
+"""Convolution channels per program; at least the threads of four warps."""
 _WIDE_CHANNELS = 512
-"""The same of chunks, eight to a thread."""
+"""Convolution channels per program for chunks, eight per thread."""
 _SMALL, _TILE = 2048, 4096
-"""Numbers of state per program for few and for many sequences with one token."""
+"""State elements per program for few and for many sequences with a single token."""
 _FEW = 512
-"""Up to so many heads of all sequences together, programs are small, so that there are enough."""
+"""Most heads of all sequences for which programs are small, to have enough of them."""
 _SCAN_WARPS, _DELTA_WARPS, _SOLVE_WARPS = 8, 4, 4
 _SCAN, _DELTA = SSMShape(64, 4, 2), SSMShape(32, 4, 2)
-"""Of the kernels that go from chunk to chunk."""
+"""Shapes of the kernels that process chunk after chunk."""
 _SELECTED = 1024
-"""Numbers of state per program of Mamba's scan of single tokens, eight to a thread."""
+"""State elements per program of Mamba's scan of single tokens, eight per thread."""
 _BLOCKS, _MOST_CHANNELS = (8, 16, 32), (2**14, 2**15)
-"""Of its scan of more tokens: how many channels are a warp's, by four, two or one threads each, if all
-sequences together have less channels than that, or more."""
+"""Channels per warp of Mamba's scan of longer sequences (by four, two or one threads each), and the channels
+of all sequences at which the next of them is used."""
 _LEAST = 64
-"""Of keys and values that chunks multiply: with 16 the compiled kernel reads beyond its shared memory."""
+"""Least block of keys and values for chunks: with 16, the compiled kernel reads beyond its shared memory."""
 _GATED = 1024
-"""Numbers per program of the gates, unless a norm is larger."""
+"""Elements per program of the gates, unless a norm is larger."""
 
 
 @triton.jit
@@ -70,15 +70,15 @@ def _gated_norm(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tokens, pieces / PIECES)."""
+    """Compute the gated RMS norm of some pieces of one token. Grid: (tokens, pieces / PIECES)."""
     token = tl.program_id(0).to(tl.int64)
     piece, at = tl.program_id(1) * PIECES + tl.arange(0, PIECES), tl.arange(0, BLOCK)
-    exist = (piece < pieces)[:, None] & (at < size)[None, :]
+    exists = (piece < pieces)[:, None] & (at < size)[None, :]
     dims = piece[:, None] * size + at[None, :]
     scale = tl.load(weight + at, mask=at < size, other=0.0).to(tl.float32)[None, :]
     follow(OVERLAP)
-    values = tl.load(x + token * stride + dims, mask=exist, other=0.0).to(tl.float32)
-    factor = silu(tl.load(gate + token * gate_stride + dims, mask=exist, other=0.0).to(tl.float32))
+    values = tl.load(x + token * stride + dims, mask=exists, other=0.0).to(tl.float32)
+    factor = silu(tl.load(gate + token * gate_stride + dims, mask=exists, other=0.0).to(tl.float32))
     if GATE_FIRST:
         values *= factor
     kind = out.dtype.element_ty
@@ -86,7 +86,7 @@ def _gated_norm(
     values = (values * tl.rsqrt(mean + eps)[:, None]).to(kind).to(tl.float32) * scale
     if not GATE_FIRST:
         values = values.to(kind).to(tl.float32) * factor
-    tl.store(out + token * pieces * size + dims, values.to(kind), mask=exist)
+    tl.store(out + token * pieces * size + dims, values.to(kind), mask=exists)
 
 
 @triton.jit
@@ -101,7 +101,8 @@ def _gate(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tokens, size / BLOCK); the numbers are those of `GATES`."""
+    """Multiply BLOCK elements of one token by their gate; BY is an index of `GATES`. Grid: (tokens, size /
+    BLOCK)."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     follow(OVERLAP)
@@ -184,15 +185,15 @@ class TritonStateOps:
             block = min(triton.next_power_of_2(max(head_dim, 16)), _SCAN.dim)
             launch(scan_kernels.scan_chunks, len(seqs.split.longer), heads, triton.cdiv(head_dim, block))(
                 *tensors, seqs.split.longer, *rest, **form, CHUNK=CHUNK, BLOCK_DIM=block,
-                **_exactness(xbc.dtype, _SCAN),
+                **_dot_options(xbc.dtype, _SCAN),
             )  # fmt: skip
         return out
 
     def select(
-        self, x: Tensor, gate: Tensor, given: MambaInputs, state: Tensor, seqs: SSMSequences
+        self, x: Tensor, gate: Tensor, mamba: MambaInputs, state: Tensor, seqs: SSMSequences
     ) -> Tensor:
         channels, size = state.shape[1:]
-        dt, b, c, rates, skip = given
+        dt, b, c, rates, skip = mamba
         assert b.stride(0) == c.stride(0)
         out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
         batch, strides = (seqs.starts, seqs.rows, seqs.positions), (x.stride(0), gate.stride(0), dt.stride(0))
@@ -206,11 +207,11 @@ class TritonStateOps:
                 launch_pdl=ahead,
             )  # fmt: skip
         if not seqs.single:
-            longer, both = seqs.split.longer, _widened(b, c)
-            for block in _BLOCKS if only_compiles() else [_lanes(len(longer) * channels)]:
+            longer, bc = seqs.split.longer, _pack_bc(b, c)
+            for block in _BLOCKS if only_compiles() else [_channels_per_warp(len(longer) * channels)]:
                 launch(select_kernels.select_tokens, len(longer), triton.cdiv(channels, block))(
-                    out, x, gate, dt, both, *rates, skip, state, longer, *batch, CHANNELS=channels,
-                    STRIDES=strides, SIZE=size, BLOCK=block, QUARTER=both.shape[2] // 4, num_warps=1,
+                    out, x, gate, dt, bc, *rates, skip, state, longer, *batch, CHANNELS=channels,
+                    STRIDES=strides, SIZE=size, BLOCK=block, QUARTER=bc.shape[2] // 4, num_warps=1,
                 )  # fmt: skip
         return out
 
@@ -235,7 +236,7 @@ class TritonStateOps:
                 BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead, num_warps=_DELTA_WARPS,
             )  # fmt: skip
         if not seqs.single:
-            split, form, exact = seqs.split, form | {"CHUNK": CHUNK}, _exactness(qkv.dtype, _DELTA)
+            split, form, exact = seqs.split, form | {"CHUNK": CHUNK}, _dot_options(qkv.dtype, _DELTA)
             by_key = torch.empty(len(qkv), heads, key_dim, dtype=qkv.dtype, device=qkv.device)
             by_value = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)
             launch(delta_kernels.delta_solve, len(split.chunks), heads)(
@@ -254,10 +255,10 @@ class TritonStateOps:
         num_tokens, size = len(x), len(weight)
         pieces, block = x.shape[1] // size, triton.next_power_of_2(size)
         out = torch.empty(num_tokens, pieces * size, dtype=x.dtype, device=x.device)
-        together, ahead = max(_GATED // block, 1), overlap(num_tokens, x.shape[1])
-        launch(_gated_norm, num_tokens, triton.cdiv(pieces, together))(
+        at_once, ahead = max(_GATED // block, 1), overlap(num_tokens, x.shape[1])
+        launch(_gated_norm, num_tokens, triton.cdiv(pieces, at_once))(
             out, x, gate, weight, pieces, size, x.stride(0), gate.stride(0), eps, GATE_FIRST=gate_first,
-            PIECES=together, BLOCK=block, OVERLAP=ahead, launch_pdl=ahead,
+            PIECES=at_once, BLOCK=block, OVERLAP=ahead, launch_pdl=ahead,
             num_warps=min(max(block // 256, 4), 16),
         )  # fmt: skip
         return out
@@ -274,36 +275,38 @@ class TritonStateOps:
 
 
 def _singles(seqs: SSMSequences) -> tuple[Tensor, int]:
-    """The sequences with one token, and how many; if they are all, their numbers are not read."""
+    """Return the indices of sequences with a single token, and their number. If all are single, indices are
+    not read."""
     if seqs.single:
         return seqs.rows, len(seqs.lens)
     assert seqs.split.singles is not None
     return seqs.split.singles, seqs.split.num_singles
 
 
-def _lanes(num_channels: int) -> int:
-    """How many channels are a warp's: few, if there would not be enough warps."""
+def _channels_per_warp(num_channels: int) -> int:
+    """Return the channels per warp: fewer if there would not be enough warps."""
     return _BLOCKS[sum(num_channels >= most for most in _MOST_CHANNELS)]
 
 
-def _widened(b: Tensor, c: Tensor) -> Tensor:
-    """[T, 2, a power of two] float32: every program reads all of both, and would widen them again."""
+def _pack_bc(b: Tensor, c: Tensor) -> Tensor:
+    """Return B and C as [T, 2, a power of two] float32, because every program reads all of both."""
     (num_tokens, size), padded = b.shape, triton.next_power_of_2(max(b.shape[1], 4))
     make = torch.empty if padded == size else torch.zeros
-    both = make(num_tokens, 2, padded, dtype=torch.float32, device=b.device)
-    both[:, 0, :size], both[:, 1, :size] = b, c
-    return both
+    bc = make(num_tokens, 2, padded, dtype=torch.float32, device=b.device)
+    bc[:, 0, :size], bc[:, 1, :size] = b, c
+    return bc
 
 
 def _tile(num_heads: int, dim: int, other: int) -> int:
-    """How much of a dimension a program takes for one token, if it takes all of the other."""
-    room = (_SMALL if num_heads <= _FEW else _TILE) // other
-    return max(min(int(triton.next_power_of_2(dim)), room), 1)
+    """Return the block of dimension `dim` for a single token, if a program takes all of the other
+    dimension."""
+    limit = (_SMALL if num_heads <= _FEW else _TILE) // other
+    return max(min(int(triton.next_power_of_2(dim)), limit), 1)
 
 
-def _exactness(dtype: torch.dtype, shape: SSMShape) -> dict[str, str | int]:
-    """How products are computed: those of float32 in three parts, since exact ones take minutes to compile;
-    their tiles are too large to be loaded ahead."""
+def _dot_options(dtype: torch.dtype, shape: SSMShape) -> dict[str, str | int]:
+    """Return precision and compile options of tl.dot. float32 uses tf32x3, since IEEE takes minutes to
+    compile, and a single stage, since its tiles are large."""
     wide = dtype == torch.float32
     return {
         "PRECISION": "tf32x3" if wide else "tf32",

@@ -1,4 +1,4 @@
-"""What products of tiles share: which factor comes first, and who adds up the splits."""
+"""Helpers of tiled GEMM kernels: operand order on the tensor cores, and split-K reduction."""
 
 import functools
 
@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 LONGEST = 16384
-"""Numbers of a weight's row that a program can hold."""
+"""Largest weight row, in elements, that a program can hold."""
 
 
-# The tensor cores take 64 rows of their first factor: with fewer, x is the second one, and sums lie on their
-# side.
+# Tensor cores need 64 rows of the first operand. With fewer rows, x is the second operand and sums are
+# transposed.
 @triton.jit
 def empty(NUM: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     return tl.zeros([ROWS, NUM] if NUM < 64 else [NUM, ROWS], tl.float32)
@@ -33,7 +33,7 @@ def upright(acc: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def all_of(at: tl.tensor, inside: tl.tensor, stride: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
-    """The splits of a tile added up, in their order."""
+    """Return the sum of a tile's split-K parts, added in order."""
     total = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
     for split in tl.static_range(1, SPLITS):
         total += tl.load(at + split * stride, mask=inside, other=0.0, cache_modifier=".cg")
@@ -42,5 +42,5 @@ def all_of(at: tl.tensor, inside: tl.tensor, stride: tl.tensor, SPLITS: tl.const
 
 @functools.cache
 def arrivals_of(device: torch.device) -> Tensor:
-    """Counters of the splits of a product; one product at a time uses them."""
+    """Return the arrival counters of split-K GEMMs; only one GEMM at a time may use them."""
     return torch.zeros(2**16, dtype=torch.int32, device=device)

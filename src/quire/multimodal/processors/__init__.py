@@ -1,4 +1,4 @@
-"""Processors: what each family makes of an image, a video or a sound before its tower sees it."""
+"""Processors: one per model family, from a decoded item to the inputs of its encoder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,118 +16,118 @@ from quire.text.tokenizer import Tokenizer
 
 
 class Video(NamedTuple):
-    """Frames of one size, and when they are."""
+    """Frames of one size with their times."""
 
     frames: NDArray[np.uint8]
     """[frames, height, width, 3]"""
     fps: float | None = None
-    """Of these frames; None: nobody said."""
+    """Frames per second of `frames`; None: unknown."""
     total_frames: int = 0
-    """Of the video that they were taken from; 0: these are all."""
+    """Frames of the video that they were sampled from; 0: `frames` has all."""
     indices: tuple[int, ...] = ()
-    """Which of those they are; empty: all."""
+    """Indices of `frames` in that video; empty: all."""
     source_fps: float | None = None
-    """Of that video."""
+    """Frames per second of that video."""
 
     @classmethod
     def black(cls, frames: int, width: int, height: int, *facts: Any) -> "Video":
-        """One of this size, which takes no memory."""
+        """Build a black video of this size, which takes no memory."""
         return cls(np.broadcast_to(np.uint8(0), (frames, height, width, 3)), *facts)
 
 
 class Sound(NamedTuple):
-    """Samples of one channel."""
+    """Audio: samples of one channel."""
 
     samples: NDArray[np.float32]
     rate: int
-    """Samples a second."""
+    """Samples per second."""
 
 
 Content = Image.Image | Video | Sound
-"""What was decoded: images are RGB."""
+"""A decoded item; images are RGB."""
 
 
 @dataclass(slots=True)
 class ProcessedItem:
-    """What a processor has made of one item."""
+    """A processed item: its placeholder tokens and the inputs of the encoder."""
 
     token_ids: list[int]
-    """Its span: the tokens that take the place of the family's mark in the prompt."""
+    """The span: the placeholder tokens that replace the family's mark in the prompt."""
     runs: list[tuple[int, int]] = field(default_factory=list)
-    """As in `MediaItem.runs`."""
+    """Runs of tokens that have vectors, as in `MediaItem.runs`."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Small things that `positions` needs, such as the grid; kept beside the key where arrays are not."""
+    """Small values that `positions` needs, such as the grid; cached even where the arrays are not."""
     arrays: Arrays | None = None
     stored: StoredArrays | None = None
-    """Where the arrays are, if not here."""
+    """Location of the arrays in shared memory, if `arrays` is None."""
 
 
 class Processor(Protocol):
-    """A family's, for one checkpoint: pure functions of numpy and Pillow, called in threads."""
+    """The processor of a family for one checkpoint: pure functions of numpy and Pillow, called in threads."""
 
     modalities: tuple[str, ...]
 
     def marks(self, modality: str) -> list[int]:
-        """The tokens that stand for one item in a prompt as templates write it, mostly a single one; none
-        where all tokens see it."""
+        """Return the mark: the tokens that stand for one item in a prompt as chat templates write it, mostly
+        one. Empty for models that cross-attend to the item."""
 
     def text(self, modality: str, number: int) -> str:
-        """The text of that, for templates that know no media: put in front of a message's text. `number` is
-        the item's among those of its modality in the conversation, from 1 on."""
+        """Return the text of the mark, for chat templates without media: it is put before the message's text.
+        `number` counts the items of this modality in the conversation, from 1."""
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        """`arguments` are mm_processor_kwargs; a RequestError for those that are wrong."""
+        """Process an item. `arguments` are mm_processor_kwargs; raise a RequestError if they are invalid."""
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
-        """The same for vectors that a user brings along (`embeds`, and what belongs to them, such as
-        `image_grid_thw`), checked; the arrays are `embeds`, which go past the tower."""
+        """Check embeddings that a user sends (`embeds`, and values such as `image_grid_thw`). They become
+        the array `embeds`, which bypasses the encoder."""
 
     def most_vectors(self, modality: str) -> int:
-        """Of the largest item that there can be."""
+        """Return the number of vectors of the largest possible item."""
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        """Its size: width and height of an image, frames, width and height of a video, samples of a sound."""
+        """Return the size of the largest item: width and height; frames, width and height; or samples."""
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]
     ) -> Array | None:
-        """See `Media.positions`; None of a family that counts tokens."""
+        """Return the M-RoPE positions (`Media.positions`); None for families with plain positions."""
 
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A processor that knows what a video becomes before it is decoded."""
+    """A processor that can count the vectors of a video before it is decoded."""
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
-        """Of a video of this size, whose frames are not looked at."""
+        """Return the number of vectors of a video of this size; the pixels are not read."""
 
 
 class Spells(Protocol):
-    """A processor that reads marks in texts which are no tokens."""
+    """A processor that rewrites marks in the text which are not tokens."""
 
     def spelled(self, text: str) -> str:
-        """A prompt with media before its tokens are made."""
+        """Return the text of a prompt with media as it is tokenized."""
 
 
 def spells(processor: "Processor") -> TypeGuard[Spells]:
-    """For every prompt, for which `isinstance` of a protocol takes too long."""
+    """Return whether a processor is a `Spells`; `isinstance` with a protocol is too slow for every prompt."""
     return hasattr(processor, "spelled")
 
 
 class Joins(Protocol):
-    """A processor whose spans begin or end with what tokenizers make one token of together with others."""
+    """A processor with spans that begin or end with tokens which merge with the text, such as newlines."""
 
     def joined(self, before: int, after: int) -> int | None:
-        """The token that two neighbours become where a span meets what is around it; None: they stay two."""
+        """Return the token that two adjacent tokens merge into at the edge of a span; None if they do not."""
 
 
 def joins(processor: "Processor") -> TypeGuard[Joins]:
-    """See `spells`."""
+    """Return whether a processor is a `Joins`."""
     return hasattr(processor, "joined")
 
 
 class MakesProcessor(Protocol):
-    """A processor for the checkpoint in a directory, whose preprocessor_config.json and the like it reads."""
+    """Builds the processor of the checkpoint in a directory from files such as preprocessor_config.json."""
 
     def __call__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> Processor: ...
 

@@ -1,4 +1,4 @@
-"""LLaVA-Next and LLaVA-OneVision: an image as a whole, and in tiles of the shape that wastes least of it."""
+"""LLaVA-Next and LLaVA-OneVision: a whole image and its tiles, in the grid that wastes the fewest pixels."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
-    asked,
     check_frames,
-    film_settings,
+    override_settings,
     resample_of,
     resized,
     stored_settings,
     tiled,
+    video_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem, Video
@@ -37,19 +37,19 @@ from quire.multimodal.processors.image_base import ImageProcessor
 from quire.text.tokenizer import Tokenizer
 
 _SLACK = 1.1
-"""So much larger a side may be than that of the most tiles before vectors are averaged."""
+"""Factor by which a side may exceed that of the largest grid before vectors are interpolated."""
 
 
 class AnyresProcessor(ImageProcessor):
-    """Which vectors stand where is worked out here: rows and columns that are nothing but padding are left
-    out, and each row ends with a vector of its own."""
+    """Computes the order of the vectors: rows and columns that are only padding are left out, and each row
+    ends with a newline vector."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: AnyresFacts = facts.tower
         self.modalities = facts.modalities
         super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
         self.settings = stored_settings(path)
-        self.film = film_settings(path, stored_settings(path, "video_processor"))
+        self.video_settings = video_settings(path, stored_settings(path, "video_processor"))
 
     def marks(self, modality: str) -> list[int]:
         video = self.facts.video_id
@@ -59,12 +59,12 @@ class AnyresProcessor(ImageProcessor):
         return self.tokenizer.backend.id_to_token(self.marks(modality)[0]) or ""
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        stored = self.film if modality == "video" else self.settings
+        stored = self.video_settings if modality == "video" else self.settings
         try:
-            keys = asked(stored, arguments, IMAGE_ARGUMENTS)
+            keys = override_settings(stored, arguments, IMAGE_ARGUMENTS)
             finish = PixelScaling.read(keys, CLIP_MEAN, CLIP_STD)
             if isinstance(content, Video):
-                return self._film(content, finish, keys)
+                return self._process_video(content, finish, keys)
             assert isinstance(content, Image.Image)
             tiles = self._tiles(content, keys)
         except ConfigError as error:
@@ -100,15 +100,15 @@ class AnyresProcessor(ImageProcessor):
         check_frames(len(video.frames))
         return len(video.frames) * math.ceil(self.facts.vit.side / 2) ** 2 + 1
 
-    def _film(self, video: Video, finish: PixelScaling, keys: ConfigReader) -> ProcessedItem:
+    def _process_video(self, video: Video, finish: PixelScaling, keys: ConfigReader) -> ProcessedItem:
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
         count = self.num_vectors(video, {})
-        frames = np.stack([resized(Image.fromarray(each), (side, side), resample) for each in video.frames])
+        frames = np.stack([resized(Image.fromarray(frame), (side, side), resample) for frame in video.frames])
         return ProcessedItem(self.marks("video") * count, arrays=finish(frames))
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
         if modality != "image":
-            raise RequestError("vectors can be given of images alone", "multi_modal_data")
+            raise RequestError("embeddings are supported for images only", "multi_modal_data")
         return super().process_embeds(modality, embeds)
 
     def most_vectors(self, modality: str) -> int:
@@ -127,7 +127,8 @@ class AnyresProcessor(ImageProcessor):
 
 @lru_cache
 def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
-    """The one that keeps most of an image's pixels; of several the one that wastes least."""
+    """Return the shape that keeps the most pixels of an image; among equals the one that wastes the
+    fewest."""
     height, width = image
 
     def worth(shape: Size) -> tuple[int, int]:
@@ -139,7 +140,7 @@ def best_shape(image: Size, shapes: Sequence[Size]) -> Size:
 
 
 def padded(image: Image.Image, shape: Size, resample: Image.Resampling) -> Pixels:
-    """As large as it fits, in the middle, on black."""
+    """Resize an image to fit the shape, and center it on black."""
     high, wide = shape
     width, height = image.size
     along, down = wide / width, high / height
@@ -156,8 +157,11 @@ def padded(image: Image.Image, shape: Size, resample: Image.Resampling) -> Pixel
 def order_of(
     image: Size, shape: Size, tile: int, side: int, most_tiles: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
-    """Of each row and column that shows some of the image, the number of the patch, [rows, columns, 1], in
-    the order of tiles; or, if there are too many, those of the four around and their weights."""
+    """Return the patch number of each row and column that shows a part of the image, [rows, columns, 1].
+
+    If there are too many, return the four patches around each point, [rows, columns, 4], and their weights
+    for bilinear interpolation.
+    """
     rows, columns = shape[0] // tile, shape[1] // tile
     tiles = np.arange(rows * columns * side * side).reshape(rows, columns, side, side)
     numbers = tiles.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)
@@ -174,14 +178,14 @@ def order_of(
     if ratio <= _SLACK:
         return numbers[..., None], None
     (above, below, down), (left, right, along) = (_between(size, int(size // ratio)) for size in (high, wide))
-    around = [numbers[each][:, other] for each in (above, below) for other in (left, right)]
-    shares = [np.outer(each, other) for each in (1 - down, down) for other in (1 - along, along)]
+    around = [numbers[row][:, column] for row in (above, below) for column in (left, right)]
+    shares = [np.outer(y, x) for y in (1 - down, down) for x in (1 - along, along)]
     return np.stack(around, -1), np.stack(shares, -1).astype(np.float32)
 
 
 def _between(size: int, fewer: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """For each of `fewer` places in a line of `size`: those before and behind it, and the weight of the
-    latter; as torch interpolates."""
+    """Return, for each of `fewer` points on a line of `size`, the indices before and after it and the weight
+    of the latter, as torch interpolates."""
     at = np.maximum((np.arange(fewer) + 0.5) * (size / fewer) - 0.5, 0)
     before = np.floor(at).astype(np.int64)
     return before, np.minimum(before + 1, size - 1), at - before

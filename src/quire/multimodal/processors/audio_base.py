@@ -1,4 +1,4 @@
-"""What the processors of families that hear have in common."""
+"""Base of the processors of audio with Whisper's encoder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,50 +8,50 @@ import numpy as np
 
 from quire.checkpoint.multimodal.whisper import WhisperFacts
 from quire.errors import ConfigError, RequestError
-from quire.multimodal.images import asked, stored_settings, wrong_argument
+from quire.multimodal.images import override_settings, stored_settings, wrong_argument
 from quire.multimodal.mel import Samples, log_mel, resampled
 from quire.multimodal.processors import Sound
 
 
 class AudioProcessor:
-    """What Whisper's encoder is given of a sound: how loud each pitch is, hundred times a second."""
+    """Computes the input of Whisper's encoder: log-mel spectrograms, 100 frames per second."""
 
     def __init__(self, path: Path, encoder: WhisperFacts) -> None:
         self.facts = encoder
         self.settings = stored_settings(path, "feature_extractor", feature_size=encoder.mels)
         if self.settings.size("feature_size") != encoder.mels:
-            raise self.settings.wrong("feature_size", f"{encoder.mels}, as many as the tower has")
+            raise self.settings.wrong("feature_size", f"{encoder.mels}, as the encoder has")
         self.rate = self.settings.size("sampling_rate", 16000)
         self.fft, self.hop = self.settings.size("n_fft", 400), self.settings.size("hop_length", 160)
 
     @property
     def at_once(self) -> int:
-        """Samples."""
+        """Return the number of samples that the encoder reads at once."""
         return self.facts.moments * self.hop
 
     def samples(self, sound: Sound, arguments: Mapping[str, Any], longest: int) -> Samples:
-        """In the rate that the encoder was trained with; of the `longest` sound, and the rest is cut off, if
-        it may be."""
+        """Convert audio to the sample rate of the encoder. What exceeds `longest` samples is cut, or refused
+        without `truncation`."""
         try:
-            is_cut = asked(self.settings, arguments, ("truncation",)).flag("truncation", True)
+            is_cut = override_settings(self.settings, arguments, ("truncation",)).flag("truncation", True)
         except ConfigError as error:
             raise wrong_argument(error) from error
         sound = sound if sound.rate else Sound(sound.samples, self.rate)
         if not is_cut and len(sound.samples) * self.rate > longest * sound.rate:
             raise RequestError(
-                f"the sound is {len(sound.samples) / sound.rate:.1f} seconds long, and "
-                f"{longest / self.rate:.1f} are the most, unless it may be cut: truncation"
+                f"the audio is {len(sound.samples) / sound.rate:.1f} seconds long, and "
+                f"{longest / self.rate:.1f} are the maximum: set truncation to cut it"
             )
         return resampled(sound, self.rate, longest)
 
-    def heard(self, samples: Samples, pieces: int = 1) -> Samples:
-        """[pieces * (moments + 1), mels] of at most so many times the samples that are heard at once, with
-        silence behind them. The convolutions look at the moment behind a piece's last, where nothing is."""
+    def padded_mel(self, samples: Samples, pieces: int = 1) -> Samples:
+        """Return the spectrogram of `pieces` encoder inputs, padded with silence: [pieces * (frames + 1),
+        mels]. Each piece ends with a zero frame, which the convolutions read."""
         mel = self.mel(samples, pieces * self.facts.moments)
         divided = np.pad(mel.reshape(pieces, -1, self.facts.mels), ((0, 0), (0, 1), (0, 0)))
         return divided.reshape(-1, self.facts.mels)
 
     def mel(self, samples: Samples, moments: int, *, is_cut: bool = False) -> Samples:
-        """See `log_mel`."""
+        """Compute the log-mel spectrogram with the settings of the encoder."""
         mels, rate = self.facts.mels, self.rate
         return log_mel(samples, moments, mels=mels, rate=rate, fft=self.fft, hop=self.hop, is_cut=is_cut)

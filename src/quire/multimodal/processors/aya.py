@@ -1,4 +1,4 @@
-"""Aya Vision and Command A Vision: an image in tiles and as a whole, each with tokens of its own."""
+"""Aya Vision and Command A Vision: an image in tiles and as a whole, with tokens between them."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -16,9 +16,9 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     PixelScaling,
     Size,
-    asked,
+    override_settings,
+    processor_settings,
     stored_settings,
-    whole_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem
@@ -31,19 +31,19 @@ _MARK = "<image>"
 
 
 class AyaProcessor(ImageProcessor):
-    """Each tile is numbered in words, and the whole is named. The mark is `<image>`, a token or not."""
+    """Each tile has its number as text before it. The mark is `<image>`, which may not be a token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: AyaFacts = facts.tower
         mark = tokenizer.backend.token_to_id(_MARK)
         image_id = self.facts.image_id
         super().__init__(image_id if mark is None else mark, image_id, self.facts.size_out, tokenizer)
-        self.settings = stored_settings(path).but(crop_to_patches=True)  # whatever the file says
-        said = whole_settings(path)
-        self.begin = str(said.get("start_of_img_token") or "<|START_OF_IMG|>")
-        self.end = str(said.get("end_of_img_token") or "<|END_OF_IMG|>")
-        self.tile = str(said.get("tile_token") or "TILE")
-        self.whole = str(said.get("tile_global_token") or "TILE_GLOBAL")
+        self.settings = stored_settings(path).but(crop_to_patches=True)  # overrides the file
+        stored = processor_settings(path)
+        self.begin = str(stored.get("start_of_img_token") or "<|START_OF_IMG|>")
+        self.end = str(stored.get("end_of_img_token") or "<|END_OF_IMG|>")
+        self.tile = str(stored.get("tile_token") or "TILE")
+        self.whole = str(stored.get("tile_global_token") or "TILE_GLOBAL")
         for token in (self.begin, self.end):
             token_of(tokenizer, token)
 
@@ -57,7 +57,7 @@ class AyaProcessor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            keys = asked(self.settings, arguments, _KNOWN)
+            keys = override_settings(self.settings, arguments, _KNOWN)
             finish = PixelScaling.read(keys, CLIP_MEAN, CLIP_STD)
             tiles = tiles_of(content, keys, self.facts.vit.image, self.grid)
         except ConfigError as error:
@@ -66,7 +66,7 @@ class AyaProcessor(ImageProcessor):
 
     @staticmethod
     def grid(image: Size, side: int, least: int, most: int) -> tuple[int, int]:
-        """Rows and columns of tiles."""
+        """Return the rows and columns of tiles."""
         return grid_of(image, side, least, most)
 
     def span(self, num_tiles: int) -> list[int]:
@@ -92,7 +92,7 @@ class AyaProcessor(ImageProcessor):
 
 
 class Cohere2VisionProcessor(AyaProcessor):
-    """A token behind each tile; the mark is the token of a single place."""
+    """A line-break token follows each tile; the mark is the image token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         super().__init__(path, facts, tokenizer)
@@ -109,10 +109,10 @@ class Cohere2VisionProcessor(AyaProcessor):
 
     @staticmethod
     def grid(image: Size, side: int, least: int, most: int) -> tuple[int, int]:
-        """Those that enlarge an image the least or, if it is larger than all of them, shrink it the least."""
+        """Return the grid that enlarges an image the least or, if none does, shrinks it the least."""
         height, width = image
-        scales = {each: min(each[1] * side / width, each[0] * side / height) for each in _grids(most)}
-        growing = {each: scale for each, scale in scales.items() if scale >= 1}
+        scales = {grid: min(grid[1] * side / width, grid[0] * side / height) for grid in _grids(most)}
+        growing = {grid: scale for grid, scale in scales.items() if scale >= 1}
         return min(growing, key=growing.__getitem__) if growing else max(scales, key=scales.__getitem__)
 
     def span(self, num_tiles: int) -> list[int]:
@@ -122,7 +122,7 @@ class Cohere2VisionProcessor(AyaProcessor):
 
 @lru_cache
 def _grids(most: int) -> list[tuple[int, int]]:
-    """Rows and columns: those of few tiles first, among as many the narrow ones."""
+    """Return all grids of rows and columns, ordered by their number of tiles, then by columns."""
     sides = range(1, most + 1)
     every = [(high, wide) for wide in sides for high in sides if wide * high <= most]
     return sorted(every, key=lambda grid: grid[0] * grid[1])

@@ -1,4 +1,4 @@
-"""dots.ocr's: an image in patches of a grid, one frame deep; its tokens count by one."""
+"""dots.ocr: an image as a grid of patches of one frame; positions are those of plain text."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class DotsProcessor(ImageProcessor):
-    """The mark is the token of a single place."""
+    """The mark is the image token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         tower: DotsFacts = facts.tower
@@ -30,11 +30,11 @@ class DotsProcessor(ImageProcessor):
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
-        settings = self.settings.told(arguments)
+        settings = self.settings.with_arguments(arguments)
         size = settings.size_of(content.height, content.width)
         pixels = patches_of(resized(content, size, settings.resample)[None], settings)
         count = math.prod(pixels.shape[:3]) // settings.merge**2
-        return ProcessedItem([self.image_id] * count, arrays=settings.finish.told(pixels=pixels))
+        return ProcessedItem([self.image_id] * count, arrays=settings.finish.to_arrays(pixels=pixels))
 
     def most_vectors(self, modality: str) -> int:
         return self.settings.most_vectors()

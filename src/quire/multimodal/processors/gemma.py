@@ -1,4 +1,4 @@
-"""Gemma 3: an image in one square, and, if asked for, crops of a long one."""
+"""Gemma 3: an image as one square, with optional crops of a long one (pan and scan)."""
 
 import math
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from quire.multimodal.images import (
     HALF,
     IMAGE_ARGUMENTS,
     PixelScaling,
-    asked,
     count_of,
     fitted,
+    override_settings,
     resample_of,
     resized,
     size_of,
@@ -41,11 +41,11 @@ _MOST_NEWLINES = 64
 
 
 class Newlines(ImageProcessor):
-    """Spans with newlines around them, which become one token with those of the text."""
+    """Spans with newlines around them, which merge with the newlines of the text into one token."""
 
     @cached_property
     def _newlines(self) -> dict[int, int]:
-        """The tokens of so many newlines, and back."""
+        """Return the token of each number of newlines."""
         ids = {count: self.tokenizer.backend.token_to_id("\n" * count) for count in range(1, _MOST_NEWLINES)}
         return {count: i for count, i in ids.items() if i is not None}
 
@@ -60,7 +60,7 @@ class Newlines(ImageProcessor):
 
 
 class Gemma3Processor(Newlines):
-    """The mark is the token that begins an image; its span has newlines around it, which melt into others."""
+    """The mark is the begin-of-image token; the span has newlines around it, which merge with the text's."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: GemmaFacts = facts.tower
@@ -70,7 +70,7 @@ class Gemma3Processor(Newlines):
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
-        keys = asked(self.settings, arguments, _KNOWN)
+        keys = override_settings(self.settings, arguments, _KNOWN)
         try:
             images = [content, *crops(content, keys)]
             finish = PixelScaling.read(keys, HALF, HALF)
@@ -93,10 +93,12 @@ class Gemma3Processor(Newlines):
         return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
 
     def brought(self, num_vectors: int) -> list[int]:
-        each = self.facts.tokens
-        if num_vectors % each:
-            raise RequestError(f"image_embeds: {num_vectors} vectors, expected {each}", "multi_modal_data")
-        return self._span(num_vectors // each - 1)
+        per_image = self.facts.tokens
+        if num_vectors % per_image:
+            raise RequestError(
+                f"image_embeds: {num_vectors} vectors, expected {per_image}", "multi_modal_data"
+            )
+        return self._span(num_vectors // per_image - 1)
 
     def most_vectors(self, modality: str) -> int:
         keys = self.settings
@@ -110,7 +112,7 @@ class Gemma3Processor(Newlines):
 
 
 def crops(image: Image.Image, keys: ConfigReader) -> list[Image.Image]:
-    """Pan and scan: as many squares, about, as fit beside each other in a long image."""
+    """Return the pan-and-scan crops: about as many squares as fit along a long image."""
     if not keys.flag("do_pan_and_scan"):
         return []
     least = keys.size("pan_and_scan_min_crop_size", 256)

@@ -1,4 +1,4 @@
-"""Sounds of Gemma 3n: how loud each pitch is, hundred times a second, of at most half a minute."""
+"""Audio of Gemma 3n: log-mel spectrograms, 100 frames per second, of at most 30 seconds."""
 
 import math
 from collections.abc import Mapping
@@ -13,20 +13,20 @@ from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.gemma3n import Gemma3nFacts
 from quire.data.multimodal import Array
 from quire.errors import ConfigError, RequestError
-from quire.multimodal.images import asked, stored_settings, wrong_argument
+from quire.multimodal.images import override_settings, stored_settings, wrong_argument
 from quire.multimodal.mel import Samples, resampled
 from quire.multimodal.processors import Content, ProcessedItem, Sound
 from quire.multimodal.processors.gemma import Newlines
 from quire.text.tokenizer import Tokenizer
 
 _LONGEST = 480000
-"""Samples."""
+"""Largest number of samples."""
 _UNIT = 128
-"""Of which a sound has a whole number, silence behind it."""
+"""Samples are padded with silence to a multiple of this number."""
 
 
 class Gemma3nProcessor(Newlines):
-    """The mark is the token of a sound; its span has newlines around it, which melt into others."""
+    """The mark is the audio token; the span has newlines around it, which merge with those of the text."""
 
     modalities = ("audio",)
 
@@ -35,7 +35,7 @@ class Gemma3nProcessor(Newlines):
         super().__init__(self.facts.audio_id, self.facts.audio_id, self.facts.size_out, tokenizer)
         self.settings = stored_settings(path, "feature_extractor", feature_size=self.facts.mels)
         if self.settings.size("feature_size") != self.facts.mels:
-            raise self.settings.wrong("feature_size", f"{self.facts.mels}, as many as the tower has")
+            raise self.settings.wrong("feature_size", f"{self.facts.mels}, as the encoder has")
         self.rate = self.settings.size("sampling_rate", 16000)
         self.frame = round(self.rate * self.settings.number("frame_length_ms", 32.0) / 1000)
         self.hop = round(self.rate * self.settings.number("hop_length_ms", 10.0) / 1000)
@@ -43,23 +43,23 @@ class Gemma3nProcessor(Newlines):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Sound)
         try:
-            is_cut = asked(self.settings, arguments, ("truncation",)).flag("truncation", True)
+            is_cut = override_settings(self.settings, arguments, ("truncation",)).flag("truncation", True)
         except ConfigError as error:
             raise wrong_argument(error) from error
         sound = content if content.rate else Sound(content.samples, self.rate)
         seconds = len(sound.samples) / sound.rate
         if not is_cut and seconds * self.rate > _LONGEST:
             raise RequestError(
-                f"the sound is {seconds:.1f} seconds long, and {_LONGEST / self.rate:.1f} are the most, "
-                "unless it may be cut: truncation"
+                f"the audio is {seconds:.1f} seconds long, and {_LONGEST / self.rate:.1f} are the maximum: "
+                "set truncation to cut it"
             )
         samples = resampled(sound, self.rate, _LONGEST)
         if len(samples) <= self.frame:
             raise RequestError(
-                f"the sound is too short: it has {len(samples)} samples at {self.rate} Hz, and "
-                f"{self.frame + 1} are the fewest"
+                f"the audio is too short: it has {len(samples)} samples at {self.rate} Hz, and "
+                f"{self.frame + 1} are the minimum"
             )
-        return self.spread(self._span, arrays={"mel": Array.of(self._heard(samples))})
+        return self.spread(self._span, arrays={"mel": Array.of(self._log_mel(samples))})
 
     @cached_property
     def _span(self) -> list[int]:
@@ -67,36 +67,38 @@ class Gemma3nProcessor(Newlines):
         return [*newlines, facts.start_id, *[facts.audio_id] * facts.tokens, facts.end_id, *newlines]
 
     def spread(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
-        """The end has a vector, too."""
+        """Build the item: the end token has a vector, too."""
         first = token_ids.index(self.facts.audio_id)
         return ProcessedItem(token_ids, [(first, self.facts.tokens + 1)], **more)
 
     def brought(self, num_vectors: int) -> list[int]:
         if num_vectors != self.facts.tokens + 1:
             raise RequestError(
-                f"audio_embeds: {num_vectors} vectors, expected {self.facts.tokens + 1}, the end's last",
+                f"audio_embeds: {num_vectors} vectors, expected {self.facts.tokens + 1}, one for the end",
                 "multi_modal_data",
             )
         return self._span
 
-    def _heard(self, samples: Samples) -> NDArray[np.float32]:
-        """[moments, mels]: logarithms of how loud."""
+    def _log_mel(self, samples: Samples) -> NDArray[np.float32]:
+        """Return the log-mel spectrogram, [frames, mels]."""
         keys, frame = self.settings, self.frame
         padded = np.pad(samples, (0, -len(samples) % _UNIT)) * keys.number("input_scale_factor", 1.0)
         frames = np.lib.stride_tricks.sliding_window_view(padded, frame + 1)[:: self.hop]
-        much = keys.number("preemphasis", 0.97)
+        preemphasis = keys.number("preemphasis", 0.97)
         if keys.flag("preemphasis_htk_flavor", True):
-            risen = frames[:, :-1].copy()
-            risen[:, 1:] -= much * frames[:, :-2]
-            risen[:, 0] *= 1 - much
+            emphasized = frames[:, :-1].copy()
+            emphasized[:, 1:] -= preemphasis * frames[:, :-2]
+            emphasized[:, 0] *= 1 - preemphasis
         else:
-            risen = frames[:, 1:] - much * frames[:, :-1]
-        turns = 2 * np.pi * np.arange(frame, dtype=np.float32) / frame
-        window = (0.5 * (1 - np.cos(turns))).astype(np.float32)
+            emphasized = frames[:, 1:] - preemphasis * frames[:, :-1]
+        angles = 2 * np.pi * np.arange(frame, dtype=np.float32) / frame
+        window = (0.5 * (1 - np.cos(angles))).astype(np.float32)
         size = 2 ** math.ceil(math.log2(frame)) * (2 if keys.flag("fft_overdrive", True) else 1)
         edges = keys.number("min_frequency", 125.0), keys.number("max_frequency", 7600.0)
-        loud = np.abs(np.fft.rfft(risen * window, n=size)) @ _filters(self.facts.mels, size, self.rate, edges)
-        out: NDArray[np.float32] = np.log(np.maximum(loud, keys.number("mel_floor", 1e-5)))
+        magnitudes = np.abs(np.fft.rfft(emphasized * window, n=size)) @ _filters(
+            self.facts.mels, size, self.rate, edges
+        )
+        out: NDArray[np.float32] = np.log(np.maximum(magnitudes, keys.number("mel_floor", 1e-5)))
         for name, change in (("per_bin_mean", np.subtract), ("per_bin_stddev", np.divide)):
             if keys.get(name) is not None:
                 out = change(out, np.asarray(keys.get(name)))
@@ -111,10 +113,10 @@ class Gemma3nProcessor(Newlines):
 
 @lru_cache
 def _filters(count: int, fft: int, rate: int, edges: tuple[float, float]) -> NDArray[np.float64]:
-    """[frequencies, count]: triangles of one height, whose corners are even in mels."""
+    """Return the mel filter bank, [frequencies, count]: triangles of equal height, evenly spaced in mels."""
     low, high = (2595.0 * math.log10(1 + edge / 700.0) for edge in edges)
     corners = 700.0 * (10 ** (np.linspace(low, high, count + 2) / 2595.0) - 1)
     away = corners[None] - (np.arange(fft // 2 + 1) * (rate / fft))[:, None]
     widths = np.diff(corners)
-    found: NDArray[np.float64] = np.minimum(-away[:, :-2] / widths[:-1], away[:, 2:] / widths[1:])
-    return np.maximum(0, found)
+    slopes: NDArray[np.float64] = np.minimum(-away[:, :-2] / widths[:-1], away[:, 2:] / widths[1:])
+    return np.maximum(0, slopes)

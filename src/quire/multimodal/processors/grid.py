@@ -1,4 +1,4 @@
-"""A grid of patches: how pixels are laid out in it, which frames are in it, where its tokens stand."""
+"""Grids of patches: pixel layout, frame sampling, and M-RoPE positions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from quire.multimodal.processors import Video
 from quire.multimodal.processors.grid_settings import GridSettings
 
 USUAL_FPS = 24.0
-"""Of a video of which nobody said it, as in transformers."""
+"""Frames per second of a video without metadata, as in transformers."""
 
 
 class PatchLayout(NamedTuple):
-    """Patches in time, height and width."""
+    """Number of patches in time, height and width."""
 
     steps: int
     height: int
@@ -28,11 +28,11 @@ class PatchLayout(NamedTuple):
 
 
 def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.uint8]:
-    """[frames, height, width, 3] -> [steps, height, width, 3, frames of a step * patch, patch], counted in
-    patches.
+    """Cut [frames, height, width, 3] into patches: [steps, rows, columns, 3, frames of a step * patch,
+    patch].
 
-    They lie square by square of those that become one vector, and the numbers of a patch colour by colour,
-    frame by frame. What lacks to a whole step repeats the last frame; an image is left alone in its step.
+    Patches that merge into one vector are adjacent; a patch is ordered by colour, then by frame. The last
+    step is filled by repeating the last frame; an image is a step of one frame.
     """
     count, height, width, _ = frames.shape
     size, merge, depth = settings.patch, settings.merge, settings.frames
@@ -40,7 +40,7 @@ def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.
     rows, columns, steps = height // size, width // size, -(-count // depth)
     pixels = np.stack([frames[..., i] for i in range(3)], axis=1)
     pixels = pixels.reshape(count, 3, rows // merge, merge, size, columns // merge, merge, size)
-    # [steps, squares down, squares across, down and across in the square, colour, frame, down, across]
+    # [steps, square rows, square columns, patch rows, patch columns, colour, frame, rows, columns]
     shape = steps, rows // merge, columns // merge, merge, merge, 3, depth, size, size
     out = np.empty(shape, dtype=np.uint8)
     for at in range(steps * depth):
@@ -50,21 +50,21 @@ def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.
 
 
 def sampled(video: Video, settings: GridSettings, times: str) -> tuple[list[int], list[int], float | None]:
-    """Which of the frames are taken; which of the whole video these are; how many of those a second has."""
+    """Return the indices of the sampled frames, their indices in the whole video, and that video's fps."""
     count = len(video.frames)
     total = max(video.total_frames, count)
     indices = list(video.indices) or [int(i) for i in np.linspace(0, total - 1, count).round()]
     if len(indices) != count or not count:
-        raise RequestError(f"a video has {count} frames, of which {len(indices)} are numbered")
+        raise RequestError(f"a video has {count} frames and {len(indices)} frame indices")
     fps = video.source_fps or (video.fps and video.fps * total / count)
-    if not settings.samples or (video.indices and not settings.asked):
+    if not settings.samples or (video.indices and not settings.is_requested):
         return list(range(count)), indices, fps
-    topk_indices = _PICKS[times](count, video.fps or USUAL_FPS, settings)
-    return topk_indices, [indices[i] for i in topk_indices], fps
+    chosen = _SAMPLERS[times](count, video.fps or USUAL_FPS, settings)
+    return chosen, [indices[i] for i in chosen], fps
 
 
 def _evenly(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """Qwen2-VL's: a whole number of steps."""
+    """Sample as Qwen2-VL does: evenly, a whole number of steps."""
     depth = settings.frames
     wanted: float
     if settings.num_frames is not None:
@@ -76,12 +76,12 @@ def _evenly(count: int, fps: float, settings: GridSettings) -> list[int]:
     else:
         return list(range(count))
     wanted = min(max(wanted, 1), count)
-    topk_indices: list[int] = np.arange(0, count, count / wanted).astype(np.float32).astype(int).tolist()
-    return topk_indices
+    chosen: list[int] = np.arange(0, count, count / wanted).astype(np.float32).astype(int).tolist()
+    return chosen
 
 
 def _spaced(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """Qwen3-VL's: the first and the last, and what lies evenly between."""
+    """Sample as Qwen3-VL does: evenly, from the first to the last frame."""
     wanted = settings.num_frames
     if wanted is None and settings.fps is not None:
         wanted = min(max(int(count / fps * settings.fps), settings.min_frames), settings.max_frames)
@@ -90,49 +90,49 @@ def _spaced(count: int, fps: float, settings: GridSettings) -> list[int]:
 
 
 def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """GLM's: the first frame at or behind each time, an even number of them."""
+    """Sample as GLM-4.1V does: the first frame at or after each time, an even number of frames."""
     last, rate = count - 1, settings.fps or 2.0
     seconds = round(last / fps) + 1
     if seconds <= settings.max_seconds:
         times = [i / rate for i in range(max(math.floor(seconds * rate), 1))]
-        topk_indices = [min(last, math.ceil(i * fps / rate)) for i in range(len(times))]
+        chosen = [min(last, math.ceil(i * fps / rate)) for i in range(len(times))]
     else:
         wanted = int(settings.max_seconds * rate)
-        topk_indices = [min(last, math.ceil(t * fps)) for t in np.linspace(0, seconds, wanted)]
-        topk_indices = list(range(count)) if wanted >= count else topk_indices
-    return _even(topk_indices)
+        chosen = [min(last, math.ceil(t * fps)) for t in np.linspace(0, seconds, wanted)]
+        chosen = list(range(count)) if wanted >= count else chosen
+    return _even(chosen)
 
 
-def _even(topk_indices: list[int]) -> list[int]:
-    """Each once, and an even number of them."""
-    topk_indices = list(dict.fromkeys(topk_indices))
-    return topk_indices if len(topk_indices) % 2 == 0 else [*topk_indices, topk_indices[-1]]
+def _even(chosen: list[int]) -> list[int]:
+    """Remove duplicates, and repeat the last frame if the number is odd."""
+    chosen = list(dict.fromkeys(chosen))
+    return chosen if len(chosen) % 2 == 0 else [*chosen, chosen[-1]]
 
 
 def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
-    """GLM-4.6V's: the longer the video, the fewer of a second."""
+    """Sample as GLM-4.6V does: the longer the video, the fewer frames per second."""
     last, depth = count - 1, settings.frames
     seconds = round(last / fps) + 1
     rate = next((rate for most, rate in _RATES if seconds <= most), _RATES[-1][1])
     wanted = min(int(min(seconds, _RATES[-1][0]) * rate * depth), _MOST_FRAMES)
-    topk_indices: list[int] = []
+    chosen: list[int] = []
     if count >= wanted:
         time = 0.0
         for frame in range(count):
-            if frame * (1 / fps) >= time and (not topk_indices or time < int(seconds)):
-                topk_indices.append(frame)
+            if frame * (1 / fps) >= time and (not chosen or time < int(seconds)):
+                chosen.append(frame)
                 time += 1 / (depth * rate)
-    if len(topk_indices) != wanted:
-        first, end = (topk_indices[0], topk_indices[-1]) if 0 < len(topk_indices) < wanted else (0, last)
-        topk_indices = np.linspace(first, end, wanted, dtype=int).tolist()
-    return _even(topk_indices)
+    if len(chosen) != wanted:
+        first, end = (chosen[0], chosen[-1]) if 0 < len(chosen) < wanted else (0, last)
+        chosen = np.linspace(first, end, wanted, dtype=int).tolist()
+    return _even(chosen)
 
 
 _RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
-"""Up to so many seconds: steps of a second."""
+"""Steps per second for videos up to a number of seconds."""
 _MOST_FRAMES = 640
-_PICKS = {"": _evenly, "before": _spaced, "behind": _by_second, "seconds": _by_length}
-"""By how frames are told apart."""
+_SAMPLERS = {"": _evenly, "before": _spaced, "behind": _by_second, "seconds": _by_length}
+"""Frame sampling by the way times are written (`GridFacts.times`)."""
 
 
 def positions_of(
@@ -143,8 +143,9 @@ def positions_of(
     *,
     has_time: bool = False,
 ) -> NDArray[np.int32]:
-    """[3, num_tokens]: text goes on by one in all three; the tokens of a grid by time, height and width, and
-    what follows by the longer side of the grid, or by its time, if that counts and is longer."""
+    """Return the M-RoPE positions, [3, num_tokens]. Text advances by one on all axes; tokens of a grid have
+    time, height and width. The text after a grid continues behind its longest side, with `has_time` also of
+    time."""
     out = np.empty((3, num_tokens), np.int32)
     done = at = 0
     for item, known in zip(items, facts, strict=True):

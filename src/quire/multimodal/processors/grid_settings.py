@@ -1,4 +1,4 @@
-"""What a checkpoint says of how images and videos become patches of a grid, and what a request may say."""
+"""Settings of the processors with a grid of patches, from the checkpoint and from mm_processor_kwargs."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,58 +17,58 @@ from quire.multimodal.images import (
     CLIP_STD,
     HALF,
     PixelScaling,
-    film_settings,
     resample_of,
     stored_settings,
+    video_settings,
 )
 
 _MOST_UNEQUAL = 200
-"""How many times longer than the other a side may be."""
+"""Largest ratio of the longer to the shorter side."""
 _MOST_GROWN = 1 << 20
-"""Pixels that a small image, or each frame, may be asked to become."""
+"""Largest min_pixels of a request: pixels to which a small image or frame is enlarged."""
 _MOST_FPS = 1000
 _LARGEST = 1 << 63
-"""Beyond it there are no arguments."""
+"""Upper bound of numeric arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridSettings:
-    """How one modality is processed."""
+    """Settings of one modality."""
 
     patch: int
     frames: int
-    """That a patch spans."""
+    """Frames of a patch (temporal_patch_size)."""
     merge: int
     least: int
-    """Pixels; fewer are made more."""
+    """Minimum number of pixels; smaller items are enlarged."""
     most: int
     counts_frames: bool = False
-    """Whether those are of all frames together."""
+    """Whether `least` and `most` are for all frames together."""
     lifts: bool = False
-    """Whether a side that is less than a unit becomes one, and the other as much longer."""
+    """Whether a side shorter than a unit is enlarged to one, and the other in proportion."""
     finish: PixelScaling
     resample: Image.Resampling
     samples: bool = False
-    """Whether some frames are picked of a video that has all of its own;"""
-    asked: bool = False
-    """also of one from which some have been picked."""
+    """Whether frames are sampled from a video that has all of its frames."""
+    is_requested: bool = False
+    """Whether the request asks for sampling: then also from a video that was sampled before."""
     fps: float | None = None
-    """So many in a second are picked."""
+    """Frames per second to sample."""
     num_frames: int | None = None
-    """So many in all."""
+    """Frames to sample in all."""
     min_frames: int = 4
     max_frames: int = 768
-    """1 of an image."""
+    """Maximum number of frames; 1 for images."""
     max_seconds: int = 300
-    """Of longer videos frames are picked less often."""
+    """Length from which on frames are sampled less often."""
 
     @property
     def unit(self) -> int:
-        """Both sides are multiples of so many pixels."""
+        """Number of pixels of which both sides are multiples."""
         return self.patch * self.merge
 
     def size_of(self, height: int, width: int, num_frames: int = 0) -> tuple[int, int]:
-        """Height and width that an image, or each frame, is resized to."""
+        """Return the height and width that an image, or each frame, is resized to."""
         unit, frames = self.unit, (num_frames or self.frames) if self.counts_frames else 1
         if self.counts_frames and min(height, width) < unit:
             scale = max(unit / height, unit / width)
@@ -95,20 +95,21 @@ class GridSettings:
         return rows * unit, columns * unit
 
     def most_vectors(self) -> int:
-        """Of the largest item. Narrow ones may have more pixels than `most`: no side is less than a unit."""
+        """Return the vectors of the largest item. Narrow ones may exceed `most`: no side is less than a
+        unit."""
         frames = self.frames if self.counts_frames else 1
         least, most = (-(-pixels // (frames * self.unit**2)) for pixels in (self.least, self.most))
         grown = least + math.isqrt(least * _MOST_UNEQUAL) + math.isqrt(least // _MOST_UNEQUAL) + 3
         steps = 1 if self.counts_frames else -(-self.max_frames // self.frames)
         return max(most, grown, _MOST_UNEQUAL) * steps
 
-    def told(self, arguments: Mapping[str, Any]) -> "GridSettings":
-        """With what a request says: `mm_processor_kwargs`."""
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "GridSettings":
+        """Return the settings with the `mm_processor_kwargs` of a request."""
         changes: dict[str, Any] = {}
         for name, value in arguments.items():
             if name not in _ARGUMENTS:
                 raise RequestError(
-                    f"the processor of this model does not know {name!r}; known: {', '.join(_ARGUMENTS)}"
+                    f"the processor of this model has no argument {name!r}; known: {', '.join(_ARGUMENTS)}"
                     f"{nearest(name, _ARGUMENTS)}",
                     f"mm_processor_kwargs.{name}",
                 )
@@ -118,10 +119,10 @@ class GridSettings:
         return settings
 
     def _check(self, least: int, most: int) -> None:
-        """Nobody may ask for more than memory was set aside for, nor for much of what has little in it."""
+        """Refuse more pixels than memory was reserved for, and enlarging small items too much."""
         wrong = ""
         if most > self.most:
-            wrong = f"max_pixels is {most}, but this model's files allow for {self.most} at most"
+            wrong = f"max_pixels is {most}, but this model's files allow {self.most} at most"
         elif least > most:
             wrong = f"min_pixels is {least}, more than max_pixels, {most}"
         elif least > max(self.least, _MOST_GROWN):
@@ -135,7 +136,7 @@ def _is_number(value: Any) -> bool:
 
 
 Reads = Callable[[str, Any], dict[str, Any]]
-"""An argument by name and value -> the settings that it changes."""
+"""Converts the name and value of an argument to the settings that it changes."""
 
 
 def _whole(field: str) -> Reads:
@@ -155,17 +156,17 @@ def _rate(name: str, value: Any) -> dict[str, Any]:
             f"{name} is {value!r:.80}, expected a positive number, {_MOST_FPS} at most",
             f"mm_processor_kwargs.{name}",
         )
-    return {"fps": float(value), "num_frames": None, "samples": True, "asked": True}
+    return {"fps": float(value), "num_frames": None, "samples": True, "is_requested": True}
 
 
 def _count(name: str, value: Any) -> dict[str, Any]:
-    return _whole("num_frames")(name, value) | {"fps": None, "samples": True, "asked": True}
+    return _whole("num_frames")(name, value) | {"fps": None, "samples": True, "is_requested": True}
 
 
 def _flag(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, bool):
         raise RequestError(f"{name} is {value!r}, expected true or false", f"mm_processor_kwargs.{name}")
-    return {"samples": value, "asked": value}
+    return {"samples": value, "is_requested": value}
 
 
 def _size(name: str, value: Any) -> dict[str, Any]:
@@ -199,13 +200,13 @@ _PIXELS = {
     ("glm4v", "image"): (112 * 112, 28 * 28 * 15000),
     ("glm4v", "video"): (112 * 112, 28 * 28 * 2 * 30000),
 }
-"""The least and the most, where a checkpoint says nothing; Qwen2-VL's for those that are not here."""
+"""Default minimum and maximum; families that are not listed use those of Qwen2-VL."""
 
 
 def read_settings(path: Path, facts: MediaFacts) -> dict[str, GridSettings]:
-    """By modality: processor_config.json, or preprocessor_config.json and that of videos."""
+    """Read the settings of each modality from processor_config.json or the preprocessor files."""
     images = stored_settings(path)
-    videos = film_settings(path, stored_settings(path, "video_processor"))
+    videos = video_settings(path, stored_settings(path, "video_processor"))
     return {
         "image": replace(_read(images, facts, "image"), samples=False, max_frames=1),
         "video": _read(videos, facts, "video"),

@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: an image of whole tiles, each named by row and column, and once more as a whole."""
+"""Idefics 3 and SmolVLM: an image in tiles, each with its row and column as a token, and the whole image."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     PixelScaling,
     Size,
-    asked,
+    override_settings,
     resample_of,
     resized,
     size_of,
@@ -32,12 +32,12 @@ from quire.text.tokenizer import Tokenizer
 
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _LONGEST = 4096
-"""Pixels of a side, whatever is asked for."""
+"""Largest side in pixels, whatever the request has."""
 _KNOWN = (*IMAGE_ARGUMENTS, "do_image_splitting", "max_image_size")
 
 
 class Idefics3Processor(ImageProcessor):
-    """Resized twice: to the longest side, then to whole tiles."""
+    """Resizes an image twice: to the longest edge, then to whole tiles."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: IdeficsFacts = facts.tower
@@ -47,7 +47,7 @@ class Idefics3Processor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            keys = asked(self.settings, arguments, _KNOWN)
+            keys = override_settings(self.settings, arguments, _KNOWN)
             finish = PixelScaling.read(keys, HALF, HALF)
             tiles, grid = self._tiles(content, keys)
         except ConfigError as error:
@@ -55,14 +55,15 @@ class Idefics3Processor(ImageProcessor):
         return self.spread(self._span(grid), arrays=finish(tiles))
 
     def _tiles(self, image: Image.Image, keys: ConfigReader) -> tuple[NDArray[np.uint8], Size]:
-        """And how many rows and columns of them there are, beside the whole; none of each: only that."""
+        """Return the tiles, the whole image last, and their rows and columns; 0 and 0 if there is only the
+        whole."""
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.LANCZOS)
         if keys.get("max_image_size") is not None and set(size_of(keys, "max_image_size").values()) != {side}:
-            raise keys.wrong("max_image_size", f"{side}, the side of what the tower sees")
+            raise keys.wrong("max_image_size", f"{side}, the image size of the vision encoder")
         if max(image.size) > _LONGEST and not keys.flag("do_resize", True):
             raise keys.wrong("do_resize", f"true for images of more than {_LONGEST} pixels a side")
         if keys.flag("do_resize", True):
-            image = Image.fromarray(resized(image, _long(keys, image.size[::-1]), resample))
+            image = Image.fromarray(resized(image, _longest_edge_size(keys, image.size[::-1]), resample))
         if not keys.flag("do_image_splitting", True):
             return resized(image, (side, side), resample)[None], (0, 0)
         rows, columns = _grid(image.size[::-1], side)
@@ -91,12 +92,12 @@ class Idefics3Processor(ImageProcessor):
         side: int = self.facts.vit.image
         if not self.settings.flag("do_image_splitting", True):
             return side, side
-        rows, columns = _grid(_long(self.settings, (side, side)), side)
+        rows, columns = _grid(_longest_edge_size(self.settings, (side, side)), side)
         return columns * side, rows * side
 
 
-def _long(keys: ConfigReader, image: Size) -> Size:
-    """Its longest side as long as asked for; the other one an even number."""
+def _longest_edge_size(keys: ConfigReader, image: Size) -> Size:
+    """Return the size with `longest_edge` as the longer side; the other side is even."""
     size = size_of(keys)
     if "longest_edge" not in size:
         return size.get("height", 1), size.get("width", 1)
@@ -118,7 +119,7 @@ def _long(keys: ConfigReader, image: Size) -> Size:
 
 
 def _grid(image: Size, side: int) -> Size:
-    """Rows and columns of tiles: the longer side in full, the other one as near as it goes."""
+    """Return the rows and columns of tiles that cover the image."""
     height, width = image
     ratio = width / height
     if width >= height:

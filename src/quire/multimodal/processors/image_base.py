@@ -1,4 +1,4 @@
-"""What the processors of families that see have in common."""
+"""Base of the processors of images."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,15 +13,15 @@ from quire.text.tokenizer import Tokenizer
 
 
 def token_of(tokenizer: Tokenizer, token: str) -> int:
-    """The id of one that the family cannot do without."""
-    found = tokenizer.backend.token_to_id(token)
-    if found is None:
-        raise ConfigError(f"the tokenizer has no token {token}, which stands for images in this model")
-    return found
+    """Return the id of a token that the family needs."""
+    token_id = tokenizer.backend.token_to_id(token)
+    if token_id is None:
+        raise ConfigError(f"the tokenizer has no token {token}, which this model needs for images")
+    return token_id
 
 
 class ImageProcessor:
-    """One token is the mark of an image, another one, or the same, stands in the places of its vectors."""
+    """Base of processors with one token as the mark of an image, and one (or the same) as its placeholder."""
 
     modalities: tuple[str, ...] = ("image",)
 
@@ -36,14 +36,14 @@ class ImageProcessor:
         return self.tokenizer.backend.id_to_token(self.mark) or ""
 
     def spread(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
-        """A span, with vectors in the places of its image tokens, or of these."""
+        """Build the item of a span that has vectors at its image tokens, or at the tokens `place`."""
         places = np.asarray(token_ids) == (self.image_id if place is None else place)
         edges = np.flatnonzero(np.diff(places, prepend=False, append=False)).reshape(-1, 2)
         runs = [(int(first), int(end - first)) for first, end in edges]
         return ProcessedItem(token_ids, [] if places.all() else runs, **more)
 
     def brought(self, num_vectors: int) -> list[int]:
-        """The span of so many vectors that somebody brings along."""
+        """Return the span of embeddings that a user sends."""
         return [self.image_id] * num_vectors
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:

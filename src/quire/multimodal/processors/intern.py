@@ -1,4 +1,4 @@
-"""InternVL: an image in as many tiles as fit its shape best, and once more as a whole."""
+"""InternVL: an image in the grid of tiles that is nearest to its shape, and the whole image."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -20,14 +20,14 @@ from quire.multimodal.images import (
     MOST_FRAMES,
     PixelScaling,
     Size,
-    asked,
     check_frames,
     count_of,
-    film_settings,
+    override_settings,
     resample_of,
     resized,
     stored_settings,
     tiled,
+    video_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem, Video
@@ -40,23 +40,23 @@ _OLDER = {
     "max_dynamic_patch": "max_patches",
     "dynamic_image_size": "crop_to_patches",
 }
-"""What its makers call arguments that transformers calls otherwise."""
+"""Argument names of the original code, with those of transformers."""
 _KNOWN = (*IMAGE_ARGUMENTS, *_OLDER, *_OLDER.values())
 
 
 class InternVLProcessor(ImageProcessor):
-    """The mark is the token of a single place; `<image>`, which its makers write, is no token."""
+    """The mark is the image token; `<image>`, which the original code writes, is not a token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: InternFacts = facts.tower
         self.modalities = facts.modalities
-        self.begin, image_id, self.end = (token_of(tokenizer, each) for each in (_BEGIN, _PLACE, _END))
+        self.begin, image_id, self.end = (token_of(tokenizer, token) for token in (_BEGIN, _PLACE, _END))
         super().__init__(image_id, image_id, self.facts.size_out, tokenizer)
         self.video = token_of(tokenizer, _VIDEO) if "video" in facts.modalities else self.mark
         stored = stored_settings(path)
         most = stored.size("max_patches", self.facts.most_tiles)
         self.settings = stored.but(crop_to_patches=self.facts.is_tiled, max_patches=most)
-        self.film = film_settings(path, self.settings)
+        self.video_settings = video_settings(path, self.settings)
 
     def marks(self, modality: str) -> list[int]:
         return [self.video if modality == "video" else self.mark]
@@ -69,12 +69,14 @@ class InternVLProcessor(ImageProcessor):
         return text if is_token else text.replace("<image>", _PLACE)
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        keys = asked(self.film if modality == "video" else self.settings, arguments, _KNOWN)
+        keys = override_settings(
+            self.video_settings if modality == "video" else self.settings, arguments, _KNOWN
+        )
         keys = keys.but(**{_OLDER[name]: value for name, value in arguments.items() if name in _OLDER})
         try:
             finish = PixelScaling.read(keys, IMAGENET_MEAN, IMAGENET_STD)
             if isinstance(content, Video):
-                return self._film(content, finish, keys)
+                return self._process_video(content, finish, keys)
             assert isinstance(content, Image.Image)
             tiles = tiles_of(content, keys, self.facts.vit.image)
         except ConfigError as error:
@@ -85,7 +87,7 @@ class InternVLProcessor(ImageProcessor):
         check_frames(len(video.frames))
         return len(video.frames) * self.facts.tokens
 
-    def _film(self, video: Video, finish: PixelScaling, keys: ConfigReader) -> ProcessedItem:
+    def _process_video(self, video: Video, finish: PixelScaling, keys: ConfigReader) -> ProcessedItem:
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
         check_frames(len(video.frames))
         frames = np.stack([resized(Image.fromarray(f), (side, side), resample) for f in video.frames])
@@ -118,15 +120,15 @@ class InternVLProcessor(ImageProcessor):
 
 @lru_cache
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """Columns and rows, those of few tiles first."""
+    """Return all grids of columns and rows, ordered by their number of tiles."""
     sides = range(1, most + 1)
     every = [(wide, high) for wide in sides for high in sides if least <= wide * high <= most]
     return sorted(every, key=lambda grid: grid[0] * grid[1])
 
 
 def grid_of(image: Size, side: int, least: int, most: int) -> tuple[int, int]:
-    """Rows and columns of tiles: those nearest to an image's shape; of several as near the larger one, if the
-    image would fill half of it."""
+    """Return the rows and columns of tiles nearest to an image's aspect ratio; among equals the larger grid,
+    if the image fills half of it."""
     height, width = image
     nearest, best = float("inf"), (1, 1)
     for columns, rows in _grids(least, most):
@@ -142,7 +144,7 @@ def tiles_of(
     side: int,
     grid: Callable[[Size, int, int, int], tuple[int, int]] = grid_of,
 ) -> NDArray[np.uint8]:
-    """[tiles, side, side, 3]: those of the grid, row by row, and of several the whole behind them."""
+    """Return the tiles row by row, [tiles, side, side, 3]; the whole image follows if there are several."""
     resample, most = resample_of(keys, Image.Resampling.BICUBIC), count_of(keys, "max_patches", 12)
     rows, columns = 1, 1
     if keys.flag("crop_to_patches") and most > 1:

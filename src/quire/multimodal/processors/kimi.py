@@ -1,5 +1,5 @@
-"""Kimi-VL and Kimi-K2.5: an image in its own size, with black at its edges until its squares are whole; of a
-video some frames at a time, with the moment in front of them."""
+"""Kimi-VL and Kimi-K2.5: an image in its own size, padded to whole squares; a video in groups of frames, each
+after its time."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
-    asked,
     center_cropped,
     check_frames,
-    film_settings,
+    override_settings,
     resample_of,
     resized,
     stored_settings,
+    video_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem, Video
@@ -34,21 +34,21 @@ from quire.multimodal.processors.grid import USUAL_FPS
 from quire.multimodal.processors.image_base import ImageProcessor
 from quire.text.tokenizer import Tokenizer
 
-_SAME = {
+_OLDER = {
     "in_token_limit": "max_patches",
     "in_patch_limit": "max_patches",
     "patch_limit_on_one_side": "max_side",
 }
-"""What its makers call settings that transformers calls otherwise."""
-_KNOWN = (*_SAME, *_SAME.values(), "pad_input", *(set(IMAGE_ARGUMENTS) - {"size"}))
-_FILMED = "<|kimi_k25_video_placeholder|>"
-"""What stands for a video in templates; a token, or not."""
+"""Setting names of the original code, with those of transformers."""
+_KNOWN = (*_OLDER, *_OLDER.values(), "pad_input", *(set(IMAGE_ARGUMENTS) - {"size"}))
+_VIDEO_MARK = "<|kimi_k25_video_placeholder|>"
+"""Mark of a video in chat templates, which may not be a token."""
 _MOST_PATCHES = 2**16
-"""That a request may ask for."""
+"""Largest number of patches that a request may set."""
 
 
 class KimiVLProcessor(ImageProcessor):
-    """As large as it is, unless that is too large."""
+    """Keeps the size of an image unless it has too many patches."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: MoonFacts = facts.tower
@@ -57,63 +57,71 @@ class KimiVLProcessor(ImageProcessor):
         stored = stored_settings(path)
         inner = stored.get("media_proc_cfg")
         stored = stored.but(**inner) if isinstance(inner, dict) else stored
-        self.settings = _told(stored, 16384)
-        of_a_frame = stored.get("in_patch_limit_each_frame") or self.settings.get("max_patches")
-        self.film = _told(film_settings(path, self.settings.but(max_patches=of_a_frame, **_UNSAID)), 4096)
-        if self.film.size("temporal_patch_size", self.facts.frames) != self.facts.frames:
-            raise self.film.wrong("temporal_patch_size", f"{self.facts.frames}, as the tower has it")
+        self.settings = _with_current_names(stored, 16384)
+        max_frame_patches = stored.get("in_patch_limit_each_frame") or self.settings.get("max_patches")
+        self.video_settings = _with_current_names(
+            video_settings(path, self.settings.but(max_patches=max_frame_patches, **_UNSET)), 4096
+        )
+        if self.video_settings.size("temporal_patch_size", self.facts.frames) != self.facts.frames:
+            raise self.video_settings.wrong(
+                "temporal_patch_size", f"{self.facts.frames}, as the vision encoder has"
+            )
         begins = ("<|media_begin|>", "<|media_start|>")
-        self.begin = next((each for each in begins if tokenizer.backend.token_to_id(each) is not None), "")
-        self.video_id = tokenizer.backend.token_to_id(_FILMED)
+        self.begin = next((token for token in begins if tokenizer.backend.token_to_id(token) is not None), "")
+        self.video_id = tokenizer.backend.token_to_id(_VIDEO_MARK)
 
     def marks(self, modality: str) -> list[int]:
         if modality == "image":
             return [self.mark]
-        return self.tokenizer.encode(self._film_mark, add_special_tokens=False)
+        return self.tokenizer.encode(self._video_mark, add_special_tokens=False)
 
     @property
-    def _film_mark(self) -> str:
-        return _FILMED if self.video_id is not None else self._framed("video", super().text("image", 1))
+    def _video_mark(self) -> str:
+        return _VIDEO_MARK if self.video_id is not None else self._framed("video", super().text("image", 1))
 
     def _framed(self, what: str, places: str) -> str:
         return f"{self.begin}{what}<|media_content|>{places}<|media_end|>" if self.begin else places
 
     def text(self, modality: str, number: int) -> str:
-        return self._film_mark if modality == "video" else self._framed("image", super().text(modality, 1))
+        return self._video_mark if modality == "video" else self._framed("image", super().text(modality, 1))
 
     def spelled(self, text: str) -> str:
-        """What is written for a video, as tokens."""
-        return text.replace(_FILMED, self._film_mark) if "video" in self.modalities else text
+        """Replace the mark of a video by the text that is tokenized."""
+        return text.replace(_VIDEO_MARK, self._video_mark) if "video" in self.modalities else text
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         try:
-            keys = self._asked(modality, arguments)
+            keys = self._read_arguments(modality, arguments)
             finish = PixelScaling.read(keys, HALF, HALF)
             if isinstance(content, Video):
-                return self._filmed(content, keys, finish)
+                return self._process_video(content, keys, finish)
             assert isinstance(content, Image.Image)
-            pixels = self._sized(content, keys)
+            pixels = self._resize(content, keys)
         except ConfigError as error:
             raise wrong_argument(error) from error
         return ProcessedItem([self.image_id] * self._count(pixels.shape), arrays=finish(pixels))
 
-    def _asked(self, modality: str, arguments: Mapping[str, Any]) -> ConfigReader:
-        keys = asked(self.film if modality == "video" else self.settings, arguments, _KNOWN)
-        return keys.but(**{_SAME[name]: value for name, value in arguments.items() if name in _SAME})
+    def _read_arguments(self, modality: str, arguments: Mapping[str, Any]) -> ConfigReader:
+        keys = override_settings(
+            self.video_settings if modality == "video" else self.settings, arguments, _KNOWN
+        )
+        return keys.but(**{_OLDER[name]: value for name, value in arguments.items() if name in _OLDER})
 
     def _count(self, size: Sequence[int]) -> int:
-        """Vectors of so many pixels."""
+        """Return the number of vectors of an image of this size."""
         side = self.facts.patch * self.facts.merge
         return -(-size[0] // side) * -(-size[1] // side)
 
-    def _filmed(self, video: Video, keys: ConfigReader, finish: PixelScaling) -> ProcessedItem:
+    def _process_video(self, video: Video, keys: ConfigReader, finish: PixelScaling) -> ProcessedItem:
         check_frames(len(video.frames))
-        pixels = np.stack([self._sized(Image.fromarray(frame), keys) for frame in video.frames])
+        pixels = np.stack([self._resize(Image.fromarray(frame), keys) for frame in video.frames])
         indices = video.indices or tuple(range(len(pixels)))
         place = self.image_id if self.video_id is None else self.video_id
         name, span = self.tokenizer.backend.id_to_token(place) or "", list[int]()
         for index in indices[:: self.facts.frames]:
-            clip = _moment(index / (video.source_fps or video.fps or USUAL_FPS)) + self._framed("video", name)
+            clip = _format_time(index / (video.source_fps or video.fps or USUAL_FPS)) + self._framed(
+                "video", name
+            )
             for token_id in self.tokenizer.encode(clip, add_special_tokens=False):
                 span += [token_id] * (self._count(pixels.shape[1:]) if token_id == place else 1)
         return self.spread(span, place=place, arrays=finish(pixels))
@@ -121,28 +129,28 @@ class KimiVLProcessor(ImageProcessor):
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
         try:
-            keys = self._asked("video", arguments)
+            keys = self._read_arguments("video", arguments)
             size = video.frames.shape[1], video.frames.shape[2]
-            size = self._fitting(size, keys) if keys.flag("do_resize", True) else size
+            size = self._reduced_size(size, keys) if keys.flag("do_resize", True) else size
         except ConfigError as error:
             raise wrong_argument(error) from error
         return -(-len(video.frames) // self.facts.frames) * self._count(size)
 
-    def _sized(self, image: Image.Image, keys: ConfigReader) -> Pixels:
-        """Whole squares of patches: with what is missing in black, or without what is too much."""
+    def _resize(self, image: Image.Image, keys: ConfigReader) -> Pixels:
+        """Resize an image to whole squares of patches: padded with black, or cropped."""
         size = image.size[::-1]
         if keys.flag("do_resize", True):
-            size = self._fitting(size, keys)
+            size = self._reduced_size(size, keys)
         pixels = resized(image, size, resample_of(keys, Image.Resampling.BICUBIC))
         side = self.facts.patch * self.facts.merge
         if not keys.flag("pad_input", True):
             least = max(size[0] // side, 1) * side, max(size[1] // side, 1) * side
             return center_cropped(pixels, least)
-        below, right = (-each % side for each in size)
+        below, right = (-length % side for length in size)
         return np.pad(pixels, ((0, below), (0, right), (0, 0)))
 
-    def _fitting(self, image: Size, keys: ConfigReader) -> Size:
-        """Smaller where there would be too many patches, of all or of a side."""
+    def _reduced_size(self, image: Size, keys: ConfigReader) -> Size:
+        """Return the size, reduced if there are too many patches in all or along a side."""
         for name in ("max_patches", "max_side"):
             if keys.size(name, 1) > _MOST_PATCHES:
                 raise keys.wrong(name, f"{_MOST_PATCHES} at most")
@@ -158,7 +166,7 @@ class KimiVLProcessor(ImageProcessor):
         return clips * self._count((height, width))
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        keys = self.film if modality == "video" else self.settings
+        keys = self.video_settings if modality == "video" else self.settings
         side, most = self.facts.patch * self.facts.merge, keys.size("max_patches")
         longest = keys.size("max_side", 512)
         rows = min(math.isqrt(most), longest)
@@ -167,19 +175,19 @@ class KimiVLProcessor(ImageProcessor):
         return (MOST_FRAMES, *size) if modality == "video" else size
 
 
-_UNSAID = {"in_token_limit": None, "in_patch_limit": None}
-"""Of images alone."""
+_UNSET = {"in_token_limit": None, "in_patch_limit": None}
+"""Settings that do not apply to videos."""
 
 
-def _told(stored: ConfigReader, most: int) -> ConfigReader:
-    """In transformers' words."""
+def _with_current_names(stored: ConfigReader, most: int) -> ConfigReader:
+    """Return the settings under the names of transformers."""
     size = stored.get("size")
     side = size.get("max_height") if isinstance(size, dict) else stored.get("max_side")
-    said = {_SAME[name]: stored.get(name) for name in _SAME if stored.get(name) is not None}
-    return stored.but(**{"max_patches": stored.size("max_patches", most), "max_side": side} | said)
+    renamed = {_OLDER[name]: stored.get(name) for name in _OLDER if stored.get(name) is not None}
+    return stored.but(**{"max_patches": stored.size("max_patches", most), "max_side": side} | renamed)
 
 
-def _moment(seconds: float) -> str:
-    """As a clock has it."""
+def _format_time(seconds: float) -> str:
+    """Format a time as hh:mm:ss.mmm."""
     minutes, rest = divmod(seconds % 86400, 60)
     return f"{int(minutes) // 60:02}:{int(minutes) % 60:02}:{int(rest):02}.{int(seconds % 1 * 1000):03}"

@@ -1,4 +1,4 @@
-"""Llama 4: an image on the canvas of tiles that fits it best, and once more as a whole."""
+"""Llama 4: an image on the best-fitting canvas of tiles, and the whole image."""
 
 import math
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     PixelScaling,
     Size,
-    asked,
     count_of,
+    override_settings,
     resample_of,
     resized,
     stored_settings,
@@ -36,7 +36,7 @@ _KNOWN = (*IMAGE_ARGUMENTS, "max_patches", "resize_to_max_canvas")
 
 
 class Llama4Processor(ImageProcessor):
-    """The mark is a token that stands in the span, too, before the whole."""
+    """The mark is a token that the span also contains, before the whole image."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: Llama4Facts = facts.tower
@@ -46,7 +46,7 @@ class Llama4Processor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            keys = asked(self.settings, arguments, _KNOWN)
+            keys = override_settings(self.settings, arguments, _KNOWN)
             finish = PixelScaling.read(keys, HALF, HALF, is_narrow=True)
             tiles, grid = self._tiles(content, keys)
         except ConfigError as error:
@@ -54,15 +54,15 @@ class Llama4Processor(ImageProcessor):
         return self.spread(self._span(*grid), arrays=finish(tiles))
 
     def _tiles(self, image: Image.Image, keys: ConfigReader) -> tuple[NDArray[np.uint8], Size]:
-        """And the rows and columns of the canvas."""
+        """Return the tiles and the rows and columns of the canvas."""
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BILINEAR)
         is_largest = keys.flag("resize_to_max_canvas")
         size = image.size[1], image.size[0]
         canvas = best_canvas(size, side, count_of(keys, "max_patches", 16), is_largest=is_largest)
-        room = canvas
+        bounds = canvas
         if not is_largest:
-            room = min(max(size[0], side), canvas[0]), min(max(size[1], side), canvas[1])
-        inner = fitting(size, room)
+            bounds = min(max(size[0], side), canvas[0]), min(max(size[1], side), canvas[1])
+        inner = fit_size(size, bounds)
         pixels = np.zeros((*canvas, 3), np.uint8)
         pixels[: inner[0], : inner[1]] = resized(image, inner, resample)
         tiles = tiled(pixels, (side, side))
@@ -83,35 +83,35 @@ class Llama4Processor(ImageProcessor):
 
     def largest(self, modality: str) -> tuple[int, ...]:
         most = self.settings.size("max_patches", 16)
-        rows = max(each for each in range(1, int(most**0.5) + 1) if most % each == 0)
+        rows = max(n for n in range(1, int(most**0.5) + 1) if most % n == 0)
         return most // rows * self.facts.vit.image, rows * self.facts.vit.image
 
 
 @lru_cache
 def canvases(side: int, most: int) -> NDArray[np.float32]:
-    """Height and width of all that at most so many tiles make up, those of one shape one after the other."""
+    """Return height and width of all canvases of at most `most` tiles, grouped by aspect ratio."""
     shapes: dict[float, list[Size]] = {}
     for count in range(most, 0, -1):
-        for rows in (each for each in range(1, count + 1) if count % each == 0):
+        for rows in (n for n in range(1, count + 1) if count % n == 0):
             shapes.setdefault(rows / (count // rows), []).append((rows, count // rows))
     return np.array([size for group in shapes.values() for size in group], np.float32) * side
 
 
 def best_canvas(image: Size, side: int, most: int, *, is_largest: bool) -> Size:
-    """The one on which an image need be enlarged least, or most; else the one on which it is reduced least;
-    of several the smallest."""
-    all_of = canvases(side, most)
-    scales = (all_of / np.array(image, np.float32)).min(1)
+    """Return the canvas that enlarges an image least (`is_largest`: most), else the one that shrinks it
+    least; among equals the smallest."""
+    sizes = canvases(side, most)
+    scales = (sizes / np.array(image, np.float32)).min(1)
     enlarging = scales[scales >= 1]
     is_least = len(enlarging) and not is_largest
-    fitting = all_of[scales == (enlarging.min() if is_least else scales.max())]
+    fitting = sizes[scales == (enlarging.min() if is_least else scales.max())]
     height, width = fitting[fitting.prod(1).argmin()]
     return int(height), int(width)
 
 
-def fitting(image: Size, room: Size) -> Size:
-    """As large as it can be there in its own shape."""
-    (height, width), (high, wide) = image, room
+def fit_size(image: Size, bounds: Size) -> Size:
+    """Return the largest size with the aspect ratio of the image that fits."""
+    (height, width), (high, wide) = image, bounds
     along, down = wide / width, high / height
     if along < down:
         return max(1, min(math.floor(height * along), high)), wide

@@ -1,4 +1,4 @@
-"""LLaVA-1.5: the middle of an image, one square of patches."""
+"""LLaVA-1.5: the center of an image as one square of patches."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +17,13 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     Pixels,
     PixelScaling,
-    asked,
     center_cropped,
     fitted,
+    override_settings,
+    pad_to_square,
     resample_of,
     resized,
     size_of,
-    squared,
     stored_settings,
     wrong_argument,
 )
@@ -35,7 +35,7 @@ _KNOWN = (*IMAGE_ARGUMENTS, "do_center_crop", "crop_size", "do_pad")
 
 
 class LlavaProcessor(ImageProcessor):
-    """Resized, cropped, normed. What a request asks for must end in squares of the tower's size."""
+    """Resizes, crops and normalizes. The result must have the image size of the vision encoder."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: LlavaFacts = facts.tower
@@ -54,7 +54,7 @@ class LlavaProcessor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            pixels, finish = self._pixels(content, asked(self.settings, arguments, _KNOWN))
+            pixels, finish = self._pixels(content, override_settings(self.settings, arguments, _KNOWN))
         except ConfigError as error:
             raise wrong_argument(error) from error
         token_ids = [self.image_id] * self.facts.tokens
@@ -63,7 +63,7 @@ class LlavaProcessor(ImageProcessor):
     def _pixels(self, image: Image.Image, keys: ConfigReader) -> tuple[Pixels, PixelScaling]:
         finish = PixelScaling.read(keys, *self.norm)
         if keys.flag("do_pad") and keys.get("image_processor_type") != "CLIPImageProcessor":
-            image = squared(image, finish.mean or (0, 0, 0))
+            image = pad_to_square(image, finish.mean or (0, 0, 0))
         size = image.size[1], image.size[0]
         size = fitted(size_of(keys), size) if keys.flag("do_resize", True) else size
         pixels = resized(image, size, resample_of(keys, Image.Resampling.BICUBIC))
@@ -73,8 +73,8 @@ class LlavaProcessor(ImageProcessor):
         side = self.facts.vit.image
         if pixels.shape[:2] != (side, side):
             raise ConfigError(
-                f"{keys.source}: an image of {size[1]} x {size[0]} pixels becomes one of "
-                f"{pixels.shape[1]} x {pixels.shape[0]}, but the tower sees {side} x {side}"
+                f"{keys.source}: an image of {size[1]} x {size[0]} pixels is resized to "
+                f"{pixels.shape[1]} x {pixels.shape[0]}, but the vision encoder needs {side} x {side}"
             )
         return pixels, finish
 

@@ -1,5 +1,5 @@
-"""MiniCPM-V: an image as a whole, and if it is large in slices, row by row; each has a number. A video is its
-frames, each like an image."""
+"""MiniCPM-V: a whole image and, if it is large, its slices row by row; images are numbered. A video is a list
+of frames, each like an image."""
 
 import itertools
 import math
@@ -22,14 +22,14 @@ from quire.multimodal.images import (
     Pixels,
     PixelScaling,
     Size,
-    asked,
     check_frames,
     count_of,
-    film_settings,
+    override_settings,
     resample_of,
     resized,
     stored_settings,
     tiled,
+    video_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem, Video
@@ -37,34 +37,34 @@ from quire.multimodal.processors.image_base import ImageProcessor, token_of
 from quire.text.tokenizer import Tokenizer
 
 _BEGIN, _END, _SLICE, _SLICED = "<image>", "</image>", "<slice>", "</slice>"
-_WRITTEN, _FILMED = "(<image>./</image>)", "(<video>./</video>)"
-"""The marks in templates of 2.6 to 4.5; no tokens."""
-_OF_A_FRAME = 1
-"""Slices that it may have, if nothing else is said."""
+_IMAGE_MARK, _VIDEO_MARK = "(<image>./</image>)", "(<video>./</video>)"
+"""Marks in the chat templates of 2.6 to 4.5, which are not tokens."""
+_FRAME_SLICES = 1
+"""Default maximum of slices of a frame."""
 _OLDER = {"norm_mean": "image_mean", "norm_std": "image_std"}
 _ALWAYS = ("size", "do_resize")
-"""What nobody may say: sides follow from the image."""
+"""Arguments that are not supported: sides follow from the image."""
 _KNOWN = ("max_slice_nums", "scale_resolution", "slice_mode", *(set(IMAGE_ARGUMENTS) - set(_ALWAYS)))
 _LONGEST = 2048
-"""Pixels of a square's side that a request may ask for."""
+"""Largest side of a square that a request may set."""
 _LARGEST = 2
-"""How many times as many vectors as a square of the same side an image may have as a whole: a narrow one has
-more."""
+"""Largest number of vectors of a whole image, as a multiple of a square's: a narrow image has more."""
 
 
 class Cut(NamedTuple):
-    """How an image is seen."""
+    """Sizes of the whole image and of its slices."""
 
     whole: Size
-    """What it is resized to,"""
-    each: Size
-    """and each of its slices, which are so many"""
+    """Size of the whole image."""
+    piece: Size
+    """Size of each slice."""
     rows: int
+    """Rows of slices; 0 without slices."""
     columns: int
 
 
 class MiniCPMVProcessor(ImageProcessor):
-    """The mark is the token of a single place; of a video of 2.6 to 4.5 a slice of one."""
+    """The mark is the image token; for a video of 2.6 to 4.5 it is a slice with one image token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: MiniCPMFacts = facts.tower
@@ -76,46 +76,48 @@ class MiniCPMVProcessor(ImageProcessor):
         stored = stored_settings(path)
         older = {new: stored.get(old) for old, new in _OLDER.items() if stored.get(old) is not None}
         self.settings = stored.but(**older)
-        self.film = film_settings(path, self.settings.but(max_slice_nums=_OF_A_FRAME))
+        self.video_settings = video_settings(path, self.settings.but(max_slice_nums=_FRAME_SLICES))
         self.is_numbered = stored.flag("use_image_id", self.facts.image_id is not None)
         self.places = {
             "image": tokenizer.backend.id_to_token(image_id) or "",
             "video": tokenizer.backend.id_to_token(self.video_id) or "",
         }
-        """The text of a single place."""
+        """Text of the placeholder token by modality."""
 
     def marks(self, modality: str) -> list[int]:
         if modality == "image" or self.video_id != self.image_id:
             return [self.video_id if modality == "video" else self.mark]
-        return self.tokenizer.encode(self._film_mark, add_special_tokens=False)
+        return self.tokenizer.encode(self._video_mark, add_special_tokens=False)
 
     @property
-    def _film_mark(self) -> str:
+    def _video_mark(self) -> str:
         place = self.places["video"]
         return place if self.video_id != self.image_id else f"{_SLICE}{place}{_SLICED}"
 
     def text(self, modality: str, number: int) -> str:
         if self.facts.image_id is None:
-            return _FILMED if modality == "video" else _WRITTEN
-        return self._film_mark if modality == "video" else self.places[modality]
+            return _VIDEO_MARK if modality == "video" else _IMAGE_MARK
+        return self._video_mark if modality == "video" else self.places[modality]
 
     def spelled(self, text: str) -> str:
-        """Marks become tokens, with their numbers in front."""
-        text = text.replace(_WRITTEN, self.places["image"]).replace(_FILMED, self._film_mark)
+        """Replace marks by tokens, with their numbers before them."""
+        text = text.replace(_IMAGE_MARK, self.places["image"]).replace(_VIDEO_MARK, self._video_mark)
         if self.is_numbered:
             for place in {*self.places.values()}:
-                text = _numbered(text, place)
+                text = _number_marks(text, place)
         return text
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         try:
-            keys = asked(self.film if modality == "video" else self.settings, arguments, _KNOWN)
+            keys = override_settings(
+                self.video_settings if modality == "video" else self.settings, arguments, _KNOWN
+            )
             finish, resample = (
                 PixelScaling.read(keys, HALF, HALF),
                 resample_of(keys, Image.Resampling.BICUBIC),
             )
             if isinstance(content, Video):
-                return self._filmed(content, keys, finish, resample)
+                return self._process_video(content, keys, finish, resample)
             assert isinstance(content, Image.Image)
             cut = self._cut(content.size[::-1], keys)
             arrays = finish(**_squares(content, cut, resample))
@@ -123,37 +125,37 @@ class MiniCPMVProcessor(ImageProcessor):
             raise wrong_argument(error) from error
         return self.spread(self._span(cut, keys), arrays=arrays)
 
-    def _filmed(
+    def _process_video(
         self, video: Video, keys: ConfigReader, finish: PixelScaling, resample: Image.Resampling
     ) -> ProcessedItem:
-        """Its frames one behind the other, none of which has a number."""
+        """Process a video: its frames in order, without numbers."""
         check_frames(len(video.frames))
         cut = self._cut(video.frames.shape[1:3], keys)
-        seen = [_squares(Image.fromarray(frame), cut, resample) for frame in video.frames]
-        span = self._span(cut, keys, "video") * len(seen)
-        arrays = finish(**{name: np.stack([each[name] for each in seen]) for name in seen[0]})
+        frames = [_squares(Image.fromarray(frame), cut, resample) for frame in video.frames]
+        span = self._span(cut, keys, "video") * len(frames)
+        arrays = finish(**{name: np.stack([frame[name] for frame in frames]) for name in frames[0]})
         return self.spread(span, place=self.video_id, arrays=arrays)
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
         try:
-            keys = asked(self.film, arguments, _KNOWN)
+            keys = override_settings(self.video_settings, arguments, _KNOWN)
             cut = self._cut(video.frames.shape[1:3], keys)
         except ConfigError as error:
             raise wrong_argument(error) from error
-        of_slices = cut.rows * cut.columns * self._count(cut.each, keys) if cut.rows else 0
-        return len(video.frames) * (self._count(cut.whole, keys) + of_slices)
+        num_slice_vectors = cut.rows * cut.columns * self._count(cut.piece, keys) if cut.rows else 0
+        return len(video.frames) * (self._count(cut.whole, keys) + num_slice_vectors)
 
     def _cut(self, size: Sequence[int], keys: ConfigReader) -> Cut:
         image, side, most = (size[0], size[1]), _side(keys), count_of(keys, "max_slice_nums", 9)
         rows, columns = grid_of(image, side, most) if keys.flag("slice_mode", True) else (0, 0)
-        whole = each = self._fitted(image, side, grows=not rows)
+        whole = piece = self._fitted(image, side, grows=not rows)
         if rows:
-            each = self._fitted(_shared(image, (rows, columns)), side, grows=True)
-        return Cut(whole, each, rows, columns)
+            piece = self._fitted(_slice_size(image, (rows, columns)), side, grows=True)
+        return Cut(whole, piece, rows, columns)
 
     def _fitted(self, size: tuple[float, float], side: int, *, grows: bool) -> Size:
-        """About as many pixels as a square of this side, in units."""
+        """Return a size in whole units with about as many pixels as a square of this side."""
         unit = self.facts.vit.patch * self.facts.unit
         height, width = size
         if height * width > side * side or grows:
@@ -163,13 +165,13 @@ class MiniCPMVProcessor(ImageProcessor):
         return _near(height, unit), _near(width, unit)
 
     def _count(self, size: Size, keys: ConfigReader) -> int:
-        """Vectors of one of the squares."""
+        """Return the number of vectors of an image or a slice."""
         if self.facts.queries:
             return self.facts.queries
         count, most = size[0] * size[1] // (self.facts.vit.patch * self.facts.unit) ** 2, self._most(keys)
         if count > most:
             raise RequestError(
-                f"the image is too narrow: as a whole it would have {count} vectors, and {most} are the most"
+                f"the image is too narrow: it would have {count} vectors, and {most} are the maximum"
             )
         return count
 
@@ -179,53 +181,53 @@ class MiniCPMVProcessor(ImageProcessor):
 
     def _span(self, cut: Cut, keys: ConfigReader, modality: str = "image") -> list[int]:
         count = self._count(cut.whole, keys)
-        return self._spelled_out(
-            count, self._count(cut.each, keys) if cut.rows else 0, (cut.rows, cut.columns), modality
+        return self._span_of_counts(
+            count, self._count(cut.piece, keys) if cut.rows else 0, (cut.rows, cut.columns), modality
         )
 
-    def _spelled_out(self, count: int, each: int, grid: Size, modality: str = "image") -> list[int]:
+    def _span_of_counts(self, count: int, per_slice: int, grid: Size, modality: str = "image") -> list[int]:
         place, place_id = self.places[modality], self.video_id if modality == "video" else self.image_id
         slices = "\n".join([f"{_SLICE}{place}{_SLICED}" * grid[1]] * grid[0])
         token_ids = self.tokenizer.encode(f"{_BEGIN}{place}{_END}{slices}", add_special_tokens=False)
-        counts = iter([count, *[each] * (grid[0] * grid[1])])
+        counts = iter([count, *[per_slice] * (grid[0] * grid[1])])
         return [i for i in token_ids for _ in range(next(counts) if i == place_id else 1)]
 
     def brought(self, num_vectors: int) -> list[int]:
-        return self._spelled_out(num_vectors, 0, (0, 0))
+        return self._span_of_counts(num_vectors, 0, (0, 0))
 
     def most_vectors(self, modality: str) -> int:
-        keys = self.film if modality == "video" else self.settings
+        keys = self.video_settings if modality == "video" else self.settings
         most = count_of(keys, "max_slice_nums", 9) if keys.flag("slice_mode", True) else 0
         return (
             self._most(keys) * (1 + (most if most > 1 else 0)) * (MOST_FRAMES if modality == "video" else 1)
         )
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        keys = self.film if modality == "video" else self.settings
+        keys = self.video_settings if modality == "video" else self.settings
         side = _side(keys)
         size = side * count_of(keys, "max_slice_nums", 9), side
         return (MOST_FRAMES, *size) if modality == "video" else size
 
 
-def _numbered(text: str, place: str) -> str:
-    """With a number in front of every mark that is this; those of a span are none."""
+def _number_marks(text: str, place: str) -> str:
+    """Put a number before every mark `place`; placeholders inside a span are not marks."""
     numbers, one = itertools.count(), re.escape(place)
 
-    def numbered(mark: re.Match[str]) -> str:
+    def with_number(mark: re.Match[str]) -> str:
         if mark.group() != place or text.endswith("</image_id>", 0, mark.start()):
             return mark.group()
         return f"<image_id>{next(numbers)}</image_id>{place}"
 
-    return re.sub(f"(?:<image>|<slice>)(?:{one})+|{one}", numbered, text)
+    return re.sub(f"(?:<image>|<slice>)(?:{one})+|{one}", with_number, text)
 
 
 def _squares(image: Image.Image, cut: Cut, resample: Image.Resampling) -> dict[str, Pixels]:
-    """As a whole, and in slices."""
+    """Resize the whole image and cut the slices."""
     whole = {"pixels": resized(image, cut.whole, resample)}
     if not cut.rows:
         return whole
-    large = resized(image, (cut.each[0] * cut.rows, cut.each[1] * cut.columns), resample)
-    return whole | {"slices": tiled(large, cut.each)}
+    large = resized(image, (cut.piece[0] * cut.rows, cut.piece[1] * cut.columns), resample)
+    return whole | {"slices": tiled(large, cut.piece)}
 
 
 def _side(keys: ConfigReader) -> int:
@@ -239,14 +241,14 @@ def _near(length: float, unit: int) -> int:
     return max(round(length / unit) * unit, unit)
 
 
-def _shared(size: Size, grid: Size) -> tuple[float, float]:
-    """What each slice has of an image."""
+def _slice_size(size: Size, grid: Size) -> tuple[float, float]:
+    """Return the size of the part of an image that a slice has."""
     return _near(size[0], grid[0]) / grid[0], _near(size[1], grid[1]) / grid[1]
 
 
 def grid_of(image: Size, side: int, most: int) -> Size:
-    """Rows and columns of slices: of about as many as the image has squares of this side those that are
-    nearest to its shape; none of an image that is no larger than one."""
+    """Return the rows and columns of slices, nearest to the image's aspect ratio, for about as many slices as
+    it has squares of this side; 0 and 0 if it is not larger than one."""
     height, width = image
     count = min(math.ceil(width * height / (side * side)), most)
     if count <= 1:

@@ -1,4 +1,4 @@
-"""Ovis 2: the whole of an image and, of one that is large enough, its tiles, with marks between them."""
+"""Ovis 2: a whole image and, if it is large enough, its tiles, with separator tokens between them."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -17,9 +17,9 @@ from quire.multimodal.images import (
     CLIP_STD,
     IMAGE_ARGUMENTS,
     PixelScaling,
-    asked,
     count_of,
     fitted,
+    override_settings,
     resample_of,
     resized,
     size_of,
@@ -33,11 +33,11 @@ from quire.text.tokenizer import Tokenizer
 
 _KNOWN = (*IMAGE_ARGUMENTS, "crop_to_patches", "min_patches", "max_patches", "use_covering_area_grid")
 _ENOUGH = 0.9
-"""What part of an image its tiles must show at least as large as they are."""
+"""Fraction of an image that its tiles must cover at full resolution."""
 
 
 class Ovis2Processor(ImageProcessor):
-    """The mark is `<image>`. All tokens of a span have vectors, those of its marks too."""
+    """The mark is `<image>`. All tokens of a span have vectors, separators too."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: OvisFacts = facts.tower
@@ -48,7 +48,7 @@ class Ovis2Processor(ImageProcessor):
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
-        keys, side = asked(self.settings, arguments, _KNOWN), self.facts.vit.image
+        keys, side = override_settings(self.settings, arguments, _KNOWN), self.facts.vit.image
         try:
             finish = PixelScaling.read(keys, CLIP_MEAN, CLIP_STD)
             resample, most = resample_of(keys, Image.Resampling.BICUBIC), count_of(keys, "max_patches", 12)
@@ -81,7 +81,7 @@ class Ovis2Processor(ImageProcessor):
         span = self.span(1, 1)
         if num_vectors != len(span):
             raise RequestError(
-                f"image_embeds: {num_vectors} vectors, expected {len(span)}, those of the marks among them",
+                f"image_embeds: {num_vectors} vectors, expected {len(span)}, separators included",
                 "multi_modal_data",
             )
         return span
@@ -101,15 +101,17 @@ class Ovis2Processor(ImageProcessor):
 
 @lru_cache(maxsize=16)
 def _grids(least: int, most: int) -> list[tuple[int, int]]:
-    """Pairs whose product lies between, by product."""
+    """Return all grids with a number of tiles in this range, ordered by it."""
     pairs = [(one, other) for one in range(1, most + 1) for other in range(1, most + 1)]
-    return sorted((each for each in pairs if least <= each[0] * each[1] <= most), key=lambda e: e[0] * e[1])
+    return sorted((pair for pair in pairs if least <= pair[0] * pair[1] <= most), key=lambda e: e[0] * e[1])
 
 
 @lru_cache(maxsize=256)
 def covering(size: tuple[int, int], side: int, most: int) -> tuple[int, int]:
-    """Rows and columns of the fewest tiles that show enough of an image of this height and width; what is
-    judged as rows is used as columns, as it was trained."""
+    """Return the rows and columns of the fewest tiles that cover enough of an image of this height and width.
+
+    Rows of the search are used as columns, as in training.
+    """
     shown = {grid: _shown(size, grid, side) / (size[0] * size[1]) for grid in _grids(1, most)}
     enough = [grid for grid in shown if shown[grid] > _ENOUGH]
     if enough:
@@ -120,7 +122,7 @@ def covering(size: tuple[int, int], side: int, most: int) -> tuple[int, int]:
 
 
 def _shown(size: tuple[int, int], grid: tuple[int, int], side: int) -> float:
-    """Pixels of the parts of an image, each made as small as a tile where its longer edge is longer."""
+    """Return the pixels of the parts of an image after each is shrunk to a tile."""
     edges = [
         [length // count] * (count - 1) + [length - length // count * (count - 1)]
         for length, count in zip(size, grid, strict=True)
@@ -134,7 +136,7 @@ def _shown(size: tuple[int, int], grid: tuple[int, int], side: int) -> float:
 
 
 def nearest_grid(size: tuple[int, int], side: int, least: int, most: int) -> tuple[int, int]:
-    """Rows and columns whose shape is nearest to that of the image."""
+    """Return the rows and columns nearest to the aspect ratio of the image."""
     ratio, area = size[1] / size[0], size[0] * size[1]
     best, off = (1, 1), float("inf")
     for grid in _grids(least, most):

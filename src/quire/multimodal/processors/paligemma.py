@@ -1,4 +1,4 @@
-"""PaliGemma: images in front of a text, each in one square."""
+"""PaliGemma: images before the text, each as one square."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +13,8 @@ from quire.multimodal.images import (
     HALF,
     IMAGE_ARGUMENTS,
     PixelScaling,
-    asked,
     fitted,
+    override_settings,
     resample_of,
     resized,
     size_of,
@@ -26,11 +26,11 @@ from quire.multimodal.processors.image_base import ImageProcessor, token_of
 from quire.text.tokenizer import Tokenizer
 
 _BEGIN = "<bos>"
-"""Begins the text, behind the last image."""
+"""First token of the text, after the last image."""
 
 
 class PaliGemmaProcessor(ImageProcessor):
-    """A text without a mark is that of one image, which goes in front of it."""
+    """A text without a mark gets one before it, for one image."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: PaliGemmaFacts = facts.tower
@@ -48,7 +48,7 @@ class PaliGemmaProcessor(ImageProcessor):
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
-        keys = asked(self.settings, arguments, IMAGE_ARGUMENTS)
+        keys = override_settings(self.settings, arguments, IMAGE_ARGUMENTS)
         try:
             finish = PixelScaling.read(keys, HALF, HALF)
             side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)

@@ -1,4 +1,4 @@
-"""Pixtral, Mistral 3 and LightOnOCR: an image in its own shape, row by row."""
+"""Pixtral, Mistral 3 and LightOnOCR: an image in its own aspect ratio, row by row."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,12 +16,12 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     PixelScaling,
     Size,
-    asked,
+    override_settings,
+    processor_settings,
     resample_of,
     resized,
     size_of,
     stored_settings,
-    whole_settings,
     wrong_argument,
 )
 from quire.multimodal.processors import Content, ProcessedItem
@@ -30,31 +30,32 @@ from quire.text.tokenizer import Tokenizer
 
 
 class PixtralProcessor(ImageProcessor):
-    """As large as it is, unless that is too large; a token behind each row, another behind the last."""
+    """Keeps the size of an image unless it is too large; a break token follows each row, an end token the
+    last."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: PixtralFacts = facts.tower
         super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
-        said = whole_settings(path)
+        stored = processor_settings(path)
         if self.facts.breaks:
-            self.break_id = token_of(tokenizer, said.get("image_break_token") or "[IMG_BREAK]")
-            self.end_id = token_of(tokenizer, said.get("image_end_token") or "[IMG_END]")
+            self.break_id = token_of(tokenizer, stored.get("image_break_token") or "[IMG_BREAK]")
+            self.end_id = token_of(tokenizer, stored.get("image_end_token") or "[IMG_END]")
         self.side: int = self.facts.patch * self.facts.merge
         self.settings = stored_settings(path, size={"longest_edge": self.facts.image})
         self.unit = self.side if self.facts.breaks else self._unit()
-        """Both sides are multiples of so many pixels."""
+        """Number of pixels of which both sides are multiples."""
 
     def _unit(self) -> int:
-        """As the processor's file has it, which may be a patch, and no square of them."""
-        said = self.settings.get("patch_size")
-        if isinstance(said, dict):
-            said = said.get("height")
-        return ConfigReader(self.settings.source, {"patch_size": said}).size("patch_size", 16)
+        """Read the unit from the processor's file, which may be one patch instead of a merged square."""
+        patch_size = self.settings.get("patch_size")
+        if isinstance(patch_size, dict):
+            patch_size = patch_size.get("height")
+        return ConfigReader(self.settings.source, {"patch_size": patch_size}).size("patch_size", 16)
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            keys = asked(self.settings, arguments, IMAGE_ARGUMENTS)
+            keys = override_settings(self.settings, arguments, IMAGE_ARGUMENTS)
             finish = PixelScaling.read(keys, CLIP_MEAN, CLIP_STD)
             size = self._size(keys, content.size[::-1])
             pixels = resized(content, size, resample_of(keys, Image.Resampling.BICUBIC))
@@ -63,8 +64,8 @@ class PixtralProcessor(ImageProcessor):
         rows, columns = size[0] // self.side, size[1] // self.side
         if not rows or not columns:
             raise RequestError(
-                f"an image of {content.width} x {content.height} pixels becomes one of {size[1]} x "
-                f"{size[0]}, and {self.side} x {self.side} are the least that can be seen"
+                f"an image of {content.width} x {content.height} pixels is resized to {size[1]} x "
+                f"{size[0]}, and {self.side} x {self.side} are the minimum"
             )
         if not self.facts.breaks:
             return self.spread([self.image_id] * (rows * columns), arrays=finish(pixels))
@@ -73,7 +74,7 @@ class PixtralProcessor(ImageProcessor):
         return self.spread(token_ids, arrays=finish(pixels))
 
     def _size(self, keys: ConfigReader, image: Size) -> Size:
-        """Whole patches; larger than the image by less than one, or as large as an image may be."""
+        """Return the size of an image in whole patches, rounded up, reduced to the maximum."""
         most = size_of(keys)
         longest = most.get("longest_edge", 0)
         highest, widest = most.get("height", longest), most.get("width", longest)

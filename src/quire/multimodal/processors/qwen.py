@@ -1,5 +1,5 @@
-"""Qwen's, GLM's and PaddleOCR-VL's: an image or a video becomes patches of a grid, of a number of pixels
-within bounds."""
+"""Qwen-VL, GLM-V and PaddleOCR-VL: an image or a video as a grid of patches, with a bounded number of
+pixels."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +25,13 @@ _TIMES: dict[str, Callable[[float, float], str]] = {
     "behind": lambda first, last: str(int(first)),
     "seconds": lambda first, last: f"{first:.1f} seconds",
 }
-"""How the time of a step is written, out of those of its first and last frame."""
+"""Text of the time of a step, from the times of its first and last frame."""
 _MOST_SECONDS = 86400
-"""Of a step of a video."""
+"""Longest step of a video."""
 
 
 class GridProcessor:
-    """Images and videos in patches; the times of a video's frames are tokens among them, or not."""
+    """Processes images and videos to patches; some models have the times of frames as text between them."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.modalities = facts.modalities
@@ -54,44 +54,44 @@ class GridProcessor:
         return "".join(token or "" for token in self.tokenizer.convert_ids_to_tokens(ids))
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert not isinstance(content, Sound), "these models do not hear"
-        settings = self.settings[modality].told(arguments)
+        assert not isinstance(content, Sound), "these models have no audio input"
+        settings = self.settings[modality].with_arguments(arguments)
         if isinstance(content, Video):
-            return self._video(content, settings)
+            return self._process_video(content, settings)
         size = settings.size_of(content.height, content.width)
         pixels = patches_of(resized(content, size, settings.resample)[None], settings)
         grid = PatchLayout(*pixels.shape[:3])
         span = [self.tower.image_id] * grid.num_vectors(settings.merge)
-        return _with(ProcessedItem(span, arrays=settings.finish.told(pixels=pixels)), grid)
+        return _with_grid(ProcessedItem(span, arrays=settings.finish.to_arrays(pixels=pixels)), grid)
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
-        settings = self.settings["video"].told(arguments)
-        topk_indices, _, _ = sampled(video, settings, self.tower.times)
-        height, width = self._frame_size(video, len(topk_indices), settings)
+        settings = self.settings["video"].with_arguments(arguments)
+        chosen, _, _ = sampled(video, settings, self.tower.times)
+        height, width = self._frame_size(video, len(chosen), settings)
         patches = (height // settings.patch, width // settings.patch)
-        return PatchLayout(-(-len(topk_indices) // settings.frames), *patches).num_vectors(settings.merge)
+        return PatchLayout(-(-len(chosen) // settings.frames), *patches).num_vectors(settings.merge)
 
     def _frame_size(self, video: Video, count: int, settings: GridSettings) -> tuple[int, int]:
-        """That so many of its frames are resized to."""
+        """Return the size that each of `count` frames is resized to."""
         check_frames(count)
         height, width = video.frames.shape[1:3]
         return settings.size_of(height, width, num_frames=max(count, settings.frames))
 
-    def _video(self, video: Video, settings: GridSettings) -> ProcessedItem:
-        topk_indices, indices, fps = sampled(video, settings, self.tower.times)
-        size = self._frame_size(video, len(topk_indices), settings)
-        sized = [resized(Image.fromarray(video.frames[i]), size, settings.resample) for i in topk_indices]
+    def _process_video(self, video: Video, settings: GridSettings) -> ProcessedItem:
+        chosen, indices, fps = sampled(video, settings, self.tower.times)
+        size = self._frame_size(video, len(chosen), settings)
+        sized = [resized(Image.fromarray(video.frames[i]), size, settings.resample) for i in chosen]
         pixels = patches_of(np.stack(sized), settings)
         grid = PatchLayout(*pixels.shape[:3])
         total = video.total_frames or len(video.frames)
         rate = fps * len(indices) / total if fps else USUAL_FPS
         times = [index / (fps or USUAL_FPS) for index in indices]
-        processed = self._spread(grid, times, settings.frames / rate)
-        processed.arrays = settings.finish.told(pixels=pixels)
-        return _with(processed, grid)
+        processed = self._video_span(grid, times, settings.frames / rate)
+        processed.arrays = settings.finish.to_arrays(pixels=pixels)
+        return _with_grid(processed, grid)
 
-    def _spread(self, grid: PatchLayout, times: list[float], seconds: float) -> ProcessedItem:
-        """The span of a video: one run of tokens, or one for each of its steps, beside its time."""
+    def _video_span(self, grid: PatchLayout, times: list[float], seconds: float) -> ProcessedItem:
+        """Build the span of a video: one run of tokens, or one for each step, next to its time."""
         tower, count = self.tower, grid.num_vectors(self.tower.merge)
         if not tower.times:
             processed = ProcessedItem([tower.video_id] * count)
@@ -127,13 +127,13 @@ class GridProcessor:
                 f"{modality}_embeds",
             )
         if modality == "image":
-            return _with(ProcessedItem([self.tower.image_id] * len(vectors)), grid, embeds=vectors)
-        given = np.asarray(embeds.get("second_per_grid_ts", self.tower.frames / USUAL_FPS))
-        if given.size != 1 or not 0 < given.item() < _MOST_SECONDS:
+            return _with_grid(ProcessedItem([self.tower.image_id] * len(vectors)), grid, embeds=vectors)
+        step_seconds = np.asarray(embeds.get("second_per_grid_ts", self.tower.frames / USUAL_FPS))
+        if step_seconds.size != 1 or not 0 < step_seconds.item() < _MOST_SECONDS:
             raise RequestError("second_per_grid_ts must be a number of seconds", "second_per_grid_ts")
-        seconds = float(given.item())
+        seconds = float(step_seconds.item())
         times = [seconds * i / self.tower.frames for i in range(grid.steps * self.tower.frames)]
-        return _with(self._spread(grid, times, seconds), grid, embeds=vectors)
+        return _with_grid(self._video_span(grid, times, seconds), grid, embeds=vectors)
 
     def most_vectors(self, modality: str) -> int:
         return self.settings[modality].most_vectors()
@@ -142,12 +142,12 @@ class GridProcessor:
         settings = self.settings[modality]
         frames = settings.max_frames if modality == "video" else 0
         steps = -(-frames // settings.frames) or 1
-        if frames and settings.counts_frames:  # all of the pixels in as few of them as there may be
+        if frames and settings.counts_frames:  # all pixels in the fewest frames
             frames = max(settings.frames, settings.min_frames)
             steps = -(-frames // settings.frames)
-        of_step = max(1, settings.most_vectors() // steps)
-        rows = math.isqrt(of_step)
-        size = (of_step // rows * settings.unit, rows * settings.unit)
+        per_step = max(1, settings.most_vectors() // steps)
+        rows = math.isqrt(per_step)
+        size = (per_step // rows * settings.unit, rows * settings.unit)
         return (frames, *size) if frames else size
 
     def positions(
@@ -158,7 +158,7 @@ class GridProcessor:
         return Array.of(positions_of(len(token_ids), items, facts, self.tower.merge))
 
 
-def _with(processed: ProcessedItem, grid: PatchLayout, **arrays: NDArray[Any]) -> ProcessedItem:
+def _with_grid(processed: ProcessedItem, grid: PatchLayout, **arrays: NDArray[Any]) -> ProcessedItem:
     processed.facts["grid"] = list(grid)
     if arrays:
         processed.arrays = {name: Array.of(numbers) for name, numbers in arrays.items()}

@@ -1,4 +1,4 @@
-"""Sounds of Qwen2-Audio, Audio Flamingo 3 and Voxtral: how loud each pitch is, hundred times a second."""
+"""Audio of Qwen2-Audio, Audio Flamingo 3 and Voxtral: log-mel spectrograms, 100 frames per second."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.qwen_audio import QwenAudioFacts
 from quire.data.multimodal import Array
 from quire.errors import RequestError
-from quire.multimodal.images import whole_settings
+from quire.multimodal.images import processor_settings
 from quire.multimodal.mel import Samples
 from quire.multimodal.processors import Content, ProcessedItem, Sound
 from quire.multimodal.processors.audio_base import AudioProcessor
@@ -19,24 +19,24 @@ from quire.text.tokenizer import Tokenizer
 
 _MARKED = "Audio {}: <|audio_bos|>{}<|audio_eos|>"
 _MOST_SECONDS = 2400
-"""Of a sound of Voxtral's."""
+"""Longest audio of Voxtral."""
 _LEAST = 3
-"""Moments of a sound of one vector."""
+"""Frames of the shortest audio, which has one vector."""
 
 
 class QwenAudioProcessor(ImageProcessor):
-    """At most as long as the tower hears, in the rate that it was trained with; the rest is cut off."""
+    """Resamples audio to the rate of the encoder and cuts it to the longest input."""
 
     modalities = ("audio",)
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: QwenAudioFacts = facts.tower
         super().__init__(self.facts.audio_id, self.facts.audio_id, self.facts.size_out, tokenizer)
-        self.ear = AudioProcessor(path, self.facts.encoder)
+        self.audio = AudioProcessor(path, self.facts.encoder)
         self.pieces = self.num_pieces(path)
 
     def num_pieces(self, path: Path) -> int:
-        """Of the longest sound, each as long as the tower hears at once."""
+        """Return the number of encoder inputs of the longest audio."""
         return 1
 
     def text(self, modality: str, number: int) -> str:
@@ -45,54 +45,54 @@ class QwenAudioProcessor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Sound)
         (longest,) = self.largest(modality)
-        samples = self.ear.samples(content, arguments, longest)
-        if len(samples) <= (_LEAST - 1) * self.ear.hop:
+        samples = self.audio.samples(content, arguments, longest)
+        if len(samples) <= (_LEAST - 1) * self.audio.hop:
             raise RequestError(
-                f"the sound is too short: it has {len(samples)} samples at {self.ear.rate} Hz, and "
-                f"{(_LEAST - 1) * self.ear.hop + 1} are the fewest"
+                f"the audio is too short: it has {len(samples)} samples at {self.audio.rate} Hz, and "
+                f"{(_LEAST - 1) * self.audio.hop + 1} are the minimum"
             )
-        return self._made(samples)
+        return self._process_samples(samples)
 
-    def _made(self, samples: Samples) -> ProcessedItem:
-        at_once = self.ear.at_once
-        pieces = [self._heard(samples[at : at + at_once]) for at in range(0, len(samples), at_once)]
-        pieces = [each for each in pieces if len(each) > _LEAST]
-        count = sum(len(each) // 4 for each in pieces)
+    def _process_samples(self, samples: Samples) -> ProcessedItem:
+        at_once = self.audio.at_once
+        pieces = [self._piece_mel(samples[at : at + at_once]) for at in range(0, len(samples), at_once)]
+        pieces = [piece for piece in pieces if len(piece) > _LEAST]
+        count = sum(len(piece) // 4 for piece in pieces)
         return ProcessedItem([self.image_id] * count, arrays={"mel": Array.of(np.concatenate(pieces))})
 
-    def _heard(self, samples: Samples) -> Samples:
-        """[moments, mels] of a piece, two for each state."""
-        states = (-(-len(samples) // self.ear.hop) + 1) // 2
-        return self.ear.heard(samples)[: 2 * states + 1]
+    def _piece_mel(self, samples: Samples) -> Samples:
+        """Return the spectrogram of a piece, [frames, mels], with two frames per encoder state."""
+        states = (-(-len(samples) // self.audio.hop) + 1) // 2
+        return self.audio.padded_mel(samples)[: 2 * states + 1]
 
     def most_vectors(self, modality: str) -> int:
         return self.pieces * self.facts.tokens
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        return (self.pieces * self.ear.at_once,)
+        return (self.pieces * self.audio.at_once,)
 
 
 class AudioFlamingoProcessor(QwenAudioProcessor):
-    """Some minutes, in pieces, each as loud as its own loudest."""
+    """Accepts some minutes of audio, in pieces that are normalized separately."""
 
     def num_pieces(self, path: Path) -> int:
-        seconds = whole_settings(path).size("max_audio_len", 600)
-        return max(1, seconds * self.ear.rate // self.ear.at_once)
+        seconds = processor_settings(path).size("max_audio_len", 600)
+        return max(1, seconds * self.audio.rate // self.audio.at_once)
 
     def text(self, modality: str, number: int) -> str:
         return ImageProcessor.text(self, modality, number)
 
 
 class VoxtralProcessor(QwenAudioProcessor):
-    """In pieces of one length, the last with silence behind it; all are as loud as the loudest of them."""
+    """Cuts audio into pieces of one length, the last padded with silence; all are normalized together."""
 
     def num_pieces(self, path: Path) -> int:
-        return max(1, _MOST_SECONDS * self.ear.rate // self.ear.at_once)
+        return max(1, _MOST_SECONDS * self.audio.rate // self.audio.at_once)
 
     def text(self, modality: str, number: int) -> str:
         return f"[BEGIN_AUDIO]{ImageProcessor.text(self, modality, number)}"
 
-    def _made(self, samples: Samples) -> ProcessedItem:
-        count = -(-len(samples) // self.ear.at_once)
+    def _process_samples(self, samples: Samples) -> ProcessedItem:
+        count = -(-len(samples) // self.audio.at_once)
         token_ids = [self.image_id] * (count * self.facts.tokens)
-        return ProcessedItem(token_ids, arrays={"mel": Array.of(self.ear.heard(samples, count))})
+        return ProcessedItem(token_ids, arrays={"mel": Array.of(self.audio.padded_mel(samples, count))})

@@ -1,4 +1,4 @@
-"""Step3-VL's: an image as a square, and before it the windows of a large or a long one, row by row."""
+"""Step3-VL: an image as a square, after the windows of a large or a long one, row by row."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from quire.multimodal.images import (
     CLIP_STD,
     PixelScaling,
     Size,
-    asked,
+    override_settings,
     resized,
     stored_settings,
     wrong_argument,
@@ -29,31 +29,30 @@ from quire.text.tokenizer import Tokenizer
 _KNOWN = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_convert_rgb")
 _TOKENS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
 _NARROW, _LONG, _LONGER, _MORE = 32, 1.5, 4, 0.2
-"""Pixels of a side below which a long image is put into a square; how many times longer than the other one a
-side of a small image is that gets windows; of one whose windows are as high as it is; how much of a window a
-rest is that becomes a whole one."""
+"""Side in pixels below which a long image is padded to a square; aspect ratio from which on a small image has
+windows; ratio from which on windows are as high as the image; fraction of a window that is rounded up."""
 
 
 class WindowPlan(NamedTuple):
-    """What becomes of an image."""
+    """Sizes of an image and of its windows."""
 
     size: Size
-    """It is resized to that,"""
+    """Size of the whole image."""
     side: int
-    """has windows with this side; 0: none;"""
+    """Side of the windows; 0: there are none."""
     large: Size
-    """and is resized to that for them."""
+    """Size to which the image is resized for the windows."""
 
     @property
     def grid(self) -> Size:
-        """Rows and columns of windows."""
+        """Return the rows and columns of windows."""
         if not self.side:
             return 0, 0
         return max(1, self.large[0] // self.side), max(1, self.large[1] // self.side)
 
 
 class StepVLProcessor(ImageProcessor):
-    """The mark is the token of a single place."""
+    """The mark is the image token."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: StepFacts = facts.tower
@@ -67,7 +66,9 @@ class StepVLProcessor(ImageProcessor):
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Image.Image)
         try:
-            finish = PixelScaling.read(asked(self.settings, arguments, _KNOWN), CLIP_MEAN, CLIP_STD)
+            finish = PixelScaling.read(
+                override_settings(self.settings, arguments, _KNOWN), CLIP_MEAN, CLIP_STD
+            )
             if self._is_narrow(*content.size):
                 content = _squared(content)
             plan = self.plan(content.size[::-1])
@@ -75,14 +76,14 @@ class StepVLProcessor(ImageProcessor):
         except ConfigError as error:
             raise wrong_argument(error) from error
         rows, columns = plan.grid
-        arrays = {"pixels": Array.of(smoothed(finish.numbers(small), self.image))}
+        arrays = {"pixels": Array.of(smoothed(finish.normalized(small), self.image))}
         if rows:
             large = Image.fromarray(resized(Image.fromarray(small), plan.large, Image.Resampling.BILINEAR))
             boxes = [
                 (column * plan.side, row * plan.side) for row in range(rows) for column in range(columns)
             ]
             windows = [large.crop((x, y, x + plan.side, y + plan.side)) for x, y in boxes]
-            numbers = [smoothed(finish.numbers(np.asarray(each)), self.window) for each in windows]
+            numbers = [smoothed(finish.normalized(np.asarray(window)), self.window) for window in windows]
             arrays["windows"] = Array.of(np.stack(numbers))
         return self.spread(self._span(rows, columns), arrays=arrays)
 
@@ -104,18 +105,18 @@ class StepVLProcessor(ImageProcessor):
         plan = WindowPlan((height, width), side, large)
         if plan.grid[0] * plan.grid[1] > self._most():
             raise RequestError(
-                f"an image of {image[1]} x {image[0]} pixels is too narrow: it would be seen in "
-                f"{plan.grid[0] * plan.grid[1]} windows, and {self._most()} are the most"
+                f"an image of {image[1]} x {image[0]} pixels is too narrow: it would need "
+                f"{plan.grid[0] * plan.grid[1]} windows, and {self._most()} are the maximum"
             )
         return plan
 
     def _most(self) -> int:
-        """Windows of an image."""
+        """Return the largest number of windows of an image."""
         return max((self.longest // self.window + 1) ** 2, self.longest // _NARROW + 1)
 
     def _span(self, rows: int, columns: int) -> list[int]:
-        each, whole = self.facts.tokens(self.window), self.facts.tokens(self.image)
-        row = [self.start, *[self.image_id] * each, self.stop] * columns + [self.newline]
+        per_window, whole = self.facts.tokens(self.window), self.facts.tokens(self.image)
+        row = [self.start, *[self.image_id] * per_window, self.stop] * columns + [self.newline]
         return [*(row * rows)[:-1], self.begin, *[self.image_id] * whole, self.end]
 
     def brought(self, num_vectors: int) -> list[int]:
@@ -130,19 +131,19 @@ class StepVLProcessor(ImageProcessor):
 
 
 def _whole(length: int, side: int) -> int:
-    """A number of windows, or less than one."""
+    """Round a length to whole windows, unless it is less than one."""
     count, rest = divmod(length, side)
     return side * (count + (rest / side > _MORE)) if count else length
 
 
 def _squared(image: Image.Image) -> Image.Image:
-    """The image in the upper left corner of a black square."""
+    """Return the image in the upper left corner of a black square."""
     out = Image.new("RGB", (max(image.size),) * 2)
     out.paste(image, (0, 0))
     return out
 
 
 def smoothed(numbers: NDArray[np.float32], side: int) -> NDArray[np.float32]:
-    """[3, height, width] -> [3, side, side], without rounding to bytes."""
-    parts = [Image.fromarray(each).resize((side, side), Image.Resampling.BILINEAR) for each in numbers]
-    return np.stack([np.asarray(each) for each in parts])
+    """Resize [3, height, width] to [3, side, side], without rounding to bytes."""
+    parts = [Image.fromarray(channel).resize((side, side), Image.Resampling.BILINEAR) for channel in numbers]
+    return np.stack([np.asarray(part) for part in parts])

@@ -1,4 +1,4 @@
-"""Sounds of Whisper: half a minute, with silence behind what is shorter."""
+"""Audio of Whisper: 30 seconds, padded with silence."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,13 +16,13 @@ from quire.text.tokenizer import Tokenizer
 
 
 class WhisperProcessor:
-    """No token stands for a sound, which has as many vectors as any other. What is longer is cut off."""
+    """Audio has no placeholder tokens and always the same number of vectors. Longer audio is cut."""
 
     modalities: tuple[str, ...] = ("audio",)
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: WhisperFacts = facts.tower
-        self.ear = AudioProcessor(path, self.facts)
+        self.audio = AudioProcessor(path, self.facts)
 
     def marks(self, modality: str) -> list[int]:
         return []
@@ -32,17 +32,17 @@ class WhisperProcessor:
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
         assert isinstance(content, Sound)
-        mel = self.ear.heard(self.ear.samples(content, arguments, self.ear.at_once))
+        mel = self.audio.padded_mel(self.audio.samples(content, arguments, self.audio.at_once))
         return ProcessedItem([], [(0, self.facts.positions)], arrays={"mel": Array.of(mel)})
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> ProcessedItem:
-        raise RequestError("this model takes sounds, not their vectors", f"{modality}_embeds")
+        raise RequestError("this model accepts audio, not its embeddings", f"{modality}_embeds")
 
     def most_vectors(self, modality: str) -> int:
         return self.facts.positions
 
     def largest(self, modality: str) -> tuple[int, ...]:
-        return (self.ear.at_once,)
+        return (self.audio.at_once,)
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""Drafts that are found in tokens alone: what a proposer has to do, and who does."""
+"""Proposers of draft tokens that need only the tokens of requests: their interface and the factory."""
 
 from typing import Protocol
 
@@ -8,32 +8,32 @@ from quire.sched.proposers.ngram import NGram
 from quire.sched.proposers.suffix import Suffix
 
 SORTS = 2
-"""Of drafts: such as are likely as any, and others that are sure."""
+"""Kinds of drafts: ordinary ones and sure ones."""
 
 
 class Proposer(Protocol):
-    """Guesses how the requests in their rows go on."""
+    """Proposes draft tokens for the requests in their rows."""
 
     is_sure: bool
-    """Whether the last proposal has more reason to be right than others have."""
+    """Whether the last proposal is more likely to be right than ordinary ones."""
 
     def admit(self, row: int, tokens: Ints, salt: str | None = None) -> None:
-        """A request takes a row, with all tokens that are known so far. Nothing of a request with another
-        salt may be proposed to it."""
+        """Add a request with all tokens known so far. Drafts for it must not use requests with another
+        salt."""
 
     def extend(self, row: int, tokens: Ints) -> None:
-        """It got these."""
+        """Append new tokens of the row."""
 
     def release(self, row: int, tokens: Ints) -> None:
-        """It leaves; all its tokens."""
+        """Release a row; `tokens` are all tokens of its request."""
 
     def propose(self, row: int, most: int) -> Ints:
-        """Up to `most` likely next tokens; empty: no idea."""
+        """Return up to `most` likely next tokens; empty if there is no match."""
         ...
 
 
 def proposer_of(facts: SpecFacts) -> Proposer | None:
-    """None where drafts are made by a model."""
+    """Return the proposer of a method; None if a model makes the drafts."""
     if facts.method == "ngram":
         assert facts.prompt_lookup_min is not None and facts.prompt_lookup_max is not None
         return NGram(facts.prompt_lookup_min, facts.prompt_lookup_max)

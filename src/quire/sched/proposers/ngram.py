@@ -1,7 +1,7 @@
-"""Prompt lookup: a text goes on as it did where its last tokens stood before.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last tokens.
 
-Of several places the one counts that agrees with the end for longest, up to CONTEXT tokens, and the latest of
-equals. Of drafts of 5 (10) after matches of 5 tokens, as many were right, SmolLM2's tokens:
+Among several places the one with the longest matching context counts, up to CONTEXT tokens; among equals the
+latest. Share of right drafts of 5 (10) tokens after matches of 5, with SmolLM2's tokenizer:
 
 | | files of this project, edited | passages quoted between sentences |
 |---|--:|--:|
@@ -19,25 +19,24 @@ from quire.data.plan import Ints
 from quire.sched.proposers.text import TokenText
 
 CONTEXT = 32
-"""Most tokens by which places are compared."""
+"""The longest context compared, in tokens."""
 MAX_PLACES = 16
-"""Latest places that are looked at."""
+"""The latest places that are considered."""
 SURE = 8
-"""Tokens of agreement from which on a draft is. By chance, as in prose, hardly anything agrees for longer: of
-the first drafts there 39 % were right, and 99 % of those after such agreement in quotes and edited code
-(benchmarks/spec_workloads.py)."""
+"""Matching tokens from which on a draft is sure. Longer matches hardly occur by chance: in prose 39 % of
+first drafts were right, after such a match in quotes and edited code 99 % (benchmarks/spec_workloads.py)."""
 _NONE: Ints = np.empty(0, np.int32)
 
 
 class NGram:
-    """Proposes what followed the last `min_n` to `max_n` tokens of a request when they stood there before."""
+    """Proposes the tokens that followed an earlier occurrence of the last `min_n` to `max_n` tokens."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         assert 1 <= min_n <= max_n
         self._n = min_n
         longer = (max_n, 2 * max_n, 4 * max_n, CONTEXT)
-        known = {*range(min_n, max_n + 1), *(each for each in longer if each <= CONTEXT)}
-        self._lengths = sorted(known, reverse=True)
+        lengths = {*range(min_n, max_n + 1), *(length for length in longer if length <= CONTEXT)}
+        self._lengths = sorted(lengths, reverse=True)
         self._texts: dict[int, TokenText] = {}
         self.is_sure = False
 
@@ -59,13 +58,14 @@ class NGram:
         if place is None:
             return _NONE
         self.is_sure = place >= SURE and tokens[place - SURE : place] == tokens[-SURE:]
-        found = tokens[place : place + most]
-        if len(found) < most:
-            found = (found * most)[:most]  # it goes on repeating itself
-        return np.frombuffer(found, np.int32)
+        draft = tokens[place : place + most]
+        if len(draft) < most:
+            draft = (draft * most)[:most]  # the text repeats itself
+        return np.frombuffer(draft, np.int32)
 
     def _longest(self, tokens: "array[int]", places: list[int]) -> int | None:
-        """The place before which stands the most of what the tokens end with; the first of equals."""
+        """Return the place with the longest context that matches the end of the tokens; the first of
+        equals."""
         for length in self._lengths if len(places) > 1 else self._lengths[-1:]:
             end = tokens[-length:]
             for place in places:

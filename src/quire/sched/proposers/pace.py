@@ -1,14 +1,13 @@
-"""How many drafts pay: by what became of the last ones, and by what a step was seen to cost.
+"""Pace: the number of drafts that pays, by acceptance rates and measured step costs.
 
-A step of B rows with M drafts takes c(B + M) seconds and gives B + G tokens, where G is how many of the
-drafts are expected to be right. The M that makes tokens per second most is chosen each step, and the drafts
-are those with the best chances. Both sides are learned: chances by row, costs by rows and by tokens a row.
+A step of B rows with M drafts takes c(B + M) seconds and yields B + G tokens, where G is the expected number
+of accepted drafts. Each step uses the M with the most tokens per second, and the drafts most likely to be
+accepted. Acceptance is learned by row, costs by rows and tokens per row.
 
-What was learned can be wrong, so there is an account besides. It gets a small part of the time of every step;
-steps with drafts put in what they won against a plain step, and take out what they lost. Below zero there are
-no drafts, which bounds the loss on any workload. Trials, of rows for which drafts seem not to pay, are as
-rare as a purse allows that fills as slowly.
-"""
+Estimates can be wrong, so there is also an account. A small part of the time of every step is added to it;
+steps with drafts add or subtract their gain over a plain step. Below zero there are no drafts, which bounds
+the loss on any workload. Rows for which drafts seem not to pay are tried as rarely as a second, equally slow
+budget (the purse) allows."""
 
 import math
 from itertools import pairwise
@@ -24,67 +23,67 @@ Floats = NDArray[np.float64]
 INCOME = 0.01
 """Part of the time of all steps that drafts may lose, and that trials may cost."""
 SAVINGS = 2.0
-"""Plain steps that are in account and purse at first, and at most in the purse."""
+"""Initial balance of account and purse, and limit of the purse, in plain steps."""
 MAX_PROFIT = 64.0
-"""Plain steps that the account holds at most."""
+"""Limit of the account, in plain steps."""
 TRIAL_LEN = 2
 WORTH = 1.01
 """Gain from which on drafts are worth it."""
 REFRESH = 64
 """Steps with drafts after which a plain one is measured."""
 NUM_FIRST = 3
-"""First measurements, of which the least counts: what disturbs a step makes it longer."""
-_FORGET = 0.95
-"""What is left of a row's evidence after each draft."""
-_FORGET_ALL = 0.98
+"""Number of first measurements, of which the least counts: disturbances only lengthen a step."""
+_DECAY = 0.95
+"""Decay of a row's statistics per draft."""
+_DECAY_ALL = 0.98
 _PRIOR_WEIGHT = 2.0
 _LEVELS, _CUTS = 12, 48
-"""Of a chance; and of how likely a draft must be."""
+"""Number of acceptance levels, and of thresholds for the likelihood of a draft."""
 _FEW_ROWS = 64
-"""For which it is quicker to look each up than to count them first."""
+"""Up to this number of rows, single lookups are faster than a histogram."""
 _STEPS = [1, 1.015625, 1.0625, 1.125, 1.25, 1.5, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 19, 23, 27]
-"""Tokens a row at which costs are kept: a CPU's are stairs, of four tokens each."""
+"""Tokens per row at which costs are kept; on a CPU, costs rise in steps of four tokens."""
 _RATIOS = np.array(_STEPS)
 _PRIOR_SLOPE = 0.25
-"""What a token more for each row costs, in plain steps, until it was measured."""
+"""Assumed cost of one more token per row, in plain steps, until it is measured."""
 
 
 class Pace:
-    """Chooses the drafts of each row, and learns from what became of them."""
+    """Chooses the number of drafts of each row and learns from their acceptance."""
 
     def __init__(self, *, max_rows: int, most: int, sorts: int = 1) -> None:
-        """Drafts are of several `sorts`, some likelier than others: those of sort s are known here by a row
-        of their own, row * sorts + s."""
+        """Build the pace. Drafts of several `sorts` have different acceptance; sort s of a row is tracked as
+        row * sorts + s."""
         self._most = most
         self._sorts = sorts
         self._chances = _Chances(max_rows, sorts)
         self._levels: NDArray[np.intp] = np.zeros(max_rows * sorts, np.intp)
-        """Of both chances of a row."""
+        """Both acceptance levels of a row, as one index."""
         self._tested: NDArray[np.int64] = np.zeros(max_rows * sorts, np.int64)
-        """When a row last had drafts."""
+        """Step in which a row last had drafts."""
         self._step = 0
         self._costs: dict[int, _Costs] = {}
         self._account = self._purse = 0.0
         self._reserved = 0.0
-        """What the last trial may cost; it goes back into the purse if nobody had an idea what to try."""
+        """Cost reserved for the last trial; returned to the purse if the step had no drafts."""
         chances = (np.arange(_LEVELS) + 0.5) / _LEVELS
         likely = (chances[:, None, None] * chances[:, None] ** np.arange(most)).reshape(-1, most)
         taken = likely >= np.geomspace(1.0, 0.005, _CUTS)[:, None, None]
         sums = np.stack([taken, taken * likely]).cumsum(3).reshape(2 * _CUTS, -1, most)
         self._table = np.pad(sums, ((0, 0), (0, 0), (1, 0))).reshape(2 * _CUTS, -1).astype(np.float32)
-        """[2 * cut, level * available]: how many of the drafts that a row with such chances has are as likely
-        as the cut or more; and, behind those, how many of them are right."""
+        """[2 * cut, level * available]: number of a row's drafts at least as likely as the cut and, in the
+        second half, the expected number of accepted ones."""
 
     def admit(self, row: int) -> None:
-        """A request takes a row, and nothing is known of it."""
+        """Reset the statistics of a row that gets a new request."""
         rows = np.arange(row * self._sorts, (row + 1) * self._sorts)
         self._chances.clear(rows)
         self._tested[rows] = 0
-        self._note(rows)
+        self._update_levels(rows)
 
     def lengths(self, rows: Ints | RowIds, available: Ints | None = None, budget: int | None = None) -> Ints:
-        """The drafts that each of these rows is to have, all that decode in the next step: as many as there
-        are, and `budget` in all, at most."""
+        """Return the number of drafts of each row that decodes in the next step: at most those available, and
+        `budget` in total."""
         num_rows = len(rows)
         none = np.zeros(num_rows, np.int32)
         self._step += 1
@@ -104,17 +103,21 @@ class Pace:
         return lengths
 
     def learn(self, rows: Ints | RowIds, num_drafts: Ints, num_accepted: Ints) -> None:
-        """So many drafts of these rows were accepted."""
-        has = num_drafts > 0
-        if not has.all():
-            rows, num_drafts, num_accepted = rows[has], num_drafts[has], num_accepted[has]
+        """Record how many drafts of these rows were accepted."""
+        has_drafts = num_drafts > 0
+        if not has_drafts.all():
+            rows, num_drafts, num_accepted = (
+                rows[has_drafts],
+                num_drafts[has_drafts],
+                num_accepted[has_drafts],
+            )
         if len(rows):
             rows = rows.astype(np.intp)
             self._chances.learn(rows, num_drafts, num_accepted)
-            self._note(rows)
+            self._update_levels(rows)
 
     def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
-        """A step of decodes alone took so long; of its drafts so many were accepted."""
+        """Record the duration of a step of decodes alone, and how many of its drafts were accepted."""
         costs = self._costs_of(num_rows)
         ratio, is_first = num_tokens / num_rows, not costs.plain
         took = min(seconds, 2 * costs.plain * costs.at(ratio))
@@ -131,7 +134,7 @@ class Pace:
         self._account = min(self._account + won + INCOME * took, MAX_PROFIT * plain)
         self._purse = min(self._purse + INCOME * took, SAVINGS * plain)
 
-    def _note(self, rows: RowIds) -> None:
+    def _update_levels(self, rows: RowIds) -> None:
         first, later = self._chances.levels(rows)
         self._levels[rows] = first * _LEVELS + later
 
@@ -143,7 +146,7 @@ class Pace:
         return self._costs[at]
 
     def _best(self, costs: "_Costs", levels: NDArray[np.intp], available: Ints, budget: int | None) -> Ints:
-        """The drafts of each row that make tokens per second most."""
+        """Return the numbers of drafts with the most tokens per second."""
         num_rows = len(levels)
         kinds = levels * (self._most + 1) + available
         if num_rows <= _FEW_ROWS:
@@ -162,8 +165,7 @@ class Pace:
         return lengths
 
     def _with_trials(self, costs: "_Costs", rows: Ints | RowIds, lengths: Ints, available: Ints) -> Ints:
-        """With drafts for rows that have none, those first that had none for longest: as many as the purse
-        can pay for."""
+        """Add drafts for rows without any, those untested for longest first, as far as the purse allows."""
         is_idle = (lengths == 0) & (available > 0)
         if not is_idle.any():
             return lengths
@@ -177,7 +179,7 @@ class Pace:
             if count == 1:
                 if self._purse < 0.99 * SAVINGS * costs.plain:
                     return lengths
-                break  # it will not get fuller
+                break  # the purse is full already
             count //= 2
         self._purse, self._reserved = self._purse - price, price
         tried = idle[np.argsort(self._tested[rows[idle]], kind="stable")[:count]]
@@ -186,47 +188,47 @@ class Pace:
 
 
 class _Chances:
-    """How often the first draft of a row was right lately, and any other if those before it were: by row, and
-    over all rows of a sort for those of which little is known."""
+    """Acceptance rates of a row's first draft, and of later drafts if those before were accepted. Rows with
+    little data use the rates of all rows of a sort."""
 
     def __init__(self, max_rows: int, sorts: int) -> None:
-        self._right, self._seen = np.zeros((2, max_rows * sorts)), np.zeros((2, max_rows * sorts))
+        self._accepted, self._verified = np.zeros((2, max_rows * sorts)), np.zeros((2, max_rows * sorts))
         self._sorts = np.arange(sorts)
-        self._all_right, self._all_seen = np.full((2, sorts), 0.5), np.ones((2, sorts))
+        self._all_accepted, self._all_verified = np.full((2, sorts), 0.5), np.ones((2, sorts))
 
     def clear(self, rows: RowIds) -> None:
-        self._right[:, rows] = self._seen[:, rows] = 0.0
+        self._accepted[:, rows] = self._verified[:, rows] = 0.0
 
     def levels(self, rows: RowIds) -> NDArray[np.intp]:
-        """[2, rows]: of _LEVELS, the one that each chance is at."""
-        common = (self._all_right / self._all_seen)[:, rows % len(self._sorts)]
-        right = self._right[:, rows] + _PRIOR_WEIGHT * common
-        level = (right * _LEVELS / (self._seen[:, rows] + _PRIOR_WEIGHT)).astype(np.intp)
+        """Return [2, rows]: the level, below _LEVELS, of each rate."""
+        common = (self._all_accepted / self._all_verified)[:, rows % len(self._sorts)]
+        right = self._accepted[:, rows] + _PRIOR_WEIGHT * common
+        level = (right * _LEVELS / (self._verified[:, rows] + _PRIOR_WEIGHT)).astype(np.intp)
         return np.minimum(level, _LEVELS - 1)
 
     def learn(self, rows: RowIds, num_drafts: Ints, num_accepted: Ints) -> None:
         first = np.minimum(num_accepted, 1)
         right = np.array([first, num_accepted - first], np.float64)
         seen = np.array([np.ones_like(first), np.minimum(num_accepted, num_drafts - 1)], np.float64)
-        self._right[:, rows] = self._right[:, rows] * _FORGET + right
-        self._seen[:, rows] = self._seen[:, rows] * _FORGET + seen
-        is_of = (rows % len(self._sorts))[:, None] == self._sorts
-        num_of = is_of.sum(0)
-        forget, each = _FORGET_ALL ** np.minimum(num_of, 64), np.maximum(num_of, 1)
-        self._all_right = self._all_right * forget + right @ is_of / each
-        self._all_seen = self._all_seen * forget + seen @ is_of / each
+        self._accepted[:, rows] = self._accepted[:, rows] * _DECAY + right
+        self._verified[:, rows] = self._verified[:, rows] * _DECAY + seen
+        is_sort = (rows % len(self._sorts))[:, None] == self._sorts
+        num_per_sort = is_sort.sum(0)
+        decay, divisor = _DECAY_ALL ** np.minimum(num_per_sort, 64), np.maximum(num_per_sort, 1)
+        self._all_accepted = self._all_accepted * decay + right @ is_sort / divisor
+        self._all_verified = self._all_verified * decay + seen @ is_sort / divisor
 
 
 class _Costs:
-    """What steps of about so many rows cost, by their tokens a row."""
+    """Costs of steps of similar row counts, by tokens per row."""
 
     def __init__(self, like: "_Costs | None") -> None:
         self.plain = 0.0
-        """Seconds of a plain step; 0: not known."""
+        """Seconds of a plain step; 0: unknown."""
         self._num_plain = 0
         self._since_plain = 0
         self._extra = [0.0] * len(_RATIOS)
-        """What steps cost beside a plain one, in plain ones."""
+        """Additional cost of steps over a plain one, in plain steps."""
         self._num_extra = [0] * len(_RATIOS)
         if like is not None:
             self._extra = list(like._extra)
@@ -234,36 +236,36 @@ class _Costs:
         self._fill()
 
     def is_due(self) -> bool:
-        """Whether a plain step is to be measured."""
+        """Whether a plain step has to be measured."""
         return self._num_plain < NUM_FIRST or self._since_plain >= REFRESH
 
     def at(self, ratio: float) -> float:
         return float(np.interp(max(ratio, _RATIOS[1]), _RATIOS, self._filled)) if ratio > 1 else 1.0
 
     def curve(self, ratios: Floats) -> Floats:
-        # The first draft may cost more than the next: it is another kind of step.
+        # The first draft may cost more than the next, as such a step uses other kernels.
         at_least = np.where(ratios > 1, np.maximum(ratios, _RATIOS[1]), 1.0)
-        found: Floats = np.interp(at_least, _RATIOS, self._filled)
-        return found
+        costs: Floats = np.interp(at_least, _RATIOS, self._filled)
+        return costs
 
     def add(self, ratio: float, seconds: float) -> None:
         if ratio == 1:
             self._since_plain = 0
             self._num_plain += 1
-            self.plain = _steady(self.plain, seconds, self._num_plain)
+            self.plain = _smooth(self.plain, seconds, self._num_plain)
         elif self.plain:
             self._since_plain += 1
             near = 1 + int(np.abs(_RATIOS[1:] - ratio).argmin())
             cost = max(seconds / self.plain, 1.0)
             extra = (cost - 1) * min((_RATIOS[near] - 1) / (ratio - 1), 2.0)
             self._num_extra[near] += 1
-            self._extra[near] = _steady(1 + self._extra[near], 1 + extra, self._num_extra[near]) - 1
+            self._extra[near] = _smooth(1 + self._extra[near], 1 + extra, self._num_extra[near]) - 1
             self._fill()
 
     def _fill(self) -> None:
-        """Costs at every ratio. What was not measured (the first steps of a kind do not count: they are
-        computed in other ways) is, between two that were, between the lower of them and the line to the
-        higher; and behind all in the line from a plain step. None is above one of more tokens."""
+        """Compute the costs at every ratio; the first measurements of a kind do not count. Between two
+        measured ratios the cost grows half as fast as on the line between them. Beyond the last it follows
+        the line from a plain step. No cost exceeds that of more tokens."""
         known = [0, *(at for at, num in enumerate(self._num_extra) if num >= NUM_FIRST)]
         extra, last = self._extra, known[-1]
         slope = extra[last] / (_STEPS[last] - 1) if last else _PRIOR_SLOPE
@@ -275,8 +277,8 @@ class _Costs:
         self._filled = 1 + np.minimum.accumulate(filled[::-1])[::-1]
 
 
-def _steady(old: float, new: float, num: int) -> float:
-    """A mean that follows slowly, of numbers some of which are far too large; the least of the first."""
+def _smooth(old: float, new: float, num: int) -> float:
+    """Return a slow moving average that is robust against outliers; of the first values the least."""
     if num <= NUM_FIRST:
         return min(old, new) if num > 1 else new
     return old + 0.1 * (min(max(new, 0.5 * old), 1.25 * old) - old)

@@ -1,10 +1,9 @@
-"""Suffix decoding: a text goes on as texts mostly did that ended like it, its own or the answers of others.
+"""Suffix decoding: proposes the tokens that mostly followed the current suffix in this or in earlier outputs.
 
-What a suffix tree would tell is how often each token followed the longest ending that occurred before. Here
-that is counted when it is asked for, over the latest MAX_PLACES places where the last MIN_MATCH tokens stood.
-A tree has a node for every ending of every token, up to its depth: in Python kilobytes a token, and as many
-steps to add one. The index has one number.
-"""
+A suffix tree would store how often each token followed each suffix. Here that is counted on demand, over the
+latest MAX_PLACES occurrences of the last MIN_MATCH tokens. A tree has a node for every suffix of every token,
+up to its depth. In Python that takes kilobytes and as many operations per token; the index takes one
+number."""
 
 from array import array
 from collections import Counter, deque
@@ -15,26 +14,26 @@ from quire.data.plan import Ints
 from quire.sched.proposers.text import TokenText
 
 MIN_MATCH = 3
-"""Fewest last tokens that must have stood before."""
+"""The shortest suffix that must have occurred before, in tokens."""
 MAX_PLACES = 16
-"""Latest places that are counted, in each text."""
+"""The latest occurrences that are counted, in each text."""
 MAX_TOKENS = 1 << 19
-"""Tokens of answers that are kept; the oldest go."""
+"""Tokens of earlier outputs that are kept; the oldest are dropped."""
 NUM_PARTS = 4
-"""Parts that they go in."""
+"""Number of parts in which they are dropped."""
 NUM_SALTS = 8
-"""Salts whose answers are kept beside those of requests without one; the one not used for longest goes. Each
-holds this part of MAX_TOKENS."""
+"""Number of salts with their own store beside that of requests without one; the least recently used is
+dropped. Each holds this fraction of MAX_TOKENS."""
 _END = -1
-"""Between two answers."""
+"""Separator of outputs."""
 _NONE: Ints = np.empty(0, np.int32)
 
 
 class Suffix:
-    """Proposes what mostly followed the longest ending of a request that occurred before."""
+    """Proposes the tokens that mostly followed the longest suffix that occurred before."""
 
     is_sure = False
-    """It proposes what is likely enough."""
+    """Always False: drafts are filtered by probability already."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class Suffix:
         self._salts: dict[int, str | None] = {}
         self._answers = _Answers(max_requests, max_tokens)
         self._salted: dict[str, _Answers] = {}
-        """Answers by salt, the one used last at the end."""
+        """Outputs by salt, the most recently used last."""
         self._sizes = max_requests, max_tokens // NUM_SALTS
 
     def admit(self, row: int, tokens: Ints, salt: str | None = None) -> None:
@@ -68,8 +67,8 @@ class Suffix:
             self._answers_of(self._salts.pop(row)).add(tokens[self._prompt_lens.pop(row) :])
 
     def _answers_of(self, salt: str | None) -> "_Answers":
-        """Return the answers that requests of this salt may be guessed from. Guesses out of other answers
-        would tell, by their speed, what these were."""
+        """Return the outputs from which drafts for this salt may be taken. Drafts from other outputs would
+        reveal their content by timing."""
         if salt is None:
             return self._answers
         answers = self._salted.pop(salt, None) or _Answers(*self._sizes)
@@ -79,58 +78,58 @@ class Suffix:
         return answers
 
     def propose(self, row: int, most: int) -> Ints:
-        own = self._texts[row]
-        if len(own.tokens) < MIN_MATCH or most < 1:
+        row_text = self._texts[row]
+        if len(row_text.tokens) < MIN_MATCH or most < 1:
             return _NONE
-        ending, end = own.ending, own.tokens[-self._max_depth :]
-        best, found = 0.0, None
-        for text in (own, *self._answers_of(self._salts[row]).texts):
+        ending, end = row_text.ending, row_text.tokens[-self._max_depth :]
+        best, draft = 0.0, None
+        for text in (row_text, *self._answers_of(self._salts[row]).texts):
             score, tokens = self._guess(text, ending, end, most)
             if score > best:
-                best, found = score, tokens
+                best, draft = score, tokens
             if score == most:
                 break
-        return _NONE if found is None else np.frombuffer(found, np.int32)
+        return _NONE if draft is None else np.frombuffer(draft, np.int32)
 
     def _guess(
         self, text: TokenText, ending: int, end: "array[int]", most: int
     ) -> "tuple[float, array[int]]":
-        """What this text says, and how much of it is expected to be right."""
-        tokens, found = text.tokens, array("i")
+        """Return the tokens proposed from a text, with the expected number of accepted ones first."""
+        tokens, draft = text.tokens, array("i")
         length, places = _longest(tokens, text.places(ending, MAX_PLACES), end)
         most, total = min(most, int(self._factor * length)), len(places)
         numbers = Counter([tokens[place : place + most].tobytes() for place in places])
-        ways = [(array("i", way), count) for way, count in numbers.items()]
+        runs = [(array("i", run), count) for run, count in numbers.items()]
         score = 0.0
-        while len(found) < most and ways:
-            if len(ways) == 1 and len(ways[0][0]) == most:
-                way, count = ways[0]
-                rest = way[len(found) : way.index(_END) if _END in way else most]
+        while len(draft) < most and runs:
+            if len(runs) == 1 and len(runs[0][0]) == most:
+                run, count = runs[0]
+                rest = run[len(draft) : run.index(_END) if _END in run else most]
                 if count < self._min_prob * total:
                     break
-                return score + len(rest) * (count / total), found + rest
-            at = len(found)
-            # Behind its end a text goes on as it is guessed to.
-            nexts = [way[at] if at < len(way) else found[at - len(way)] for way, _ in ways]
+                return score + len(rest) * (count / total), draft + rest
+            at = len(draft)
+            # Beyond its end a text is continued with the draft itself.
+            nexts = [run[at] if at < len(run) else draft[at - len(run)] for run, _ in runs]
             counts = dict.fromkeys(nexts, 0)
-            for token, (_, count) in zip(nexts, ways, strict=True):
+            for token, (_, count) in zip(nexts, runs, strict=True):
                 counts[token] += count
             likely = max(nexts, key=counts.__getitem__)
             if likely == _END or counts[likely] < self._min_prob * total:
                 break
-            ways = [way for way, token in zip(ways, nexts, strict=True) if token == likely]
-            found.append(likely)
+            runs = [run for run, token in zip(runs, nexts, strict=True) if token == likely]
+            draft.append(likely)
             score += counts[likely] / total
-        return score, found
+        return score, draft
 
 
 def _longest(tokens: "array[int]", places: list[int], end: "array[int]") -> tuple[int, list[int]]:
-    """How many of the last tokens stood before any of the places, and before which."""
+    """Return the length of the longest suffix that precedes any of the places, and those places."""
     length, best, too_long = 0, [], len(end) + 1
     trial = MIN_MATCH
     while length + 1 < too_long and places:
         wanted = end[len(end) - trial :]
-        same = [each for each in places if each >= trial and tokens[each - trial : each] == wanted]
+        same = [place for place in places if place >= trial and tokens[place - trial : place] == wanted]
         if same:
             length, best, places = trial, same, same
         else:
@@ -142,7 +141,7 @@ def _longest(tokens: "array[int]", places: list[int], end: "array[int]") -> tupl
 
 
 class _Answers:
-    """The latest answers, in a few texts."""
+    """The latest outputs, in a few texts."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
@@ -153,7 +152,7 @@ class _Answers:
         self.texts: deque[TokenText] = deque(maxlen=NUM_PARTS)
         """The newest first."""
         self._num_requests = 0
-        """Of the newest."""
+        """Number of requests in the newest text."""
 
     def add(self, tokens: Ints) -> None:
         if not self._max_requests or len(tokens) <= MIN_MATCH:

@@ -1,4 +1,4 @@
-"""Tokens that grow at the end, and can be searched for what they end with."""
+"""TokenText: a growing sequence of tokens with an index of its n-grams."""
 
 from array import array
 from bisect import bisect_right
@@ -8,15 +8,14 @@ import numpy as np
 from quire.data.plan import Ints
 
 MIN_RECENT = 4096
-"""Tokens that a text grows by, at least, until it is sorted again."""
+"""Minimum number of tokens added before the text is sorted again."""
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 _PLACES = (1 << 24) - 1
-"""The bits of a sorted entry that are a place; those above are of a hash."""
+"""Bits of a sorted entry that hold a place; the bits above hold a hash."""
 
 
 class TokenText:
-    """The tokens of a request, and where each run of n of them ended: sorted once, the recent ones in a
-    dict."""
+    """The tokens of a request and the end of each n-gram: in a sorted array, and recent ones in a dict."""
 
     __slots__ = ("_hash", "_leaving", "_n", "_older", "_recent", "_sorted", "_sorted_len", "tokens")
 
@@ -24,53 +23,53 @@ class TokenText:
         self.tokens = array("i", np.ascontiguousarray(tokens, np.int32).tobytes())
         self._n, self._leaving = n, pow(_FACTOR, n + 1, 1 << 64)
         self._hash = 0
-        """Of the last n tokens."""
+        """Hash of the last n tokens."""
         self._sorted: array[int] | None = None
-        """Made when it is first asked for: who never is costs nothing."""
+        """Built on first use, so that texts never searched cost nothing."""
         self._sorted_len = 0
         self._recent: dict[int, int] = {}
-        """Hash -> the latest place since."""
+        """Hash -> the latest place since the last sort."""
         self._older: list[int] = []
-        """The place before each of those, by how far it is behind what was sorted."""
+        """The place before each of those, by its distance from the end of the sorted part."""
 
     def extend(self, tokens: Ints) -> None:
         if self._sorted is None:
             self.tokens.frombytes(np.ascontiguousarray(tokens, np.int32).tobytes())
             return
-        own, recent, key = self.tokens, self._recent, self._hash
+        text, recent, key = self.tokens, self._recent, self._hash
         for token in tokens.tolist():
-            place = len(own)
+            place = len(text)
             self._older.append(recent.get(key, -1))
             recent[key] = place
-            key = ((key + token) * _FACTOR - own[place - self._n] * self._leaving) & _MASK
-            own.append(token)
+            key = ((key + token) * _FACTOR - text[place - self._n] * self._leaving) & _MASK
+            text.append(token)
         self._hash = key
         if len(self._older) > max(MIN_RECENT, self._sorted_len // 4):
             self._sort()
 
     @property
     def ending(self) -> int:
-        """What the last n tokens, of so many at least, are looked up by."""
+        """Return the hash of the last n tokens, by which `places` finds them; there must be n tokens."""
         if self._sorted is None:
             self._sort()
         return self._hash
 
     def places(self, ending: int, most: int) -> list[int]:
-        """Where n tokens may have stood: what followed them, latest first, so many at most."""
+        """Return the places behind earlier occurrences of n tokens, latest first, at most `most`."""
         if self._sorted is None:
             self._sort()
         assert self._sorted is not None
-        found: list[int] = []
+        places: list[int] = []
         place = self._recent.get(ending, -1)
-        while place >= 0 and len(found) < most:
-            found.append(place)
+        while place >= 0 and len(places) < most:
+            places.append(place)
             place = self._older[place - self._sorted_len]
         entries, least = self._sorted, ending & ~_PLACES
         at = bisect_right(entries, least | _PLACES) - 1
-        while at >= 0 and len(found) < most and (entry := entries[at]) >= least:
-            found.append(entry & _PLACES)
+        while at >= 0 and len(places) < most and (entry := entries[at]) >= least:
+            places.append(entry & _PLACES)
             at -= 1
-        return found
+        return places
 
     def _sort(self) -> None:
         tokens, n = np.array(self.tokens, np.int32).astype(np.uint64), self._n
@@ -78,7 +77,7 @@ class TokenText:
         for start in range(n):
             hashes += tokens[start : start + len(hashes)]
             hashes *= np.uint64(_FACTOR)
-        self._hash = int(hashes[-1])  # how the text ends, which nothing follows yet
+        self._hash = int(hashes[-1])  # the final n-gram, which nothing follows yet
         entries = hashes[:-1] & np.uint64(_MASK ^ _PLACES) | np.arange(n, len(tokens), dtype=np.uint64)
         entries.sort()
         self._sorted, self._sorted_len = array("Q", entries.tobytes()), len(tokens)

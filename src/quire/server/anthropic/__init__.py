@@ -1,1 +1,1 @@
-"""/v1/messages: conversations as Anthropic's clients hold them."""
+"""/v1/messages: Anthropic's Messages API."""

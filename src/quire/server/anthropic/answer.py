@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens."""
+"""Handlers of /v1/messages and /v1/messages/count_tokens."""
 
 import sys
 
@@ -17,8 +17,8 @@ from quire.server.openai.service import GenerationService
 
 
 async def answer_messages(api: GenerationService, body: MessagesBody, request: Request) -> Response:
-    asked = await _as_chat(body, request, budgets=api.parsers.reasoning is not None)
-    talk = await begin_talk(api, asked, request, kind="msg")
+    chat = await _as_chat(body, request, budgets=api.parsers.reasoning is not None)
+    talk = await begin_talk(api, chat, request, kind="msg")
     return await api.answer(talk.job, MessageEncoder(api, talk), request, stream=bool(body.stream))
 
 
@@ -30,6 +30,6 @@ async def count_tokens(api: GenerationService, body: CountBody, request: Request
 
 
 async def _as_chat(body: CountBody, request: Request, *, budgets: bool) -> ChatBody:
-    """In a thread if the body is long, or comes without its length."""
+    """Translate the body; in a thread if the body is long or its length is unknown."""
     num_bytes = int(request.headers.get("content-length", sys.maxsize))
     return await off_loop(num_bytes, lambda: as_chat(body, budgets=budgets))

@@ -1,4 +1,4 @@
-"""Pieces of an answer as blocks of content: each is begun, grows and ends before the next."""
+"""Conversion of parsed pieces to content block events: a block starts, grows and stops before the next."""
 
 import json
 import re
@@ -7,18 +7,19 @@ from typing import Any
 from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 
 Event = dict[str, Any]
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
-"""Of surrogates: no character, though JSON can spell it."""
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+"""A lone surrogate: JSON can contain it, but it is not a character."""
 
 
 class BlockEvents:
-    """The blocks of one answer, as events. White space alone makes no block where others may follow."""
+    """The content blocks of one message, as events. White space alone starts no block if other blocks may
+    follow."""
 
     def __init__(self, *, hold_space: bool) -> None:
         self.index = -1
-        """Of the last block that was begun."""
+        """Index of the last block that was started."""
         self.open = ""
-        """The type of the block that grows; empty: none does."""
+        """Type of the open block; empty if none is open."""
         self.calls = False
         self._hold_space = hold_space
         self._space = ""
@@ -37,7 +38,7 @@ class BlockEvents:
                 return [self._delta("input_json_delta", partial_json=text)]
 
     def end(self) -> list[Event]:
-        """An answer has a block at least."""
+        """Close the open block. A message has at least one block."""
         return [*([] if self.index >= 0 else self._begin("text", text="")), *self._close()]
 
     def _text(self, text: str) -> list[Event]:
@@ -70,27 +71,27 @@ class BlockEvents:
 
 
 def content_of(events: list[Event]) -> list[dict[str, Any]]:
-    """The blocks that a client makes of the events."""
-    found: list[dict[str, Any]] = []
+    """Return the content blocks that the events describe."""
+    blocks: list[dict[str, Any]] = []
     texts: dict[tuple[int, str], list[str]] = {}
     for event in events:
         if event["type"] == "content_block_start":
-            found.append(dict(event["content_block"]))
+            blocks.append(dict(event["content_block"]))
         elif event["type"] == "content_block_delta":
             (name, text) = list(event["delta"].items())[1]
             texts.setdefault((event["index"], name), []).append(text)
     for (index, name), parts in texts.items():
         text = "".join(parts)
-        found[index] |= {"input": _object(text)} if name == "partial_json" else {name: text}
-    return found
+        blocks[index] |= {"input": _parse_object(text)} if name == "partial_json" else {name: text}
+    return blocks
 
 
-def _object(text: str) -> dict[str, Any]:
-    """The input of a tool; of one that broke off, or that nobody could read, nothing is left."""
+def _parse_object(text: str) -> dict[str, Any]:
+    """Return the input of a tool call, or {} if its JSON is incomplete or not an object."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
         if "\\ud" in text.lower():
-            found = json.loads(_HALF_PAIR.sub("\ufffd", json.dumps(found, ensure_ascii=False)))
+            value = json.loads(_LONE_SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

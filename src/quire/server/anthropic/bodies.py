@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages: what clients send and, for the document, what they get."""
+"""Request and reply bodies of /v1/messages."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,7 +7,7 @@ from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
 from quire.data.params import INT64_MAX, INT64_MIN
 from quire.server.openai.requests import Body, EngineBody, Many, Some, TokenId
 
-# ---- what clients send
+# ---- requests
 
 
 class TextBlock(Body):
@@ -18,7 +18,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """What the model thought before it answered."""
+    """Reasoning of the model before its answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -26,7 +26,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedBlock(Body):
-    """Thoughts that cannot be read: left out."""
+    """Encrypted reasoning, which is ignored."""
 
     type: Literal["redacted_thinking"]
     data: str | None = None
@@ -42,16 +42,16 @@ class ToolUseBlock(Body):
 
 
 class ImageSource(Body):
-    """Where an image is."""
+    """Source of an image."""
 
     type: Literal["base64", "url"]
     media_type: str | None = None
     data: str | None = Field(None, description="The file, with type `base64`.")
-    url: str | None = Field(None, description="With type `url`.")
+    url: str | None = Field(None, description="The address, with type `url`.")
 
 
 class ImageBlock(Body):
-    """An image, for models that take them."""
+    """An image, for multimodal models."""
 
     type: Literal["image"]
     source: ImageSource
@@ -61,7 +61,7 @@ _KINDS = frozenset({"text", "image", "thinking", "redacted_thinking", "tool_use"
 
 
 class OtherBlock(Body):
-    """A block of a kind that cannot be read here."""
+    """A block of an unsupported type."""
 
     type: str = Field(json_schema_extra={"not": {"enum": [*sorted(_KINDS)]}})
 
@@ -80,12 +80,12 @@ ResultBlock = Annotated[
 
 
 class ToolResultBlock(Body):
-    """What a tool answered."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Many[ResultBlock] | None = None
-    is_error: bool | None = Field(None, description="Handed to the chat template with the message.")
+    is_error: bool | None = Field(None, description="Passed to the chat template with the message.")
 
 
 Block = Annotated[
@@ -110,7 +110,7 @@ class MessageBody(Body):
 class MessageTool(Body):
     """A tool that the model may call."""
 
-    type: str | None = Field(None, description="`custom`; tools that the server would run are refused.")
+    type: str | None = Field(None, description="`custom`; server-side tools are rejected.")
     name: str
     description: str | None = None
     input_schema: dict[str, JsonValue] | None = Field(None, description="JSON schema of the input.")
@@ -118,10 +118,10 @@ class MessageTool(Body):
 
 
 class MessageToolChoice(Body):
-    """Which tools the model may or must call."""
+    """The tools that the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = Field(None, description="Of the tool, with type `tool`.")
+    name: str | None = Field(None, description="Name of the tool, with type `tool`.")
     disable_parallel_tool_use: bool | None = False
 
 
@@ -134,14 +134,14 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """What the answer must look like."""
+    """A JSON schema for the output."""
 
     type: Literal["json_schema"]
     schema_: dict[str, JsonValue] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """How the model answers."""
+    """Output settings."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Passed to the chat template as `reasoning_effort`."
@@ -158,7 +158,7 @@ class CountBody(EngineBody):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(None, description="An older place of output_config.format.")
+    output_format: OutputFormat | None = Field(None, description="Older name of output_config.format.")
     chat_template: str | None = Field(None, description="Needs --trust-request-chat-template.")
     chat_template_kwargs: dict[str, JsonValue] | None = Field(
         None, description="Variables of the chat template."
@@ -188,11 +188,11 @@ class MessagesBody(CountBody):
     structured_outputs: dict[str, JsonValue] | None = None
 
 
-# ---- what they get
+# ---- replies
 
 
 class MessageErrorInfo(BaseModel):
-    """What went wrong."""
+    """Type and message of an error."""
 
     type: str = Field(examples=["invalid_request_error"])
     message: str
@@ -206,7 +206,7 @@ class MessageErrorReply(BaseModel):
 
 
 class MessageUsage(BaseModel):
-    """Tokens in and out. The prompt is `input_tokens` and those that the prefix cache held."""
+    """Token counts. The prompt has `input_tokens` plus `cache_read_input_tokens` tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -223,7 +223,7 @@ class SaidText(BaseModel):
 
 
 class SaidThinking(BaseModel):
-    """What the model thought."""
+    """Reasoning of the model."""
 
     type: Literal["thinking"]
     thinking: str

@@ -1,4 +1,4 @@
-"""An answer in the words of /v1/messages, whole or as events."""
+"""Encoding of a reply of /v1/messages, whole or as stream events."""
 
 from typing import Any
 
@@ -16,15 +16,15 @@ _TEXT_HEAD = (
     b"event: content_block_delta\n"
     b'data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":'
 )
-"""Where nothing but text is heard there is one block."""
-_CUT = ("length", "repetition")
-"""Reasons of the engine to end an answer that was not at its end."""
-_BROKEN = {"abort": "the request was aborted", "error": "the engine could not go on"}
-"""Those of which this API tells as of an error."""
+"""Encoded head of a text delta. A reply without parsers has a single block."""
+_TRUNCATED = ("length", "repetition")
+"""Finish reasons that mean that the output was truncated."""
+_ERRORS = {"abort": "the request was aborted", "error": "the engine failed while generating this message"}
+"""Finish reasons that this API reports as errors."""
 
 
 class MessageEncoder:
-    """A message. An event with nothing but text is three pieces put together."""
+    """Encodes a message. A text-only event is concatenated from prepared bytes."""
 
     def __init__(self, api: GenerationService, talk: Talk) -> None:
         self._api, self._talk = api, talk
@@ -34,19 +34,19 @@ class MessageEncoder:
         self._num_prompt = len(talk.job.prompts[0].token_ids)
         self._num_output = 0
         self._num_cached: int | None = None
-        self._ending: dict[str, Any] = {}
-        self._broken = ""
-        """Why there is no answer, though it ended."""
+        self._stop_fields: dict[str, Any] = {}
+        self._error = ""
+        """Error message if the engine ended the request with an error."""
         self._started = False
 
-    # ---- a stream
+    # ---- streaming
 
     def encode(self, output: RequestOutput) -> bytes:
-        events = [] if self._started else [self._opening(output)]
-        for each in output.outputs:
-            self._num_output += len(each.token_ids)
-            events += self._heard(each)
-        return b"".join(map(_named, events))
+        events = [] if self._started else [self._start_event(output)]
+        for completion in output.outputs:
+            self._num_output += len(completion.token_ids)
+            events += self._add_completion(completion)
+        return b"".join(map(_encode_event, events))
 
     @property
     def text_only(self) -> bool:
@@ -56,48 +56,48 @@ class MessageEncoder:
         self._num_output += num_tokens
         if self._blocks.open and not self._talk.parses:
             return _TEXT_HEAD + quote(text) + b"}}\n\n" if text else b""
-        return b"".join(map(_named, self._told(self._listener.hear_text(text))))
+        return b"".join(map(_encode_event, self._block_events(self._listener.hear_text(text))))
 
     def finish(self) -> bytes:
         self._check()
         usage = self._usage(self._num_output, self._num_cached)
-        delta = {"type": "message_delta", "delta": self._ending, "usage": usage}
-        return b"".join(map(_named, [*self._blocks.end(), delta, {"type": "message_stop"}]))
+        delta = {"type": "message_delta", "delta": self._stop_fields, "usage": usage}
+        return b"".join(map(_encode_event, [*self._blocks.end(), delta, {"type": "message_stop"}]))
 
     def fail(self, error: Exception) -> bytes:
-        return _named(as_message_error(describe(error)))
+        return _encode_event(as_message_error(describe(error)))
 
-    def _opening(self, output: RequestOutput) -> Event:
+    def _start_event(self, output: RequestOutput) -> Event:
         self._started = True
         self._num_cached = output.num_cached_tokens
         usage = self._usage(0, self._num_cached)
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
         return {"type": "message_start", "message": message}
 
-    def _heard(self, each: CompletionOutput) -> list[Event]:
-        events = self._told(self._listener.hear(each))
-        if each.finish_reason is not None:
-            self._broken = _BROKEN.get(each.finish_reason, "")
-            self._ending = _ending(each, calls=self._blocks.calls)
+    def _add_completion(self, completion: CompletionOutput) -> list[Event]:
+        events = self._block_events(self._listener.hear(completion))
+        if completion.finish_reason is not None:
+            self._error = _ERRORS.get(completion.finish_reason, "")
+            self._stop_fields = _stop_fields(completion, calls=self._blocks.calls)
         return events
 
     def _check(self) -> None:
-        if self._broken:
-            raise EngineError(self._broken)
+        if self._error:
+            raise EngineError(self._error)
 
-    def _told(self, pieces: list[Piece]) -> list[Event]:
+    def _block_events(self, pieces: list[Piece]) -> list[Event]:
         return [event for piece in pieces for event in self._blocks.add(piece)]
 
-    # ---- a whole answer
+    # ---- whole message
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        (each,) = output.outputs
-        heard = self._heard(each)
+        (completion,) = output.outputs
+        events = self._add_completion(completion)
         self._check()
-        content = content_of([*heard, *self._blocks.end()])
-        usage = self._usage(len(each.token_ids), output.num_cached_tokens)
-        return self._message(content, self._ending, usage)
+        content = content_of([*events, *self._blocks.end()])
+        usage = self._usage(len(completion.token_ids), output.num_cached_tokens)
+        return self._message(content, self._stop_fields, usage)
 
     def _message(
         self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, int]
@@ -113,7 +113,7 @@ class MessageEncoder:
         }
 
     def _usage(self, num_output: int, num_cached: int | None) -> dict[str, int]:
-        """Cached tokens are told apart where the server tells of them at all."""
+        """Return the usage. Cached tokens are reported separately with --enable-prompt-tokens-details."""
         num_read = (num_cached or 0) if self._api.settings.api.enable_prompt_tokens_details else 0
         return {
             "input_tokens": self._num_prompt - num_read,
@@ -123,13 +123,13 @@ class MessageEncoder:
         }
 
 
-def _named(body: Event) -> bytes:
+def _encode_event(body: Event) -> bytes:
     kind: str = body["type"]
     return b"event: " + kind.encode() + b"\n" + event(body)
 
 
-def _ending(output: CompletionOutput, *, calls: bool) -> dict[str, Any]:
-    if output.finish_reason in _CUT:
+def _stop_fields(output: CompletionOutput, *, calls: bool) -> dict[str, Any]:
+    if output.finish_reason in _TRUNCATED:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if isinstance(output.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}

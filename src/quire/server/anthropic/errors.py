@@ -1,4 +1,4 @@
-"""Errors of /v1/messages: whatever part of the server has found one, this API has its own words for it."""
+"""Conversion of the server's errors to the format of /v1/messages."""
 
 import json
 from typing import Any
@@ -19,31 +19,31 @@ _KINDS = {
 
 
 def as_message_error(body: dict[str, Any], status: int | None = None) -> dict[str, Any]:
-    """What any of the server's errors is here. Without a `status` it is the code in the body."""
-    found = body.get("error", body.get("detail"))
-    if isinstance(found, dict):
-        status, found = found.get("code", status), found.get("message")
+    """Return an error body in this API's format. Without `status` the code in the body is used."""
+    message = body.get("error", body.get("detail"))
+    if isinstance(message, dict):
+        status, message = message.get("code", status), message.get("message")
     kind = _KINDS.get(status or 500, "api_error" if (status or 500) >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(found)}}
+    return {"type": "error", "error": {"type": kind, "message": str(message)}}
 
 
 class MessageErrors:
-    """Rewrites the errors that `app` sends from the paths of this API."""
+    """Rewrites the error replies of `app` on the paths of this API."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ours = scope["type"] == "http" and scope["path"].endswith(PATHS)
-        await self._app(scope, receive, _Rewritten(scope, receive, send) if ours else send)
+        is_message_path = scope["type"] == "http" and scope["path"].endswith(PATHS)
+        await self._app(scope, receive, _RewritingSend(scope, receive, send) if is_message_path else send)
 
 
-class _Rewritten:
-    """A way to the client on which errors are held until they can be put into other words."""
+class _RewritingSend:
+    """An ASGI `send` that buffers error replies until they can be rewritten."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.direct = getattr(send, "direct", send)
-        """The way itself, for streams."""
+        """The unwrapped `send`, for streams."""
         self._scope, self._receive, self._send = scope, receive, send
         self._start: Message | None = None
         self._held = b""
@@ -62,8 +62,8 @@ class _Rewritten:
         status = start["status"]
         body = json.dumps(as_message_error(json.loads(self._held), status)).encode()
         response = Response(body, status, media_type="application/json")
-        own = {name for name, _ in response.raw_headers}
-        response.raw_headers += [each for each in start["headers"] if each[0].lower() not in own]
+        names = {name for name, _ in response.raw_headers}
+        response.raw_headers += [header for header in start["headers"] if header[0].lower() not in names]
         await response(self._scope, self._receive, self._send)
 
 

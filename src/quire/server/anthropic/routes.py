@@ -21,11 +21,11 @@ def add_message_routes(app: FastAPI, api: GenerationService) -> None:
         "/v1/messages", **replies_of(MessageReply, *CODES, stream=True, error=MessageErrorReply), **BODY
     )
     async def create_message(body: MessagesBody, request: Request) -> Response:
-        """Answer a conversation of Anthropic's API, whole or as a stream of events."""
+        """Generate a message in Anthropic's format, whole or as a stream of events."""
         return await answer_messages(api, body, request)
 
     @app.post("/v1/messages/count_tokens", **replies_of(CountReply, *CODES, error=MessageErrorReply), **BODY)
     async def count_message_tokens(body: CountBody, request: Request) -> Response:
-        """How many tokens the prompt of a conversation has."""
+        """Return the number of prompt tokens of a conversation."""
         async with api.long_work.place(request):
             return await count_tokens(api, body, request)

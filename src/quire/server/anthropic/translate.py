@@ -1,4 +1,4 @@
-"""A body of /v1/messages as the ChatBody that says the same."""
+"""Translation of a /v1/messages body to a chat completion body."""
 
 import json
 from collections.abc import Sequence
@@ -23,21 +23,22 @@ from quire.server.anthropic.bodies import (
 from quire.server.http.errors import invalid
 from quire.server.openai.requests import ChatBody
 
-_SAME = (
+_COPIED = (
     "model", "truncate_prompt_tokens", "truncation_side", "priority", "request_id", "cache_salt",
     "chat_template", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "seed", "min_tokens", "ignore_eos", "stop_token_ids",
     "structured_outputs",
 )  # fmt: skip
-"""Fields that mean the same in both."""
+"""Fields that are copied unchanged."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 
 def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
-    """`budgets`: whether the server can hold the model to a length of its thoughts."""
+    """Return the chat completion body. `budgets`: whether the server can limit the number of reasoning
+    tokens."""
     known = type(body).model_fields.keys() & body.model_fields_set
-    fields = {name: getattr(body, name) for name in _SAME if name in known}
+    fields = {name: getattr(body, name) for name in _COPIED if name in known}
     messages = _messages(body)
     if messages[-1]["role"] == "assistant" and messages[-1].get("content"):
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
@@ -61,41 +62,41 @@ def _thinking(body: CountBody) -> dict[str, Any]:
 
 
 def _output(body: CountBody) -> dict[str, Any]:
-    config, found = body.output_config, dict[str, Any]()
-    wanted = (config and config.format) or body.output_format
-    if wanted is not None:
-        found["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
+    config, fields = body.output_config, dict[str, Any]()
+    output_format = (config and config.format) or body.output_format
+    if output_format is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": output_format.schema_}}
     if config is not None and config.effort is not None:
-        found["reasoning_effort"] = config.effort
-    return found
+        fields["reasoning_effort"] = config.effort
+    return fields
 
 
 # ---- tools
 
 
 def _tools(body: CountBody) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if body.tools:
-        found["tools"] = [_tool(place, tool) for place, tool in enumerate(body.tools)]
+        fields["tools"] = [_tool(place, tool) for place, tool in enumerate(body.tools)]
     choice = body.tool_choice
     if choice is None or (not body.tools and choice.type in ("auto", "none")):
-        return found
+        return fields
     if choice.type != "tool":
-        found["tool_choice"] = _CHOICES[choice.type]
+        fields["tool_choice"] = _CHOICES[choice.type]
     elif choice.name is None:
         raise RequestError("tool_choice of type `tool` needs a `name`", param="tool_choice")
     else:
-        found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     if choice.disable_parallel_tool_use:
-        found["parallel_tool_calls"] = False
-    return found
+        fields["parallel_tool_calls"] = False
+    return fields
 
 
 def _tool(place: int, tool: MessageTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise RequestError(
-            f"tools[{place}] has type {tool.type!r:.80}: this server runs no tools of its own; send tools "
-            "with an `input_schema`, and run them",
+            f"tools[{place}] has type {tool.type!r:.80}: this server has no built-in tools; send tools "
+            "with an `input_schema` and run them in the client",
             param="tools",
         )
     if tool.input_schema is None:
@@ -106,55 +107,54 @@ def _tool(place: int, tool: MessageTool) -> dict[str, Any]:
         "parameters": tool.input_schema,
         "strict": tool.strict,
     }
-    given = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": given}
+    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
 
 
 # ---- messages
 
 
 def _messages(body: CountBody) -> list[dict[str, Any]]:
-    """Thoughts are gathered before they are put together: a conversation may have very many."""
-    found: list[dict[str, Any]] = []
+    """Return the messages of the chat. Reasoning is joined once at the end: there may be many blocks."""
+    messages: list[dict[str, Any]] = []
     if body.system:
-        found.append({"role": "system", "content": _content(body.system)})
+        messages.append({"role": "system", "content": _chat_content(body.system)})
     for turn in body.messages:
-        for message in _turn(turn):
-            if found and message["role"] == found[-1]["role"] in ("user", "assistant"):
-                join_turns(found[-1], message)
+        for message in _turn_messages(turn):
+            if messages and message["role"] == messages[-1]["role"] in ("user", "assistant"):
+                join_turns(messages[-1], message)
             else:
-                found.append(message)
-    for message in found:
+                messages.append(message)
+    for message in messages:
         if "reasoning" in message:
             message["reasoning"] = "".join(message["reasoning"])
-    return found
+    return messages
 
 
-def _turn(turn: MessageBody) -> list[dict[str, Any]]:
-    """The messages that one turn is: the results of tools are messages of their own."""
+def _turn_messages(turn: MessageBody) -> list[dict[str, Any]]:
+    """Return the chat messages of a turn: each tool result becomes a separate message."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    found: list[dict[str, Any]] = []
-    own: dict[str, Any] = {"role": turn.role, "content": []}
+    results: list[dict[str, Any]] = []
+    message: dict[str, Any] = {"role": turn.role, "content": []}
     for block in turn.content:
         match block:
             case TextBlock() | ImageBlock():
-                own["content"].append(_part(block))
+                message["content"].append(_part(block))
             case ThinkingBlock():
-                own.setdefault("reasoning", []).append(block.thinking)
+                message.setdefault("reasoning", []).append(block.thinking)
             case ToolUseBlock():
-                own.setdefault("tool_calls", []).append(_call(block))
+                message.setdefault("tool_calls", []).append(_call(block))
             case ToolResultBlock():
-                found.append(_result(block))
+                results.append(_result(block))
             case OtherBlock():
-                raise _unreadable(block)
+                raise _unsupported(block)
             case RedactedBlock():
                 pass
-    return [*found, own] if len(own) > 2 or own["content"] or not found else found
+    return [*results, message] if len(message) > 2 or message["content"] or not results else results
 
 
 def join_turns(message: dict[str, Any], more: dict[str, Any]) -> None:
-    """Turns of one role in a row are one turn. What the first has is not copied."""
+    """Merge `more`, the next message of the same role, into `message` without copying its content."""
     if isinstance(message["content"], str):
         message["content"] = _parts(message["content"])
     message["content"].extend(_parts(more["content"]))
@@ -171,16 +171,16 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
 def _result(block: ToolResultBlock) -> dict[str, Any]:
     content = block.content or ""
     if not isinstance(content, str):
-        for each in content:
-            if isinstance(each, OtherBlock):
-                raise _unreadable(each)
-        content = _content([each for each in content if isinstance(each, TextBlock | ImageBlock)])
-    found = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-    return found | {"is_error": True} if block.is_error else found
+        for part in content:
+            if isinstance(part, OtherBlock):
+                raise _unsupported(part)
+        content = _chat_content([part for part in content if isinstance(part, TextBlock | ImageBlock)])
+    message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    return message | {"is_error": True} if block.is_error else message
 
 
-def _content(given: str | Sequence[TextBlock | ImageBlock]) -> Any:
-    return given if isinstance(given, str) else [_part(block) for block in given]
+def _chat_content(content: str | Sequence[TextBlock | ImageBlock]) -> Any:
+    return content if isinstance(content, str) else [_part(block) for block in content]
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
@@ -195,9 +195,9 @@ def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _unreadable(block: OtherBlock) -> RequestError:
+def _unsupported(block: OtherBlock) -> RequestError:
     return RequestError(
-        f"content of type {block.type!r:.80} cannot be read by this server; send text, image, tool_use, "
+        f"content of type {block.type!r:.80} is not supported by this server; send text, image, tool_use, "
         "tool_result or thinking",
         param="messages",
     )

@@ -1,1 +1,1 @@
-"""Speech: sounds that are written down, in their own language or in English."""
+"""Speech: transcription and translation of audio."""

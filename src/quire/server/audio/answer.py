@@ -1,4 +1,4 @@
-"""/v1/audio/transcriptions and /v1/audio/translations."""
+"""Handlers of /v1/audio/transcriptions and /v1/audio/translations."""
 
 import math
 from dataclasses import replace
@@ -23,16 +23,16 @@ from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
 
 _KINDS = {"transcribe": "trsc", "translate": "trsl"}
-"""What ids begin with."""
+"""Prefixes of the request ids."""
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("frequency_penalty", "repetition_penalty", "presence_penalty"),
 )
 _TIMED = ("verbose_json", "srt", "vtt")
-"""Formats that tell when what is said."""
+"""Formats with timestamps."""
 _STREAMED = ("json", "text")
 _MAX_PROMPT = 1 << 14
-"""Characters of what was said before that are looked at: many more than are heard."""
+"""Maximum number of characters of `prompt` that are tokenized: many more than the model uses."""
 
 
 async def answer_speech(api: GenerationService, task: str, form: SpeechForm, request: Request) -> Response:
@@ -46,19 +46,27 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     if form.language is not None:
         language = speech.check_language(form.language)
     wait = partial(api.answering.until_gone, request.receive)
-    samples, pieces = await wait(_read(api, form, speech.at_once))
+    samples, pieces = await wait(_read_audio(api, form, speech.at_once))
     if language is None and speech.asks_first:
-        language = await wait(_language(api, task, speech, form, pieces[0][1], request))
+        language = await wait(_detect_language(api, task, speech, form, pieces[0][1], request))
     is_timed, silent = form.response_format in _TIMED, list[float | None]()
     if form.response_format == "verbose_json" and speech.no_speech is not None:
-        silent = await wait(_no_speech(api, task, speech, form, pieces, request))
-    ids = speech.prompt(task, language, timed=is_timed, before=_before(form))
+        silent = await wait(_no_speech_probs(api, task, speech, form, pieces, request))
+    ids = speech.prompt(task, language, timed=is_timed, before=_previous_text(form))
     prompts = [_prompt(api, ids, piece) for _, piece in pieces]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
     job = api.job(_KINDS[task], form, request, prompts, [params] * len(prompts))
     heard = Heard(
-        task, form, job, speech, language, [start for start, _ in pieces], len(samples), _wanted(form), silent
+        task,
+        form,
+        job,
+        speech,
+        language,
+        [start for start, _ in pieces],
+        len(samples),
+        _granularities(form),
+        silent,
     )
     return await api.answer(
         job,
@@ -75,7 +83,7 @@ def _check(form: SpeechForm, speech: Transcriber) -> None:
     check_fields(form)
     if form.response_format in _TIMED and speech.moments is None:
         raise RequestError(
-            f"{form.response_format} needs a model that tells the time, which this is not: use json or text",
+            f"{form.response_format} needs a model that supports timestamps; for this one use json or text",
             param="response_format",
         )
     if (form.stream_include_usage or form.stream_continuous_usage_stats) and not form.stream:
@@ -84,49 +92,50 @@ def _check(form: SpeechForm, speech: Transcriber) -> None:
         raise RequestError(
             f"{form.response_format} format doesn't support streaming case", param="response_format"
         )
-    if "word" in _wanted(form) and form.response_format != "verbose_json":
+    if "word" in _granularities(form) and form.response_format != "verbose_json":
         raise RequestError(
-            "times of words need response_format=verbose_json", param="timestamp_granularities[]"
+            "word timestamps need response_format=verbose_json", param="timestamp_granularities[]"
         )
     if isinstance(form, TranslationForm) and form.to_language not in (None, "en"):
         raise RequestError(
-            f"to_language {form.to_language!r:.40} is not known: this model translates to `en`", "to_language"
+            f"to_language {form.to_language!r:.40} is not supported: this model translates to `en`",
+            "to_language",
         )
 
 
-def _before(form: SpeechForm) -> str:
+def _previous_text(form: SpeechForm) -> str:
     return f"{form.hotwords.strip()} {form.prompt}".strip()[-_MAX_PROMPT:]
 
 
-def _wanted(form: SpeechForm) -> frozenset[str]:
-    """Of what the times are told."""
-    asked = form.timestamp_granularities if isinstance(form, TranscriptionForm) else []
-    return frozenset(asked or ["segment"])
+def _granularities(form: SpeechForm) -> frozenset[str]:
+    """Return the units that timestamps are computed for."""
+    requested = form.timestamp_granularities if isinstance(form, TranscriptionForm) else []
+    return frozenset(requested or ["segment"])
 
 
-async def _read(
+async def _read_audio(
     api: GenerationService, form: SpeechForm, at_once: int
 ) -> tuple[Samples, list[tuple[int, PreparedItem]]]:
-    """The sound, and its pieces, ready."""
-    data, most = await form.file.read(), api.settings.max_audio_bytes
-    if len(data) > most:
-        raise TooLarge(f"Maximum file size exceeded: it may have {most} bytes", param="file")
-    media, given = api.engine.inputs.media, MediaInput("audio", None, "file", "file")
+    """Return the audio samples and the preprocessed chunks with their first samples."""
+    data, limit = await form.file.read(), api.settings.max_audio_bytes
+    if len(data) > limit:
+        raise TooLarge(f"Maximum file size exceeded: the limit is {limit} bytes", param="file")
+    media, item = api.engine.inputs.media, MediaInput("audio", None, "file", "file")
     try:
         samples = await media.hear(data, RATE, MAX_SECONDS)
     except RequestError as error:
-        raise given.wrong(error) from None
-    cut = pieces_of(samples, at_once)
-    works = [media.prepare([replace(given, source=Sound(piece, RATE))]) for _, piece in cut]
+        raise item.wrong(error) from None
+    chunks = pieces_of(samples, at_once)
+    works = [media.prepare([replace(item, source=Sound(piece, RATE))]) for _, piece in chunks]
     prepared = await all_of(works)
-    return samples, [(start, piece) for (start, _), (piece,) in zip(cut, prepared, strict=True)]
+    return samples, [(start, piece) for (start, _), (piece,) in zip(chunks, prepared, strict=True)]
 
 
 def _prompt(api: GenerationService, ids: list[int], piece: PreparedItem) -> Prompt:
     return api.engine.inputs.parse({"prompt_token_ids": ids}, prepared=[piece])
 
 
-async def _language(
+async def _detect_language(
     api: GenerationService,
     task: str,
     speech: Transcriber,
@@ -134,15 +143,15 @@ async def _language(
     piece: PreparedItem,
     request: Request,
 ) -> str:
-    """The likeliest, by what its first piece sounds like."""
+    """Detect the language of the first chunk."""
     prompt = _prompt(api, speech.prompt(task, None), piece)
     codes = {id: code for code, id in speech.languages.items()}
     params = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=list(codes))
-    (found,) = await api.finished(api.job(f"{_KINDS[task]}-lang", form, request, [prompt], [params]))
-    return codes[found.outputs[0].token_ids[0]]
+    (output,) = await api.finished(api.job(f"{_KINDS[task]}-lang", form, request, [prompt], [params]))
+    return codes[output.outputs[0].token_ids[0]]
 
 
-async def _no_speech(
+async def _no_speech_probs(
     api: GenerationService,
     task: str,
     speech: Transcriber,
@@ -150,16 +159,17 @@ async def _no_speech(
     pieces: list[tuple[int, PreparedItem]],
     request: Request,
 ) -> list[float | None]:
-    """Of each piece, how likely it is that nobody speaks: what would come in place of a language."""
+    """Return for each chunk the probability of silence: the model predicts a no-speech token instead of a
+    language."""
     assert (token_id := speech.no_speech) is not None
-    ids = speech.prompt(task, None, before=_before(form))
+    ids = speech.prompt(task, None, before=_previous_text(form))
     prompts = [_prompt(api, ids, piece) for _, piece in pieces]
     params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[token_id])
     job = api.job(f"{_KINDS[task]}-mute", form, request, prompts, [params] * len(prompts))
-    told = [output.outputs[0].logprobs for output in await api.finished(job)]
-    found = [each[0].get(token_id) if each and each[0] else None for each in told]
-    # Where logprobs are told as they are sampled by, what is never said is never likely.
-    return [None if one is None or math.isinf(one.logprob) else math.exp(one.logprob) for one in found]
+    logprobs = [output.outputs[0].logprobs for output in await api.finished(job)]
+    entries = [row[0].get(token_id) if row and row[0] else None for row in logprobs]
+    # With processed logprobs a suppressed token has a logprob of -inf: its probability is unknown.
+    return [None if x is None or math.isinf(x.logprob) else math.exp(x.logprob) for x in entries]
 
 
 async def _align(
@@ -169,25 +179,25 @@ async def _align(
     request: Request,
     outputs: list[RequestOutput],
 ) -> None:
-    """Find out when the tokens of all pieces were said."""
+    """Compute the start times of the tokens of all chunks."""
     ends = [*heard.starts[1:], heard.length]
-    asked = [
+    inputs = [
         heard.speech.aligning(prompt.token_ids, output.outputs[0].token_ids, end - start)
         for prompt, output, start, end in zip(heard.job.prompts, outputs, heard.starts, ends, strict=True)
     ]
-    prompts = [_prompt(api, ids, piece) for (ids, _), (_, piece) in zip(asked, pieces, strict=True)]
+    prompts = [_prompt(api, ids, piece) for (ids, _), (_, piece) in zip(inputs, pieces, strict=True)]
     once = partial(SamplingParams, max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True)
-    params = [once(aligning=aligning) for _, aligning in asked]
+    params = [once(aligning=aligning) for _, aligning in inputs]
     job = api.job(f"{_KINDS[heard.task]}-words", heard.form, request, prompts, params)
     heard.begins.extend([output.aligned or [] for output in await api.finished(job)])
 
 
 def _params(api: GenerationService, form: SpeechForm, max_tokens: int, *, timed: bool) -> SamplingParams:
     default = api.engine.facts.default_sampling
-    given = {name: getattr(form, name) for name in _SAMPLING}
-    given |= {name: default.get(name) for name in given if given[name] is None}
+    values = {name: getattr(form, name) for name in _SAMPLING}
+    values |= {name: default.get(name) for name in values if values[name] is None}
     return SamplingParams.from_optional(
-        **given,
+        **values,
         max_tokens=max_tokens,
         logprobs=0 if form.response_format == "verbose_json" else None,
         skip_special_tokens=True,

@@ -1,4 +1,4 @@
-"""The forms of the routes that hear and, for the document, what comes back."""
+"""Forms and reply bodies of the speech routes."""
 
 from typing import Any, Literal
 
@@ -11,20 +11,20 @@ from quire.server.openai.requests import CallBody
 
 Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
 
-# ---- what clients send
+# ---- requests
 
 
 class SpeechForm(CallBody):
-    """What both routes take."""
+    """Fields of both forms."""
 
     model_config = ConfigDict(strict=False)
 
-    file: UploadFile = Field(description="The sound: WAV, or with PyAV installed what FFmpeg knows.")
+    file: UploadFile = Field(description="The audio file: WAV, or with PyAV installed any format of FFmpeg.")
     language: str | None = Field(
-        None, description="Of the sound: a code such as `en`. Default: the model finds out."
+        None, description="Language of the audio: a code such as `en`. Default: detected by the model."
     )
-    prompt: str = Field("", description="What was said before, or words that may come; its end counts.")
-    hotwords: str = Field("", description="Words that may come: they are heard before `prompt`.")
+    prompt: str = Field("", description="The preceding text, or expected words. Only its end is used.")
+    hotwords: str = Field("", description="Expected words, which are prepended to `prompt`.")
     response_format: Format = "json"
     temperature: float = Field(
         0.0, description="0 is greedy.", json_schema_extra={"minimum": 0, "maximum": 2}
@@ -36,16 +36,16 @@ class SpeechForm(CallBody):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
-    max_completion_tokens: int | None = Field(None, description="Of each piece of 30 seconds.")
-    stream: bool = Field(False, description="Events, for json and text.")
-    stream_include_usage: bool = Field(False, description="End the stream with a chunk that counts tokens.")
-    stream_continuous_usage_stats: bool = Field(False, description="With it: count in every chunk.")
+    max_completion_tokens: int | None = Field(None, description="Limit for each chunk of 30 seconds.")
+    stream: bool = Field(False, description="Stream events, for json and text.")
+    stream_include_usage: bool = Field(False, description="End the stream with a chunk that has the usage.")
+    stream_continuous_usage_stats: bool = Field(False, description="In addition: usage in every chunk.")
     vllm_xargs: Json[dict[str, JsonValue]] | None = Field(None, description="Has no effect.")
 
     @field_validator("*")
     @classmethod
-    def _is_text(cls, value: Any) -> Any:
-        """A form may be in any encoding, some of which know half surrogates."""
+    def _check_text(cls, value: Any) -> Any:
+        """Reject lone surrogates, which some form encodings can contain."""
         if isinstance(value, str):
             value.encode()
         return value
@@ -57,21 +57,21 @@ class TranscriptionForm(SpeechForm):
     timestamp_granularities: list[Literal["segment", "word"]] = Field(
         default_factory=list,
         alias="timestamp_granularities[]",
-        description="With verbose_json: `segment`, as without it, or `word`, or both.",
+        description="For verbose_json: `segment` (the default), `word`, or both.",
     )
 
 
 class TranslationForm(SpeechForm):
     """The form of /v1/audio/translations."""
 
-    to_language: str | None = Field(None, description="`en`; no other is known.")
+    to_language: str | None = Field(None, description="Only `en` is supported.")
 
 
-# ---- what they get
+# ---- replies
 
 
 class Duration(BaseModel):
-    """What was heard."""
+    """Duration of the audio."""
 
     type: Literal["duration"]
     seconds: int
@@ -79,10 +79,10 @@ class Duration(BaseModel):
 
 
 class SegmentReply(BaseModel):
-    """What is said from one moment to another, in seconds."""
+    """Text between two times, in seconds."""
 
     id: int
-    seek: float = Field(description="Where the piece of the sound begins that it is in.")
+    seek: float = Field(description="Start of the chunk that contains the segment.")
     start: float
     end: float
     text: str
@@ -90,11 +90,13 @@ class SegmentReply(BaseModel):
     temperature: float
     avg_logprob: float | None
     compression_ratio: float
-    no_speech_prob: float | None = Field(None, description="How likely nobody speaks in the whole piece.")
+    no_speech_prob: float | None = Field(
+        None, description="Probability that the whole chunk contains no speech."
+    )
 
 
 class WordReply(BaseModel):
-    """A word, and when it is said, in seconds."""
+    """A word and its times, in seconds."""
 
     word: str
     start: float
@@ -102,7 +104,7 @@ class WordReply(BaseModel):
 
 
 class SpeechReply(BaseModel):
-    """A sound as text; of a translation without usage. What is below it comes with verbose_json."""
+    """The text of the audio; a translation has no usage. The other fields are for verbose_json."""
 
     text: str
     usage: Duration | None = None
@@ -114,13 +116,13 @@ class SpeechReply(BaseModel):
 
 
 class SpeechDelta(BaseModel):
-    """What is added."""
+    """Added text."""
 
     content: str
 
 
 class SpeechChoice(BaseModel):
-    """The answer in a chunk."""
+    """The output of a chunk."""
 
     delta: SpeechDelta
     finish_reason: FinishReason | None = None

@@ -1,4 +1,4 @@
-"""What was heard, written down: as JSON, as text, as subtitles, or as events."""
+"""Encoding of transcriptions as JSON, text, subtitles or stream events."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,30 +15,30 @@ from quire.server.http.sse import DONE, event, failure
 from quire.server.openai.service import ApiCall, GenerationService
 
 _LEAST_LOGPROB = -9999.0
-"""JSON knows no infinity."""
+"""Replacement for -inf, which JSON cannot represent."""
 NAMES = {"transcribe": "transcription", "translate": "translation"}
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A sound that the engine is about to write down."""
+    """The audio of a request and its settings."""
 
     task: str
     form: SpeechForm
     job: ApiCall
     speech: Transcriber
     language: str | None
-    """None: nobody said it, and the model was not asked."""
+    """Language of the audio; None if it is not set and the model does not detect it."""
     starts: Sequence[int]
-    """Of its pieces, in samples."""
+    """First samples of the chunks."""
     length: int
-    """Its samples."""
+    """Number of samples."""
     wanted: frozenset[str] = frozenset({"segment"})
-    """Of what the times are told with verbose_json: segments, words."""
+    """Units with timestamps in verbose_json: segments, words."""
     no_speech: Sequence[float | None] = ()
-    """Of each piece how likely it is that nobody speaks."""
+    """Probability of each chunk that it contains no speech."""
     begins: list[list[int]] = field(default_factory=list)
-    """Of each piece, once it is known, the state at which what follows each of its tokens begins."""
+    """For each chunk, after alignment, the encoder state at which the text after each token begins."""
 
     @property
     def seconds(self) -> float:
@@ -46,7 +46,7 @@ class Heard:
 
 
 class SpeechEncoder:
-    """A transcription or a translation: its pieces are the prompts of one job."""
+    """Encodes a transcription or translation. Its chunks are the prompts of one job."""
 
     text_only = False
 
@@ -55,7 +55,7 @@ class SpeechEncoder:
         job, form = heard.job, heard.form
         forced = api.settings.api.enable_force_include_usage
         self._usage = forced or form.stream_include_usage or job.timeline is not None
-        self._every = forced or (form.stream_include_usage and form.stream_continuous_usage_stats)
+        self._continuous_usage = forced or (form.stream_include_usage and form.stream_continuous_usage_stats)
         self._frame = {
             "id": job.id,
             "object": f"{NAMES[heard.task]}.chunk",
@@ -63,93 +63,95 @@ class SpeechEncoder:
             "model": job.model,
         }
         self._num_prompt = sum(len(prompt.token_ids) for prompt in job.prompts)
-        self._num_output = self._num_over = 0
-        self._begun = self._is_next = False
-        """Whether there is a text, and whether another piece begins."""
+        self._num_output = self._num_finished = 0
+        self._has_text = self._is_new_chunk = False
+        """Whether text was sent, and whether the next text belongs to another chunk."""
 
-    # ---- a stream
+    # ---- streaming
 
     def encode(self, output: RequestOutput) -> bytes:
-        (each,) = output.outputs
-        self._num_output += len(each.token_ids)
-        self._num_over += output.finished
-        is_last = self._num_over == len(self._heard.starts)
-        text = each.text if self._begun else each.text.lstrip()
-        if text and self._begun and self._is_next:
+        (completion,) = output.outputs
+        self._num_output += len(completion.token_ids)
+        self._num_finished += output.finished
+        is_last = self._num_finished == len(self._heard.starts)
+        text = completion.text if self._has_text else completion.text.lstrip()
+        if text and self._has_text and self._is_new_chunk:
             text = self._heard.speech.between + text
-        self._is_next = output.finished or (self._is_next and not text)
+        self._is_new_chunk = output.finished or (self._is_new_chunk and not text)
         if not text and not is_last:
             return b""
-        self._begun = True
+        self._has_text = True
         choice: dict[str, Any] = {"delta": {"content": text}}
         if is_last:
-            choice |= {"finish_reason": each.finish_reason, "stop_reason": each.stop_reason}
+            choice |= {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
         return event(
-            self._frame | {"choices": [choice]} | ({"usage": self._counted()} if self._every else {})
+            self._frame
+            | {"choices": [choice]}
+            | ({"usage": self._token_usage()} if self._continuous_usage else {})
         )
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
-        raise AssertionError("it is not text only")
+        raise AssertionError("speech outputs are not text only")
 
-    def _counted(self) -> dict[str, Any]:
+    def _token_usage(self) -> dict[str, Any]:
         return self._api.usage(self._num_prompt, self._num_output, timeline=self._heard.job.timeline)
 
     def finish(self) -> bytes:
         if not self._usage:
             return DONE
-        return event(self._frame | {"choices": [], "usage": self._counted()}) + DONE
+        return event(self._frame | {"choices": [], "usage": self._token_usage()}) + DONE
 
     def fail(self, error: Exception) -> bytes:
         return failure(error)
 
-    # ---- a whole answer
+    # ---- whole reply
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        found = [output.outputs[0] for output in outputs]
-        form = self._heard.form.response_format
-        return _WHOLE[form](self._heard, found)
+        completions = [output.outputs[0] for output in outputs]
+        response_format = self._heard.form.response_format
+        return _ENCODERS[response_format](self._heard, completions)
 
 
 def respond(form: SpeechForm) -> Callable[[Any], Response]:
-    """What a whole answer becomes."""
+    """Return the function that makes the HTTP response of a whole reply."""
     if form.response_format in ("json", "verbose_json"):
         return json_response
     return lambda answer: PlainTextResponse(answer["text"] + "\n")
 
 
-def _json(heard: Heard, found: list[CompletionOutput]) -> dict[str, Any]:
-    text = heard.speech.between.join(each.text for each in found).strip()
+def _json(heard: Heard, completions: list[CompletionOutput]) -> dict[str, Any]:
+    text = heard.speech.between.join(completion.text for completion in completions).strip()
     if heard.task == "translate":
         return {"text": text}
     return {"text": text, "usage": {"type": "duration", "seconds": math.ceil(heard.seconds)}}
 
 
-def _verbose(heard: Heard, found: list[CompletionOutput]) -> dict[str, Any]:
-    told, texts = list[dict[str, Any]](), list[str]()
+def _verbose(heard: Heard, completions: list[CompletionOutput]) -> dict[str, Any]:
+    segments, texts = list[dict[str, Any]](), list[str]()
     words = list[dict[str, Any]]()
-    for piece, start, segment in _segments(heard, found):
+    for piece, start, segment in _segments(heard, completions):
         texts.append(segment.text)
         if heard.begins:
             words += _words(heard, piece, start, segment)
-        told.append(
+        segments.append(
             {
-                "id": len(told),
+                "id": len(segments),
                 "seek": round(start, 3),
                 "start": round(start + segment.start, 3),
                 "end": round(start + segment.end, 3),
                 "text": segment.text,
                 "tokens": segment.token_ids,
                 "temperature": heard.form.temperature,
-                "avg_logprob": _mean_logprob(found[piece], segment),
+                "avg_logprob": _mean_logprob(completions[piece], segment),
                 "compression_ratio": segment.compression_ratio,
                 "no_speech_prob": heard.no_speech[piece] if heard.no_speech else None,
             }
         )
     more: dict[str, Any] = {"task": heard.task, "language": heard.language, "duration": heard.seconds}
-    times = {"segment": {"segments": told}, "word": {"words": words}}
+    times = {"segment": {"segments": segments}, "word": {"words": words}}
     for name in sorted(heard.wanted):
         more |= times[name]
-    return _json(heard, found) | {"text": "".join(texts).strip()} | more
+    return _json(heard, completions) | {"text": "".join(texts).strip()} | more
 
 
 def _words(heard: Heard, piece: int, start: float, segment: Segment) -> list[dict[str, Any]]:
@@ -159,12 +161,12 @@ def _words(heard: Heard, piece: int, start: float, segment: Segment) -> list[dic
     ]
 
 
-def _segments(heard: Heard, found: list[CompletionOutput]) -> list[tuple[int, float, Segment]]:
-    """Each with its piece, and the seconds before that."""
+def _segments(heard: Heard, completions: list[CompletionOutput]) -> list[tuple[int, float, Segment]]:
+    """Return the segments, each with the index of its chunk and the start time of the chunk."""
     ends = [*heard.starts[1:], heard.length]
     return [
         (piece, start / RATE, segment)
-        for piece, (start, end, output) in enumerate(zip(heard.starts, ends, found, strict=True))
+        for piece, (start, end, output) in enumerate(zip(heard.starts, ends, completions, strict=True))
         for segment in heard.speech.segments(output.token_ids, (end - start) / RATE)
     ]
 
@@ -172,21 +174,21 @@ def _segments(heard: Heard, found: list[CompletionOutput]) -> list[tuple[int, fl
 def _mean_logprob(output: CompletionOutput, segment: Segment) -> float | None:
     if output.logprobs is None:
         return None
-    ids, each = output.token_ids[segment.place], output.logprobs[segment.place]
-    chosen = [logprobs[id].logprob for id, logprobs in zip(ids, each, strict=True) if logprobs]
+    ids, rows = output.token_ids[segment.place], output.logprobs[segment.place]
+    chosen = [logprobs[id].logprob for id, logprobs in zip(ids, rows, strict=True) if logprobs]
     return max(sum(chosen) / len(chosen), _LEAST_LOGPROB)
 
 
 def _subtitles(head: str, comma: str, *, numbered: bool) -> Callable[[Heard, list[CompletionOutput]], Any]:
-    def written(heard: Heard, found: list[CompletionOutput]) -> dict[str, Any]:
+    def encode(heard: Heard, completions: list[CompletionOutput]) -> dict[str, Any]:
         blocks = [head] if head else []
-        for number, (_, start, segment) in enumerate(_segments(heard, found), 1):
-            moments = f"{_clock(start + segment.start, comma)} --> {_clock(start + segment.end, comma)}"
+        for number, (_, start, segment) in enumerate(_segments(heard, completions), 1):
+            times = f"{_clock(start + segment.start, comma)} --> {_clock(start + segment.end, comma)}"
             text = " ".join(segment.text.split()).replace("-->", "->")
-            blocks.append((f"{number}\n" if numbered else "") + f"{moments}\n{text}\n")
+            blocks.append((f"{number}\n" if numbered else "") + f"{times}\n{text}\n")
         return {"text": "\n".join(blocks)}
 
-    return written
+    return encode
 
 
 def _clock(seconds: float, comma: str) -> str:
@@ -195,11 +197,11 @@ def _clock(seconds: float, comma: str) -> str:
     return f"{hours:02}:{minutes:02}:{milliseconds // 1000:02}{comma}{milliseconds % 1000:03}"
 
 
-_WHOLE: dict[str, Callable[[Heard, list[CompletionOutput]], dict[str, Any]]] = {
+_ENCODERS: dict[str, Callable[[Heard, list[CompletionOutput]], dict[str, Any]]] = {
     "json": _json,
     "text": _json,
     "verbose_json": _verbose,
     "srt": _subtitles("", ",", numbered=True),
     "vtt": _subtitles("WEBVTT\n", ".", numbered=False),
 }
-"""By response_format."""
+"""Encoders of whole replies by response_format."""

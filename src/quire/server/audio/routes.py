@@ -1,4 +1,4 @@
-"""The routes that hear."""
+"""Routes of speech models."""
 
 from typing import Annotated, Any
 
@@ -12,20 +12,20 @@ from quire.server.openai.service import GenerationService
 
 PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 MAX_FIELDS_BYTES = 1 << 20
-"""Of a form, beside its file."""
+"""Maximum size of a form without its file."""
 
 
 def add_speech_routes(app: FastAPI, api: GenerationService) -> None:
-    told: dict[str, Any] = replies_of(SpeechReply, *CODES, stream=True)
+    options: dict[str, Any] = replies_of(SpeechReply, *CODES, stream=True)
     text = {"schema": {"type": "string"}, "example": "Hello.\n"}
-    told["responses"][200]["content"]["text/plain"] = text
+    options["responses"][200]["content"]["text/plain"] = text
 
-    @app.post(PATHS[0], **told)
+    @app.post(PATHS[0], **options)
     async def create_transcription(form: Annotated[TranscriptionForm, Form()], request: Request) -> Response:
-        """Write down what is said in a sound, in its own language."""
+        """Return the transcription of audio in its own language."""
         return await answer_speech(api, "transcribe", form, request)
 
-    @app.post(PATHS[1], **told)
+    @app.post(PATHS[1], **options)
     async def create_translation(form: Annotated[TranslationForm, Form()], request: Request) -> Response:
-        """Write down what is said in a sound, in English."""
+        """Return the translation of audio to English."""
         return await answer_speech(api, "translate", form, request)

@@ -1,7 +1,7 @@
-"""Connections of one listening socket, dealt evenly to several processes.
+"""Distribution of the connections of one listening socket to several API processes.
 
-Processes that accept from one socket do not share it: whoever wakes up first takes all that wait. So the
-supervisor alone accepts, and hands each connection to the process that has the fewest open.
+If several processes accept from one socket, the first to wake up takes all waiting connections. Therefore
+only the supervisor accepts. It passes each connection to the process with the fewest open connections.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 MOST_AT_ONCE = 256
-"""Connections dealt before the supervisor looks after its other duties."""
+"""Maximum connections that one call of `deal` passes on."""
 PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
 class Hand:
-    """What a process needs to be dealt connections."""
+    """Handle with which an API process receives connections."""
 
     channel: socket.socket
-    """A message per connection, with its descriptor."""
+    """Socket that carries one message per connection, with its file descriptor."""
     closed_file: Path
     index: int
 
 
 class Dealer:
-    """The supervisor's side. A process gets connections from `admit` to `drop`."""
+    """The supervisor's side. A process receives connections from `admit` until `drop`."""
 
     def __init__(self, listener: socket.socket, closed_file: Path, count: int) -> None:
         listener.setblocking(False)
@@ -42,44 +42,44 @@ class Dealer:
         self._file = closed_file
         np.zeros(count, np.int64).tofile(closed_file)
         self._closed = np.memmap(closed_file, np.int64, "r+")
-        """Connections that each process has closed, as it counts them itself."""
-        self._given = [0] * count
+        """Number of connections that each process has closed; each process writes its own count."""
+        self._num_passed = [0] * count
         self._channels: list[tuple[socket.socket, socket.socket] | None] = [None] * count
-        """By process: our end and its end."""
+        """The supervisor's end and the process's end, by process."""
         self._up: set[int] = set()
         self._held: socket.socket | None = None
-        """Accepted, and nobody could take it yet."""
+        """Accepted connection that no process could take yet."""
 
     @property
     def awaited(self) -> Sequence[socket.socket]:
-        """What to wait for before `deal` has something to do."""
+        """Return the sockets that are readable when `deal` has work."""
         return [self._listener] if self._up and self._held is None else []
 
     def open(self, index: int) -> Hand:
-        """A hand for a new process, which has no connections yet."""
+        """Return the handle for a new process, which has no connections yet."""
         self.drop(index)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._channels[index] = ours, theirs
-        self._given[index] = self._closed[index] = 0
-        return Hand(theirs, self._file, index)
+        supervisor_end, process_end = socket.socketpair()
+        supervisor_end.setblocking(False)
+        self._channels[index] = supervisor_end, process_end
+        self._num_passed[index] = self._closed[index] = 0
+        return Hand(process_end, self._file, index)
 
     def admit(self, index: int) -> None:
-        """The process has its end of the channel, and serves."""
+        """Start to pass connections to a process that has its end of the channel and serves."""
         channels = self._channels[index]
         if channels is not None and index not in self._up:
             channels[1].close()
             self._up.add(index)
 
     def drop(self, index: int) -> None:
-        """The process is gone."""
+        """Stop to pass connections to a process, which has ended."""
         self._up.discard(index)
         for end in self._channels[index] or ():
             end.close()
         self._channels[index] = None
 
     def deal(self) -> None:
-        """Hand on what waits."""
+        """Accept the waiting connections and pass them to the processes."""
         for _ in range(MOST_AT_ONCE):
             if not self._up:
                 return
@@ -90,18 +90,21 @@ class Dealer:
                     return
                 except ConnectionAbortedError:
                     continue
-                except OSError as error:  # there are no descriptors left: wait for some
+                except OSError as error:  # out of file descriptors: wait until some are closed
                     log.warning("a connection could not be accepted: %s", error)
                     time.sleep(PAUSE_S)
                     return
-            if not self._hand_on(self._held):
+            if not self._pass_on(self._held):
                 return
             self._held.close()
             self._held = None
 
-    def _hand_on(self, connection: socket.socket) -> bool:
-        """Give it to whoever has the fewest open; of those, to whoever has had the fewest."""
-        for index in sorted(self._up, key=lambda i: (self._given[i] - self._closed[i], self._given[i])):
+    def _pass_on(self, connection: socket.socket) -> bool:
+        """Pass a connection to the process with the fewest open ones; among equals, with the fewest in
+        total."""
+        for index in sorted(
+            self._up, key=lambda i: (self._num_passed[i] - self._closed[i], self._num_passed[i])
+        ):
             channels = self._channels[index]
             assert channels is not None
             try:
@@ -109,9 +112,9 @@ class Dealer:
             except (BrokenPipeError, ConnectionResetError):
                 self.drop(index)
                 continue
-            except OSError:  # it has not taken what it was dealt before
+            except OSError:  # the channel is full: the process has not read its earlier messages
                 continue
-            self._given[index] += 1
+            self._num_passed[index] += 1
             return True
         return False
 
@@ -126,7 +129,7 @@ class Dealer:
 
 
 class Taker:
-    """A process's side: takes what it is dealt, and counts what it has closed."""
+    """The API process's side: receives connections, and counts those that it has closed."""
 
     def __init__(self, hand: Hand) -> None:
         self._channel = hand.channel
@@ -137,13 +140,13 @@ class Taker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, make_protocol: Callable[[], asyncio.Protocol], ssl: object) -> None:
-        """Speak a protocol of its own on each connection, from inside the running loop."""
+        """Receive connections in the running event loop, with a new protocol instance for each."""
         loop = asyncio.get_running_loop()
 
         async def connect(connection: socket.socket) -> None:
             try:
                 await loop.connect_accepted_socket(make_protocol, connection, ssl=ssl)  # type: ignore[arg-type]
-            except OSError:  # it is gone, or does not speak TLS
+            except OSError:  # the client is gone, or does not use TLS
                 connection.close()
                 self.count_closed()
 
@@ -154,7 +157,7 @@ class Taker:
         self._closed[self._index] += 1
 
     def stop(self) -> None:
-        """Take what was dealt so far, and no more."""
+        """Take the connections passed so far, and no more."""
         asyncio.get_running_loop().remove_reader(self._channel)
         self._take()
         self._channel.close()
@@ -166,7 +169,7 @@ class Taker:
                 if not message:
                     asyncio.get_running_loop().remove_reader(self._channel)
                     return
-                if not descriptors:  # there was none left for it, and the kernel has closed the connection
+                if not descriptors:  # out of file descriptors: the kernel has closed the connection
                     self.count_closed()
                 for descriptor in descriptors:
                     connection = socket.socket(fileno=descriptor)

@@ -1,4 +1,4 @@
-"""What the routes say of themselves: bodies, replies and errors, for the OpenAPI document."""
+"""The OpenAPI document: bodies, responses and errors of the routes."""
 
 from typing import Any
 
@@ -15,36 +15,37 @@ async def _valid_text(request: Request) -> None:
 
 
 BODY: dict[str, Any] = {"dependencies": [Depends(_valid_text)]}
-"""Of a route that takes one."""
+"""Route options of a route with a body: the body must be valid text."""
 CODES = (400, 404, 413, 422, 429, 500, 503)
-"""With which a route that the engine works for may fail."""
+"""Status codes of errors of a route that uses the engine."""
 
 
 def replies_of(
     model: type | None, *codes: int, stream: bool = False, error: type = ErrorReply
 ) -> dict[str, Any]:
-    """The `responses` of a route's document, with those that every route may give. Without a model what goes
-    well has no body."""
+    """Return the route options that document its responses. Without a model, the successful response has no
+    body."""
     done: dict[str, Any] = {"description": "Done.", "content": {}} if model is None else {"model": model}
     described: dict[int | str, dict[str, Any]] = {200: done}
     if stream:
         events = {"example": 'data: {"choices": []}\n\ndata: [DONE]\n\n'}
         described[200]["content"] = {"text/event-stream": events}
     for code in codes:
-        first = code == codes[0]  # it brings the model, to which the others refer
-        described[code] = {"model": error} if first else {"content": _referring(error)}
+        first = code == codes[0]  # it defines the model that the other codes refer to
+        described[code] = {"model": error} if first else {"content": _reference(error)}
     return {"responses": described, "response_model": None} | (
         {"response_class": Response} if model is None else {}
     )
 
 
-def _referring(model: type) -> dict[str, Any]:
-    """What FastAPI makes of a model, without a validator for every route and code that nobody would ask."""
+def _reference(model: type) -> dict[str, Any]:
+    """Return a reference to a model, which saves a validator per route and code."""
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, with 400 in place of its 422: here that means an item that cannot be fetched."""
+    """Return FastAPI's document without its 422 for invalid bodies. Here that is 400; 422 is a failed media
+    fetch."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path in document["paths"].values():

@@ -1,4 +1,4 @@
-"""What went wrong, as the client reads it: `{"error": {"message", "type", "param", "code"}}`."""
+"""Error responses: `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,39 +18,39 @@ from quire.logs import get_logger
 logger = get_logger(__name__)
 
 _MAX_SHOWN = 8
-"""Validation errors that one message lists."""
+"""Maximum validation errors listed in one message."""
 _MAX_PLACE = 256
-"""Characters of the path to what is wrong."""
+"""Maximum characters of the path to an invalid field."""
 
 
 class NotFound(RequestError):
-    """The client asked for something that is not here."""
+    """The requested object does not exist."""
 
     status = 404
 
 
 class InvalidBody(RequestError):
-    """Fields that do not go together. To vLLM they are a part of how a body looks."""
+    """The body has fields that exclude each other; vLLM reports this as a validation error."""
 
 
 class InvalidUserInput(RequestError):
-    """The client asked for a change that cannot be made; vLLM calls it so."""
+    """The requested change is impossible; the error type has vLLM's name."""
 
 
 class Forbidden(RequestError):
-    """The client may not have what it asked for."""
+    """The client lacks the permission for the request."""
 
     status = 403
 
 
 class TooLarge(RequestError):
-    """The client sent more than is read."""
+    """The request exceeds a size limit."""
 
     status = 413
 
 
 class TooMany(RequestError):
-    """The client asked for more than there is room for now."""
+    """The request exceeds a limit at the moment and may be retried."""
 
     status = 429
     retry_after_s = 1
@@ -63,7 +63,7 @@ _KINDS = {
     422: "UnprocessableEntityError",
     429: "RateLimitError",
 }
-"""What a request that is wrong is called, where not BadRequestError."""
+"""Error type of a client error by status; the default is BadRequestError."""
 
 
 def error_info(message: str, status: int, kind: str, param: str | None = None) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def error_info(message: str, status: int, kind: str, param: str | None = None) -
 
 
 def describe(error: Exception) -> dict[str, Any]:
-    """The body for an error, from wherever it comes. What the client did not cause is not told to it."""
+    """Return the response body of any exception. Internal errors are not described to the client."""
     if isinstance(error, InvalidUserInput):
         return error_info(str(error), error.status, "InvalidUserInput", error.param)
     if isinstance(error, InvalidBody):
@@ -85,7 +85,7 @@ def describe(error: Exception) -> dict[str, Any]:
 
 
 def invalid(error: ValidationError) -> RequestError:
-    """What is wrong with a body that was made of another."""
+    """Convert the validation error of a body that was derived from another one."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))[:_MAX_PLACE]
     return RequestError(f"{place}: {first['msg']}", param=place)
@@ -96,12 +96,12 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 
 def error_response(body: dict[str, Any]) -> Response:
-    """ASCII only: an error may quote what is no valid text."""
+    """Return an error response in ASCII, since a message may quote invalid Unicode."""
     return Response(json.dumps(body).encode(), body["error"]["code"], media_type="application/json")
 
 
 def quire_error(error: QuireError, *, log_stack: bool) -> Response:
-    """The answer to a request that cannot be had."""
+    """Return the response for a QuireError."""
     if log_stack and isinstance(error, EngineError):
         logger.error("answered with %d", error.status, exc_info=error)
     response = error_response(describe(error))
@@ -110,8 +110,8 @@ def quire_error(error: QuireError, *, log_stack: bool) -> Response:
     return response
 
 
-def nobody() -> Response:
-    """Nobody reads this; 499 is what access logs show for a client that hung up."""
+def client_gone() -> Response:
+    """Return the response to a disconnected client; access logs show its status 499."""
     return Response(status_code=499)
 
 
@@ -132,27 +132,29 @@ def add_error_handlers(app: FastAPI, *, log_stack: bool) -> None:
 
 def _validation_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return _wrong(error.errors())
+    return _list_errors(error.errors())
 
 
 def validation_error(error: ValidationError) -> Response:
-    """The answer to a body that is wrong, as FastAPI finds it."""
-    found = error.errors(include_url=False, include_input=False)
-    return _wrong([{**each, "loc": ("body", *each["loc"])} for each in found])
+    """Return the response to an invalid body, in FastAPI's format."""
+    errors = error.errors(include_url=False, include_input=False)
+    return _list_errors([{**item, "loc": ("body", *item["loc"])} for item in errors])
 
 
-def _wrong(found: Sequence[Any]) -> Response:
-    shown = [{key: each[key] for key in ("type", "loc", "msg") if key in each} for each in found[:_MAX_SHOWN]]
-    more = [f"and {len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else []
-    head = f"{len(found)} validation error{'s' if len(found) > 1 else ''}:"
+def _list_errors(errors: Sequence[Any]) -> Response:
+    shown = [
+        {key: item[key] for key in ("type", "loc", "msg") if key in item} for item in errors[:_MAX_SHOWN]
+    ]
+    more = [f"and {len(errors) - _MAX_SHOWN} more"] if len(errors) > _MAX_SHOWN else []
+    head = f"{len(errors)} validation error{'s' if len(errors) > 1 else ''}:"
     message = "\n  ".join([head, *map(str, shown), *more])
-    param = ".".join(map(str, found[0]["loc"])) if found else None
+    param = ".".join(map(str, errors[0]["loc"])) if errors else None
     return error_response(error_info(message, 400, "Bad Request", param))
 
 
 def http_error(error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
-    if status in (404, 405):  # no such route or method: as every FastAPI server says it
+    if status in (404, 405):  # no such route or method: FastAPI's response
         return JSONResponse({"detail": error.detail}, status, error.headers)
     return error_response(error_info(str(error.detail), status, HTTPStatus(status).phrase))

@@ -1,4 +1,4 @@
-"""Exposure: the ways into a server that has no key, and their remedies."""
+"""Warnings about a server that is reachable without an API key, and their remedies."""
 
 import ipaddress
 import ssl
@@ -8,14 +8,14 @@ from quire.server.settings import HttpSection, ServerSettings
 
 
 class Exposure(NamedTuple):
-    """A way in that the operator may not have meant to open."""
+    """An unprotected access that the operator may not intend."""
 
     what: str
     remedy: str
 
 
 def exposures(settings: ServerSettings) -> list[Exposure]:
-    """Return the ways into a server without keys, for the log and for `quire doctor`."""
+    """Return the unprotected accesses of a server without keys, for the log and for `quire doctor`."""
     if settings.keys or settings.http.ssl_cert_reqs == ssl.CERT_REQUIRED:
         return []
     ways = []
@@ -23,7 +23,7 @@ def exposures(settings: ServerSettings) -> list[Exposure]:
         address = settings.http.host or "every interface"
         ways.append(
             Exposure(
-                f"the server listens on {address} without an API key: whoever reaches it can use it",
+                f"the server listens on {address} without an API key: any client that reaches it can use it",
                 "give --api-key (or QUIRE_API_KEY), or listen on this machine only with --host 127.0.0.1",
             )
         )
@@ -39,7 +39,7 @@ def exposures(settings: ServerSettings) -> list[Exposure]:
 
 
 def is_public(http: HttpSection) -> bool:
-    """Whether other machines may reach the server, as far as its address tells."""
+    """Whether other machines may reach the server, judged by its address."""
     if http.uds:
         return False
     host = (http.host or "0.0.0.0").strip("[]").partition("%")[0]

@@ -1,5 +1,5 @@
-"""The short way to the busy routes: a valid body is read once and answered; everything else goes the long
-way, where FastAPI says what is wrong with it. Large bodies of any route are read beside the event loop."""
+"""Fast path of the busy routes: a valid body is parsed once and answered without FastAPI. FastAPI handles all
+other requests and reports invalid bodies. Large bodies of any route are parsed in a thread."""
 
 import asyncio
 import gc
@@ -24,10 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.errors import QuireError, RequestError
 from quire.logs import get_logger
 from quire.server.http.errors import (
+    client_gone,
     describe,
     error_response,
     http_error,
-    nobody,
     quire_error,
     validation_error,
 )
@@ -38,18 +38,18 @@ logger = get_logger(__name__)
 Respond = Callable[[Any, Request], Awaitable[Response]]
 _FEW, _SOME = 64, 1024
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""Half of a surrogate pair is no character: nothing behind the API could encode it."""
+"""Possible lone surrogate, which cannot be encoded in UTF-8."""
 _LARGE = 1 << 20
-"""Bytes of a body that takes long to read."""
+"""Size in bytes above which a body is parsed in a thread."""
 _MAX_VALUES, _MAX_PARTS = 1 << 21, 1 << 18
-"""Of a body: values, and lists, objects and names among them. Reading as many holds up everybody for half a
-second, wherever it is done: nobody else runs meanwhile."""
+"""Maximum values of a body, and maximum lists, objects and names. Parsing that many holds the GIL for half a
+second, so every other request waits, even if it is done in a thread."""
 _PARTS = (b"[", b"{", b":")
-"""What they come with."""
+"""Bytes that start a list, an object or the value of a name."""
 
 
 class Direct:
-    """Answers POSTs to the paths that it knows; all others, and bodies it cannot read, are `app`'s."""
+    """ASGI application that answers POSTs to its routes; other requests and invalid bodies go to `app`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Direct:
         *,
         log_stack: bool = False,
     ) -> None:
-        """`routes`: the model of a body, or several, and who answers it. `others`: whose bodies are read here
+        """Initialize. `routes` maps a path to its body model and handler. Bodies of `others` are parsed here
         only if they are large."""
         self._app = app
         self._log_stack = log_stack
@@ -69,21 +69,23 @@ class Direct:
             for path, (model, respond) in {**(others or {}), **routes}.items()
         }
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")
-        """One for all: each holds up the event loop while it reads."""
+        """A single thread, since parsing holds the GIL."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(scope["path"]) if scope.get("method") == "POST" else None
         if route is None:
             return await self._app(scope, receive, send)
         try:
-            raw = await _whole(receive)
+            raw = await _read_body(receive)
         except HTTPException as error:  # the body is too long
             return await http_error(error)(scope, receive, send)
         except ClientGone:
-            return await nobody()(scope, receive, send)
+            return await client_gone()(scope, receive, send)
         adapter, respond = route
         if len(raw) > _LARGE:
-            response = await self._answered(self._beside(adapter, respond), raw, Request(scope, receive))
+            response = await self._respond(
+                self._parsing_in_thread(adapter, respond), raw, Request(scope, receive)
+            )
             return await response(scope, receive, send)
         if scope["path"] in self._busy and not may_have_surrogates(raw):
             try:
@@ -91,25 +93,27 @@ class Direct:
             except ValidationError:
                 pass
             else:
-                response = await self._answered(respond, body, Request(scope, receive))
+                response = await self._respond(respond, body, Request(scope, receive))
                 return await response(scope, receive, send)
-        await self._app(scope, _again(raw, receive), send)
+        await self._app(scope, _replay(raw, receive), send)
 
-    def _beside(self, adapter: TypeAdapter[Any], respond: Respond) -> Respond:
+    def _parsing_in_thread(self, adapter: TypeAdapter[Any], respond: Respond) -> Respond:
         async def answered(raw: bytes, request: Request) -> Response:
             try:
-                body = await asyncio.get_running_loop().run_in_executor(self._reader, _read, adapter, raw)
+                body = await asyncio.get_running_loop().run_in_executor(
+                    self._reader, _parse_large, adapter, raw
+                )
             except ValidationError as error:
                 return validation_error(error)
             return await respond(body, request)
 
         return answered
 
-    async def _answered(self, respond: Respond, body: Any, request: Request) -> Response:
+    async def _respond(self, respond: Respond, body: Any, request: Request) -> Response:
         try:
             return await respond(body, request)
         except ClientGone:
-            return nobody()
+            return client_gone()
         except QuireError as error:
             return quire_error(error, log_stack=self._log_stack)
         except Exception as error:
@@ -118,25 +122,25 @@ class Direct:
 
 
 def json_routes(app: FastAPI) -> dict[str, tuple[Any, Respond]]:
-    """The routes that take JSON: what it must look like, and who answers it."""
-    found: dict[str, tuple[Any, Respond]] = {}
+    """Return the body model and the handler of every route that takes JSON."""
+    routes: dict[str, tuple[Any, Respond]] = {}
     for route in app.routes:
         if not isinstance(route, APIRoute) or route.body_field is None:
             continue
         if not isinstance(route.body_field.field_info, Form):
-            found[route.path] = route.body_field.field_info.annotation, _responder(route.endpoint)
-    return found
+            routes[route.path] = route.body_field.field_info.annotation, _responder(route.endpoint)
+    return routes
 
 
 def _responder(endpoint: Callable[..., Any]) -> Respond:
-    """Some have no use for the request itself."""
+    """Return the endpoint as a function of body and request; some endpoints take only the body."""
     if len(inspect.signature(endpoint).parameters) > 1:
         return endpoint
     return lambda body, _: endpoint(body)
 
 
-async def _whole(receive: Receive) -> bytes:
-    """The body."""
+async def _read_body(receive: Receive) -> bytes:
+    """Return the whole body; raise ClientGone if the client disconnects."""
     pieces, more = list[bytes](), True
     while more:
         message = await receive()
@@ -147,18 +151,18 @@ async def _whole(receive: Receive) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _read(adapter: TypeAdapter[Any], raw: bytes) -> Any:
-    """A large body, looked at for what would take long before that is done."""
+def _parse_large(adapter: TypeAdapter[Any], raw: bytes) -> Any:
+    """Parse a large body; raise RequestError if it has too many values to parse quickly."""
     if _count(raw, b",") > _MAX_VALUES or sum(_count(raw, mark) for mark in _PARTS) > _MAX_PARTS:
         counts = _count_outside_strings(raw)
-        for found, most, what in (
+        for count, limit, what in (
             (counts[ord(",")], _MAX_VALUES, "values"),
             (sum(counts[ord(mark)] for mark in _PARTS), _MAX_PARTS, "lists, objects and names"),
         ):
-            if found > most:
-                raise RequestError(f"the body has {found} {what}, and may have {most}; send less at once")
+            if count > limit:
+                raise RequestError(f"the body has {count} {what}, and may have {limit}; send less at once")
     check_text(raw)
-    gc.disable()  # it would look at all that is read again and again
+    gc.disable()  # it would scan all parsed objects repeatedly
     try:
         return adapter.validate_json(raw)
     finally:
@@ -166,7 +170,7 @@ def _read(adapter: TypeAdapter[Any], raw: bytes) -> Any:
 
 
 def _count(raw: bytes, mark: bytes) -> int:
-    """As `bytes.count`, which takes 30 times as long where there are few of them in megabytes of base64."""
+    """Count a byte. `bytes.count` takes 30 times as long for few occurrences in megabytes of base64."""
     at = -1
     for count in range(_SOME):
         at = raw.find(mark, at + 1)
@@ -176,7 +180,7 @@ def _count(raw: bytes, mark: bytes) -> int:
 
 
 def _count_outside_strings(raw: bytes) -> NDArray[np.int64]:
-    """How often each byte stands there."""
+    """Return how often each byte occurs outside of JSON strings."""
     if b"\\" in raw:
         raw = raw.replace(rb"\\", b"__").replace(rb"\"", b"__")
     counts, inside = np.zeros(256, np.int64), 0
@@ -188,8 +192,8 @@ def _count_outside_strings(raw: bytes) -> NDArray[np.int64]:
     return counts
 
 
-def _again(raw: bytes, receive: Receive) -> Receive:
-    """`receive`, with a body that was already taken from it."""
+def _replay(raw: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that first yields the body that was already read."""
     taken = False
 
     async def receiving() -> Message:
@@ -203,17 +207,17 @@ def _again(raw: bytes, receive: Receive) -> Receive:
 
 
 def check_text(raw: bytes) -> None:
-    """That a body is text."""
-    if b"\0" in raw[:4]:  # two or four bytes a character: `json` would read it, half surrogates and all
-        raise RequestError("the body is not in UTF-8; send it so")
+    """Raise RequestError if a body is not valid UTF-8 text."""
+    if b"\0" in raw[:4]:  # UTF-16 or UTF-32, which `json` would accept, with lone surrogates
+        raise RequestError("the body is not UTF-8; encode it as UTF-8")
     if may_have_surrogates(raw):
         try:
             json.dumps(json.loads(raw), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            found = f"U+{ord(error.object[error.start]):04X}"
-            raise RequestError(f"the body holds the lone surrogate {found}; remove it") from None
+            code_point = f"U+{ord(error.object[error.start]):04X}"
+            raise RequestError(f"the body holds the lone surrogate {code_point}; remove it") from None
         except (ValueError, RecursionError):
-            pass  # whoever reads it says what it is
+            pass  # the parser reports it
 
 
 def may_have_surrogates(raw: bytes) -> bool:
@@ -221,8 +225,8 @@ def may_have_surrogates(raw: bytes) -> bool:
 
 
 def _has_escape(raw: bytes) -> bool:
-    """Whether some character is spelled by its number. One byte is found in megabytes of base64 thirty times
-    as quickly as two are: backslashes are looked at one by one, unless they are many."""
+    """Whether the body has a \\u escape. Searching megabytes of base64 for one byte is thirty times as fast
+    as for two, so the first backslashes are checked one by one."""
     at = -2
     for _ in range(_FEW):
         at = raw.find(b"\\", at + 2)

@@ -1,4 +1,4 @@
-"""The requests being answered: each ends when its client hangs up, and all of them when a drain is over."""
+"""The running requests. Each is cancelled when its client disconnects, and all when a drain times out."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has disconnected."""
 
 
 class Answering:
-    """What is being answered right now."""
+    """The set of running requests."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -26,15 +26,16 @@ class Answering:
         return len(self._tasks)
 
     def abort(self) -> None:
-        """End everything; clients get an error that says why."""
+        """Cancel all requests; their clients receive an error."""
         self._aborted = True
         for task in self._tasks:
             task.cancel()
 
     async def until_gone(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns. It is cancelled when the client hangs up (ClientGone) or the drain is over."""
+        """Return the result of `work`. Cancel it if the client disconnects (ClientGone) or `abort` is
+        called."""
         task = asyncio.create_task(work)
-        gone = asyncio.create_task(_hung_up(receive))
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
         self._tasks.add(task)
         if self._aborted:
             task.cancel()
@@ -50,9 +51,9 @@ class Answering:
             task.cancel()
             gone.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
-            del task, gone  # an error knows this frame, and they know the error
+            del task, gone  # breaks the reference cycle of tasks, error and frame
 
 
-async def _hung_up(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

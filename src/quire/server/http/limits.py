@@ -1,5 +1,5 @@
-"""What every HTTP request passes before the routes: the key, the size and type of its body. Decided once per
-request; what is sent back goes through untouched."""
+"""Checks before the routes: the API key and its limits, the size and the type of the body. They run once per
+request; responses pass through unchanged."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from quire.server.api_keys import Key, Ledger, Refusal
 from quire.server.http.errors import error_info, error_response, json_response
 
 DIRECT_SEND = "quire.send"
-"""Where a scope holds the way to the connection, for responses that watch over their own errors."""
+"""Scope entry with the connection's `send`, for responses that handle their own errors."""
 _ACCOUNT = "quire.account"
 _PLACE = "quire.place"
 OPERATOR_PATHS = frozenset(
@@ -26,16 +26,16 @@ OPERATOR_PATHS = frozenset(
         *("/start_profile", "/stop_profile"),
     }
 )
-"""Routes that change the engine for everybody. They exist where the operator asks for them: in developer
-mode, with a profiler, or, to end requests, with --tokens-only. No limit of a key applies to them."""
+"""Routes that change the engine for all clients. They exist only in developer mode, with a profiler, or
+(/abort_requests) with --tokens-only. No limit of a key applies to them."""
 FREE_PATHS: dict[str, str] = {
-    "/ping": "a read of one number, for health checks that can only post",
-    **dict.fromkeys(OPERATOR_PATHS, "for operators, and there only if the operator has asked for it"),
+    "/ping": "reads one number, for health checks that can only send POST",
+    **dict.fromkeys(OPERATOR_PATHS, "for operators, and enabled only by the operator"),
 }
-"""Paths whose POSTs no limit of a key counts, and why that harms no other key. What takes time that others
-need must not be listed here."""
+"""Paths with POSTs that are exempt from the limits of a key, and why that harms no other key. Never list a
+path here that takes much time."""
 CANCEL_END = "/cancel"
-"""The end of paths that give work up, which is always allowed."""
+"""Suffix of the paths that cancel work, which is always allowed."""
 TOKENLESS_PATHS = frozenset(
     {
         *("/tokenize", "/detokenize", "/v1/messages/count_tokens"),
@@ -44,12 +44,12 @@ TOKENLESS_PATHS = frozenset(
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }
 )
-"""Paths whose POSTs are work of the server and none of the model: `max_concurrency` counts them, and
-`tokens_per_minute` does not."""
+"""Paths with POSTs that do not run the model: `max_concurrency` applies to them, `tokens_per_minute` does
+not."""
 
 
 class HttpGate:
-    """Lets in whoever has a key and brings a body that can be read."""
+    """ASGI middleware that admits requests with a valid key and an acceptable body."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class HttpGate:
         form_paths: frozenset[str] = frozenset(),
         max_form_bytes: int = 0,
     ) -> None:
-        """What is posted to `form_paths` are forms, of at most `max_form_bytes`."""
+        """Initialize. Bodies of POSTs to `form_paths` are forms of at most `max_form_bytes`."""
         self._app = app
         self._ledger = ledger
         self._open_paths = open_paths
-        self._json = _Kind(
+        self._json = _BodyKind(
             b"application/json",
             max_body_bytes,
             f"the body is larger than {max_body_bytes} bytes; send less or raise --max-request-body-bytes",
         )
-        self._form = _Kind(
+        self._form = _BodyKind(
             b"multipart/form-data",
             max_form_bytes,
             f"Maximum file size exceeded: the body is larger than {max_form_bytes} bytes; send less or raise "
@@ -87,83 +87,85 @@ class HttpGate:
         if b"traceparent" in headers:
             PARENT.set(headers[b"traceparent"].decode("latin-1"))
         key = None
-        if self._ledger.keys and self._is_guarded(scope) and (key := self._key(headers)) is None:
-            # A socket that is never accepted is closed by the server with 403.
+        if self._ledger.keys and self._is_guarded(scope) and (key := self._find_key(headers)) is None:
+            # The server closes a WebSocket that is never accepted with 403.
             refused = json_response({"error": "Unauthorized"}, 401)
             return await refused(scope, receive, send) if scope["type"] == "http" else None
         if scope["type"] == "http" and scope["method"] == "POST":
             length, chunked = headers.get(b"content-length", b"0"), b"transfer-encoding" in headers
-            kind = self._form if _path(scope) in self._form_paths else self._json
+            kind = self._form if _route_path(scope) in self._form_paths else self._json
             if not kind.fits(length):
                 if self._json.fits(length):
-                    await _passed_over(receive)
+                    await _discard_body(receive)
                 response = error_response(error_info(kind.too_large, 413, "Content Too Large"))
                 response.headers["connection"] = "close"
                 return await response(scope, receive, send)
-            if (chunked or length != b"0") and not kind.is_that(headers.get(b"content-type", b"")):
-                response = error_response(error_info(kind.other, 400, "Bad Request"))
+            if (chunked or length != b"0") and not kind.matches(headers.get(b"content-type", b"")):
+                response = error_response(error_info(kind.wrong_type, 400, "Bad Request"))
                 return await response(scope, receive, send)
             if chunked:
                 receive = kind.counted(receive)
         if self._echo_request_id and b"x-request-id" in headers:
             send = _with_header(send, (b"x-request-id", headers[b"x-request-id"]))
-        # Always set: the next request of a connection may begin in a copy of the context of the one before.
+        # Always set: the next request of a connection may start in a copy of this context.
         CACHE_SCOPE.set("" if key is None else key.cache_scope)
         scope[DIRECT_SEND] = send
         try:
             if key is None or not key.name:
                 await self._app(scope, receive, send)
             else:
-                await self._limited(key, scope, receive, send)
+                await self._run_limited(key, scope, receive, send)
         finally:
-            del scope[DIRECT_SEND]  # which knows the scope: both would stay until the collector comes
+            del scope[
+                DIRECT_SEND
+            ]  # a reference cycle with the scope, which only the garbage collector would free
 
-    async def _limited(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
-        """As far as the key's limits allow. Who is turned away was not read."""
+    async def _run_limited(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the request within the limits of its key. The body of a refused request is not read."""
         scope[_ACCOUNT] = self._ledger.account(key)
-        path = _path(scope)
+        path = _route_path(scope)
         if scope.get("method") != "POST" or path in FREE_PATHS or path.endswith(CANCEL_END):
             return await self._app(scope, receive, send)
         if (refusal := self._ledger.enter(key, tokenless=path in TOKENLESS_PATHS)) is not None:
             return await _too_many(refusal)(scope, receive, send)
-        place = scope[_PLACE] = _Place(functools.partial(self._ledger.leave, key))
+        place = scope[_PLACE] = _OpenRequest(functools.partial(self._ledger.leave, key))
         try:
             await self._app(scope, receive, send)
         finally:
             place.release()
 
     def _is_guarded(self, scope: Scope) -> bool:
-        return _path(scope) not in self._open_paths and scope.get("method") != "OPTIONS"
+        return _route_path(scope) not in self._open_paths and scope.get("method") != "OPTIONS"
 
-    def _key(self, headers: dict[bytes, bytes]) -> Key | None:
-        """Anthropic's clients have a header of their own."""
+    def _find_key(self, headers: dict[bytes, bytes]) -> Key | None:
+        """Return the key of a request; Anthropic clients send it as x-api-key."""
         kind, _, sent = headers.get(b"authorization", b"").partition(b" ")
         if not kind and b"x-api-key" in headers:
             kind, sent = b"bearer", headers[b"x-api-key"]
-        found = self._ledger.find(sent)
-        return found if kind.lower() == b"bearer" else None
+        key = self._ledger.find(sent)
+        return key if kind.lower() == b"bearer" else None
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """What bodies a route takes."""
+class _BodyKind:
+    """Media type and maximum size of the bodies of a route."""
 
     media_type: bytes
     max_bytes: int
     too_large: str
 
     @property
-    def other(self) -> str:
+    def wrong_type(self) -> str:
         return f"Unsupported Media Type: Only '{self.media_type.decode()}' is allowed"
 
-    def is_that(self, content_type: bytes) -> bool:
+    def matches(self, content_type: bytes) -> bool:
         return content_type.partition(b";")[0].strip().lower() == self.media_type
 
     def fits(self, length: bytes) -> bool:
         return length.isdigit() and len(length) < 20 and int(length) <= self.max_bytes
 
     def counted(self, receive: Receive) -> Receive:
-        """A body of unknown length is cut off as soon as it is too long."""
+        """Return a `receive` that raises as soon as a body of unknown length is too long."""
         num_bytes = 0
 
         async def counted() -> Message:
@@ -177,8 +179,8 @@ class _Kind:
         return counted
 
 
-class _Place:
-    """One of the requests that a key may have open, while anybody works on it."""
+class _OpenRequest:
+    """One open request of a key, counted until its last user releases it."""
 
     def __init__(self, leave: Callable[[], None]) -> None:
         self._leave = leave
@@ -194,8 +196,8 @@ class _Place:
 
 
 def stay(scope: Scope) -> Callable[[], None]:
-    """The request counts as open until the call of what is returned, though it is answered before."""
-    place: _Place | None = scope.get(_PLACE)
+    """Keep the request counted as open after its response, until the returned function is called."""
+    place: _OpenRequest | None = scope.get(_PLACE)
     if place is None:
         return lambda: None
     place.stay()
@@ -203,23 +205,23 @@ def stay(scope: Scope) -> Callable[[], None]:
 
 
 def account_of(scope: Scope) -> KeyAccount | None:
-    """Whose request it is; None where keys have no names."""
+    """Return the account of the request's key; None for keys without a name."""
     account: KeyAccount | None = scope.get(_ACCOUNT)
     return account
 
 
 def without_account(scope: Scope) -> Scope:
-    """The same, of a request that costs nobody anything."""
+    """Return the scope without an account, for a request that is charged to no key."""
     return {**scope, _ACCOUNT: None}
 
 
-async def _passed_over(receive: Receive) -> None:
-    """A client that is still sending when the connection is closed does not hear why."""
+async def _discard_body(receive: Receive) -> None:
+    """Read and discard the body: a client that is still sending would not receive the error."""
     while (await receive()).get("more_body"):
         pass
 
 
-def _path(scope: Scope) -> str:
+def _route_path(scope: Scope) -> str:
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path
 

@@ -1,4 +1,4 @@
-"""A file that says what is logged where, as Python's `logging.config` reads it."""
+"""The file of --log-config-file, a configuration for Python's `logging.config`."""
 
 import logging.config
 from pathlib import Path
@@ -8,11 +8,12 @@ import msgspec
 
 from quire.errors import ConfigError
 
-_OURS, _THEIRS = "quire", "vllm"
+_QUIRE, _VLLM = "quire", "vllm"
 
 
 def read_log_config(path: str) -> dict[str, Any]:
-    """The JSON of a file. What it says of vLLM's loggers goes for ours, unless it names those."""
+    """Return the configuration. The settings of the logger `vllm` also apply to `quire`, unless it has its
+    own."""
     try:
         config = msgspec.json.decode(Path(path).expanduser().read_bytes(), type=dict[str, Any])
     except OSError as error:
@@ -20,13 +21,13 @@ def read_log_config(path: str) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise ConfigError(f"log_config_file={path!r} must be a JSON object: {error}") from None
     loggers = config.get("loggers")
-    if isinstance(loggers, dict) and _THEIRS in loggers and _OURS not in loggers:
-        config["loggers"] = loggers | {_OURS: loggers[_THEIRS]}
+    if isinstance(loggers, dict) and _VLLM in loggers and _QUIRE not in loggers:
+        config["loggers"] = loggers | {_QUIRE: loggers[_VLLM]}
     return {"disable_existing_loggers": False} | config
 
 
 def apply_log_config(path: str) -> None:
-    """In this process, from now on."""
+    """Apply the configuration to this process."""
     try:
         logging.config.dictConfig(read_log_config(path))
     except (ValueError, TypeError, AttributeError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""Counting what passes: every exchange of the API, for the metrics."""
+"""Metrics of every HTTP request and response."""
 
 import time
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from quire.metrics.http import HANDLERS, UNCOUNTED, Exchange
 
 
 class Observed:
-    """Tells `count` of every exchange once it is over."""
+    """ASGI middleware that passes every completed exchange to `count`."""
 
     def __init__(self, app: ASGIApp, count: Callable[[Exchange], None]) -> None:
         self._app = app
         self._count = count
         self._patterns = [
-            (path, Route(path, endpoint=_nowhere, methods=list(methods)))
+            (path, Route(path, endpoint=_no_endpoint, methods=list(methods)))
             for path, methods in HANDLERS.items()
             if "{" in path
         ]
@@ -25,7 +25,7 @@ class Observed:
         if scope["type"] != "http" or scope["path"] in UNCOUNTED:
             return await self._app(scope, receive, send)
         started = time.perf_counter()
-        answer = _Answer(send)
+        answer = _RecordingSend(send)
         try:
             await self._app(scope, receive, answer)
         finally:
@@ -47,12 +47,12 @@ class Observed:
         return next((path for path, route in self._patterns if route.matches(scope)[0] is Match.FULL), "none")
 
 
-class _Answer:
-    """A way to the client that remembers the head of what was sent."""
+class _RecordingSend:
+    """A `send` that records the status and the length of the response."""
 
     def __init__(self, send: Send) -> None:
         self.direct = send
-        """The way itself, for streams, whose length nobody knows."""
+        """The wrapped `send`, for streams, which have no known length."""
         self.status = 200
         self.num_bytes = 0
 
@@ -67,5 +67,5 @@ def _length(headers: list[tuple[bytes, bytes]]) -> int:
     return int(text) if text.isdigit() and len(text) < 19 else 0
 
 
-async def _nowhere() -> None:
-    """A route that only tells whether a path fits."""
+async def _no_endpoint() -> None:
+    """Return nothing: the endpoint of routes that only match paths."""

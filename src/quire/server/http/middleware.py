@@ -1,4 +1,4 @@
-"""Middleware that the deployer names by its import path: ASGI classes, or functions of a request."""
+"""User-defined middleware, loaded by import path: ASGI classes, or functions of a request."""
 
 import importlib
 import inspect
@@ -13,28 +13,28 @@ from quire.errors import ConfigError
 Wrap = Callable[[ASGIApp], ASGIApp]
 
 
-def surrounded(app: ASGIApp, paths: Sequence[str]) -> ASGIApp:
-    """The application with all of them around it, the last one outermost."""
+def wrap_in_middleware(app: ASGIApp, paths: Sequence[str]) -> ASGIApp:
+    """Wrap the application in each middleware, the last one outermost."""
     for path in paths:
-        app = found(path)(app)
+        app = load_middleware(path)(app)
     return app
 
 
-def found(path: str) -> Wrap:
-    """What is put around an application; a ConfigError if there is no such thing."""
+def load_middleware(path: str) -> Wrap:
+    """Import a middleware; raise ConfigError if that is impossible."""
     module, _, name = path.rpartition(".")
     if not module:
-        raise ConfigError(f"middleware={path!r} is no import path, such as my_module.MyMiddleware")
+        raise ConfigError(f"middleware={path!r} is not an import path, such as my_module.MyMiddleware")
     try:
-        named: Any = getattr(importlib.import_module(module), name)
+        middleware: Any = getattr(importlib.import_module(module), name)
     except Exception as error:  # the module's own code runs here
         raise ConfigError(
             f"middleware={path!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    if inspect.isclass(named):
-        return cast(Wrap, named)
-    if inspect.iscoroutinefunction(named):
-        return lambda app: BaseHTTPMiddleware(app, dispatch=named)
+    if inspect.isclass(middleware):
+        return cast(Wrap, middleware)
+    if inspect.iscoroutinefunction(middleware):
+        return lambda app: BaseHTTPMiddleware(app, dispatch=middleware)
     raise ConfigError(
         f"middleware={path!r} must be a class, or an async function of a request and `call_next`"
     )

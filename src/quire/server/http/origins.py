@@ -1,4 +1,4 @@
-"""Origins: which web pages may use the server from the browsers that show them."""
+"""CORS: the origins of web pages that may use the server."""
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -8,12 +8,12 @@ from quire.server.settings import AccessSection
 
 _READS = ("GET", "HEAD", "OPTIONS")
 _OTHER_SITES = (b"cross-site", b"same-site")
-"""What `Sec-Fetch-Site` says of requests from pages of another origin."""
+"""Values of `Sec-Fetch-Site` in requests from pages of another origin."""
 
 
 class Origins:
-    """CORS, for requests that come with an origin. Those of clients that are no browsers, and most of the
-    server's own page, have none, and pay nothing."""
+    """CORS middleware for requests with an Origin header. Requests without one, from clients other than
+    browsers and most from the server's own page, skip it."""
 
     def __init__(self, app: ASGIApp, access: AccessSection) -> None:
         self._app = app
@@ -36,9 +36,9 @@ class Origins:
         await self._cors(scope, receive, send)
 
     def _is_refused(self, scope: Scope, origin: str) -> bool:
-        """Browsers keep the answers to such pages back, but send simple requests all the same: those that
-        change something are refused. What the page's own origin is only browsers know, for a proxy may stand
-        between."""
+        """Whether to refuse a request of a page with another origin. Browsers hide the responses from such
+        pages, but still send simple requests; those that change something are refused. Only `Sec-Fetch-Site`
+        is reliable: with a proxy, the server does not know its own origin."""
         if scope["type"] != "http" or scope["method"] in _READS or self._cors.is_allowed_origin(origin):
             return False
         return any(name == b"sec-fetch-site" and value in _OTHER_SITES for name, value in scope["headers"])

@@ -1,9 +1,8 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol with limits on what a client may send before the application
-sees it, and on how long it may take.
+"""HTTP/1.1 on one connection: uvicorn's protocol with limits on the size and the time of requests.
 
-uvicorn leaves to httptools what a request is, and httptools bounds neither headers nor time. Here bytes are
-counted before they are parsed, requests that two parsers could read differently are refused, and a connection
-is read for as long as a request of it runs, as a hang-up is noticed by reading only.
+uvicorn parses with httptools, which limits neither headers nor time. Here bytes are counted before they are
+parsed, and requests that two parsers could read differently are refused. A connection is read for as long as
+one of its requests runs, since a disconnect is noticed only by reading.
 """
 
 import asyncio
@@ -23,21 +22,21 @@ from quire.server.http.refusals import OpenConnections, RefusalLog, network_of
 from quire.server.settings import HttpSection
 
 MAX_PIPELINED = 16
-"""Requests that may wait behind the one that is being answered."""
+"""Maximum pipelined requests that wait for the running one."""
 MAX_HELD_BYTES = 256 << 10
-"""Bytes of them that are kept unparsed."""
+"""Maximum unparsed bytes of pipelined requests."""
 LINGER_S = 2.0
-"""Time for a client to read why it is refused: closing while it still sends would discard the answer."""
+"""Seconds for a client to read an error: closing while it still sends would discard the response."""
 _SINGLE = frozenset(
     (b"authorization", b"x-api-key", b"host", b"content-type", b"content-length", b"transfer-encoding")
 )
-"""Headers of which a request may have one: with two, a proxy may act on one and this server on the other."""
+"""Headers that may occur once. With two, a proxy may use one of them and this server the other."""
 _INVALID = (400, "the request is not valid HTTP/1.1; the connection is closed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """What one connection may send, and how long it may take."""
+    """Limits of one connection on sizes and times."""
 
     max_header_bytes: int
     max_headers: int
@@ -55,9 +54,9 @@ class HttpLimits:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Further arguments are uvicorn's."""
+    """Protocol of one connection; further arguments are uvicorn's."""
 
-    __slots__ = (  # beside uvicorn's, which Python finds faster if they are at most 30
+    __slots__ = (  # next to uvicorn's instance dict, which is faster with at most 30 entries
         *("_ahead", "_answered_early", "_held", "_is_ended", "_limits", "_max_bytes", "_max_headers"),
         *("_network", "_num_unparsed", "_on_closed", "_open_connections", "_refusals", "_refused", "_since"),
         *("_timer", "_was_paused"),
@@ -80,25 +79,26 @@ class HttpProtocol(HttpToolsProtocol):
         self._refusals = refusals
         self._on_closed = on_closed
         self._network: str | None = None
-        """What this connection is counted by; None if it is refused."""
+        """Network that this connection is counted for; None if it is refused."""
         self._ahead: deque[RequestResponseCycle] = deque()
         """Requests without a complete response in front of `cycle`, the running one first: there are some
         only if requests are pipelined."""
         self._held = bytearray()
-        """Bytes behind a complete request that is being answered."""
+        """Bytes received after a complete request that is still running."""
         self._is_ended = False
-        """Whether whatever else the client sends is discarded."""
+        """Whether all further input is discarded."""
         self._num_unparsed = 0
-        """Bytes since the end of the last headers or message, or the last piece of a body."""
+        """Bytes since the end of the last headers or message, or the last chunk of a body."""
         self._since = 0.0
-        """When the headers began, or the last bytes of a body came."""
+        """Time at which the headers began, or the last bytes of a body arrived."""
         self._was_paused = False
-        """Whether the server did not read for some time since `_since`."""
+        """Whether reading was paused for some time since `_since`."""
         self._timer: asyncio.TimerHandle | None = None
         self._refused: tuple[int, str] | None = None
-        """The status and the cause with which a callback of the parser has stopped it."""
+        """Status and cause with which a parser callback has stopped the parser."""
         self._answered_early: RequestResponseCycle | None = None
-        """The request that had its response before its body ended, when the time was looked at."""
+        """The request that already had its response, but not its whole body, at the last check of the
+        time."""
 
     # ---- the connection
 
@@ -147,18 +147,18 @@ class HttpProtocol(HttpToolsProtocol):
             self._on_stop(stop, data)
 
     def _is_answering(self) -> bool:
-        """Whether received bytes belong behind a complete request that has no complete response yet."""
+        """Whether received bytes follow a complete request that has no complete response yet."""
         cycle = self.cycle
         return (
             cycle is not None and not cycle.response_complete and (not cycle.more_body or bool(self._ahead))
         )
 
     def _in_body(self) -> bool:
-        """Whether headers are complete, and the body behind them is not."""
+        """Whether the headers are complete and the body is not."""
         return self.cycle is not None and self.cycle.more_body
 
     def _parse_in_pieces(self, data: memoryview) -> None:
-        """Let the parser have no more bytes than headers may have, until it reports a part of a message."""
+        """Pass the parser at most as many bytes as headers may have, until it reports a part of a message."""
         while data:
             if self._is_ended or self._is_answering():
                 self._hold(data)
@@ -179,16 +179,16 @@ class HttpProtocol(HttpToolsProtocol):
                 self._on_stop(stop, piece)
 
     def _on_stop(self, stop: Exception, data: bytes | memoryview) -> None:
-        """Handle what the parser did not take."""
+        """Handle the input that the parser did not accept."""
         if not isinstance(stop, httptools.HttpParserUpgrade):
             self._refuse(*(self._refused or _INVALID))
         elif rest := data[stop.args[0] :]:
-            # It stops behind the headers. There is no body, so the next request begins here.
+            # The parser stops after the headers. There is no body, so the next request begins here.
             self.data_received(rest)
 
     def _hold(self, data: bytes | memoryview) -> None:
-        """Keep pipelined requests until those in front of them are answered. The connection is read all the
-        while: a hang-up would not be noticed otherwise."""
+        """Keep pipelined requests until the earlier ones are answered. The connection is read meanwhile,
+        since a disconnect would not be noticed otherwise."""
         if self._is_ended:
             return
         self._held += data
@@ -197,7 +197,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._close_after_responses()
 
     def _on_pipelined_response(self) -> None:
-        """Go on with the request behind the one that is answered."""
+        """Continue with the next request after a response is complete."""
         if self._ahead:
             self._ahead.popleft()
         self.on_response_complete()
@@ -218,7 +218,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._stop_at_count()
         if b"transfer-encoding" in headers:
             self._check_coding(headers[b"transfer-encoding"])
-            self.headers = []  # of trailers: the request keeps the list that it has
+            self.headers = []  # collects the trailers; the request keeps the list that it has
         if b"expect" in headers:
             self.expect_100_continue = headers[b"expect"].lower() == b"100-continue"
         if self.parser.should_upgrade():
@@ -273,8 +273,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._stop_parser(400, "HTTP/1.0 has no chunked bodies; send a Content-Length or use HTTP/1.1")
 
     def _check_upgrade(self, headers: dict[bytes, bytes]) -> None:
-        """An upgrade is never made, so a request that offers one is answered as if it did not. But the parser
-        would read a body behind such headers as another request."""
+        """Refuse an upgrade request with a body, which the parser would read as another request. Without a
+        body the Upgrade header is ignored."""
         if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
             self._stop_parser(
                 400,
@@ -282,13 +282,13 @@ class HttpProtocol(HttpToolsProtocol):
             )
 
     def _stop_parser(self, status: int, message: str) -> NoReturn:
-        """End the parsing of what was received; only for callbacks of the parser."""
+        """Stop the parser; only for parser callbacks."""
         self._refused = status, message
         raise ValueError(message)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer the request that is being received with an error, and close the connection. Where responses
-        of earlier requests come first, or a part of its own was sent, it is closed behind those."""
+        """Answer the request that is being received with an error, and close the connection. If earlier
+        responses are pending, or its own has begun, only close the connection after them."""
         self._count_refusal(message)
         if self._is_answering() or (self._in_body() and self.cycle.response_started):
             self._close_after_responses()
@@ -303,7 +303,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close_after_responses(self) -> None:
-        """Answer the requests that are complete, discard what is behind them, and close."""
+        """Answer the complete requests, discard the rest of the input, and close."""
         self._end_input()
         last = self.cycle
         if self._ahead and last.more_body:  # it will never be complete
@@ -348,14 +348,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer = timer
 
     def _check_progress(self) -> None:
-        """Look whether the client is late, now and again when it could be. Requests only note the time, so
-        that they need no timer of their own."""
+        """Check whether the client is late, and schedule the next check. Requests only record the time, so
+        that they need no timers."""
         in_body = self._in_body()
         limit_s = self._limits.body_timeout_s if in_body else self._limits.header_timeout_s
         if not self._awaits_client():
             self._since = self.loop.time()
         elif in_body and self.cycle.response_complete:
-            # A body that is not read any more may end, but not go on for ever.
+            # The rest of a body that is no longer read may take one more interval.
             if self._answered_early is self.cycle:
                 self.transport.close()
                 return
@@ -366,8 +366,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._set_timer(self.loop.call_at(self._since + limit_s, self._check_progress))
 
     def _awaits_client(self) -> bool:
-        """Whether the client had to send something all the while: not if a complete request is answered, an
-        idle connection is kept, or the server did not read."""
+        """Whether the server has waited for the client all the time: not while a complete request is
+        answered, an idle connection is kept alive, or reading is paused."""
         was_paused, self._was_paused = self._was_paused, self.flow.read_paused
         if self._is_ended or self.timeout_keep_alive_task is not None or was_paused or self._is_answering():
             return False

@@ -1,4 +1,4 @@
-"""Connections and requests that are refused before the application sees them: counted and logged."""
+"""Limits and log of connections and requests that are refused before they reach the application."""
 
 import asyncio
 import ipaddress
@@ -14,11 +14,11 @@ LOG_INTERVAL_S = 60.0
 _MAX_DEFAULT = 65_536
 """Largest default of max_connections, however many files a process may open."""
 _MIN_OTHER_FILES = 64
-"""Descriptors that are never counted on for connections: sockets of engines, adapters, fetched media."""
+"""File descriptors reserved for other uses: engine sockets, adapters, media downloads."""
 
 
 def default_max_connections(num_files: int) -> int:
-    """Return how many connections fit into a limit of open files: seven eighths of them, as other
+    """Return the maximum connections for a limit of open files: seven eighths of it, since other file
     descriptors are needed too."""
     if num_files == resource.RLIM_INFINITY:
         return _MAX_DEFAULT
@@ -31,10 +31,10 @@ class RefusalLog:
 
     interval_s: float = LOG_INTERVAL_S
     _counts: dict[str, int] = field(default_factory=dict)
-    """Refusals since the last line of each cause; a cause without any for an interval is forgotten."""
+    """Refusals since the last log line, by cause; a cause is removed after an interval without any."""
 
     def count(self, cause: str, client: str) -> None:
-        """Count one refusal. `cause` must be one of few texts: it may not quote what a client has sent."""
+        """Count one refusal. `cause` must be one of few texts and must not quote client input."""
         if cause in self._counts:
             self._counts[cause] += 1
             return
@@ -68,7 +68,7 @@ class OpenConnections:
         )
 
     def problem(self, network: str) -> str:
-        """Return why no further connection of `network` is accepted, or an empty text."""
+        """Return why no further connection of `network` is accepted, or an empty string."""
         if self._num_open >= self._max_total:
             return (
                 f"{self._max_total} connections are open, the limit of --max-connections; try again later, "
@@ -93,8 +93,8 @@ class OpenConnections:
 
 
 def network_of(host: str) -> str:
-    """Return what connections are counted by: an IPv4 address, or the /64 network that one client of IPv6
-    usually has for itself. Empty for a Unix socket, whose clients have no address."""
+    """Return the network that a connection is counted for: an IPv4 address, or the /64 network of an IPv6
+    address. It is empty for a Unix socket, where clients have no address."""
     if ":" not in host:
         return host
     address = ipaddress.IPv6Address(host.partition("%")[0])

@@ -1,4 +1,4 @@
-"""The listening socket: a port or a path."""
+"""The listening socket of a port or of a Unix socket path."""
 
 import socket
 import stat
@@ -11,41 +11,41 @@ _BACKLOG = 2048
 
 
 def bind(http: HttpSection) -> socket.socket:
-    """The listening socket; taken before anything slow starts, so that a taken port is known at once."""
+    """Return the listening socket. Call it before slow work, so that a port in use is reported at once."""
     if http.uds:
         return _bind_uds(Path(http.uds))
     host = http.host or "0.0.0.0"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, http.port))
-        found.listen(_BACKLOG)
+        listener.bind((host, http.port))
+        listener.listen(_BACKLOG)
     except OSError as error:
-        found.close()
+        listener.close()
         raise ConfigError(
             f"cannot listen on {host}:{http.port}: {error.strerror or error}; choose another --host or --port"
         ) from None
-    return found
+    return listener
 
 
 def _bind_uds(path: Path) -> socket.socket:
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _is_in_use(path):
             path.unlink()
-        found.bind(str(path))
-        found.listen(_BACKLOG)
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
     except OSError as error:
-        found.close()
+        listener.close()
         raise ConfigError(
             f"cannot listen on {path}: {error.strerror or error}; choose another --uds"
         ) from None
-    return found
+    return listener
 
 
-def _answers(path: Path) -> bool:
-    """Whether somebody listens there, or it is what a killed server left."""
+def _is_in_use(path: Path) -> bool:
+    """Whether a server listens on the socket file; otherwise a killed server left the file."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

@@ -1,4 +1,4 @@
-"""Server-sent events, written straight to the connection: no response model, no layer between."""
+"""Server-sent events, written directly to the connection, without response models or middleware."""
 
 import asyncio
 from typing import Any
@@ -27,12 +27,12 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _encode = msgspec.json.Encoder().encode
-# Line ends to some clients, though not to JSON.
+# Some clients treat these as line ends; JSON does not.
 _SEPARATORS = [(mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\x85\u2028\u2029"]
 
 
 def quote(text: str) -> bytes:
-    """`text` as a JSON string of one line, to any reader of lines."""
+    """Return `text` as a JSON string without any kind of line separator."""
     quoted = _encode(text)
     return quoted if text.isascii() else _one_line(quoted)
 
@@ -42,7 +42,7 @@ def event(body: Any) -> bytes:
 
 
 def opening(frame: dict[str, Any]) -> bytes:
-    """The event of a chunk, up to its first choice."""
+    """Return the beginning of a chunk's event, up to its first choice."""
     return event(frame).removesuffix(b"}\n\n") + b',"choices":['
 
 
@@ -54,12 +54,13 @@ def _one_line(encoded: bytes) -> bytes:
 
 
 def failure(error: Exception) -> bytes:
-    """The end of a stream of chunks that cannot go on."""
+    """Return the last events of a failed stream of chunks."""
     return event(describe(error)) + DONE
 
 
 class EventStream(Response):
-    """The outputs of a request as events. Whatever happens, the encoder has the last word."""
+    """Response that streams the outputs of a request as events; the encoder writes the end, even on
+    failure."""
 
     def __init__(self, outputs: Outputs, *, encoder: AnswerEncoder, answering: Answering) -> None:
         self.outputs = outputs
@@ -76,7 +77,7 @@ class EventStream(Response):
             last = await self.answering.until_gone(receive, self._write(send))
         except ClientGone:
             return
-        except Exception as error:  # the status is sent: this is the only way left to tell the client
+        except Exception as error:  # the status was sent: the error can only be an event
             if not isinstance(error, QuireError):
                 logger.exception("a stream failed")
             last = self.encoder.fail(error)
@@ -96,14 +97,14 @@ class EventStream(Response):
 
 
 class Pushing:
-    """Writes outputs in the moment they come. While the client cannot take more they are gathered."""
+    """Writer of outputs as soon as they arrive. They are buffered while the client reads too slowly."""
 
     def __init__(self, connection: Connection, encoder: AnswerEncoder) -> None:
         self._connection = connection
         self._encoder = encoder
         self._held: dict[str, OutputBuffer] = {}
         self._draining: asyncio.Task[None] | None = None
-        """Writes what is held once the client takes more. If that fails it stays, and ends the stream."""
+        """Task that writes the buffered outputs once the client reads again. If it fails, the stream ends."""
         self._last_id = ""
 
     async def run(self, outputs: Pushed) -> None:
@@ -117,8 +118,8 @@ class Pushing:
 
     def _put_text(self, text: str, num_tokens: int) -> None:
         if self._draining is not None or self._connection.is_full:
-            said = CompletionOutput(0, text, range(num_tokens), None, None)
-            self._put(RequestOutput(self._last_id, None, None, None, [said], finished=False))
+            output = CompletionOutput(0, text, range(num_tokens), None, None)
+            self._put(RequestOutput(self._last_id, None, None, None, [output], finished=False))
         elif chunk := self._encoder.encode_text(text, num_tokens):
             self._connection.write(chunk)
 
@@ -130,7 +131,7 @@ class Pushing:
         if self._draining is None:
             self._draining = asyncio.create_task(self._drain())
         elif self._draining.done():
-            self._draining.result()  # raises what the encoder has raised
+            self._draining.result()  # raises the encoder's error
         if (held := self._held.get(output.request_id)) is not None:
             held.add(output)
         else:

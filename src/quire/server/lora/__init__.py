@@ -1,1 +1,1 @@
-"""Adapters over HTTP: the names that a server answers to beside the model's own."""
+"""LoRA adapters of the HTTP server."""

@@ -1,4 +1,4 @@
-"""Where adapters may come from: directories, hub ids, urls; what is elsewhere is brought to this disk."""
+"""Locations of adapters: directories, hub ids and URLs. Remote adapters are downloaded."""
 
 import hashlib
 import os
@@ -17,100 +17,103 @@ from quire.server.http.errors import Forbidden, NotFound
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""Of an adapter that brings tokens."""
+"""Files of an adapter that adds tokens."""
 _URL = re.compile(r"[a-zA-Z][\w+.-]*://[^:]+(:\d+)?[^:]*")
-"""Not those with `::`, which name a file inside a file."""
-_ODD = re.compile(r"[%?#\\\s]|/\.{1,2}(/|$)")
-"""What a server may take for something else than the name of a folder below a root."""
+"""A URL without `::`, which would name a file inside an archive."""
+_UNSAFE = re.compile(r"[%?#\\\s]|/\.{1,2}(/|$)")
+"""Characters that a server could interpret as something other than a folder below a root."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_MAX_SAID = 200
+_MAX_ERROR_CHARS = 200
 _CHUNK_BYTES = 1 << 20
 
 
 class LoRALocations:
-    """Brings adapters to this disk, and knows which of them a client may ask for. All calls may take long."""
+    """Downloads adapters and decides which ones clients may request. All methods may block for long."""
 
     def __init__(
         self, *, roots: Sequence[str] = (), hub: Sequence[str] = (), cache: Path, max_bytes: int
     ) -> None:
-        """`roots`: directories and urls; `hub`: ids, or organizations; `max_bytes` of one download."""
+        """Create locations with the allowed `roots` (directories, URLs) and `hub` ids or organizations,
+        and the size limit of a download."""
         self._folders = [resolved(root) for root in roots if not is_url(root)]
         self._urls = [root.rstrip("/") + "/" for root in roots if is_url(root)]
-        self._hub = frozenset(each.removesuffix("/*") for each in hub)
+        self._hub = frozenset(id.removesuffix("/*") for id in hub)
         self._cache, self._max_bytes = cache, max_bytes
 
     def for_operator(self, place: str) -> Path:
-        """The directory of an adapter that the command line names."""
+        """Return the local directory of an adapter that the command line names."""
         if is_url(place):
             return self._download(place)
         folder = resolved(place)
         if not os.path.exists(folder) and _HUB_ID.fullmatch(place):
             return self._from_hub(place)
-        return _checked(folder, place)
+        return _check_adapter(folder, place)
 
     def for_client(self, place: str) -> Path:
-        """The same, of one that a client names: only from where that is allowed."""
+        """Return the local directory of an adapter that a client names, if its location is allowed."""
         if is_url(place):
-            if _ODD.search(place) or not any(place.startswith(root) for root in self._urls):
-                raise self._outside(place)
+            if _UNSAFE.search(place) or not any(place.startswith(root) for root in self._urls):
+                raise self._forbidden(place)
             return self._download(place)
         folder = resolved(place)
         if not os.path.exists(folder) and self.has_hub(place):
             return self._from_hub(place)
         if not self._may_read(folder):
-            raise self._outside(place)
-        found = _checked(folder, place)
+            raise self._forbidden(place)
+        path = _check_adapter(folder, place)
         for file in (CONFIG, *WEIGHTS):
-            if not self._may_read(resolved(str(found / file))):  # a link to somewhere else
-                raise self._outside(place)
-        return found
+            if not self._may_read(
+                resolved(str(path / file))
+            ):  # a symbolic link to a file outside of the roots
+                raise self._forbidden(place)
+        return path
 
     def bounds(self, path: Path) -> tuple[str, ...]:
-        """Where the files of a client's adapter must lie when they are opened: a link may be put there after
-        it was found. Nothing of what was brought to this disk."""
+        """Return the directories that must contain the files of a client's adapter when they are opened,
+        since a link may be added after the check. Downloaded adapters have none."""
         return tuple(map(str, self._folders)) if self._may_read(path) else ()
 
     def has_hub(self, place: str) -> bool:
-        """Whether it is an id of the hub that a client may ask for."""
+        """Whether `place` is a hub id that clients may request."""
         return bool(_HUB_ID.fullmatch(place)) and bool(self._hub & {place, place.partition("/")[0]})
 
     def _may_read(self, path: Path) -> bool:
         return any(path.is_relative_to(folder) for folder in self._folders)
 
-    def _outside(self, place: str) -> Forbidden:
+    def _forbidden(self, place: str) -> Forbidden:
         return Forbidden(
-            f"adapters may not be read from {place!r:.200}: it is outside of what the server allows "
+            f"adapters may not be read from {place!r:.200}: it is outside of the allowed locations "
             "(--lora-roots)",
             param="lora_path",
         )
 
     def _from_hub(self, id: str) -> Path:
         try:
-            return _checked(fetch_adapter(id, partial(self._check_size, id)), id)
+            return _check_adapter(fetch_adapter(id, partial(self._check_size, id)), id)
         except ConfigError as error:
             raise NotFound(str(error), param="lora_path") from None
 
     def _download(self, url: str) -> Path:
-        """Into a directory of its own for each state of what is there."""
-        fs, base = _opened(url)
+        """Download an adapter into a directory that is specific to the current state of the remote files."""
+        fs, base = _open_url(url)
         try:
-            fs.invalidate_cache()  # of what was there when somebody looked last
+            fs.invalidate_cache()  # forget listings of earlier calls
             names = (CONFIG, *WEIGHTS, *TOKENIZER)
-            found = {name: _info(fs, f"{base.rstrip('/')}/{name}") for name in names}
-        except Exception as error:  # every store has its own
+            infos = {name: _info(fs, f"{base.rstrip('/')}/{name}") for name in names}
+        except Exception as error:  # each fsspec backend has its own exceptions
             raise _unreachable(url, error) from None
-        there = [name for name, info in found.items() if info.get("type") == "file"]
-        weights = [name for name in WEIGHTS if name in there][:1]
-        if CONFIG not in there or not weights:
+        present = [name for name, info in infos.items() if info.get("type") == "file"]
+        weights = [name for name in WEIGHTS if name in present][:1]
+        if CONFIG not in present or not weights:
             raise missing(url)
-        wanted = [CONFIG, *weights, *(name for name in TOKENIZER if name in there)]
-        num_bytes = sum(int(found[name].get("size") or 0) for name in wanted)
+        files = [CONFIG, *weights, *(name for name in TOKENIZER if name in present)]
+        num_bytes = sum(int(infos[name].get("size") or 0) for name in files)
         self._check_size(url, num_bytes)
-        state = repr([url, *(sorted(found[name].items(), key=str) for name in wanted)])
+        state = repr([url, *(sorted(infos[name].items(), key=str) for name in files)])
         folder = self._cache / hashlib.sha256(state.encode()).hexdigest()[:32]
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
-            for name in wanted:
+            for name in files:
                 if not (folder / name).exists():
                     self._copy(fs, f"{base.rstrip('/')}/{name}", folder / name)
         return folder
@@ -123,7 +126,7 @@ class LoRALocations:
                     num_bytes += out.write(chunk)
         except Exception as error:
             raise _unreachable(source, error) from None
-        self._check_size(source, num_bytes)  # the store may have said something else of it
+        self._check_size(source, num_bytes)  # the size that the store reported may be wrong
         new.replace(target)
 
     def _check_size(self, place: str, num_bytes: int) -> None:
@@ -140,10 +143,10 @@ def is_url(place: str) -> bool:
 
 
 def resolved(place: str) -> Path:
-    """Without links and `..`, whether it is there or not."""
+    """Return the path without links and `..`; it need not exist."""
     try:
         return Path(place.removeprefix("file://")).expanduser().resolve()
-    except (OSError, RuntimeError, ValueError):  # too long, a circle of links, a zero byte, nobody's home
+    except (OSError, RuntimeError, ValueError):  # too long, circular links, a NUL byte, an unknown home
         raise missing(place) from None
 
 
@@ -151,29 +154,29 @@ def missing(place: str) -> NotFound:
     return NotFound(f"No adapter found for {place!r:.200}", param="lora_path")
 
 
-def _checked(folder: Path, place: str) -> Path:
+def _check_adapter(folder: Path, place: str) -> Path:
     if not os.path.isfile(folder / CONFIG):  # pathlib raises if the name is too long
         raise missing(place)
     return folder
 
 
-def _opened(url: str) -> tuple[Any, str]:
+def _open_url(url: str) -> tuple[Any, str]:
     try:
         import fsspec
 
         fs, base = fsspec.core.url_to_fs(url)
     except ImportError as error:
         raise RequestError(
-            f"{url!r:.200} cannot be read: {error}; install what its kind of url needs (s3://: s3fs)",
+            f"{url!r:.200} cannot be read: {error}; install the fsspec backend of its scheme (s3://: s3fs)",
             param="lora_path",
         ) from None
-    except Exception as error:  # no such kind of url, or no way in
+    except Exception as error:  # an unknown scheme, or no access
         raise _unreachable(url, error) from None
     return fs, str(base)
 
 
 def _info(fs: Any, file: str) -> dict[str, Any]:
-    """Size, time and tag, as far as the store tells them; empty if there is no such file."""
+    """Return size, time and ETag, as far as the store reports them; empty if the file does not exist."""
     try:
         return dict(fs.info(file))
     except FileNotFoundError:
@@ -181,5 +184,5 @@ def _info(fs: Any, file: str) -> dict[str, Any]:
 
 
 def _unreachable(url: str, error: Exception) -> RequestError:
-    said = " ".join(str(error).split())[:_MAX_SAID]
-    return RequestError(f"{url!r:.200} cannot be read: {type(error).__name__}: {said}", param="lora_path")
+    message = " ".join(str(error).split())[:_MAX_ERROR_CHARS]
+    return RequestError(f"{url!r:.200} cannot be read: {type(error).__name__}: {message}", param="lora_path")

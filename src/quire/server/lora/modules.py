@@ -1,4 +1,4 @@
-"""Adapters as the command line names them: `name=path`, or JSON."""
+"""Parsing of --lora-modules: `name=path` or JSON."""
 
 import json
 import zlib
@@ -15,20 +15,20 @@ _FIELDS = ("name", "path", "base_model_name")
 
 
 class Module(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An adapter that has a name, and where it is."""
+    """The name and location of a LoRA adapter."""
 
     name: str
     root: str
-    """As the user says it: a directory, a hub id or a url."""
+    """Location as the user gives it: a directory, a hub id or a URL."""
     path: str = ""
-    """The directory on this disk; empty as long as it was not looked for."""
+    """Local directory; empty until the adapter has been located."""
     base: str | None = None
-    """What the model that it belongs to is called."""
+    """Name of the base model."""
     is_3d: bool = False
     within: tuple[str, ...] = ()
-    """Where its files must lie, if it was a client who named it."""
+    """Directories that must contain its files, if a client named the adapter."""
     is_leaving: bool = False
-    """It is being unloaded: those who have it are still answered."""
+    """Whether the adapter is being unloaded: running requests still use it."""
 
     def request(self, *, load_inplace: bool = False) -> LoRARequest:
         return LoRARequest(
@@ -43,27 +43,31 @@ class Module(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def name_problem(name: str) -> str:
-    """Why it cannot be the name of an adapter; empty if it can."""
+    """Return the reason why `name` is not a valid adapter name; empty if it is valid."""
     if not 0 < len(name) <= MAX_NAME:
-        return f"the name of an adapter has 1 to {MAX_NAME} characters, not {len(name)}"
-    return "" if name.isprintable() else f"{name!r:.80} is no name: it must be printable"
+        return f"an adapter name must have 1 to {MAX_NAME} characters, not {len(name)}"
+    return (
+        ""
+        if name.isprintable()
+        else f"the adapter name {name!r:.80} contains characters that are not printable"
+    )
 
 
 def read_modules(values: Iterable[str]) -> tuple[Module, ...]:
-    """What --lora-modules says; a ConfigError that names what is wrong."""
-    found: dict[str, Module] = {}
+    """Return the adapters of --lora-modules, or raise a ConfigError."""
+    modules: dict[str, Module] = {}
     for value in values:
-        for module in _read(value):
+        for module in _parse(value):
             if problem := name_problem(module.name):
                 raise ConfigError(f"lora_modules: {problem}")
-            if module.name in found:
+            if module.name in modules:
                 raise ConfigError(f"lora_modules: two adapters have the name {module.name!r}")
-            found[module.name] = module
-    return tuple(found.values())
+            modules[module.name] = module
+    return tuple(modules.values())
 
 
 def check_modules(modules: Sequence[Module], *, enabled: bool, served: Sequence[str]) -> None:
-    """That they can be had beside a model of these names."""
+    """Raise a ConfigError if the adapters cannot be served with a model of these names."""
     if modules and not enabled:
         raise ConfigError("lora_modules needs enable_lora: give --enable-lora, too")
     for module in modules:
@@ -74,13 +78,13 @@ def check_modules(modules: Sequence[Module], *, enabled: bool, served: Sequence[
             )
 
 
-def _read(value: str) -> list[Module]:
+def _parse(value: str) -> list[Module]:
     if value.lstrip().startswith(("{", "[")):
         try:
             entries = json.loads(value)
         except ValueError as error:
-            raise ConfigError(f"lora_modules: {value!r:.200} is no valid JSON: {error}") from None
-        return [_entry(each) for each in (entries if isinstance(entries, list) else [entries])]
+            raise ConfigError(f"lora_modules: {value!r:.200} is not valid JSON: {error}") from None
+        return [_parse_entry(entry) for entry in (entries if isinstance(entries, list) else [entries])]
     name, equals, path = value.partition("=")
     if not equals or not path:
         raise ConfigError(
@@ -90,14 +94,14 @@ def _read(value: str) -> list[Module]:
     return [Module(name.strip(), path)]
 
 
-def _entry(entry: Any) -> Module:
+def _parse_entry(entry: Any) -> Module:
     if not isinstance(entry, dict) or not {"name", "path"} <= entry.keys():
         raise ConfigError(f"lora_modules: {entry!r:.200} must be an object with `name` and `path`")
     for field, value in entry.items():
         if field not in _FIELDS:
             raise ConfigError(f"lora_modules: unknown field {field!r}; known: {', '.join(_FIELDS)}")
         if not isinstance(value, str) and not (field == "base_model_name" and value is None):
-            raise ConfigError(f"lora_modules: {field} must be a text, not {value!r:.80}")
+            raise ConfigError(f"lora_modules: {field} must be a string, not {value!r:.80}")
     if not entry["path"]:
         raise ConfigError(f"lora_modules: the path of {entry['name']!r} is empty")
     return Module(entry["name"], entry["path"], base=entry.get("base_model_name"))

@@ -1,4 +1,4 @@
-"""`LoRARegistry`: the adapters of a server, the same in all of its API processes."""
+"""`LoRARegistry`: the adapters of a server, shared by all of its API processes."""
 
 import asyncio
 import os
@@ -14,22 +14,22 @@ from filelock import FileLock, Timeout
 from quire.server.lora.modules import Module
 
 _NUM_LOCKS = 1024
-"""Names that share a lock by chance wait for each other."""
-_LOOK_S = 0.05
+"""Number of locks. Names that hash to the same lock wait for each other."""
+_POLL_S = 0.05
 _TICK_NS = 1_000_000
 
 
 class LoRARegistry:
     """Adapters by name, in a file that API processes share, or in memory.
 
-    Whoever changes it writes a new file in place of the old one; the others see that it is another.
+    A process that changes it replaces the file; the other processes notice the new modification time.
     """
 
     def __init__(self, file: Path | None = None, modules: Iterable[Module] = ()) -> None:
-        """`modules` are those of a roster in memory; one in a file has what is there."""
+        """Create a registry. `modules` are the entries of one in memory; one in a file reads them from it."""
         self._file = file
         self._known: dict[str, Module] = {module.name: module for module in modules}
-        self._seen = -1
+        self._mtime = -1
         self._locks: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @staticmethod
@@ -38,21 +38,21 @@ class LoRARegistry:
 
     @property
     def is_read(self) -> bool:
-        """Whether what it began with was read once."""
-        return self._file is not None and self._mark(self._file).exists()
+        """Whether the initial adapters have been loaded."""
+        return self._file is not None and self._read_mark(self._file).exists()
 
     def mark_read(self) -> None:
         if self._file is not None:
-            self._mark(self._file).touch()
+            self._read_mark(self._file).touch()
 
     @staticmethod
-    def _mark(file: Path) -> Path:
+    def _read_mark(file: Path) -> Path:
         return file.with_name(f"{file.name}.read")
 
     def all(self) -> Mapping[str, Module]:
-        if self._file is not None and (seen := os.stat(self._file).st_mtime_ns) != self._seen:
-            found = msgspec.json.decode(self._file.read_bytes(), type=list[Module])
-            self._known, self._seen = {module.name: module for module in found}, seen
+        if self._file is not None and (mtime := os.stat(self._file).st_mtime_ns) != self._mtime:
+            modules = msgspec.json.decode(self._file.read_bytes(), type=list[Module])
+            self._known, self._mtime = {module.name: module for module in modules}, mtime
         return self._known
 
     def put(self, module: Module) -> None:
@@ -74,8 +74,8 @@ class LoRARegistry:
             _write(self._file, known, os.stat(self._file).st_mtime_ns + _TICK_NS)
 
     def is_free(self, name: str) -> bool:
-        """Whether nobody is changing what this name means."""
-        number = _number(name)
+        """Whether no process is changing the adapter of this name."""
+        number = _lock_index(name)
         if self._file is None or self._locks[number].locked():
             return not self._locks[number].locked()
         try:
@@ -86,8 +86,8 @@ class LoRARegistry:
 
     @asynccontextmanager
     async def only(self, name: str) -> AsyncIterator[None]:
-        """Nobody else changes what this name means, in whatever process."""
-        number = _number(name)
+        """Hold the lock of a name: no other task or process changes its adapter."""
+        number = _lock_index(name)
         async with self._locks[number]:
             if self._file is None:
                 yield
@@ -98,20 +98,20 @@ class LoRARegistry:
                     lock.acquire(blocking=False)
                     break
                 except Timeout:
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_S)
             try:
                 yield
             finally:
                 lock.release()
 
 
-def _number(name: str) -> int:
-    """Of its lock."""
+def _lock_index(name: str) -> int:
+    """Return the index of the name's lock."""
     return zlib.crc32(name.encode()) % _NUM_LOCKS
 
 
 def _write(file: Path, known: Mapping[str, Module], version_ns: int) -> None:
-    """The time of the file is its version: clocks are too coarse to tell two changes apart."""
+    """Write the file. Its modification time is a version number, since clocks are too coarse."""
     new = file.with_name(f"{file.name}.new")
     new.write_bytes(msgspec.json.encode(list(known.values())))
     os.utime(new, ns=(version_ns, version_ns))

@@ -1,4 +1,4 @@
-"""`Resolver`: adapters found by nothing but their names."""
+"""`Resolver`: adapters that are located by name alone."""
 
 import time
 from collections import OrderedDict
@@ -12,13 +12,13 @@ from quire.server.lora.modules import Module, name_problem
 logger = get_logger(__name__)
 
 AGAIN_S = 10.0
-"""After which a name that was not found is looked for again: clients must not make the server ask a store, or
-read an adapter that is broken, as often as they like."""
+"""Seconds until a name that was not found is looked up again: clients must not cause unlimited requests to
+a store or unlimited loads of a broken adapter."""
 _MAX_REMEMBERED = 4096
 
 
 class Resolver:
-    """A folder of adapters, on this disk or behind a url, and ids of the hub."""
+    """Finds adapters in a folder, local or remote, and on the hub."""
 
     def __init__(self, folder: str | None, places: LoRALocations) -> None:
         self._folder = folder.rstrip("/") if folder else None
@@ -26,7 +26,7 @@ class Resolver:
         self._failed: OrderedDict[str, tuple[float, RequestError | None]] = OrderedDict()
 
     def may_have(self, name: str) -> bool:
-        """Whether it is worth a look. Raises again what it was refused with a moment ago."""
+        """Whether the adapter may exist. Raises the recent error of a name that failed."""
         at, error = self._failed.get(name, (float("-inf"), None))
         if time.monotonic() - at < AGAIN_S:
             if error is not None:
@@ -35,7 +35,7 @@ class Resolver:
         return self._place(name) is not None
 
     def find(self, name: str) -> Module | None:
-        """May take long."""
+        """Return the adapter of a name, or None. May block for long."""
         place = self._place(name)
         assert place is not None
         try:
@@ -44,12 +44,12 @@ class Resolver:
             self.note(name, None)
             return None
         except RequestError as error:
-            logger.warning("adapter %r cannot be looked for: %s", name, error)
-            raise EngineDead("adapters cannot be looked for now; try again later") from None
+            logger.warning("Adapter %r could not be located: %s", name, error)
+            raise EngineDead("the adapter store is not available; try again later") from None
         return Module(name, place, str(path), within=self._places.bounds(path))
 
     def note(self, name: str, error: RequestError | None) -> None:
-        """It is not there, or cannot be used."""
+        """Remember that an adapter does not exist or cannot be loaded."""
         if self._folder is None or is_url(self._folder) or error is not None or "/" in name:
             self._failed[name] = time.monotonic(), error
             self._failed.move_to_end(name)

@@ -1,4 +1,4 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter, where VLLM_ALLOW_RUNTIME_LORA_UPDATING is set."""
+"""Routes /v1/load_lora_adapter and /v1/unload_lora_adapter, if VLLM_ALLOW_RUNTIME_LORA_UPDATING is set."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _TEXT = {"description": "Done.", "content": {"text/plain": {"schema": {"type": "
 
 
 class LoadAdapterBody(Body):
-    """An adapter to answer with from now on."""
+    """The body of /v1/load_lora_adapter."""
 
     lora_name: str | None = None
     lora_path: str | None = None
@@ -27,24 +27,24 @@ class LoadAdapterBody(Body):
 
 
 class UnloadAdapterBody(Body):
-    """An adapter that is not to answer any more."""
+    """The body of /v1/unload_lora_adapter."""
 
     lora_name: str | None = None
     lora_int_id: int | None = None
 
 
 def add_adapter_routes(app: FastAPI, api: GenerationService) -> None:
-    """If the settings allow them."""
+    """Add the routes, if the settings allow them."""
     if not api.settings.changes_adapters:
         return
-    who = "whoever has a key" if api.settings.keys else "whoever reaches this server"
-    logger.warning("Adapters can be loaded and unloaded over HTTP by %s", who)
+    clients = "any client that has a key" if api.settings.keys else "any client that reaches this server"
+    logger.warning("Adapters can be loaded and unloaded over HTTP by %s", clients)
     described: dict[str, Any] = replies_of(None, 400, 403, 404, 413, 500, 503)
     described["responses"][200] = _TEXT
 
     @app.post("/v1/load_lora_adapter", **described, **BODY)
     async def load_lora_adapter(body: LoadAdapterBody) -> Response:
-        """Read an adapter, and answer to its name."""
+        """Load an adapter and serve it by its name."""
         name, place = body.lora_name, body.lora_path
         if not name or not place:
             raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
@@ -59,7 +59,7 @@ def add_adapter_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/v1/unload_lora_adapter", **described, **BODY)
     async def unload_lora_adapter(body: UnloadAdapterBody) -> Response:
-        """Answer to a name no more; over when the requests that use it are."""
+        """Unload an adapter. Returns when the requests that use it have ended."""
         if not body.lora_name:
             raise InvalidUserInput("'lora_name' needs to be provided to unload a LoRA adapter.")
         await api.adapters.unload(body.lora_name)

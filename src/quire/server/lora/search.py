@@ -1,4 +1,4 @@
-"""`Search`: adapters looked for in stores that may never answer."""
+"""`Search`: lookup of adapters in stores that may not respond."""
 
 import asyncio
 import contextlib
@@ -12,40 +12,40 @@ from quire.errors import EngineDead
 T = TypeVar("T")
 
 SEARCH_S = 600.0
-"""As long as a large download may take."""
-_AT_ONCE = 4
+"""Seconds that a lookup may take, including a large download."""
+_MAX_THREADS = 4
 
 
 class Search:
-    """Runs what may take long in threads, a few at once. Who waits is told after `SEARCH_S`; a thread that
-    finds no end keeps its place, and ends with the process."""
+    """Runs blocking lookups in a few threads. A caller gets an error after `SEARCH_S`; a thread that does
+    not finish keeps its slot until the process ends."""
 
     def __init__(self) -> None:
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_MAX_THREADS)
 
-    async def __call__(self, call: Callable[[str], T], given: str) -> T:
+    async def __call__(self, call: Callable[[str], T], place: str) -> T:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(SEARCH_S):
-                await self._turns.acquire()
-                found: asyncio.Future[T] = loop.create_future()
+                await self._slots.acquire()
+                future: asyncio.Future[T] = loop.create_future()
 
                 def work() -> None:
                     try:
-                        tell = partial(found.set_result, call(given))
+                        set_outcome = partial(future.set_result, call(place))
                     except Exception as error:
-                        tell = partial(found.set_exception, error)
+                        set_outcome = partial(future.set_exception, error)
                     with contextlib.suppress(RuntimeError):  # the loop is closed
-                        loop.call_soon_threadsafe(self._end, found, tell)
+                        loop.call_soon_threadsafe(self._end, future, set_outcome)
 
                 threading.Thread(target=work, name="adapters", daemon=True).start()
-                return await found
+                return await future
         except TimeoutError:
             raise EngineDead(
-                f"the place of an adapter has not answered within {SEARCH_S:g} s; try again later"
+                f"the location of the adapter has not responded within {SEARCH_S:g} s; try again later"
             ) from None
 
-    def _end(self, found: asyncio.Future[T], tell: Callable[[], None]) -> None:
-        self._turns.release()
-        if not found.done():  # somebody still waits
-            tell()
+    def _end(self, future: asyncio.Future[T], set_outcome: Callable[[], None]) -> None:
+        self._slots.release()
+        if not future.done():  # the caller still waits
+            set_outcome()

@@ -1,4 +1,4 @@
-"""`LoRAService`: from the name that a request gives to the adapter that answers it."""
+"""`LoRAService`: maps the model name of a request to its adapter."""
 
 import asyncio
 import os
@@ -25,11 +25,11 @@ from quire.server.settings import ServerSettings
 logger = get_logger(__name__)
 
 _HELD = "quire.adapters"
-"""Where a scope holds the names of the adapters that answer it."""
+"""ASGI scope key of the names of the adapters that the request uses."""
 
 
 class LoRAService:
-    """The adapters of a server: found by requests, loaded and unloaded."""
+    """The adapters of a server: lookup, loading and unloading."""
 
     def __init__(
         self, engine: Engine, registry: LoRARegistry, places: LoRALocations, resolver: Resolver | None
@@ -37,7 +37,7 @@ class LoRAService:
         self._engine, self._registry, self._places, self._resolver = engine, registry, places, resolver
         self.enabled = _is_enabled(engine)
         self._users: Counter[str] = Counter()
-        """Requests of this process that are being answered, by adapter."""
+        """Number of running requests of this process, by adapter."""
         self._left = asyncio.Event()
         self._search = Search()
 
@@ -50,39 +50,41 @@ class LoRAService:
         return None if module is None or module.is_leaving else module
 
     def request_of(self, name: str | None) -> LoRARequest | None:
-        """The adapter of this name, to read a prompt or to write an answer for, until the last of these is
-        written; None: the model itself."""
+        """Return the adapter of this name, also while it is being unloaded; None: the base model."""
         module = self._registry.all().get(name) if name is not None and self.enabled else None
         return None if module is None else module.request()
 
     # ---- requests
 
     async def settle(self, name: str) -> None:
-        """Have it, if it can be found by its name."""
+        """Load the adapter of this name if the resolver finds it."""
         resolver = self._resolver
         if resolver is None or not self.enabled or self._is_taken(name):
             return
         if not resolver.may_have(name) or (module := await self._search(resolver.find, name)) is None:
             return
         async with self._registry.only(name):
-            if self.get(name) is not None or not resolver.may_have(name):  # somebody else was quicker
+            if self.get(name) is not None or not resolver.may_have(
+                name
+            ):  # another request loaded it meanwhile
                 return
             try:
                 await self._engine.add_adapter(module.request())
             except RequestError as error:
-                if error.param == "lora_request":  # not an engine that sleeps
+                if error.param == "lora_request":  # the adapter is invalid; other errors are of the engine
                     resolver.note(name, error)
                 raise
             self._registry.put(module)
             logger.info("Adapter %r found at %r", name, module.root)
 
     def _is_taken(self, name: str) -> bool:
-        """Somebody answers to it, or is about to leave; if that one has died meanwhile, it has left."""
+        """Whether an adapter has this name. It does not count if the process that was unloading it has
+        died."""
         known = self._registry.all().get(name)
         return known is not None and not (known.is_leaving and self._registry.is_free(name))
 
     def take(self, name: str, scope: Scope) -> LoRARequest | None:
-        """The adapter of this name, which stays until the request of this scope is answered."""
+        """Return the adapter of this name and hold it until the request of this scope has ended."""
         module = self.get(name)
         if module is None:
             return None
@@ -93,7 +95,7 @@ class LoRAService:
         return module.request()
 
     def holding(self, app: ASGIApp) -> ASGIApp:
-        """`app`, whose requests hold their adapters until they are answered."""
+        """Return `app` wrapped so that requests hold their adapters until they have ended."""
 
         async def hold(scope: Scope, receive: Receive, send: Send) -> None:
             held = scope[_HELD] = list[str]()
@@ -116,7 +118,7 @@ class LoRAService:
     # ---- changes
 
     async def read_all(self) -> None:
-        """Those that the server began with, once the engine is up."""
+        """Load the adapters of the command line, once the engine is up."""
         for module in list(self):
             try:
                 facts = await self._engine.add_adapter(module.request())
@@ -132,7 +134,7 @@ class LoRAService:
         if problem := name_problem(name):
             raise InvalidUserInput(problem, param="lora_name")
         if name in self._engine.facts.model_names:
-            raise InvalidUserInput(f"{name!r} is a name of the model itself", param="lora_name")
+            raise InvalidUserInput(f"{name!r} is a name of the base model", param="lora_name")
         async with self._registry.only(name):
             if self.get(name) is not None and not inplace:
                 raise InvalidUserInput(
@@ -143,15 +145,15 @@ class LoRAService:
             try:
                 path = await self._search(self._places.for_client, place)
                 module = Module(name, place, str(path), base, is_3d, self._places.bounds(path))
-                # Whatever a core still has of this name: it lies there anew.
+                # In place: an engine core may still have an older adapter of this name.
                 await self._engine.add_adapter(module.request(load_inplace=True))
             except RequestError as error:
-                raise _named(name, error) from None
+                raise _loading_error(name, error) from None
             self._registry.put(module)
         logger.info("Adapter %r loaded from %r", name, place)
 
     async def unload(self, name: str) -> None:
-        """Nobody gets it any more from now on; over when those who have it are answered."""
+        """Unload an adapter. New requests are refused at once; returns when running requests have ended."""
         self._check_enabled()
         unknown = NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
         if self.get(name) is None:
@@ -165,7 +167,7 @@ class LoRAService:
                 while self._users[name]:
                     await self._left.wait()
                 await self._engine.remove_adapter(name)
-            except BaseException:  # whoever asked went away, or a core is gone: it is still there
+            except BaseException:  # the client disconnected or an engine core failed: keep the adapter
                 self._registry.put(module)
                 raise
             self._registry.drop(name)
@@ -173,19 +175,19 @@ class LoRAService:
 
     def _check_enabled(self) -> None:
         if not self.enabled:
-            raise RequestError("this server has no adapters; start it with --enable-lora")
+            raise RequestError("this server has no LoRA adapters; start it with --enable-lora")
 
 
-def _named(name: str, error: RequestError) -> RequestError:
-    """The same error, which says what failed by it."""
-    kind = next((each for each in (NotFound, Forbidden) if isinstance(error, each)), RequestError)
+def _loading_error(name: str, error: RequestError) -> RequestError:
+    """Return the error with a message that names the adapter."""
+    kind = next((kind for kind in (NotFound, Forbidden) if isinstance(error, kind)), RequestError)
     return kind(f"Loading lora {name} failed: {error}", error.param)
 
 
 def adapters_of(
     engine: Engine, settings: ServerSettings, registry: LoRARegistry | None = None
 ) -> LoRAService:
-    """Those of the command line, unless there is a `registry` of several processes."""
+    """Return the service with the adapters of the command line, or those of a shared `registry`."""
     section, modules = settings.adapters, settings.modules
     check_modules(modules, enabled=_is_enabled(engine), served=engine.facts.model_names)
     roots = section.lora_roots or default_roots(modules, engine.facts.root)
@@ -205,25 +207,25 @@ def adapters_of(
 
 
 def located(settings: ServerSettings) -> list[Module]:
-    """The adapters of the command line with their directories, fetched if they are elsewhere."""
+    """Return the adapters of the command line with their directories. Remote ones are downloaded."""
     places = LoRALocations(cache=_cache(), max_bytes=settings.adapters.lora_max_download_bytes)
-    found = []
+    modules = []
     for module in settings.modules:
         try:
             path = places.for_operator(module.root)
         except RequestError as error:
             raise ConfigError(f"lora_modules: {module.name!r}: {error}") from None
-        found.append(msgspec.structs.replace(module, path=str(path)))
-    return found
+        modules.append(msgspec.structs.replace(module, path=str(path)))
+    return modules
 
 
 def default_roots(modules: Sequence[Module], model: str) -> list[str]:
-    """Where the adapters of the command line are, and the model; never a whole disk or a home."""
-    found = [_beside(module.root) for module in modules]
-    return [*found, *([model] if Path(model).is_dir() else [])]
+    """Return the folders of the command line's adapters and of the model, never a whole disk or home."""
+    roots = [_folder_above(module.root) for module in modules]
+    return [*roots, *([model] if Path(model).is_dir() else [])]
 
 
-def _beside(root: str) -> str:
+def _folder_above(root: str) -> str:
     if is_url(root):
         above = root.rstrip("/").rpartition("/")[0]
         return above if above.count("/") > 2 else root

@@ -1,4 +1,4 @@
-"""What is said in an answer: its text in neutral pieces, as they come or gathered."""
+"""Parsed output: text, reasoning and tool calls as API-neutral pieces, streamed or collected."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from quire.text.parsers.engine import Parser, join
 
 
 class Listener:
-    """Hears the outputs of one choice. Without a parser all that it hears is text."""
+    """Parser of the outputs of one choice. Without a text parser, all output is text."""
 
     def __init__(
         self,
@@ -22,7 +22,8 @@ class Listener:
         leaves_out_reasoning: bool = False,
         one_call: bool = False,
     ) -> None:
-        """`reasoning`: how tokens mark it, so that they can be counted; `breaks`: what ends it too."""
+        """Initialize. `reasoning`: the tokens that mark it, for counting. `breaks`: other tokens that end
+        it."""
         self._parser = parser
         self._reasoning, self._breaks = reasoning, tuple(breaks)
         self._token_ids: list[int] = []
@@ -30,28 +31,28 @@ class Listener:
         self._leaves_out_reasoning, self._one_call = leaves_out_reasoning, one_call
 
     def hear(self, output: CompletionOutput) -> list[Piece]:
-        """What is certain now; with the last output, all that waited for more."""
+        """Return the pieces that are certain; the last output also returns all that was held back."""
         if self._reasoning is not None:
             self._token_ids += output.token_ids
         pieces = self.hear_text(output.text)
         if output.finish_reason is not None and self._parser is not None:
-            pieces = join(pieces + self._kept(self._parser.end()))
+            pieces = join(pieces + self._filter(self._parser.end()))
         return pieces
 
     def hear_text(self, text: str) -> list[Piece]:
-        """The same, of an output that is not the last, without its tokens."""
+        """Parse the text of an output that is not the last, without its tokens."""
         if self._parser is None:
             return [TextPiece(text)] if text else []
-        return self._kept(self._parser.feed(text))
+        return self._filter(self._parser.feed(text))
 
     @property
     def num_reasoning(self) -> int:
-        """Tokens of reasoning so far."""
+        """Return the number of reasoning tokens so far."""
         if self._reasoning is None:
             return 0
         return count_reasoning(self._token_ids, self._reasoning, self._breaks)
 
-    def _kept(self, pieces: list[Piece]) -> list[Piece]:
+    def _filter(self, pieces: list[Piece]) -> list[Piece]:
         return [piece for piece in pieces if self._keeps(piece)] if self._filters else pieces
 
     def _keeps(self, piece: Piece) -> bool:
@@ -64,7 +65,7 @@ class Listener:
 
 
 def count_reasoning(token_ids: list[int], marks: ReasoningIds, breaks: Iterable[tuple[int, ...]] = ()) -> int:
-    """Tokens between the marks, or up to what breaks them off."""
+    """Count the tokens from the start mark to the end mark, or to the first of `breaks`."""
     begins = find(token_ids, marks.start, 0)
     if marks.open:
         start = len(marks.start) if begins == 0 else 0
@@ -77,7 +78,7 @@ def count_reasoning(token_ids: list[int], marks: ReasoningIds, breaks: Iterable[
 
 
 def find(token_ids: list[int], part: tuple[int, ...], start: int) -> int | None:
-    """Where a part begins; None if it does not come."""
+    """Return the index of the first occurrence of `part`, or None."""
     if not part:
         return start
     try:
@@ -90,17 +91,17 @@ def find(token_ids: list[int], part: tuple[int, ...], start: int) -> int | None:
 
 @dataclass(slots=True)
 class CalledTool:
-    """A tool that is called."""
+    """A complete tool call."""
 
     id: str
     name: str
     arguments: str = ""
-    """In JSON."""
+    """Arguments as JSON."""
 
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """A whole answer, by the kinds of its pieces."""
+    """A complete output, by the kinds of its pieces."""
 
     text: str = ""
     reasoning: str = ""
@@ -108,17 +109,18 @@ class WholeAnswer:
 
 
 def gathered(pieces: Iterable[Piece]) -> WholeAnswer:
+    """Collect the pieces of a complete output."""
     texts: list[str] = []
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     calls: list[CalledTool] = []
     for piece in pieces:
         match piece:
             case TextPiece(text):
                 texts.append(text)
             case ReasoningPiece(text):
-                thoughts.append(text)
+                reasoning.append(text)
             case ToolStart(_, id, name):
                 calls.append(CalledTool(id, name))
             case ToolArguments(index, text):
                 calls[index].arguments += text
-    return WholeAnswer("".join(texts), "".join(thoughts), calls)
+    return WholeAnswer("".join(texts), "".join(reasoning), calls)

@@ -1,5 +1,5 @@
-"""/v1/chat/completions/batch: conversations that are answered together, and /invocations: the one route that
-some hosts know, for every body."""
+"""The routes /v1/chat/completions/batch, for several conversations in one call, and /invocations, for any
+body (SageMaker)."""
 
 import dataclasses
 from typing import Any
@@ -35,7 +35,7 @@ _NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "n": (None, 1),
 }
-"""Fields that a batch cannot have, each with the values that do without."""
+"""Fields that a batch does not support, with the values that disable them."""
 
 
 async def answer_chats(api: GenerationService, body: ChatBatchBody, request: Request) -> Response:
@@ -53,7 +53,7 @@ async def answer_chats(api: GenerationService, body: ChatBatchBody, request: Req
         talks.append(await begin_talk(api, body.model_copy(update={"messages": messages}), request))
         await pause.if_due()
     prompts = [prompt for talk in talks for prompt in talk.job.prompts]
-    params = [each for talk in talks for each in talk.job.params]
+    params = [item for talk in talks for item in talk.job.params]
     job = dataclasses.replace(talks[0].job, prompts=prompts, params=params)
     outputs = await api.answering.until_gone(request.receive, api.finished(job))
     for talk, output in zip(talks, outputs, strict=True):
@@ -73,7 +73,7 @@ Shapes = dict[Any, Any]
 
 
 def shapes(api: GenerationService) -> Shapes:
-    """The classes of the bodies that this model can answer, and who does."""
+    """Return the body classes that the model supports, with their handlers."""
     pooling = api.engine.inputs.pooling
     if pooling is None:
         return {ChatBody: answer_chat, CompletionBody: answer_completion}
@@ -81,11 +81,11 @@ def shapes(api: GenerationService) -> Shapes:
     if pooling.task == "classify":
         first = {InputBody: answer_classify, PoolingChatBody: answer_classify}
     rest: Shapes = {ScoreBody: answer_score, RerankBody: answer_rerank}
-    if pooling.head:  # only tokens have answers
+    if pooling.head:  # a token-level head has no score or embedding of the whole input
         first = rest = {}
     return first | rest | {PoolingInputBody: answer_pooling, PoolingChatRequest: answer_pooling}
 
 
 async def answer_any(api: GenerationService, body: Any, request: Request) -> Response:
-    found: Response = await shapes(api)[type(body)](api, body, request)
-    return found
+    response: Response = await shapes(api)[type(body)](api, body, request)
+    return response

@@ -31,8 +31,7 @@ async def beam_search(
     account: KeyAccount | None = None,
     lora: LoRARequest | None = None,
 ) -> RequestOutput:
-    """Search the best continuations of one prompt. `pauses` are those of the call, which its other prompts
-    share."""
+    """Search the best continuations of one prompt. All prompts of the call share `pauses`."""
     eos_ids = engine.inputs.of(lora).eos_ids
     search = BeamSearch(
         start_of(prompt), params, eos_id=eos_ids[0] if eos_ids else None, max_len=engine.inputs.max_model_len
@@ -56,10 +55,10 @@ async def beam_search(
                     lora=lora,
                 )
             )
-        found = await all_of([final(beam) for beam in beams])
-        num_cached = num_cached if num_rounds else found[0].num_cached_tokens or 0
+        outputs = await all_of([final(beam) for beam in beams])
+        num_cached = num_cached if num_rounds else outputs[0].num_cached_tokens or 0
         await pauses.if_due()
-        positions: list[Any] = [output.outputs[0].logprobs for output in found]
+        positions: list[Any] = [output.outputs[0].logprobs for output in outputs]
         search.advance([position[0] for position in positions])
         num_rounds += 1
     return RequestOutput(
@@ -92,7 +91,7 @@ def _completion(
 
 
 async def final(outputs: Outputs) -> RequestOutput:
-    """The last output of a request; however this ends, the engine is rid of it."""
+    """Return the last output of a request; the request is aborted if this fails."""
     last = None
     try:
         async for output in outputs:
@@ -105,7 +104,7 @@ async def final(outputs: Outputs) -> RequestOutput:
 
 
 async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; when one fails, the others are cancelled before its error goes on."""
+    """Return all results. If one fails, cancel the others before its error is raised."""
     if len(works) == 1:
         return [await works[0]]
     tasks = [asyncio.create_task(work) for work in works]

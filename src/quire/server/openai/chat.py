@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""The route /v1/chat/completions."""
 
 from typing import Any
 
@@ -24,21 +24,24 @@ async def answer_chat(api: GenerationService, body: ChatBody, request: Request) 
 
 
 class ChatEncoder:
-    """A chat completion. A chunk with nothing but text is three pieces put together."""
+    """Encoder of chat completions. A text-only chunk is a constant head, the quoted text and a constant
+    tail."""
 
     def __init__(self, api: GenerationService, talk: Talk) -> None:
         self._api, self._talk, self._body, self._job = api, talk, talk.body, talk.job
         body, job = talk.body, talk.job
         forced = api.settings.api.enable_force_include_usage
         options = body.stream_options
-        asked = bool(options and options.include_usage)
-        self._usage = forced or asked or job.timeline is not None
-        self._every = forced or (asked and bool(options and options.continuous_usage_stats))
-        self._tells = bool(body.logprobs or body.return_token_ids or self._every)
-        """Whether there is something to tell of every token."""
-        self._counts = talk.reading.reasoning is not None
-        """Whether tokens of reasoning are counted."""
-        self._plain = not (talk.parses or self._tells)
+        include_usage = bool(options and options.include_usage)
+        self._usage = forced or include_usage or job.timeline is not None
+        self._usage_in_every_chunk = forced or (
+            include_usage and bool(options and options.continuous_usage_stats)
+        )
+        self._has_token_fields = bool(body.logprobs or body.return_token_ids or self._usage_in_every_chunk)
+        """Whether chunks carry logprobs, token ids or usage, and not only text."""
+        self._counts_reasoning = talk.reading.reasoning is not None
+        """Whether reasoning tokens are counted."""
+        self._plain = not (talk.parses or self._has_token_fields)
         self._frame = {
             "id": job.id,
             "object": "chat.completion.chunk",
@@ -51,7 +54,7 @@ class ChatEncoder:
         self._heads = [lead + b'"content":' for lead in self._leads]
         self._listeners = [talk.listener() for _ in range(num_choices)]
         self._calls = [False] * num_choices
-        """Whether a choice calls a tool."""
+        """Whether each choice has called a tool."""
         self._num_output = [0] * num_choices
         self._num_prompt = len(job.prompts[0].token_ids)
         self._num_cached: int | None = None
@@ -61,29 +64,31 @@ class ChatEncoder:
     # ---- a stream
 
     def encode(self, output: RequestOutput) -> bytes:
-        chunks = [] if self._started else [self._opening(output)]
+        chunks = [] if self._started else [self._encode_roles(output)]
         self._stats = output.metrics
-        for each in output.outputs:
-            self._num_output[each.index] += len(each.token_ids)
-            if not self._plain or each.finish_reason is not None:
-                if each.token_ids or each.finish_reason is not None:
-                    chunks.append(self._full(each))
-            elif each.text:
-                chunks.append(self._heads[each.index] + quote(each.text) + _TAIL)
+        for choice in output.outputs:
+            self._num_output[choice.index] += len(choice.token_ids)
+            if not self._plain or choice.finish_reason is not None:
+                if choice.token_ids or choice.finish_reason is not None:
+                    chunks.append(self._encode_full(choice))
+            elif choice.text:
+                chunks.append(self._heads[choice.index] + quote(choice.text) + _TAIL)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     @property
     def text_only(self) -> bool:
-        return len(self._heads) == 1 and not (self._tells or (self._usage and self._counts))
+        return len(self._heads) == 1 and not (
+            self._has_token_fields or (self._usage and self._counts_reasoning)
+        )
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
         self._num_output[0] += num_tokens
         if self._plain:
             return self._heads[0] + quote(text) + _TAIL if text else b""
-        return self._pieces(0, self._listeners[0].hear_text(text))
+        return self._encode_pieces(0, self._listeners[0].hear_text(text))
 
-    def _pieces(self, index: int, pieces: list[Piece]) -> bytes:
-        """A chunk for each, where there is nothing else to tell."""
+    def _encode_pieces(self, index: int, pieces: list[Piece]) -> bytes:
+        """Return one chunk per piece, without logprobs, token ids or usage."""
         chunks = []
         for piece in pieces:
             match piece:
@@ -96,11 +101,11 @@ class ChatEncoder:
                     chunks.append(self._leads[index] + head + quote(text) + b"}}]" + _TAIL)
                 case ToolStart():
                     self._calls[index] = True
-                    chunks.append(self._event([_choice(index, _delta(piece))], index))
+                    chunks.append(self._encode_event([_choice(index, _delta(piece))], index))
         return b"".join(chunks)
 
-    def _opening(self, output: RequestOutput) -> bytes:
-        """The role of every choice, before anything else."""
+    def _encode_roles(self, output: RequestOutput) -> bytes:
+        """Return the first chunks, with the role of every choice."""
         self._started = True
         self._num_cached = output.num_cached_tokens
         body, chunks = self._body, []
@@ -111,40 +116,40 @@ class ChatEncoder:
             first["prompt_text"] = self._job.prompts[0].text
         for index in range(len(self._heads)):
             delta = {"role": self._talk.role, "content": ""}
-            chunks.append(self._event([_choice(index, delta)], index, **first))
+            chunks.append(self._encode_event([_choice(index, delta)], index, **first))
             if self._talk.echoed:
-                chunks.append(self._event([_choice(index, {"content": self._talk.echoed})], index))
+                chunks.append(self._encode_event([_choice(index, {"content": self._talk.echoed})], index))
         return b"".join(chunks)
 
-    def _full(self, each: CompletionOutput) -> bytes:
-        """A chunk for each piece; the last has what is told of the tokens."""
-        index = each.index
-        pieces = self._listeners[index].hear(each)
-        if not self._tells and each.finish_reason is None:
-            return self._pieces(index, pieces)
+    def _encode_full(self, output: CompletionOutput) -> bytes:
+        """Return one chunk per piece; the last one carries logprobs, token ids and finish reason."""
+        index = output.index
+        pieces = self._listeners[index].hear(output)
+        if not self._has_token_fields and output.finish_reason is None:
+            return self._encode_pieces(index, pieces)
         self._calls[index] |= any(isinstance(piece, ToolStart) for piece in pieces)
         deltas = [_delta(piece) for piece in pieces]
         *before, last = deltas or [{} if self._talk.parses else {"content": ""}]
-        choice = _choice(index, last, self._logprobs(each))
+        choice = _choice(index, last, self._logprobs(output))
         if self._body.return_token_ids:
-            choice["token_ids"] = list(each.token_ids)
+            choice["token_ids"] = list(output.token_ids)
         extra = {}
-        if each.finish_reason is not None:
-            choice["finish_reason"] = self._reason(each, calls=self._calls[index])
-            choice["stop_reason"] = each.stop_reason
+        if output.finish_reason is not None:
+            choice["finish_reason"] = self._finish_reason(output, calls=self._calls[index])
+            choice["stop_reason"] = output.stop_reason
             extra["system_fingerprint"] = self._api.fingerprint
-        chunks = [self._event([_choice(index, delta)], index) for delta in before]
-        return b"".join(chunks) + self._event([choice], index, **extra)
+        chunks = [self._encode_event([_choice(index, delta)], index) for delta in before]
+        return b"".join(chunks) + self._encode_event([choice], index, **extra)
 
-    def _event(self, choices: list[dict[str, Any]], index: int, **extra: Any) -> bytes:
-        if self._every:
+    def _encode_event(self, choices: list[dict[str, Any]], index: int, **extra: Any) -> bytes:
+        if self._usage_in_every_chunk:
             extra["usage"] = self._api.usage(self._num_prompt, self._num_output[index])
         return event(self._frame | {"choices": choices} | extra)
 
     def finish(self) -> bytes:
         if not self._usage:
             return DONE
-        usage = self._counted(self._num_prompt, sum(self._num_output), self._num_cached)
+        usage = self._build_usage(self._num_prompt, sum(self._num_output), self._num_cached)
         ending: dict[str, Any] = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
         if (metrics := self._api.metrics(self._stats, len(self._heads))) is not None:
             ending["metrics"] = metrics
@@ -158,8 +163,8 @@ class ChatEncoder:
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         body, job, ids = self._body, self._job, output.prompt_token_ids or []
-        num_output = sum(len(each.token_ids) for each in output.outputs)
-        choices = [self._whole_choice(each) for each in output.outputs]
+        num_output = sum(len(choice.token_ids) for choice in output.outputs)
+        choices = [self._build_choice(choice) for choice in output.outputs]
         return {
             "id": job.id,
             "object": "chat.completion",
@@ -168,7 +173,7 @@ class ChatEncoder:
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": self._api.fingerprint,
-            "usage": self._counted(len(ids), num_output, output.num_cached_tokens),
+            "usage": self._build_usage(len(ids), num_output, output.num_cached_tokens),
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
             "prompt_token_ids": list(ids) if body.return_token_ids else None,
             "prompt_text": output.prompt if body.return_prompt_text else None,
@@ -176,28 +181,28 @@ class ChatEncoder:
             "metrics": self._api.metrics(output.metrics, len(output.outputs)),
         }
 
-    def _whole_choice(self, each: CompletionOutput) -> dict[str, Any]:
-        said = gathered(self._listeners[each.index].hear(each))
+    def _build_choice(self, output: CompletionOutput) -> dict[str, Any]:
+        answer = gathered(self._listeners[output.index].hear(output))
         return {
-            "index": each.index,
-            "message": _message(self._talk, said),
-            "logprobs": self._logprobs(each),
-            "finish_reason": self._reason(each, calls=bool(said.calls)),
-            "stop_reason": each.stop_reason,
-            "token_ids": list(each.token_ids) if self._body.return_token_ids else None,
+            "index": output.index,
+            "message": _message(self._talk, answer),
+            "logprobs": self._logprobs(output),
+            "finish_reason": self._finish_reason(output, calls=bool(answer.calls)),
+            "stop_reason": output.stop_reason,
+            "token_ids": list(output.token_ids) if self._body.return_token_ids else None,
         }
 
-    def _reason(self, output: CompletionOutput, *, calls: bool) -> str:
-        """Clients that named the tool know that it is called: they are told of an ordinary end."""
+    def _finish_reason(self, output: CompletionOutput, *, calls: bool) -> str:
+        """Return the finish reason, which is `stop`, not `tool_calls`, if the request named the tool."""
         reason = output.finish_reason or "stop"
         return "tool_calls" if calls and reason == "stop" and self._talk.use.calls != NAMED else reason
 
-    def _counted(self, num_prompt: int, num_output: int, num_cached: int | None) -> dict[str, Any]:
+    def _build_usage(self, num_prompt: int, num_output: int, num_cached: int | None) -> dict[str, Any]:
         usage = self._api.usage(num_prompt, num_output, num_cached, self._job.timeline)
         media = self._job.prompts[0].media
         if media is not None and "prompt_tokens_details" in usage:
             usage["prompt_tokens_details"]["multimodal_tokens"] = media.num_tokens()
-        if self._counts:
+        if self._counts_reasoning:
             num_reasoning = sum(listener.num_reasoning for listener in self._listeners)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage
@@ -227,19 +232,19 @@ def _delta(piece: Piece) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _message(talk: Talk, said: WholeAnswer) -> dict[str, Any]:
+def _message(talk: Talk, answer: WholeAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": talk.role,
-        "content": (talk.echoed + said.text) or (None if said.calls or said.reasoning else ""),
+        "content": (talk.echoed + answer.text) or (None if answer.calls or answer.reasoning else ""),
         "refusal": None,
         "annotations": None,
         "audio": None,
         "function_call": None,
-        "reasoning": said.reasoning or None,
+        "reasoning": answer.reasoning or None,
     }
-    if said.calls:
+    if answer.calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in said.calls
+            for call in answer.calls
         ]
     return message

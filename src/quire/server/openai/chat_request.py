@@ -1,4 +1,4 @@
-"""A conversation on its way to the engine: checked and rendered, with parameters and ears for its answer."""
+"""Preparation of a chat request: checks, prompt, sampling parameters and output parser."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,23 +24,23 @@ from quire.server.openai.structured import constraint_of
 from quire.server.openai.tools import ToolUse, tool_use
 
 _TAIL_TOKENS = 64
-"""Of a prompt whose text is not known: enough to see whether it opens the reasoning."""
+"""Last tokens of a prompt without text that are decoded, to detect an opened reasoning block."""
 _MAX_STOPS = {"msg": 64}
-"""Stop strings that an API may ask for, where that is more than usual, by what its ids begin with."""
+"""Maximum stop strings of the APIs that allow more than usual, by id prefix."""
 _SWITCHES = ("enable_thinking", "thinking")
-"""Variables of chat templates that turn reasoning on and off."""
+"""Chat template variables that turn reasoning on and off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """A conversation that the engine is about to answer."""
+    """A chat request that is ready for the engine."""
 
     body: ChatBody
     job: ApiCall
     role: str
-    """Whose the answer is."""
+    """Role of the response message."""
     echoed: str
-    """What the answer begins with: the last message, if it is to go on and to be repeated."""
+    """Beginning of the response: the last message, if `echo` is set and the roles match."""
     use: ToolUse = field(default_factory=ToolUse)
     reading: Reading = field(default_factory=Reading)
 
@@ -49,7 +49,7 @@ class Talk:
         return self.reading.make is not None
 
     def listener(self) -> Listener:
-        """For one choice."""
+        """Return the output parser of one choice."""
         return Listener(
             self.reading.make and self.reading.make(),
             reasoning=self.reading.reasoning,
@@ -62,19 +62,19 @@ class Talk:
 async def begin_talk(
     api: GenerationService, body: ChatBody, request: Request, kind: str = "chatcmpl"
 ) -> Talk:
-    """`kind` begins the id."""
+    """Check a chat request and prepare its call; `kind` is the prefix of its id."""
     settings = api.settings.api
     await api.check_model(body.model, pools=False)
     check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(kind, MAX_STOP_STRINGS))
     check_chat(body, trust_template=settings.trust_request_chat_template)
     use = tool_use(body, auto=api.parsers.auto)
-    constraint = _constraint(api, body, use)
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    prompt = await api.reader.of_chat(body, asked, partial(api.answering.until_gone, request.receive))
+    constraint = _build_constraint(api, body, use)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    prompt = await api.reader.of_chat(body, max_tokens, partial(api.answering.until_gone, request.receive))
     free = constraint is None or (use.calls == "auto" and constraint_of(body) is None)
-    reading = _reading(api, body, use, prompt, free=free)
-    limit = api.output_limit(asked, len(prompt.token_ids))
-    params = _params(api, body, limit, constraint, reading)
+    reading = _choose_reading(api, body, use, prompt, free=free)
+    limit = api.output_limit(max_tokens, len(prompt.token_ids))
+    params = _build_params(api, body, limit, constraint, reading)
     last = body.messages[-1]
     role = settings.response_role if body.add_generation_prompt else last.role
     echoed = _text(last) if body.echo and last.role == role else ""
@@ -85,25 +85,25 @@ def _text(message: Message) -> str:
     return message.content if isinstance(message.content, str) else ""
 
 
-def _constraint(api: GenerationService, body: ChatBody, use: ToolUse) -> dict[str, Any] | None:
-    """What the answer must look like: as the body says or, if it must call a tool, as calls do; as either if
-    it may."""
-    asked = constraint_of(body)
-    if use.forced and asked is not None and body.response_format is None:
+def _build_constraint(api: GenerationService, body: ChatBody, use: ToolUse) -> dict[str, Any] | None:
+    """Return the structured output constraint: the request's own, that of forced tool calls, or a grammar
+    that allows both."""
+    constraint = constraint_of(body)
+    if use.forced and constraint is not None and body.response_format is None:
         raise RequestError(
             "You can only either use constraints for structured outputs or tools, not both.",
             param="structured_outputs",
         )
-    schema = _schema(asked)
+    schema = _schema_only(constraint)
     tokenizer = api.inputs_of(body.model).tokenizer
-    if tokenizer is not None and (asked is None or schema is not None):
-        return use.constraint() or use.chosen_constraint(api.parsers.tools, tokenizer, schema) or asked
-    return use.constraint() or asked
+    if tokenizer is not None and (constraint is None or schema is not None):
+        return use.constraint() or use.chosen_constraint(api.parsers.tools, tokenizer, schema) or constraint
+    return use.constraint() or constraint
 
 
-def _schema(asked: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The JSON schema, if it is all that is asked for."""
-    match asked:
+def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the JSON schema of a constraint that consists of nothing else."""
+    match constraint:
         case {"json": dict(schema), **more} if not more:
             return schema
         case {"json_object": True, **more} if not more:
@@ -111,8 +111,10 @@ def _schema(asked: dict[str, Any] | None) -> dict[str, Any] | None:
     return None
 
 
-def _reading(api: GenerationService, body: ChatBody, use: ToolUse, prompt: Prompt, *, free: bool) -> Reading:
-    """`free`: whether the answer may be any text."""
+def _choose_reading(
+    api: GenerationService, body: ChatBody, use: ToolUse, prompt: Prompt, *, free: bool
+) -> Reading:
+    """Return how to parse the output. `free`: whether the output is unconstrained."""
     tokenizer = api.inputs_of(body.model).tokenizer
     if tokenizer is None or (api.parsers.reasoning is None and use.calls == "none"):
         return Reading()
@@ -133,13 +135,13 @@ def _reading(api: GenerationService, body: ChatBody, use: ToolUse, prompt: Promp
 
 
 def _thinks(api: GenerationService, body: ChatBody) -> bool | None:
-    """Whether reasoning is turned on, or off."""
+    """Return whether the request turns reasoning on or off, or None."""
     variables = api.reader.variables(body, body.reasoning_effort)
-    told = [variables[name] for name in _SWITCHES if isinstance(variables.get(name), bool)]
-    return told[0] if told else None
+    switches = [variables[name] for name in _SWITCHES if isinstance(variables.get(name), bool)]
+    return switches[0] if switches else None
 
 
-def _params(
+def _build_params(
     api: GenerationService,
     body: ChatBody,
     max_tokens: int,

@@ -1,4 +1,4 @@
-"""The parameters of one call, checked once for all of its prompts and without holding the event loop."""
+"""Checks of the sampling parameters of one call, done once for all prompts and outside of the event loop."""
 
 import asyncio
 
@@ -8,21 +8,21 @@ from quire.frontend.checked_params import CheckedParams
 from quire.frontend.inputs import InputProcessor
 
 COMPILE_S = 5.0
-"""How long the grammar of a call may take to compile."""
+"""Maximum seconds to compile the grammar of a call."""
 
 
 class ParamsChecker:
-    """Checks the params of one call: the same params once, and the same grammar once, in a thread."""
+    """Checker of the params of one call. Equal params and grammars are checked once; grammars in a thread."""
 
     def __init__(self, inputs: InputProcessor, lora: LoRARequest | None) -> None:
         self._inputs, self._lora = inputs, lora
         self._params: SamplingParams | None = None
         self._checked: CheckedParams | None = None
-        """What became of those."""
+        """Result of the check of `_params`."""
         self._grammar: StructuredOutputsParams | None = None
 
     async def of(self, params: SamplingParams) -> CheckedParams:
-        """Return the params as requests take them. Prompts that share params share the result."""
+        """Return the checked params. Prompts that share params share the result."""
         if self._checked is None or params is not self._params:
             await self._check_grammar(params.structured_outputs)
             self._checked = self._inputs.check(params, lora=self._lora, grammar=self._grammar)

@@ -1,4 +1,4 @@
-"""/v1/completions: one prompt or many; choices stand prompt by prompt."""
+"""The route /v1/completions, for one prompt or many; the choices are in the order of the prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ async def answer_completion(api: GenerationService, body: CompletionBody, reques
 
 
 async def begin_completion(api: GenerationService, body: CompletionBody, request: Request) -> ApiCall:
-    """All prompts of a body, checked and with parameters."""
+    """Check a completion request and prepare its call."""
     await api.check_model(body.model, pools=False)
     check_generate(body, max_n=api.settings.api.max_n)
     if body.suffix:
@@ -41,16 +41,16 @@ async def begin_completion(api: GenerationService, body: CompletionBody, request
 
 
 def _all_params(api: GenerationService, body: CompletionBody, prompts: list[Prompt]) -> list[Params]:
-    """The parameters of each prompt. They differ at most in `max_tokens`, so that prompts share them."""
-    asked = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    asked = 1 if _only_prompt(body) else asked
-    limits = [api.output_limit(asked, len(prompt.token_ids)) for prompt in prompts]
+    """Return the parameters of each prompt. Prompts with equal `max_tokens` share them."""
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = 1 if _only_prompt(body) else max_tokens
+    limits = [api.output_limit(max_tokens, len(prompt.token_ids)) for prompt in prompts]
     shared = {limit: _params(api, body, limit) for limit in dict.fromkeys(limits)}
     return [shared[limit] for limit in limits]
 
 
 def _only_prompt(body: CompletionBody) -> bool:
-    """Nothing is to be generated: the engine makes one token, and nobody sees it."""
+    """Whether only the prompt is returned; the engine still generates one token, which is dropped."""
     return bool(body.echo) and body.max_tokens == 0
 
 
@@ -68,13 +68,13 @@ def _params(api: GenerationService, body: CompletionBody, max_tokens: int) -> Pa
 
 
 def _num_top(body: CompletionBody) -> int | None:
-    """How many logprobs a position shows; None for none at all."""
+    """Return the number of logprobs per position, or None for no logprobs."""
     return -1 if body.logprob_token_ids is not None else body.logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """The prompt at the beginning of a choice: its text and, for logprobs, its tokens."""
+    """The echoed prompt at the beginning of a choice: its text and, for logprobs, its tokens."""
 
     text: str = ""
     token_ids: Sequence[int] = ()
@@ -100,29 +100,31 @@ def _add_logprobs(
     columns: LogprobColumns,
     body: CompletionBody,
     of_prompt: PromptLogprobs | None,
-    each: CompletionOutput,
+    output: CompletionOutput,
     echo: _Echo,
 ) -> dict[str, Any]:
     if echo.token_ids:
         columns.add(echo.token_ids, of_prompt or [None] * len(echo.token_ids))
     if not _only_prompt(body):
-        columns.add(each.token_ids, each.logprobs or [])
+        columns.add(output.token_ids, output.logprobs or [])
     return columns.take()
 
 
 class CompletionEncoder:
-    """Completions. A chunk with nothing but text is three pieces put together."""
+    """Encoder of completions. A text-only chunk is a constant head, the quoted text and a constant tail."""
 
     def __init__(self, api: GenerationService, body: CompletionBody, job: ApiCall) -> None:
         self._api, self._body, self._job = api, body, job
         self._places = {id: place for place, id in enumerate(job.engine_ids())}
         forced = api.settings.api.enable_force_include_usage
         options = body.stream_options
-        asked = bool(options and options.include_usage)
-        self._usage = forced or asked or job.timeline is not None
-        self._every = forced or (asked and bool(options and options.continuous_usage_stats))
+        include_usage = bool(options and options.include_usage)
+        self._usage = forced or include_usage or job.timeline is not None
+        self._usage_in_every_chunk = forced or (
+            include_usage and bool(options and options.continuous_usage_stats)
+        )
         self._num_top = _num_top(body)
-        self._plain = self._num_top is None and not (body.return_token_ids or self._every)
+        self._plain = self._num_top is None and not (body.return_token_ids or self._usage_in_every_chunk)
         self._frame = {"id": job.id, "object": "text_completion", "created": job.created, "model": job.model}
         self._n = body.n or 1
         num_choices = self._n * len(job.prompts)
@@ -131,8 +133,9 @@ class CompletionEncoder:
         self._num_output = [0] * num_choices
         self._num_cached = [0] * len(job.prompts)
         self._stats: RequestStateStats | None = None
-        self._of_prompts: list[PromptLogprobs | None] = [None] * len(job.prompts)
-        """Come with the first output of each, for all of its choices."""
+        self._prompt_logprobs: list[PromptLogprobs | None] = [None] * len(job.prompts)
+        """Prompt logprobs, which arrive with the first output of each prompt and apply to all of its
+        choices."""
         self._fresh = [True] * num_choices
         self._columns = [LogprobColumns(self._num_top or 0, api.speller(body)) for _ in self._heads]
 
@@ -142,17 +145,17 @@ class CompletionEncoder:
         place = self._places[output.request_id] if len(self._places) > 1 else 0
         self._num_cached[place], self._stats = output.num_cached_tokens or 0, output.metrics
         if output.prompt_logprobs is not None:
-            self._of_prompts[place] = output.prompt_logprobs
+            self._prompt_logprobs[place] = output.prompt_logprobs
         chunks = []
-        for each in output.outputs:
-            index = place * self._n + each.index
-            self._num_output[index] += len(_tokens_of(self._body, each))
+        for choice in output.outputs:
+            index = place * self._n + choice.index
+            self._num_output[index] += len(_tokens_of(self._body, choice))
             fresh, self._fresh[index] = self._fresh[index], False
-            if not self._plain or each.finish_reason is not None or (fresh and self._body.echo):
-                if each.token_ids or each.finish_reason is not None:
-                    chunks.append(self._full(each, place, fresh))
-            elif each.text:
-                chunks.append(self._heads[index] + quote(each.text) + _TAIL)
+            if not self._plain or choice.finish_reason is not None or (fresh and self._body.echo):
+                if choice.token_ids or choice.finish_reason is not None:
+                    chunks.append(self._encode_full(choice, place, fresh))
+            elif choice.text:
+                chunks.append(self._heads[index] + quote(choice.text) + _TAIL)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     @property
@@ -163,28 +166,28 @@ class CompletionEncoder:
         self._num_output[0] += num_tokens
         return self._heads[0] + quote(text) + _TAIL if text else b""
 
-    def _full(self, each: CompletionOutput, place: int, fresh: bool) -> bytes:
-        api, body, index = self._api, self._body, place * self._n + each.index
+    def _encode_full(self, output: CompletionOutput, place: int, fresh: bool) -> bytes:
+        api, body, index = self._api, self._body, place * self._n + output.index
         prompt = self._job.prompts[place]
         echo = _echo(api, body, prompt) if fresh else _NO_ECHO
         logprobs = None
         if self._num_top is not None:
-            logprobs = _add_logprobs(self._columns[index], body, self._of_prompts[place], each, echo)
+            logprobs = _add_logprobs(self._columns[index], body, self._prompt_logprobs[place], output, echo)
         choice: dict[str, Any] = {
             "index": index,
-            "text": echo.text if _only_prompt(body) else echo.text + each.text,
+            "text": echo.text if _only_prompt(body) else echo.text + output.text,
             "logprobs": logprobs,
-            "finish_reason": each.finish_reason,
-            "stop_reason": each.stop_reason,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
         }
         if body.return_token_ids:
-            choice["token_ids"] = list(_tokens_of(body, each))
+            choice["token_ids"] = list(_tokens_of(body, output))
             if fresh:
                 choice["prompt_token_ids"] = prompt.token_ids
         chunk: dict[str, Any] = self._frame | {"choices": [choice]}
-        if each.finish_reason is not None:
+        if output.finish_reason is not None:
             chunk["system_fingerprint"] = api.fingerprint
-        if self._every:
+        if self._usage_in_every_chunk:
             chunk["usage"] = api.usage(len(prompt.token_ids), self._num_output[index])
         return event(chunk)
 
@@ -210,10 +213,10 @@ class CompletionEncoder:
         for place, output in enumerate(outputs):
             prompt = job.prompts[place]
             echo = _echo(api, body, prompt)
-            for each in output.outputs:
-                index = place * self._n + each.index
-                choices.append(self._whole_choice(output, each, echo) | {"index": index})
-                num_output += len(_tokens_of(body, each))
+            for choice in output.outputs:
+                index = place * self._n + choice.index
+                choices.append(self._build_choice(output, choice, echo) | {"index": index})
+                num_output += len(_tokens_of(body, choice))
             num_prompt += len(prompt.token_ids)
             num_cached += output.num_cached_tokens or 0
         return {
@@ -229,17 +232,17 @@ class CompletionEncoder:
             "metrics": api.metrics(outputs[0].metrics, len(choices)),
         }
 
-    def _whole_choice(self, output: RequestOutput, each: CompletionOutput, echo: _Echo) -> dict[str, Any]:
+    def _build_choice(self, output: RequestOutput, choice: CompletionOutput, echo: _Echo) -> dict[str, Any]:
         api, body, logprobs = self._api, self._body, None
         if self._num_top is not None:
             columns = LogprobColumns(self._num_top, api.speller(body))
-            logprobs = _add_logprobs(columns, body, output.prompt_logprobs, each, echo)
-        token_ids = list(_tokens_of(body, each)) if body.return_token_ids else None
+            logprobs = _add_logprobs(columns, body, output.prompt_logprobs, choice, echo)
+        token_ids = list(_tokens_of(body, choice)) if body.return_token_ids else None
         return {
-            "text": echo.text if _only_prompt(body) else echo.text + each.text,
+            "text": echo.text if _only_prompt(body) else echo.text + choice.text,
             "logprobs": logprobs,
-            "finish_reason": each.finish_reason or "stop",
-            "stop_reason": each.stop_reason,
+            "finish_reason": choice.finish_reason or "stop",
+            "stop_reason": choice.stop_reason,
             "token_ids": token_ids,
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
             "prompt_token_ids": list(output.prompt_token_ids or ()) if body.return_token_ids else None,

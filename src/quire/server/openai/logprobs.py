@@ -1,4 +1,4 @@
-"""Logprobs in the formats of the API: of chats, of completions, and of prompts."""
+"""Logprobs in the API's formats for chats, completions and prompts."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,14 +9,14 @@ from quire.data.outputs import Logprob
 from quire.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0
-"""Stands for minus infinity, which JSON has no word for."""
+"""Replacement for minus infinity, which JSON cannot represent."""
 
 Position = Mapping[int, Logprob]
 
 
 @dataclass(frozen=True, slots=True)
 class Speller:
-    """How tokens are written: as their text, or as `token_id:ID`."""
+    """Formatter of tokens, as text or as `token_id:ID`."""
 
     tokenizer: Tokenizer | None
     as_ids: bool = False
@@ -25,7 +25,7 @@ class Speller:
         return f"token_id:{token_id}" if self.as_ids else entry.decoded_token or ""
 
     def bytes(self, token_id: int, entry: Logprob) -> list[int]:
-        """The token's own bytes: its text may show a part of a character as a replacement mark."""
+        """Return the bytes of a token. Its text may have a replacement character for a partial one."""
         spelled = self.tokenizer and self.tokenizer.token_bytes
         if spelled:
             return list(spelled[token_id])
@@ -41,7 +41,7 @@ def chat_logprobs(
         ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
         top = ranked if num_top == -1 else ranked[:num_top]
         chosen = _entry(token_id, position[token_id], speller)
-        content.append(chosen | {"top_logprobs": [_entry(i, each, speller) for i, each in top]})
+        content.append(chosen | {"top_logprobs": [_entry(i, item, speller) for i, item in top]})
     return {"content": content}
 
 
@@ -55,7 +55,7 @@ def _entry(token_id: int, entry: Logprob, speller: Speller) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class LogprobColumns:
-    """The four columns of a completion's logprobs; offsets go on from chunk to chunk."""
+    """The four columns of a completion's logprobs; text offsets continue from chunk to chunk."""
 
     num_top: int
     speller: Speller
@@ -71,7 +71,7 @@ class LogprobColumns:
 
     def _add(self, columns: dict[str, list[Any]], token_id: int, position: Position) -> str:
         chosen = position.get(token_id)
-        if chosen is None:  # the first token of a prompt has nothing before it
+        if chosen is None:  # the first token of a prompt has no logprob
             chosen = Logprob(0.0, None, self._text(token_id))
             columns["token_logprobs"].append(None)
             columns["top_logprobs"].append(None)
@@ -80,7 +80,7 @@ class LogprobColumns:
             num_shown = len(position) if self.num_top == -1 else self.num_top + 1
             shown = itertools.islice(position.items(), num_shown)
             columns["top_logprobs"].append(
-                {self.speller.token(i, each): finite(each.logprob) for i, each in shown}
+                {self.speller.token(i, entry): finite(entry.logprob) for i, entry in shown}
             )
         token = self.speller.token(token_id, chosen)
         columns["tokens"].append(token)
@@ -91,7 +91,7 @@ class LogprobColumns:
         return tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer else ""
 
     def take(self) -> dict[str, list[Any]]:
-        """What was added since the last time."""
+        """Return the columns added since the last call."""
         taken, self.columns = self.columns, _no_columns()
         return taken
 
@@ -109,11 +109,11 @@ def prompt_logprobs(positions: Iterable[Position | None] | None) -> list[dict[st
 def _prompt_position(position: Position) -> dict[str, Any]:
     return {
         str(token_id): {
-            "logprob": finite(each.logprob),
-            "rank": each.rank,
-            "decoded_token": each.decoded_token,
+            "logprob": finite(entry.logprob),
+            "rank": entry.rank,
+            "decoded_token": entry.decoded_token,
         }
-        for token_id, each in position.items()
+        for token_id, entry in position.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""The parsers of a server, and how one answer is read with them."""
+"""The configured reasoning and tool parsers, and their use for one output."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,28 +18,28 @@ NAMED, REQUIRED = "named", "required"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How one answer is read."""
+    """How to parse one output."""
 
     make: Callable[[], Parser | Chain] | None = None
-    """None: all of it is text."""
+    """Factory of the parser; None if all output is text."""
     keeps_special_tokens: bool = False
     reasoning: ReasoningIds | None = None
-    """None where it has none, or none that tokens could tell."""
+    """Token ids of the reasoning marks; None without reasoning or without marks."""
     breaks: tuple[tuple[int, ...], ...] = ()
-    """What ends the reasoning too, in tokens."""
+    """Other token sequences that end the reasoning."""
     may_think: bool = False
-    """Whether reasoning may come before an answer that is not free. Who does not know the mark as a token has
-    to be told to think."""
+    """Whether reasoning may precede a constrained output. If its start mark is several tokens, the request
+    must turn thinking on."""
 
 
 class Parsers:
-    """The parsers that a server was told to use."""
+    """The parsers that the server is configured with."""
 
     def __init__(self, *, reasoning: str, tools: str, auto: bool, plugins: Iterable[str] = ()) -> None:
         for path in filter(None, plugins):
             load_plugin(path)
-        self.reasoning = _known(REASONING, reasoning)
-        self.tools = _known(TOOLS, tools)
+        self.reasoning = _check_name(REASONING, reasoning)
+        self.tools = _check_name(TOOLS, tools)
         self.auto = auto and self.tools is not None
         """Whether a model may choose to call a tool."""
 
@@ -56,9 +56,10 @@ class Parsers:
         free: bool = True,
         begun: str = "",
     ) -> Reading:
-        """`calls`: auto, required, named (of the tool `name`) or none. `num_calls`: of the conversation so
-        far. `thinks`: whether the model was told to. `free`: whether the answer may be any text. `begun`:
-        what the answer goes on with."""
+        """Return how to parse the output of a prompt. `calls` is auto, required, named (of the tool `name`)
+        or none. `num_calls` counts the calls of the conversation so far. `thinks`: whether the request turns
+        thinking on or off. `free`: whether the output is unconstrained. `begun` is the message to
+        continue."""
         opened = None if free and thinks is not False else False
         marks = answer_parser(reasoning=self.reasoning).reasoning_marks
         if begun and marks is not None:
@@ -67,9 +68,11 @@ class Parsers:
         if calls == "auto":
             make_parser = partial(make_parser, tools=self.tools, schemas=schemas)
         elif calls == REQUIRED:
-            make_parser = partial(make_parser, tools=RequiredCalls, make_id=self._ids(num_calls))
+            make_parser = partial(make_parser, tools=RequiredCalls, make_id=self._id_maker(num_calls))
         elif calls == NAMED:
-            make_parser = partial(make_parser, tools=partial(NamedCall, name), make_id=self._ids(num_calls))
+            make_parser = partial(
+                make_parser, tools=partial(NamedCall, name), make_id=self._id_maker(num_calls)
+            )
         elif self.reasoning is None:
             return Reading()
         parser = make_parser()
@@ -79,12 +82,12 @@ class Parsers:
             make_parser,
             parser.keeps_special_tokens or special,
             reasoning,
-            tuple(_encoded(mark, tokenizer) for mark in parser.reasoning_breaks),
+            tuple(_encode(mark, tokenizer) for mark in parser.reasoning_breaks),
             reasoning is not None and (reasoning.open or _may_think(prompt, parser, reasoning, thinks)),
         )
 
-    def _ids(self, num_calls: int) -> IdMaker | None:
-        """Ids in the way of the model, if that has one."""
+    def _id_maker(self, num_calls: int) -> IdMaker | None:
+        """Return the maker of tool call ids in the model's format, if it has one."""
         if self.tools is None:
             return None
         make_id: IdMaker | None = getattr(TOOLS[self.tools](), "make_id", None)
@@ -92,14 +95,14 @@ class Parsers:
 
 
 def reasoning_ids(parser: Parser | Chain, tokenizer: Tokenizer) -> ReasoningIds | None:
-    """The marks of reasoning as tokens."""
+    """Return the reasoning marks as token ids."""
     if parser.reasoning_marks is None:
         return None
-    start, end = (_encoded(mark, tokenizer) for mark in parser.reasoning_marks)
+    start, end = (_encode(mark, tokenizer) for mark in parser.reasoning_marks)
     return ReasoningIds(start, end, parser.opened)
 
 
-def _encoded(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _encode(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(tokenizer.encode(mark, add_special_tokens=False))
 
 
@@ -109,7 +112,7 @@ def _may_think(prompt: str, parser: Parser | Chain, ids: ReasoningIds, thinks: b
     return not is_over and (len(ids.start) == 1 if thinks is None else thinks)
 
 
-def _known(table: LazyTable, name: str) -> str | None:
+def _check_name(table: LazyTable, name: str) -> str | None:
     if name and name not in table:
         known = ", ".join(sorted(table))
         raise ConfigError(f"unknown {table.kind} {name!r}{nearest(name, table)}; known: {known}")

@@ -1,4 +1,4 @@
-"""Bodies become prompts: texts, token ids and conversations, cut to length where that is asked for."""
+"""Conversion of request bodies to prompts: texts, token ids and conversations, truncated on request."""
 
 import asyncio
 import copy
@@ -31,41 +31,42 @@ from quire.text.chat_template import choose_template
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
 PoolingInput = str | list[int] | tuple[str, str] | Sides
-"""A text, token ids, a pair of texts to be read as one, or either in parts."""
+"""A text, token ids, a pair of texts that form one prompt, or one or two lists of content parts."""
 
 _LONG = 16384
-"""More characters, or token ids, would hold up the other requests of the event loop for milliseconds."""
+"""Characters or token ids from which work runs in a thread, as it would block the event loop for
+milliseconds."""
 _EMBEDS = "_embeds"
-"""How the types of parts end that are vectors."""
+"""Suffix of the types of content parts that are embeddings."""
 _RENDER_S = 1.0
 _NOT_OF_EMBEDS = {
     "echo": "Echo is unsupported with prompt embeds.",
     "truncate_prompt_tokens": "truncate_prompt_tokens is unsupported with prompt embeds.",
     "use_beam_search": "Beam search is unsupported with prompt embeds.",
 }
-"""Fields that need the tokens of a prompt."""
+"""Errors for fields that need the tokens of a prompt."""
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Long work in a thread, short work at once."""
+    """Run long work in a thread, and short work directly."""
     return work() if size < _LONG else await asyncio.to_thread(work)
 
 
 @dataclass(frozen=True, slots=True)
-class _Talk:
-    """A conversation whose media are ready."""
+class _ParsedChat:
+    """A conversation with its media items processed."""
 
     body: ConversationBody
     messages: list[Mapping[str, Any]]
     prepared: list[PreparedItem]
     size: int
-    """Characters, about, and tokens of media."""
+    """Approximate number of characters, plus placeholder tokens of media."""
     text_size: int
-    """Those that the template has to deal with."""
+    """Approximate number of characters that the chat template handles."""
 
 
 class PromptReader:
-    """Makes prompts of bodies, long ones off the event loop."""
+    """Converter of bodies to prompts, which handles long ones in a thread."""
 
     def __init__(
         self,
@@ -73,52 +74,53 @@ class PromptReader:
         settings: ApiSection,
         adapter_of: Callable[[str | None], LoRARequest | None] = lambda name: None,
     ) -> None:
-        """`adapter_of` a name that a body gives: it may have a tokenizer of its own."""
+        """Initialize. `adapter_of` returns the adapter of a model name, which may have its own tokenizer."""
         self._inputs = engine.inputs
         self._adapter_of = adapter_of
         self._template = engine.facts.chat_template
         self._settings = settings
         self._unbounded = copy.copy(engine.inputs)
-        """Reads prompts of any length, to cut them."""
+        """Input processor without a length limit, for prompts that will be truncated."""
         self._unbounded.max_model_len = sys.maxsize >> 16
         self._unbounded.max_prompt_len = None
         self._unbounded.max_chars = sys.maxsize
         self._counting = copy.copy(self._unbounded)
-        """Reads prompts of any number of tokens, to count them; texts that cannot be prompts are refused."""
+        """Input processor without a limit on tokens, but on characters, to count tokens."""
         self._counting.max_chars = engine.inputs.max_chars
 
     async def of_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:
-        given = [*_embeds_of(body), *([] if body.prompt in (None, "") else each_of(body.prompt))]
-        if not given:
+        """Return the prompts of a completion."""
+        prompts = [*_embeds_of(body), *([] if body.prompt in (None, "") else each_of(body.prompt))]
+        if not prompts:
             raise InvalidBody(
                 "Either prompt or prompt_embeds must be provided and non-empty.", param="prompt"
             )
-        if len(given) > MAX_PROMPTS:
+        if len(prompts) > MAX_PROMPTS:
             raise RequestError(
-                f"prompt list length {len(given)} exceeds the maximum allowed count of {MAX_PROMPTS}",
+                f"prompt list length {len(prompts)} exceeds the maximum allowed count of {MAX_PROMPTS}",
                 param="prompt",
             )
-        if len(given) * (body.n or 1) > max_sequences:
+        if len(prompts) * (body.n or 1) > max_sequences:
             raise RequestError(
-                f"{len(given)} prompts with n={body.n} are {len(given) * (body.n or 1)} sequences, and one "
-                f"call may ask for at most {max_sequences} (VLLM_MAX_N_SEQUENCES); send fewer at once",
+                f"{len(prompts)} prompts with n={body.n} are {len(prompts) * (body.n or 1)} sequences, and "
+                f"one call may ask for at most {max_sequences} (VLLM_MAX_N_SEQUENCES); send fewer at once",
                 param="n",
             )
 
         def read() -> list[Prompt]:
-            inputs = self._reader(body)
-            found = [inputs.parse(each, add_special_tokens=body.add_special_tokens) for each in given]
-            return [self._fitted(prompt, body, body.max_tokens or 16) for prompt in found]
+            inputs = self._inputs_for(body)
+            parsed = [inputs.parse(prompt, add_special_tokens=body.add_special_tokens) for prompt in prompts]
+            return [self._truncate(prompt, body, body.max_tokens or 16) for prompt in parsed]
 
-        return await off_loop(sum(map(_num_chars, given)), read)
+        return await off_loop(sum(map(_num_chars, prompts)), read)
 
     async def of_chat(self, body: Any, max_tokens: int | None, wait: Wait | None = None) -> Prompt:
-        """`wait` is how what takes long is waited for: it may break it off."""
-        talk = await self._begun(body, wait)
+        """Return the prompt of a chat. `wait` awaits slow work and may cancel it."""
+        talk = await self._parse_chat(body, wait)
 
         def read() -> Prompt:
-            prompt = self._conversation(talk, self._reader(body), body.reasoning_effort)
-            return self._fitted(prompt, body, max_tokens or 1)
+            prompt = self._render(talk, self._inputs_for(body), body.reasoning_effort)
+            return self._truncate(prompt, body, max_tokens or 1)
 
         return await off_loop(talk.size, read)
 
@@ -130,83 +132,82 @@ class PromptReader:
         add_special_tokens: bool = True,
         wait: Wait | None = None,
     ) -> list[Prompt]:
-        """Prompts of a pooling model. Each has a name, by which an error calls it."""
-        parted = [(name, given) for name, given in named if isinstance(given, Sides)]
-        if any(given.items for _, given in parted):
+        """Return the prompts of a pooling model. Errors mention the name of the input."""
+        parted = [(name, value) for name, value in named if isinstance(value, Sides)]
+        if any(value.items for _, value in parted):
             work = self._prepare(parted, body)
             await (work if wait is None else wait(work))
 
         def read() -> list[Prompt]:
-            found = []
-            for name, given in named:
-                with _called(name):
-                    found.append(self._input(given, body, add_special_tokens))
-            return found
+            prompts = []
+            for name, value in named:
+                with _naming_input(name):
+                    prompts.append(self._pooling_prompt(value, body, add_special_tokens))
+            return prompts
 
-        size = sum(_LONG if isinstance(given, Sides) else _num_chars(given) for _, given in named)
+        size = sum(_LONG if isinstance(value, Sides) else _num_chars(value) for _, value in named)
         return await off_loop(size, read)
 
     async def _prepare(self, named: Sequence[tuple[str, Sides]], body: Any) -> None:
-        """The media of inputs; a side that several inputs have is made ready once."""
-        for name, given in named:
-            with _called(name):
-                self._inputs.media.check(given.items)
-        unique = [*{id(side): side for _, given in named for side in given.sides}.values()]
-        found = await self._inputs.media.prepare_each(
+        """Process the media of the inputs; a side that several inputs share is processed once."""
+        for name, value in named:
+            with _naming_input(name):
+                self._inputs.media.check(value.items)
+        unique = [*{id(side): side for _, value in named for side in value.sides}.values()]
+        prepared_sides = await self._inputs.media.prepare_each(
             [side.items for side in unique],
             getattr(body, "media_io_kwargs", None),
             getattr(body, "mm_processor_kwargs", None),
         )
-        for side, prepared in zip(unique, found, strict=True):
+        for side, prepared in zip(unique, prepared_sides, strict=True):
             side.prepared = prepared
 
     async def of_conversation(self, body: Any, wait: Wait | None = None) -> Prompt:
-        """A conversation that nothing is to follow."""
-
-        talk = await self._begun(body, wait)
+        """Return the prompt of a conversation without room for output tokens."""
+        talk = await self._parse_chat(body, wait)
 
         def read() -> Prompt:
-            return self._fitted(self._conversation(talk, self._reader(body), None), body, 0)
+            return self._truncate(self._render(talk, self._inputs_for(body), None), body, 0)
 
         return await off_loop(talk.size, read)
 
     async def count(self, body: ConversationBody) -> Prompt:
-        """A conversation of any number of tokens, for /tokenize."""
-        effort, talk = getattr(body, "reasoning_effort", None), await self._begun(body)
+        """Return the prompt of a conversation of any number of tokens, for /tokenize."""
+        effort, talk = getattr(body, "reasoning_effort", None), await self._parse_chat(body)
         return await off_loop(
-            talk.size, lambda: self._conversation(talk, self._of(self._counting, body), effort)
+            talk.size, lambda: self._render(talk, self._with_adapter(self._counting, body), effort)
         )
 
-    async def _begun(self, body: ConversationBody, wait: Wait | None = None) -> "_Talk":
-        """What the messages bring beside text is made ready; only that takes time here."""
-        size = _size(body)
+    async def _parse_chat(self, body: ConversationBody, wait: Wait | None = None) -> "_ParsedChat":
+        """Split the messages into text and media, and process the media."""
+        size = _template_size(body)
         salt = getattr(body, "cache_salt", None)
         messages, items = await off_loop(
             size if size < _LONG else _num_values(_fields(body.messages)),
             lambda: part_media([*map(as_dict, body.messages)], salt),
         )
         if not items:
-            return _Talk(body, messages, [], size, size)
+            return _ParsedChat(body, messages, [], size, size)
         work = self._inputs.media.prepare(items, body.mm_processor_kwargs, body.media_io_kwargs)
         prepared = await (work if wait is None else wait(work))
         rest = [messages, body.tools, body.documents, body.chat_template_kwargs]
         text_size = _num_chars(rest) if body.chat_template is None else _LONG
-        num_tokens = sum(len(each.processed.token_ids) for each in prepared)
-        return _Talk(body, messages, prepared, text_size + num_tokens, text_size)
+        num_tokens = sum(len(item.processed.token_ids) for item in prepared)
+        return _ParsedChat(body, messages, prepared, text_size + num_tokens, text_size)
 
     def variables(self, body: ConversationBody, effort: str | None) -> dict[str, Any]:
-        """Those of the chat template that server and body set. Who wants no effort wants no thinking."""
+        """Return the chat template variables of server and body. The effort `none` disables thinking."""
         return {
             **self._settings.default_chat_template_kwargs,
             **({"enable_thinking": False} if effort == "none" else {}),
             **(body.chat_template_kwargs or {}),
         }
 
-    def _conversation(self, talk: "_Talk", inputs: InputProcessor, effort: str | None) -> Prompt:
+    def _render(self, talk: "_ParsedChat", inputs: InputProcessor, effort: str | None) -> Prompt:
         body = talk.body
         hidden = self._settings.exclude_tools_when_tool_choice_none
         tools = None if hidden and getattr(body, "tool_choice", None) == "none" else body.tools
-        own = {"documents": body.documents, "reasoning_effort": effort}
+        variables = {"documents": body.documents, "reasoning_effort": effort}
         return chat_prompt(
             inputs,
             talk.messages,
@@ -217,34 +218,34 @@ class PromptReader:
             tools=tools,
             chat_template_kwargs={
                 **self.variables(body, effort),
-                **{name: value for name, value in own.items() if value is not None},
+                **{name: value for name, value in variables.items() if value is not None},
             },
             add_special_tokens=body.add_special_tokens,
             prepared=talk.prepared,
             render_s=_RENDER_S if talk.text_size >= _LONG else None,
         )
 
-    def _input(self, given: PoolingInput, body: EngineBody, add_special_tokens: bool) -> Prompt:
-        inputs, size = self._reader(body), self._cut_len(body, 0)
-        if isinstance(given, Sides):
-            return self._fitted(self._in_parts(given, inputs), body, 0)
-        if isinstance(given, tuple) and (size is None or self._template is not None):
-            prompt = pair_prompt(inputs, *given, self._template)
-        elif size is None or isinstance(given, list) or not add_special_tokens:
-            prompt = inputs.parse(given, add_special_tokens=add_special_tokens)
+    def _pooling_prompt(self, value: PoolingInput, body: EngineBody, add_special_tokens: bool) -> Prompt:
+        inputs, size = self._inputs_for(body), self._truncated_len(body, 0)
+        if isinstance(value, Sides):
+            return self._truncate(self._prompt_of_parts(value, inputs), body, 0)
+        if isinstance(value, tuple) and (size is None or self._template is not None):
+            prompt = pair_prompt(inputs, *value, self._template)
+        elif size is None or isinstance(value, list) or not add_special_tokens:
+            prompt = inputs.parse(value, add_special_tokens=add_special_tokens)
         else:
-            texts = (given,) if isinstance(given, str) else given
-            prompt = inputs.parse_cut(*texts, max_len=size, side=self._side(body))
-        return self._fitted(prompt, body, 0)
+            texts = (value,) if isinstance(value, str) else value
+            prompt = inputs.parse_cut(*texts, max_len=size, side=self._truncation_side(body))
+        return self._truncate(prompt, body, 0)
 
-    def _in_parts(self, given: Sides, inputs: InputProcessor) -> Prompt:
-        """A message by the chat template, of which there is one; a pair by that of the server, if it has one;
-        what is embedded for a score by none."""
-        if not given.is_talk:
-            return sides_prompt(inputs, given.sides, self._template if len(given.sides) > 1 else None)
+    def _prompt_of_parts(self, value: Sides, inputs: InputProcessor) -> Prompt:
+        """Return the prompt of content parts. A message uses the chat template, a pair only the template of
+        the server, and a single side of a score no template."""
+        if not value.is_talk:
+            return sides_prompt(inputs, value.sides, self._template if len(value.sides) > 1 else None)
         return sides_prompt(
             inputs,
-            given.sides,
+            value.sides,
             choose_template(self._own_template, self._template),
             chat_template_content_format=self._settings.chat_template_content_format,
             chat_template_kwargs=self._settings.default_chat_template_kwargs,
@@ -253,24 +254,26 @@ class PromptReader:
 
     @property
     def has_template(self) -> bool:
-        """Whether messages can be made prompts at all."""
+        """Whether there is a chat template to render messages."""
         return self._template is not None or self._own_template is not None
 
     @property
     def _own_template(self) -> str | dict[str, str] | None:
         return None if self._inputs.tokenizer is None else self._inputs.tokenizer.chat_template
 
-    def _reader(self, body: EngineBody) -> InputProcessor:
-        return self._of(self._inputs if body.truncate_prompt_tokens is None else self._unbounded, body)
+    def _inputs_for(self, body: EngineBody) -> InputProcessor:
+        return self._with_adapter(
+            self._inputs if body.truncate_prompt_tokens is None else self._unbounded, body
+        )
 
-    def _of(self, inputs: InputProcessor, body: Any) -> InputProcessor:
+    def _with_adapter(self, inputs: InputProcessor, body: Any) -> InputProcessor:
         return inputs.of(self._adapter_of(body.model))
 
-    def _side(self, body: EngineBody) -> str:
+    def _truncation_side(self, body: EngineBody) -> str:
         return body.truncation_side or ("left" if self._inputs.pooling is None else "right")
 
-    def _cut_len(self, body: EngineBody, num_output: int) -> int | None:
-        """The most tokens that a prompt is to have, if it is to be cut at all."""
+    def _truncated_len(self, body: EngineBody, num_output: int) -> int | None:
+        """Return the length to truncate the prompt to, or None."""
         size, limit = body.truncate_prompt_tokens, self._inputs.max_model_len
         if size is not None and size > limit:
             raise RequestError(
@@ -280,9 +283,9 @@ class PromptReader:
             )
         return limit - num_output if size == -1 else size
 
-    def _fitted(self, prompt: Prompt, body: EngineBody, num_output: int) -> Prompt:
+    def _truncate(self, prompt: Prompt, body: EngineBody, num_output: int) -> Prompt:
         prompt.cache_salt = body.cache_salt
-        size = self._cut_len(body, num_output)
+        size = self._truncated_len(body, num_output)
         if size is None:
             return prompt
         if len(prompt.token_ids) > size:
@@ -292,10 +295,10 @@ class PromptReader:
                     f"{size}",
                     param="truncate_prompt_tokens",
                 )
-            start = 0 if self._side(body) == "right" else len(prompt.token_ids) - size
+            start = 0 if self._truncation_side(body) == "right" else len(prompt.token_ids) - size
             prompt.token_ids = prompt.token_ids[start : start + size]
             prompt.text = None
-        checked = self._of(self._inputs, body).parse(
+        checked = self._with_adapter(self._inputs, body).parse(
             {"prompt_token_ids": prompt.token_ids, "prompt": prompt.text}
         )
         checked.cache_salt, checked.second_start = body.cache_salt, prompt.second_start
@@ -304,8 +307,8 @@ class PromptReader:
 
 
 @contextmanager
-def _called(name: str) -> Iterator[None]:
-    """An error in here is one of the input with this name."""
+def _naming_input(name: str) -> Iterator[None]:
+    """Add the name of an input to RequestErrors raised inside."""
     try:
         yield
     except RequestError as error:
@@ -314,36 +317,36 @@ def _called(name: str) -> Iterator[None]:
 
 
 def _embeds_of(body: CompletionBody) -> list[dict[str, str]]:
-    """The prompts of a body that are vectors."""
+    """Return the prompts of a body that are embeddings."""
     if not body.prompt_embeds:
         return []
     for name, why in _NOT_OF_EMBEDS.items():
         if getattr(body, name):
             raise RequestError(why, param=name)
-    several = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
-    return [{"prompt_embeds": each} for each in several]
+    embeds = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
+    return [{"prompt_embeds": item} for item in embeds]
 
 
-def each_of(given: Prompts) -> list[Any]:
-    """The prompts of a body, which may be a single one: a text, or token ids."""
-    several = isinstance(given, list) and not isinstance(given[0], int)
-    return given if several else [given]  # type: ignore[return-value]
+def each_of(prompts: Prompts) -> list[Any]:
+    """Return the prompts of a body as a list; a single text or list of token ids becomes one prompt."""
+    several = isinstance(prompts, list) and not isinstance(prompts[0], int)
+    return prompts if several else [prompts]  # type: ignore[return-value]
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """A message as templates read it; `reasoning_content` is an older name of `reasoning`, which most of them
-    know."""
-    given = message.model_dump(exclude_unset=True)
-    found = {name: value for name, value in given.items() if value is not None}
-    thoughts = found.get("reasoning", found.get("reasoning_content"))
-    if thoughts is not None:
-        found["reasoning"] = found["reasoning_content"] = thoughts
-    return found
+    """Return a message as chat templates expect it, with its reasoning also under the older name
+    `reasoning_content`, which most of them use."""
+    dumped = message.model_dump(exclude_unset=True)
+    fields = {name: value for name, value in dumped.items() if value is not None}
+    reasoning = fields.get("reasoning", fields.get("reasoning_content"))
+    if reasoning is not None:
+        fields["reasoning"] = fields["reasoning_content"] = reasoning
+    return fields
 
 
-def _size(body: ConversationBody) -> int:
-    """Characters that the template has to deal with, about. A template of the request's own counts as long:
-    what it does with the rest nobody knows."""
+def _template_size(body: ConversationBody) -> int:
+    """Return the approximate number of characters that the chat template handles. A template from the request
+    counts as long, since its cost is unknown."""
     if body.chat_template is not None:
         return _LONG
     return _num_chars([body.tools, body.documents, body.chat_template_kwargs, _fields(body.messages)])
@@ -354,29 +357,29 @@ def _fields(messages: Sequence[Message]) -> list[Any]:
 
 
 def _num_values(value: Any) -> int:
-    """In all that the value holds, up to `_LONG`. A text is one, however long: nobody reads it to find the
-    media of a message, unless it is of vectors."""
-    found, waiting = 0, [value]
-    while waiting and found < _LONG:
-        each = waiting.pop()
-        found += 1
-        if isinstance(each, dict):
-            waiting += (*each, *each.values())
-        elif isinstance(each, list):
-            waiting += each
-        elif isinstance(each, str) and each.endswith(_EMBEDS):
+    """Count the nested values, up to `_LONG`. A text counts as one, since the search for media does not read
+    it. Embeddings count as long, since they are decoded."""
+    count, pending = 0, [value]
+    while pending and count < _LONG:
+        item = pending.pop()
+        count += 1
+        if isinstance(item, dict):
+            pending += (*item, *item.values())
+        elif isinstance(item, list):
+            pending += item
+        elif isinstance(item, str) and item.endswith(_EMBEDS):
             return _LONG
-    return found
+    return count
 
 
 def _num_chars(value: Any) -> int:
-    """Of all that the value holds, however deep; nobody asks how much more than `_LONG` it is."""
-    found, waiting = 0, [value]
-    while waiting and found < _LONG:
-        each = waiting.pop()
-        found += len(each) if isinstance(each, str) else 1
-        if isinstance(each, dict):
-            waiting += (*each, *each.values())
-        elif isinstance(each, list | tuple):
-            waiting += each
-    return found
+    """Count the characters of all nested values, up to about `_LONG`."""
+    count, pending = 0, [value]
+    while pending and count < _LONG:
+        item = pending.pop()
+        count += len(item) if isinstance(item, str) else 1
+        if isinstance(item, dict):
+            pending += (*item, *item.values())
+        elif isinstance(item, list | tuple):
+            pending += item
+    return count

@@ -1,4 +1,4 @@
-"""The bodies that are sent, for the OpenAPI document. The routes build them as plain dicts."""
+"""Response bodies, for the OpenAPI document. The routes build them as plain dicts."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repeti
 
 
 class ErrorInfo(BaseModel):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -23,20 +23,20 @@ class ErrorReply(BaseModel):
 
 
 class CachedTokens(BaseModel):
-    """Prompt tokens that the prefix cache held."""
+    """Prompt tokens found in the prefix cache, and those of media."""
 
     cached_tokens: int | None = None
-    multimodal_tokens: dict[str, int] | None = Field(None, description="Of media, by modality.")
+    multimodal_tokens: dict[str, int] | None = Field(None, description="Tokens of media, by modality.")
 
 
 class ReasoningTokens(BaseModel):
-    """Tokens of the answer that are reasoning."""
+    """Details of the completion tokens."""
 
     reasoning_tokens: int
 
 
 class TimelineReply(BaseModel):
-    """Where the time went, where the header `x-request-timeline: 1` asked for it."""
+    """Timings of the call, if it has the header `x-request-timeline: 1`."""
 
     total_ms: float
     queue_ms: float
@@ -51,7 +51,7 @@ class TimelineReply(BaseModel):
 
 
 class UsageReply(BaseModel):
-    """Tokens in and out."""
+    """Numbers of prompt and completion tokens."""
 
     prompt_tokens: int
     total_tokens: int
@@ -62,7 +62,7 @@ class UsageReply(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """A token at one position of the prompt."""
+    """Logprob of a token at one position of the prompt."""
 
     logprob: float
     rank: int | None
@@ -73,7 +73,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class TopLogprob(BaseModel):
-    """One of the likeliest tokens at a position."""
+    """One of the most likely tokens at a position."""
 
     token: str
     logprob: float
@@ -81,13 +81,13 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """The token that was chosen, and the likeliest beside it."""
+    """The sampled token, with the most likely tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Logprobs of a chat's choice."""
+    """Logprobs of a chat choice."""
 
     content: list[TokenLogprob]
 
@@ -108,7 +108,7 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What the model said."""
+    """The message that the model generated."""
 
     role: str
     content: str | None
@@ -121,7 +121,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer of a chat."""
+    """One choice of a chat completion."""
 
     index: int
     message: ChatMessage
@@ -132,7 +132,7 @@ class ChatChoice(BaseModel):
 
 
 class RequestMetrics(BaseModel):
-    """The times of a request, with --enable-per-request-metrics."""
+    """Timings of a request, with --enable-per-request-metrics."""
 
     time_to_first_token_ms: float | None
     generation_time_ms: float | None
@@ -142,7 +142,7 @@ class RequestMetrics(BaseModel):
 
 
 class ChatReply(BaseModel):
-    """A whole answer of /v1/chat/completions."""
+    """Response of /v1/chat/completions, not streamed."""
 
     id: str = Field(examples=["chatcmpl-1f3b"])
     object: Literal["chat.completion"]
@@ -169,7 +169,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One continuation of a prompt."""
+    """One choice of a completion."""
 
     index: int
     text: str
@@ -182,7 +182,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionReply(BaseModel):
-    """A whole answer of /v1/completions."""
+    """Response of /v1/completions, not streamed."""
 
     id: str = Field(examples=["cmpl-1f3b"])
     object: Literal["text_completion"]
@@ -197,7 +197,7 @@ class CompletionReply(BaseModel):
 
 
 class ModelCardReply(BaseModel):
-    """A served name."""
+    """A served model name."""
 
     id: str
     object: Literal["model"]
@@ -210,14 +210,14 @@ class ModelCardReply(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All served names."""
+    """All served model names."""
 
     object: Literal["list"]
     data: list[ModelCardReply]
 
 
 class TokenizeReply(BaseModel):
-    """A text as tokens."""
+    """Response of /tokenize."""
 
     count: int
     max_model_len: int
@@ -226,13 +226,13 @@ class TokenizeReply(BaseModel):
 
 
 class DetokenizeReply(BaseModel):
-    """Tokens as a text."""
+    """Response of /detokenize."""
 
     prompt: str
 
 
 class LoadReply(BaseModel):
-    """Requests being answered."""
+    """Number of running requests."""
 
     server_load: int
 

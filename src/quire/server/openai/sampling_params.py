@@ -1,4 +1,4 @@
-"""What a body asks for, in the engine's terms: sampling parameters, limits, and what cannot be had yet."""
+"""Conversion of request bodies to sampling parameters, with the API's checks."""
 
 import reprlib
 from typing import Any
@@ -29,15 +29,15 @@ _SAMPLING = (
 )  # fmt: skip
 """Fields that a body and SamplingParams have in common."""
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Those that the model's generation config has a say in."""
+"""Fields that take their defaults from the model's generation config."""
 
 
 _FUNCTION_FIELDS = ("functions", "function_call")
-"""Names that `tools` and `tool_choice` had in older versions of the API."""
+"""Names of `tools` and `tool_choice` in older versions of the API."""
 
 
 def check_fields(body: Body) -> None:
-    """Refuse what cannot be had; note what is not known."""
+    """Refuse unsupported fields, and log unknown ones."""
     for name in UNBUILT["body field"].keys() & body.model_fields_set:
         refuse("body field", name, getattr(body, name))
     extra = {name for name in body.model_extra or () if name not in UNBUILT["body field"]}
@@ -46,7 +46,7 @@ def check_fields(body: Body) -> None:
 
 
 def check_generate(body: GenerateBody, *, max_n: int, max_stops: int = MAX_STOP_STRINGS) -> None:
-    """The rules of the API about fields that do not go together, or are more than HTTP allows."""
+    """Raise for fields that exclude each other or exceed the limits of the API."""
     check_fields(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidBody("Stream options can only be defined when `stream=True`.", param="stream_options")
@@ -59,20 +59,20 @@ def check_generate(body: GenerateBody, *, max_n: int, max_stops: int = MAX_STOP_
     best_of = (body.model_extra or {}).get("best_of")
     if best_of not in (None, 1, body.n or 1):
         warn_once(
-            logger, "`best_of` is gone and has no effect: each of the n answers is the only one made for it"
+            logger, "`best_of` is no longer supported and has no effect: exactly n choices are generated"
         )
     check_stops(body.stop, max_stops)
 
 
-def check_stops(stop: object, most: int = MAX_STOP_STRINGS) -> None:
-    """Every token of an answer is held against each of them."""
-    if isinstance(stop, list) and len(stop) > most:
-        raise RequestError(f"stop may be at most {most} strings, got {len(stop)}.", param="stop")
+def check_stops(stop: object, limit: int = MAX_STOP_STRINGS) -> None:
+    """Limit the number of stop strings, each of which is checked at every token."""
+    if isinstance(stop, list) and len(stop) > limit:
+        raise RequestError(f"stop may be at most {limit} strings, got {len(stop)}.", param="stop")
 
 
 def check_chat(body: ChatBody, *, trust_template: bool) -> None:
     if (body.model_extra or {}).get("prompt_embeds") is not None:
-        raise RequestError("prompt_embeds is a field of /v1/completions alone", param="prompt_embeds")
+        raise RequestError("prompt_embeds is supported by /v1/completions only", param="prompt_embeds")
     _warn_of_functions(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidBody("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
@@ -83,7 +83,7 @@ def check_chat(body: ChatBody, *, trust_template: bool) -> None:
 
 
 def _warn_of_functions(body: ChatBody) -> None:
-    """Tell the operator about calls that use the names that `tools` had before."""
+    """Log a warning about requests with the older names of `tools` and `tool_choice`."""
     if any((body.model_extra or {}).get(name) not in (None, "none") for name in _FUNCTION_FIELDS):
         warn_once(logger, "`functions` and `function_call` have no effect: send `tools` and `tool_choice`")
 
@@ -106,22 +106,24 @@ def check_template(chat_template: str | None, trusted: bool) -> None:
         )
 
 
-def output_limit(asked: int | None, prompt_len: int, limit: int, default: int | None) -> int:
-    """Most tokens that may be generated: what was asked, what fits, and `default`, the model's own."""
-    if asked is not None and asked > limit:
+def output_limit(max_tokens: int | None, prompt_len: int, limit: int, default: int | None) -> int:
+    """Return the maximum output tokens: the least of the requested number, the room left and the
+    `default`."""
+    if max_tokens is not None and max_tokens > limit:
         raise RequestError(
-            f"max_tokens={asked} cannot be greater than max_model_len={limit}. Please request fewer output "
-            "tokens.",
+            f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}. Please request fewer "
+            "output tokens.",
             param="max_tokens",
         )
-    if asked is not None and asked + prompt_len > limit:
+    if max_tokens is not None and max_tokens + prompt_len > limit:
         raise RequestError(
-            f"This model's maximum context length is {limit} tokens. However, you requested {asked} output "
-            f"tokens and your prompt contains {prompt_len} input tokens, for a total of {asked + prompt_len} "
-            "tokens. Please reduce the length of the input prompt or the number of requested output tokens.",
+            f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
+            f"output tokens and your prompt contains {prompt_len} input tokens, for a total of "
+            f"{max_tokens + prompt_len} tokens. Please reduce the length of the input prompt or the number "
+            "of requested output tokens.",
             param="input_tokens",
         )
-    bounds = (limit - prompt_len, asked, default)
+    bounds = (limit - prompt_len, max_tokens, default)
     return min(bound for bound in bounds if bound is not None)
 
 
@@ -137,12 +139,12 @@ def sampling_params(
     may_think: bool = True,
     keeps_special_tokens: bool = False,
 ) -> SamplingParams:
-    """`constraint` is in place of the body's own. `reasoning`: how it is marked, where it is told apart.
-    `may_think`: whether it may come before an answer that is constrained."""
+    """Return the sampling parameters of a body. `constraint` replaces the body's own. `reasoning` has the
+    marks of reasoning, if it is parsed. `may_think`: whether reasoning may precede a constrained output."""
     constraint = constraint or constraint_of(body)
-    given = {name: getattr(body, name) for name in _SAMPLING}
+    fields = {name: getattr(body, name) for name in _SAMPLING}
     if keeps_special_tokens:
-        given["skip_special_tokens"] = False
+        fields["skip_special_tokens"] = False
     budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
     if budget is not None and reasoning is None:
         raise RequestError(
@@ -150,13 +152,13 @@ def sampling_params(
             param="thinking_token_budget",
         )
     for name in _DEFAULTED:
-        if given[name] is None:
-            given[name] = facts.default_sampling.get(name)
+        if fields[name] is None:
+            fields[name] = facts.default_sampling.get(name)
     detection = body.repetition_detection
     if constraint is not None and not may_think:
         reasoning = budget = None
     return SamplingParams.from_optional(
-        **given,
+        **fields,
         extra_args=body.vllm_xargs,
         max_tokens=max_tokens,
         logprobs=logprobs,
@@ -176,7 +178,7 @@ def beam_params(
     refuse("call argument", "structured_outputs", constraint or constraint_of(body))
     if 2 * width > facts.max_logprobs:
         raise RequestError(
-            f"a beam search of n={width} looks at {2 * width} logprobs per token, above max_logprobs="
+            f"a beam search of n={width} needs {2 * width} logprobs per token, above max_logprobs="
             f"{facts.max_logprobs}; lower n or raise --max-logprobs",
             param="n",
         )
@@ -198,7 +200,7 @@ def chat_num_logprobs(body: ChatBody) -> int | None:
 
 
 def completion_prompt_logprobs(body: CompletionBody) -> int | None:
-    """An echoed prompt carries logprobs as its continuation does."""
+    """Return the number of prompt logprobs; an echoed prompt has as many as the output."""
     if body.prompt_logprobs is None and body.echo:
         return body.logprobs
     return body.prompt_logprobs

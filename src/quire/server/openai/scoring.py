@@ -1,4 +1,4 @@
-"""/generative_scoring: how likely a model goes on with a label, behind a query and each of some items."""
+"""The route /generative_scoring: the probability of a label token after a query and each of several items."""
 
 import math
 from collections.abc import Sequence
@@ -27,21 +27,21 @@ class ScoringBody(CallBody):
 
     query: str | Many[TokenId] = Field(description="A text or its tokens.", examples=["Is this a fruit? "])
     items: Some[str] | Some[Many[TokenId]] = Field(
-        description="Texts or their tokens, each of which is asked about by itself.",
+        description="Texts or their tokens, each scored separately.",
         examples=[["An apple.", "A chair."]],
     )
     label_token_ids: Some[TokenId] = Field(
-        description="The tokens that are looked at; the score is about the first.", examples=[[9, 10]]
+        description="The label tokens; the score is the probability of the first.", examples=[[9, 10]]
     )
     apply_softmax: bool = Field(
-        True, description="Score the first label among all of them; false: among all tokens."
+        True, description="Normalize over the labels; false: over the whole vocabulary."
     )
-    item_first: bool = Field(False, description="An item stands before the query, not behind it.")
-    add_special_tokens: bool = Field(True, description="To the query, where it is a text.")
+    item_first: bool = Field(False, description="Place the item before the query, not after it.")
+    add_special_tokens: bool = Field(True, description="Add special tokens to the query, if it is a text.")
 
 
 class ScoredItem(BaseModel):
-    """How likely the first label is behind an item."""
+    """Probability of the first label after an item."""
 
     index: int
     object: Literal["score"]
@@ -49,7 +49,7 @@ class ScoredItem(BaseModel):
 
 
 class ScoringReply(BaseModel):
-    """An answer of /generative_scoring."""
+    """Response of /generative_scoring."""
 
     id: str
     object: Literal["list"]
@@ -62,17 +62,17 @@ class ScoringReply(BaseModel):
 def add_scoring_route(app: FastAPI, api: GenerationService) -> None:
     @app.post("/generative_scoring", **replies_of(ScoringReply, *CODES), **BODY)
     async def create_generative_scoring(body: ScoringBody, request: Request) -> Response:
-        """How likely each item is to be followed by the first label."""
+        """Score each item by the probability that the first label follows it."""
         return await answer_scoring(api, body, request)
 
 
 async def answer_scoring(api: GenerationService, body: ScoringBody, request: Request) -> Response:
     await api.check_model(body.model, pools=False)
     check_fields(body)
-    most = min(MAX_PROMPTS, api.settings.max_sequences)
-    if len(body.items) > most:
+    limit = min(MAX_PROMPTS, api.settings.max_sequences)
+    if len(body.items) > limit:
         raise RequestError(
-            f"{len(body.items)} items are more than one call may bring, which is {most}; send fewer at once",
+            f"{len(body.items)} items are more than one call may bring, which is {limit}; send fewer at once",
             param="items",
         )
     vocab = api.engine.facts.vocab
@@ -86,12 +86,12 @@ async def answer_scoring(api: GenerationService, body: ScoringBody, request: Req
     prompts = await off_loop(size, lambda: _prompts(api.inputs_of(body.model), body))
     params = SamplingParams(max_tokens=1, logprob_token_ids=list(dict.fromkeys(body.label_token_ids)))
     job = api.job("generative-scoring", body, request, prompts, [params] * len(prompts))
-    found = await api.answering.until_gone(request.receive, api.finished(job))
-    return json_response(_reply(api, body, job, found))
+    outputs = await api.answering.until_gone(request.receive, api.finished(job))
+    return json_response(_reply(api, body, job, outputs))
 
 
 def _prompts(inputs: InputProcessor, body: ScoringBody) -> list[Prompt]:
-    """Query and item side by side, cut at the end so that a token fits behind them."""
+    """Return the prompts of query and item, truncated at the end to leave room for one token."""
     query = _ids(inputs, body.query, "query", add_special_tokens=body.add_special_tokens)
     prompts = []
     for item in body.items:
@@ -102,13 +102,13 @@ def _prompts(inputs: InputProcessor, body: ScoringBody) -> list[Prompt]:
 
 
 def _ids(
-    inputs: InputProcessor, given: str | Sequence[int], param: str, *, add_special_tokens: bool
+    inputs: InputProcessor, value: str | Sequence[int], param: str, *, add_special_tokens: bool
 ) -> Sequence[int]:
-    if not isinstance(given, str):
-        return given
+    if not isinstance(value, str):
+        return value
     if inputs.tokenizer is None:
         raise RequestError(f"there is no tokenizer (skip_tokenizer_init): send {param} as token ids", param)
-    return inputs.tokenizer.encode(given, add_special_tokens=add_special_tokens)
+    return inputs.tokenizer.encode(value, add_special_tokens=add_special_tokens)
 
 
 def _reply(
@@ -125,8 +125,10 @@ def _reply(
 
 
 def _score(body: ScoringBody, output: RequestOutput) -> float:
-    assert output.outputs[0].logprobs and output.outputs[0].logprobs[0] is not None, "they were asked for"
-    told = output.outputs[0].logprobs[0]
-    chances = {id: math.exp(told[id].logprob) for id in body.label_token_ids}
-    own = chances[body.label_token_ids[0]]
-    return own / (sum(chances.values()) or 1.0) if body.apply_softmax else own
+    assert output.outputs[0].logprobs and output.outputs[0].logprobs[0] is not None, (
+        "label_token_ids were requested"
+    )
+    logprobs = output.outputs[0].logprobs[0]
+    probs = {id: math.exp(logprobs[id].logprob) for id in body.label_token_ids}
+    first = probs[body.label_token_ids[0]]
+    return first / (sum(probs.values()) or 1.0) if body.apply_softmax else first

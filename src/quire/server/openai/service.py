@@ -1,4 +1,4 @@
-"""What the generating routes share: ids, model names, a job and its answer."""
+"""Shared code of the generating routes: ids, model names, calls of the engine and their responses."""
 
 import asyncio
 import hashlib
@@ -43,27 +43,27 @@ logger = get_logger(__name__)
 
 Params = SamplingParams | BeamSearchParams | PoolingParams
 _MAX_ID = 256
-"""Characters of an id that a client chooses: each of its sequences carries a copy."""
+"""Maximum characters of a client's request id, which every sequence copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiCall:
-    """One call of the API: what goes to the engine, and what every part of the answer carries."""
+    """One API call: the input of the engine, and the fields that every part of the response has."""
 
     id: str
     created: int
     model: str
     priority: int
     rank: int | None
-    """The only core that it may go to."""
+    """Engine core that must run it, if set."""
     prompts: list[Prompt]
     params: list[Params]
     timeline: JobTimeline | None = None
-    """Where its time goes, if it wants to know."""
+    """Timings of the call, if the client requested them."""
     account: KeyAccount | None = None
-    """Of the key that it came with."""
+    """Account of its API key."""
     lora: LoRARequest | None = None
-    """The adapter that answers it."""
+    """LoRA adapter to use."""
 
     def engine_ids(self) -> list[str]:
         if len(self.prompts) == 1:
@@ -72,7 +72,7 @@ class ApiCall:
 
 
 class GenerationService:
-    """The engine and the settings, as the routes need them."""
+    """Engine, settings and helpers that the routes share."""
 
     def __init__(
         self, engine: Engine, settings: ServerSettings, registry: LoRARegistry | None = None
@@ -88,18 +88,18 @@ class GenerationService:
         self.fingerprint = _fingerprint(settings.api, facts)
 
     async def check_model(self, name: str | None, *, pools: bool | None = None) -> None:
-        """That it is the name of this model, or of an adapter, which is looked for if need be. Where that is
-        told: of a model that pools, or that does not."""
+        """Raise NotFound unless this is the name of the model or of an adapter, which is resolved if
+        necessary. With `pools`, also check whether the model is a pooling model."""
         if name and name not in self.engine.facts.model_names:
             await self.adapters.settle(name)
             if self.adapters.get(name) is None:
                 raise no_model(name)
-            await asyncio.to_thread(self.inputs_of, name)  # files that may not have been read yet
+            await asyncio.to_thread(self.inputs_of, name)  # may read the adapter's tokenizer files
         if pools is not None and pools != (self.engine.inputs.pooling is not None):
             raise NotFound(NOT_POOLING.format(what="this route") if pools else GENERATES_NOT)
 
     def inputs_of(self, name: str | None) -> InputProcessor:
-        """How requests to the model, or to the adapter of this name, are read."""
+        """Return the input processor of the model or of the adapter with this name."""
         return self.engine.inputs.of(self.adapters.request_of(name))
 
     def job(
@@ -110,15 +110,16 @@ class GenerationService:
         prompts: list[Prompt],
         params: Sequence[Params],
     ) -> ApiCall:
+        """Build the call of a request, charge its prompt tokens to the key and log it."""
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
         _check_id(base)
-        urgent = _header_int(request, "x-vllm-priority")
-        name, lora = self._model(body.model, request)
+        priority = _header_int(request, "x-vllm-priority")
+        name, lora = self._resolve_model(body.model, request)
         job = ApiCall(
             id=f"{kind}-{base}",
             created=int(time.time()),
             model=name,
-            priority=body.priority if urgent is None else urgent,
+            priority=body.priority if priority is None else priority,
             rank=_header_int(request, "x-data-parallel-rank"),
             prompts=prompts,
             params=list(params),
@@ -130,12 +131,13 @@ class GenerationService:
             job.account.add_prompt(sum(len(prompt.token_ids) for prompt in prompts))
         if self.settings.log.enable_log_requests:
             for prompt in prompts:
-                shown = self._cut(prompt.text)
+                shown = self._shorten(prompt.text)
                 logger.info("Received request %s: params: %s, prompt: %r", job.id, params[0], shown)
         return job
 
-    def _model(self, name: str | None, request: Request) -> tuple[str, LoRARequest | None]:
-        """What the answer calls the model, and the adapter if it is one, which may have gone since."""
+    def _resolve_model(self, name: str | None, request: Request) -> tuple[str, LoRARequest | None]:
+        """Return the model name for the response, and the adapter; raise NotFound if it was unloaded
+        meanwhile."""
         names = self.engine.facts.model_names
         if not name or name in names:
             return names[0], None
@@ -145,13 +147,13 @@ class GenerationService:
         return name, lora
 
     def speller(self, body: GenerateBody) -> Speller:
-        asked = body.return_tokens_as_token_ids
-        as_ids = self.settings.api.return_tokens_as_token_ids if asked is None else asked
+        requested = body.return_tokens_as_token_ids
+        as_ids = self.settings.api.return_tokens_as_token_ids if requested is None else requested
         return Speller(self.inputs_of(body.model).tokenizer, as_ids)
 
-    def output_limit(self, asked: int | None, prompt_len: int) -> int:
+    def output_limit(self, max_tokens: int | None, prompt_len: int) -> int:
         default = self.engine.facts.default_sampling.get("max_tokens")
-        return output_limit(asked, prompt_len, self.engine.inputs.max_model_len, default)
+        return output_limit(max_tokens, prompt_len, self.engine.inputs.max_model_len, default)
 
     async def answer(
         self,
@@ -164,25 +166,25 @@ class GenerationService:
         in_order: bool = False,
         then: Callable[[list[RequestOutput]], Coroutine[Any, Any, None]] | None = None,
     ) -> Response:
-        """The job done, in the words of the encoder. `in_order`: a stream goes prompt by prompt. `then`: what
-        is done before a whole answer is written."""
+        """Run the call and return its response from the encoder. `in_order` streams prompt by prompt. `then`
+        is awaited before a response that is not streamed is encoded."""
         timeline = job.timeline
         if timeline is not None:
             encoder = Timed(encoder, timeline)
         if stream:
             outputs = await self.streamed(job, in_order=in_order)
             return EventStream(outputs, encoder=encoder, answering=self.answering)
-        found = await self.answering.until_gone(request.receive, self.finished(job))
+        final_outputs = await self.answering.until_gone(request.receive, self.finished(job))
         if then is not None:
-            await self.answering.until_gone(request.receive, then(found))
-        response = respond(encoder.whole(found))
+            await self.answering.until_gone(request.receive, then(final_outputs))
+        response = respond(encoder.whole(final_outputs))
         if timeline is not None and timeline.header:
             response.headers[HEADER] = timeline.header
         return response
 
     async def streamed(self, job: ApiCall, *, in_order: bool = False) -> Outputs:
-        """The outputs of all prompts as they come; with several prompts their ids are `job.engine_ids()`. Or
-        `in_order`, those of one prompt after those of another."""
+        """Start the requests and return their outputs as they arrive. With several prompts, the ids are
+        `job.engine_ids()`. With `in_order`, the outputs of one prompt follow those of another."""
         started: list[Outputs] = []
         pause = Pauses()
         checking = ParamsChecker(self.engine.inputs, job.lora)
@@ -202,8 +204,8 @@ class GenerationService:
                 started.append(answer)
                 await pause.if_due()
         except BaseException:
-            for each in started:
-                await each.aclose()
+            for item in started:
+                await item.aclose()
             raise
         outputs: Outputs = started[0]
         if in_order:
@@ -211,11 +213,11 @@ class GenerationService:
         elif len(started) > 1:
             outputs = Merged(dict(zip(job.engine_ids(), started, strict=True)))
         if self.settings.log.enable_log_outputs:
-            outputs = Logged(outputs, job.id, self._cut)
+            outputs = Logged(outputs, job.id, self._shorten)
         return outputs
 
     async def finished(self, job: ApiCall) -> list[RequestOutput]:
-        """The whole outputs, in the order of the prompts."""
+        """Run the call and return the final outputs, in the order of the prompts."""
         if isinstance(job.params[0], BeamSearchParams):
             pauses = Pauses()
             works = [
@@ -237,8 +239,8 @@ class GenerationService:
         outputs = await self.streamed(job)
         if len(job.prompts) == 1:
             return [await final(outputs)]
-        found = await last_of_each(outputs)
-        return [found[id] for id in job.engine_ids()]
+        last = await last_of_each(outputs)
+        return [last[id] for id in job.engine_ids()]
 
     def usage(
         self,
@@ -247,30 +249,30 @@ class GenerationService:
         num_cached: int | None = None,
         timeline: JobTimeline | None = None,
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "total_tokens": num_prompt + num_output,
             "completion_tokens": num_output,
         }
         if self.settings.api.enable_prompt_tokens_details and num_cached is not None:
-            found["prompt_tokens_details"] = {"cached_tokens": num_cached}
+            usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
         if timeline is not None and timeline.told is not None:
-            found["timeline"] = timeline.told
-        return found
+            usage["timeline"] = timeline.told
+        return usage
 
     def metrics(self, stats: RequestStateStats | None, num_sequences: int) -> dict[str, Any] | None:
-        """Of a request with one answer, if they are told at all."""
+        """Return the timings of a request with a single choice, if enabled."""
         if not self.settings.api.enable_per_request_metrics or stats is None or num_sequences != 1:
             return None
         return request_metrics(stats)
 
-    def _cut(self, text: str | None) -> str:
+    def _shorten(self, text: str | None) -> str:
         return (text or "")[: self.settings.log.max_log_len]
 
 
 def _fingerprint(api: ApiSection, facts: EngineFactsLike) -> str | None:
-    known = repr((facts.model_names, facts.root, facts.vocab))
-    digest = hashlib.sha256(known.encode()).hexdigest()[:8]
+    served = repr((facts.model_names, facts.root, facts.vocab))
+    digest = hashlib.sha256(served.encode()).hexdigest()[:8]
     match api.fingerprint_mode:
         case "full":
             return f"quire-{facts.version}-{digest}"
@@ -286,7 +288,7 @@ def no_model(name: str) -> NotFound:
 
 
 def _check_id(id: str) -> None:
-    """Refuse an id that could not stand in a line of the log."""
+    """Raise RequestError for an id that is too long or not printable in a log line."""
     if len(id) > _MAX_ID:
         raise RequestError(
             f"the request id has {len(id)} characters, and may have {_MAX_ID}; send a shorter one",

@@ -1,4 +1,4 @@
-"""The outputs of several requests as one stream, and what else is done to streams of outputs."""
+"""Streams of outputs: merged, ordered or logged outputs of several requests."""
 
 import asyncio
 import time
@@ -12,12 +12,12 @@ from quire.server.engine import Outputs, is_pushed
 logger = get_logger(__name__)
 
 PIECE_S = 0.005
-"""How long a large call may hold the event loop in one go."""
+"""Seconds for which a large call may block the event loop at a time."""
 
 
 class Pauses:
-    """Lets the event loop turn between pieces of a large call. Several tasks of one call may share it: then
-    one of them at a time goes on after a turn."""
+    """Pauses that yield to the event loop within a large call. Several tasks of one call may share an
+    instance; then one task at a time resumes."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -25,7 +25,7 @@ class Pauses:
         self._turns = asyncio.Lock()
 
     async def if_due(self) -> None:
-        """Wait for a turn of the event loop if the call has held it for `PIECE_S`."""
+        """Yield to the event loop if the call has blocked it for `PIECE_S`."""
         if self._clock() - self._resumed_at < PIECE_S:
             return
         async with self._turns:
@@ -34,17 +34,18 @@ class Pauses:
 
 
 async def last_of_each(outputs: Outputs) -> dict[str, RequestOutput]:
-    found = {}
+    """Return the last output of each request, by id."""
+    last = {}
     try:
         async for output in outputs:
-            found[output.request_id] = output
+            last[output.request_id] = output
     finally:
         await outputs.aclose()
-    return found
+    return last
 
 
 class Logged:
-    """Outputs that leave their text in the log when they are over."""
+    """Outputs that are logged when they are complete."""
 
     def __init__(self, outputs: Outputs, name: str, cut: Callable[[str], str]) -> None:
         self._outputs, self._name, self._cut = outputs, name, cut
@@ -55,8 +56,8 @@ class Logged:
 
     async def __anext__(self) -> RequestOutput:
         output = await self._outputs.__anext__()
-        for each in output.outputs:
-            self._texts.setdefault((output.request_id, each.index), []).append(each.text)
+        for choice in output.outputs:
+            self._texts.setdefault((output.request_id, choice.index), []).append(choice.text)
         return output
 
     async def aclose(self) -> None:
@@ -67,7 +68,7 @@ class Logged:
 
 
 class Merged:
-    """Several requests as one stream of outputs, in the order in which they come, under these ids."""
+    """Outputs of several requests as one stream, in order of arrival, under the ids of the mapping."""
 
     def __init__(self, started: Mapping[str, Outputs]) -> None:
         self._started = started
@@ -83,13 +84,13 @@ class Merged:
         item = await self._arrived.get()
         if isinstance(item, RequestOutput):
             return item
-        self._arrived.put_nowait(item)  # whoever asks again is told again
+        self._arrived.put_nowait(item)  # the next call gets it again
         raise StopAsyncIteration if item is None else item
 
     async def _queue(self) -> None:
         try:
             await self.forward(self._arrived.put_nowait)
-        except Exception as error:  # handed to the reader, who raises it
+        except Exception as error:  # passed to the reader, which raises it
             self._arrived.put_nowait(error)
         else:
             self._arrived.put_nowait(None)
@@ -99,7 +100,7 @@ class Merged:
         reader: Callable[[RequestOutput], None],
         text_reader: Callable[[str, int], None] | None = None,
     ) -> None:
-        """All outputs of all requests to `reader`, in the moment they come."""
+        """Pass all outputs of all requests to `reader` as soon as they arrive."""
         tasks, pause = list[asyncio.Task[None]](), Pauses()
         try:
             for id, outputs in self._started.items():
@@ -118,20 +119,20 @@ class Merged:
 
 
 class InOrder:
-    """Several requests that run at once, read one behind the other. What the later ones have said already is
-    there when it is their turn."""
+    """Outputs of concurrent requests, read one request after another. The outputs of later requests are kept
+    until then."""
 
     def __init__(self, started: Sequence[Outputs]) -> None:
         self._started = started
         self._waiting: deque[asyncio.Task[RequestOutput]] | None = None
-        """For the next output of each that is not over."""
+        """Tasks that wait for the next output of each unfinished request."""
 
     def __aiter__(self) -> "InOrder":
         return self
 
     async def __anext__(self) -> RequestOutput:
         if self._waiting is None:
-            self._waiting = deque(asyncio.create_task(_next(each)) for each in self._started)
+            self._waiting = deque(asyncio.create_task(_next(outputs)) for outputs in self._started)
         if not self._waiting:
             raise StopAsyncIteration
         output = await self._waiting[0]
@@ -156,14 +157,14 @@ async def _next(outputs: Outputs) -> RequestOutput:
 
 
 async def _forward(id: str, outputs: Outputs, reader: Callable[[RequestOutput], None]) -> None:
-    def named(output: RequestOutput) -> None:
+    def forward_named(output: RequestOutput) -> None:
         output.request_id = id
         reader(output)
 
     if is_pushed(outputs):
-        return await outputs.forward(named)
+        return await outputs.forward(forward_named)
     try:
         async for output in outputs:
-            named(output)
+            forward_named(output)
     finally:
         await outputs.aclose()

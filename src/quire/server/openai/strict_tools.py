@@ -1,4 +1,4 @@
-"""Tool calls that a model chooses to write, held to the schemas of their tools."""
+"""Grammars of optional tool calls that match the schemas of their tools."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes calls whose arguments are JSON."""
+    """Format of a model's tool calls with JSON arguments."""
 
     call: str
-    """One call, with NAME and ARGUMENTS in their places."""
+    """One call, with the placeholders NAME and ARGUMENTS."""
     before: str = ""
-    """What stands before the first, if anything does."""
+    """Text before the first call, if any."""
     after: str = ""
 
 
@@ -38,10 +38,9 @@ FORMATS = {
         "<|tool_calls_section_end|>",
     ),
 }
-"""By the parser that reads them. The others' calls cannot be told from text by how they begin, or have their
-arguments in another shape than JSON."""
+"""Call formats by parser name. Calls of other parsers have no distinct start mark, or no JSON arguments."""
 
-_PLACES = re.compile(r"(NAME|ARGUMENTS|DIGITS)")
+_PLACEHOLDERS = re.compile(r"(NAME|ARGUMENTS|DIGITS)")
 
 
 def calls_grammar(
@@ -51,15 +50,15 @@ def calls_grammar(
     *,
     instead: Mapping[str, Any] | None = None,
 ) -> str:
-    """Lark: free text in which a call, once begun, is one of these tools with arguments of its schema; or in
-    place of the text JSON of the schema `instead`. Marks that are special tokens are no text to a grammar."""
+    """Return a Lark grammar of free text, or of JSON of the schema `instead`, with tool calls. Every call is
+    one of these tools with arguments of its schema. Marks that are special tokens are matched by token id."""
     marks = {token.content: id for id, token in tokenizer.added_tokens.items() if tokenizer.is_special(id)}
     calls = " | ".join(f"call_{place}" for place in range(len(schemas)))
     rules = [
-        f"call_{place}: {_sequence(_cut(format.call, first=not format.before), marks, name, schema)}"
+        f"call_{place}: {_sequence(_after_mark(format.call, first=not format.before), marks, name, schema)}"
         for place, (name, schema) in enumerate(schemas.items())
     ]
-    opening = format.before or _first(format.call)
+    opening = format.before or _start_mark(format.call)
     if opening in marks:
         rules += [f"opening: <[{marks[opening]}]>", "begun: TEXT opening"]
     else:
@@ -72,26 +71,28 @@ def calls_grammar(
     return "\n".join([f"start: {start}", *rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]+/", ""])
 
 
-def _first(call: str) -> str:
-    """The mark that a call begins with."""
+def _start_mark(call: str) -> str:
+    """Return the start mark of a call."""
     return call[: call.index(">") + 1]
 
 
-def _cut(call: str, *, first: bool) -> str:
-    """The call without its first mark, which was written already."""
-    return call.removeprefix(_first(call)) if first else call
+def _after_mark(call: str, *, first: bool) -> str:
+    """Return the call, if `first` without its start mark, which was matched already."""
+    return call.removeprefix(_start_mark(call)) if first else call
 
 
 def _sequence(text: str, marks: Mapping[str, int], name: str = "", schema: Any = None) -> str:
-    """Text as a sequence of tokens, literals, and what stands in its places."""
-    found = "|".join(map(re.escape, sorted((mark for mark in marks if mark in text), key=len, reverse=True)))
-    parts = re.split(f"({found})", text) if found else [text]
+    """Convert text to grammar symbols: special tokens, literals and filled placeholders."""
+    pattern = "|".join(
+        map(re.escape, sorted((mark for mark in marks if mark in text), key=len, reverse=True))
+    )
+    parts = re.split(f"({pattern})", text) if pattern else [text]
     out: list[str] = []
     for part in parts:
         if part in marks:
             out.append(f"<[{marks[part]}]>")
             continue
-        for piece in _PLACES.split(part):
+        for piece in _PLACEHOLDERS.split(part):
             if piece == "ARGUMENTS":
                 out.append(_json(schema))
             elif piece == "NAME":

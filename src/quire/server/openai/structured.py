@@ -1,4 +1,4 @@
-"""How a body says what its answer must look like: three ways, of which it may use one."""
+"""Structured output constraints of a request, in one of three equivalent forms."""
 
 import json
 from collections.abc import Callable
@@ -16,39 +16,39 @@ _GUIDED = {
     "guided_json_object": "json_object",
     "guided_whitespace_pattern": "whitespace_pattern",
 }
-"""Older names, each with the key of `structured_outputs` that it became."""
+"""Older field names, with the key of `structured_outputs` that replaced them."""
 
 
 def constraint_of(body: GenerateBody) -> dict[str, Any] | None:
-    """As SamplingParams take it."""
-    ways = {
+    """Return the constraint of a request in the form of SamplingParams; raise if it has several."""
+    forms = {
         "response_format": _from_format(body.response_format),
         "structured_outputs": body.structured_outputs,
         "guided_*": _from_guided(body.model_extra or {}),
     }
-    given = {name: way for name, way in ways.items() if way is not None}
-    if len(given) > 1:
+    constraints = {name: constraint for name, constraint in forms.items() if constraint is not None}
+    if len(constraints) > 1:
         raise RequestError(
-            f"{' and '.join(given)} both say what the answer must look like; send one of them",
-            param=next(iter(given)),
+            f"{' and '.join(constraints)} both constrain the output; send one of them",
+            param=next(iter(constraints)),
         )
-    return next(iter(given.values()), None)
+    return next(iter(constraints.values()), None)
 
 
-def _from_format(asked: dict[str, Any] | None) -> dict[str, Any] | None:
-    if asked is None:
+def _from_format(format: dict[str, Any] | None) -> dict[str, Any] | None:
+    if format is None:
         return None
-    kind = asked.get("type", "text")
+    kind = format.get("type", "text")
     if not isinstance(kind, str) or kind not in _FORMATS:
         known = ", ".join(_FORMATS)
         raise RequestError(
             f"`response_format` has no type {kind!r:.80}; known: {known}", param="response_format"
         )
-    return _FORMATS[kind](asked)
+    return _FORMATS[kind](format)
 
 
-def _from_schema(asked: dict[str, Any]) -> dict[str, Any]:
-    inner = asked.get("json_schema")
+def _from_schema(format: dict[str, Any]) -> dict[str, Any]:
+    inner = format.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict):
         raise InvalidBody(
@@ -59,13 +59,13 @@ def _from_schema(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 _FORMATS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
-    "text": lambda asked: None,
-    "json_object": lambda asked: {"json_object": True},
+    "text": lambda format: None,
+    "json_object": lambda format: {"json_object": True},
     "json_schema": _from_schema,
-    "structural_tag": lambda asked: {"structural_tag": json.dumps(asked)},
+    "structural_tag": lambda format: {"structural_tag": json.dumps(format)},
 }
 
 
 def _from_guided(extra: dict[str, Any]) -> dict[str, Any] | None:
-    given = {key: extra[name] for name, key in _GUIDED.items() if extra.get(name) not in (None, False)}
-    return given if given.keys() - {"whitespace_pattern"} else None
+    constraint = {key: extra[name] for name, key in _GUIDED.items() if extra.get(name) not in (None, False)}
+    return constraint if constraint.keys() - {"whitespace_pattern"} else None

@@ -1,4 +1,4 @@
-"""Why was this slow: what a call with the header `x-request-timeline: 1` is told of its time."""
+"""Timings of a call, which the header `x-request-timeline: 1` requests."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ HEADER = "x-request-timeline"
 
 
 def request_metrics(stats: RequestStateStats) -> dict[str, float | None]:
-    """The times of a request, as vLLM tells them; None where they are not known."""
+    """Return the timings of a request in vLLM's format; unknown ones are None."""
     num_tokens, first, last = stats.num_generation_tokens, stats.first_token_ts, stats.last_token_ts
     generation, whole = _ms(first, last), _ms(stats.scheduled_ts, last)
     return {
@@ -30,28 +30,28 @@ def _ms(begin: float, end: float) -> float | None:
 
 
 class JobTimeline:
-    """The time of a call, known when all its prompts are done."""
+    """Timings of a call, complete when all its prompts are finished."""
 
     def __init__(self) -> None:
-        self._found: dict[str, RequestTimeline] = {}
+        self._timelines: dict[str, RequestTimeline] = {}
 
     @classmethod
     def of(cls, request: Request) -> "JobTimeline | None":
-        """None unless the call asks for it."""
+        """Return a timeline if the request has the header, else None."""
         return cls() if request.headers.get(HEADER, "0").lower() in ("1", "true") else None
 
     def note(self, output: RequestOutput) -> None:
         if output.finished and output.metrics is not None:
-            found = RequestTimeline.of(output.metrics, output.num_cached_tokens or 0)
-            self._found[output.request_id] = found
+            timeline = RequestTimeline.of(output.metrics, output.num_cached_tokens or 0)
+            self._timelines[output.request_id] = timeline
 
     @property
     def told(self) -> dict[str, Any] | None:
-        """None where the engine told nothing: of a beam search, say."""
-        if not self._found:
+        """Return the timings, or None if the engine reported none, as for beam search."""
+        if not self._timelines:
             return None
-        told: dict[str, Any] = msgspec.to_builtins(RequestTimeline.joined(self._found.values()))
-        return told
+        timings: dict[str, Any] = msgspec.to_builtins(RequestTimeline.joined(self._timelines.values()))
+        return timings
 
     @property
     def header(self) -> str:
@@ -59,8 +59,8 @@ class JobTimeline:
 
 
 class Timed:
-    """An encoder whose outputs are looked at on their way. To a whole answer, whichever API's, it adds what
-    they told; at the end of a stream the encoder itself does."""
+    """Encoder wrapper that records the timings of the outputs. It adds them to a response that is not
+    streamed; at the end of a stream the wrapped encoder adds them."""
 
     def __init__(self, encoder: AnswerEncoder, timeline: JobTimeline) -> None:
         self._timeline = timeline
@@ -80,7 +80,7 @@ class Timed:
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         for output in outputs:
             self._timeline.note(output)
-        answer, told = self._encoder.whole(outputs), self._timeline.told
-        if told is not None and answer.get("usage") is not None:
-            answer["usage"]["timeline"] = told
+        answer, timings = self._encoder.whole(outputs), self._timeline.told
+        if timings is not None and answer.get("usage") is not None:
+            answer["usage"]["timeline"] = timings
         return answer

@@ -1,4 +1,4 @@
-"""The tools of a conversation: which may be called, which must be, and what their arguments look like."""
+"""Tools of a chat request: the allowed and the required calls, and the schemas of their arguments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,35 +13,35 @@ from quire.text.parsers.calls import is_name
 from quire.text.tokenizer import Tokenizer
 
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""The parameters of a function that names none."""
+"""Parameter schema of a function without parameters."""
 _ANY: dict[str, Any] = {"type": "object"}
 _WHITE = " "
-"""Between the parts of JSON at most one, so that a call ends."""
+"""Whitespace pattern of JSON: at most one space between parts, so that a call ends."""
 _LITERAL = ("const", "enum", "default", "examples")
 """Keys of a schema that hold values, not schemas."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What an answer may do with tools."""
+    """The tools of a request, and how the model may call them."""
 
     calls: str = "none"
     """auto, required, named or none."""
     name: str = ""
-    """The tool that is to be called."""
+    """Name of the tool to call, if `calls` is named."""
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The parameters of each tool."""
+    """Parameter schemas by tool name."""
     several: bool = True
-    """Whether an answer may have more than one call."""
+    """Whether one response may have several calls."""
     strict: frozenset[str] = frozenset()
-    """Tools that are only to be called with arguments of their schema."""
+    """Tools with arguments that must match their schema."""
 
     @property
     def forced(self) -> bool:
         return self.calls in (REQUIRED, NAMED)
 
     def constraint(self) -> dict[str, Any] | None:
-        """What a forced answer looks like, as SamplingParams take it."""
+        """Return the structured output constraint of forced calls, or None."""
         if self.calls == NAMED:
             return {"json": self.schemas[self.name], "whitespace_pattern": _WHITE}
         if self.calls == REQUIRED:
@@ -51,8 +51,9 @@ class ToolUse:
     def chosen_constraint(
         self, parser: str | None, tokenizer: Tokenizer, instead: dict[str, Any] | None
     ) -> dict[str, Any] | None:
-        """What an answer looks like that may have calls in it, if that can be said of what this parser reads:
-        JSON of the schema `instead`, or text, in which the calls of strict tools are right."""
+        """Return the constraint of an output with optional calls, or None if the parser's format has no
+        grammar. The output is JSON of the schema `instead`, or text with calls; calls of strict tools match
+        their schemas."""
         format = FORMATS.get(parser or "")
         if self.calls != "auto" or format is None or not (self.strict or instead):
             return None
@@ -61,7 +62,7 @@ class ToolUse:
 
 
 def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
-    """What the body says, checked. `auto`: whether the server can read calls that a model writes unasked."""
+    """Check and return the tool use of a request. `auto`: whether the server parses optional calls."""
     if body.tools is not None and not body.tools:
         raise InvalidBody("`tools` must not be an empty array. Leave it out instead.", param="tools")
     choice = body.tool_choice
@@ -69,11 +70,11 @@ def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
         if choice not in (None, "none"):
             raise InvalidBody("When using `tool_choice`, `tools` must be set.", param="tool_choice")
         return ToolUse()
-    functions = [_function(place, tool) for place, tool in enumerate(body.tools)]
+    functions = [_read_function(place, tool) for place, tool in enumerate(body.tools)]
     schemas = {name: schema for name, schema, _ in functions}
     several = body.parallel_tool_calls is not False
     if isinstance(choice, dict):
-        return ToolUse(NAMED, _named(choice, schemas), schemas, several)
+        return ToolUse(NAMED, _read_choice(choice, schemas), schemas, several)
     if choice in (None, "auto") and not auto:
         raise RequestError(
             '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
@@ -83,8 +84,8 @@ def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
     return ToolUse(choice or "auto", "", schemas, several, strict)
 
 
-def _function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any], bool]:
-    """The name of a tool, the schema of its parameters, and whether it is strict."""
+def _read_function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any], bool]:
+    """Return the name of a tool, the schema of its parameters, and whether it is strict."""
     where = f"tools[{place}]"
     if tool.get("type", "function") != "function":
         raise RequestError(f"{where}.type must be 'function', not {tool['type']!r:.80}", param="tools")
@@ -103,7 +104,7 @@ def _function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any],
     return name, parameters or _EMPTY, function.get("strict") is True
 
 
-def _named(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+def _read_choice(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type", "function") != "function" or not isinstance(name, str):
@@ -121,7 +122,7 @@ def _named(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
 
 
 def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
-    """A list of calls. Each tool's schema is a definition, with its references turned to where it stands."""
+    """Return the schema of a list of calls. Each tool's schema is a definition with adjusted references."""
     calls = [
         {
             "type": "object",
@@ -136,18 +137,20 @@ def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, several: bool) -> 
         "minItems": 1,
         **({} if several else {"maxItems": 1}),
         "items": {"anyOf": calls},
-        "$defs": {str(place): _moved(schema, place) for place, schema in enumerate(schemas.values())},
+        "$defs": {
+            str(place): _move_references(schema, place) for place, schema in enumerate(schemas.values())
+        },
     }
 
 
-def _moved(schema: Any, place: int) -> Any:
+def _move_references(schema: Any, place: int) -> Any:
     if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
+        return [_move_references(item, place) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
         key: f"#/$defs/{place}{value[1:]}"
         if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else (value if key in _LITERAL and not isinstance(value, dict) else _moved(value, place))
+        else (value if key in _LITERAL and not isinstance(value, dict) else _move_references(value, place))
         for key, value in schema.items()
     }

@@ -1,5 +1,5 @@
-"""Routes for operators: sleep, pause, calls of workers, what the engine is made of. Most are there in
-developer mode only (VLLM_SERVER_DEV_MODE=1)."""
+"""Routes for operators: sleep, pause, worker calls and server information. Most exist only in developer mode
+(VLLM_SERVER_DEV_MODE=1)."""
 
 import os
 import platform
@@ -25,12 +25,12 @@ logger = get_logger(__name__)
 
 Mode = Literal["abort", "wait", "keep"]
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
-_MOST_IDS = 10_000
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MAX_IDS = 10_000
 
 
 class RpcBody(BaseModel):
-    """A method of the workers, and what it is given."""
+    """A worker method and its arguments."""
 
     method: str = Field(min_length=1, max_length=200)
     args: Many[Any] = []
@@ -39,43 +39,43 @@ class RpcBody(BaseModel):
 
 
 class RpcReply(BaseModel):
-    """What it returned, by worker."""
+    """Results of a worker method, by worker."""
 
     results: list[Any]
 
 
 class AbortBody(BaseModel):
-    """Requests by their ids, as answers carry them."""
+    """Ids of requests to abort, as responses contain them."""
 
-    request_ids: Many[str] = Field(max_length=_MOST_IDS)
+    request_ids: Many[str] = Field(max_length=_MAX_IDS)
 
 
 class AbortReply(BaseModel):
-    """How many sequences were ended."""
+    """Number of aborted sequences."""
 
     aborted: int
 
 
 class StateReply(BaseModel):
-    """What has become of the engine."""
+    """State of the engine after the call."""
 
     status: Literal["paused", "resumed"]
 
 
 class SleepingReply(BaseModel):
-    """Whether memory is given back."""
+    """Whether the engine sleeps, with its memory released."""
 
     is_sleeping: bool
 
 
 class PausedReply(BaseModel):
-    """Whether no steps are taken."""
+    """Whether the engine is paused."""
 
     is_paused: bool
 
 
 class WorldReply(BaseModel):
-    """Workers in all."""
+    """Number of workers."""
 
     world_size: int
 
@@ -84,7 +84,7 @@ _CODES = (400, 500, 503)
 
 
 def add_operate_routes(app: FastAPI, api: GenerationService) -> None:
-    """Those that the settings ask for."""
+    """Add the operator routes that the settings enable."""
     settings = api.settings
     if settings.api.enable_tokenizer_info_endpoint:
         _add_tokenizer_info(app, api)
@@ -93,7 +93,7 @@ def add_operate_routes(app: FastAPI, api: GenerationService) -> None:
     if settings.dev_mode or settings.api.tokens_only:
         _add_abort_route(app, api)
     if settings.dev_mode:
-        logger.warning("Developer mode: routes are open that stop the engine and show its settings")
+        logger.warning("Developer mode: routes that stop the engine and show its settings are enabled")
         _add_rest_routes(app, api)
         _add_sleep_routes(app, api)
         _add_worker_routes(app, api)
@@ -105,13 +105,13 @@ def _add_rest_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/pause", **replies_of(StateReply, *_CODES))
     async def pause(mode: Mode = "abort", clear_cache: bool = True) -> Response:
-        """Take no more steps. Running requests end, are waited for, or are kept; new ones wait."""
+        """Pause the engine. Running requests are aborted, finished first, or kept; new ones wait."""
         await operation.pause(mode, clear_cache=clear_cache)
         return json_response({"status": "paused"})
 
     @app.post("/resume", **replies_of(StateReply, *_CODES))
     async def resume() -> Response:
-        """Take steps again."""
+        """Resume the engine."""
         await operation.resume()
         return json_response({"status": "resumed"})
 
@@ -123,7 +123,7 @@ def _add_rest_routes(app: FastAPI, api: GenerationService) -> None:
 def _add_abort_route(app: FastAPI, api: GenerationService) -> None:
     @app.post("/abort_requests", **replies_of(AbortReply, *_CODES))
     async def abort_requests(body: AbortBody) -> Response:
-        """End requests, whoever answers them."""
+        """Abort requests, in whichever process they run."""
         return json_response({"aborted": await api.engine.operation.abort(body.request_ids)})
 
 
@@ -132,13 +132,13 @@ def _add_sleep_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/sleep", **replies_of(None, *_CODES))
     async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort") -> Response:
-        """Give memory back: weights to the host (1) or dropped (2), the cache dropped."""
+        """Release memory: offload the weights to the host (1) or drop them (2), and drop the KV cache."""
         await operation.sleep(level, mode)
         return Response(status_code=200)
 
     @app.post("/wake_up", **replies_of(None, *_CODES))
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
-        """Take it back, all or by tags (weights, kv_cache), and go on."""
+        """Restore the memory, all or by tags (weights, kv_cache), and resume."""
         for tag in tags or ():
             check_choice("tags", tag, TAGS)
         await operation.wake_up(tags)
@@ -155,15 +155,15 @@ def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
     @app.post("/collective_rpc", **replies_of(RpcReply, *_CODES))
     async def collective_rpc(body: RpcBody) -> Response:
         """Call a public method of every worker."""
-        found = await operation.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
+        results = await operation.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
         try:
-            return json_response({"results": found})
+            return json_response({"results": results})
         except (TypeError, ValueError) as error:
-            raise RequestError(f"{body.method} returned what is no JSON: {error}") from None
+            raise RequestError(f"{body.method} returned a value that is not JSON: {error}") from None
 
     @app.get("/get_world_size", **replies_of(WorldReply, *_CODES))
     async def get_world_size(include_dp: bool = True) -> Response:
-        """Workers of all engines, or of one."""
+        """Return the number of workers of all engines, or of one."""
         parallel = operation.settings["parallel"]
         names = ["tensor_parallel_size", "pipeline_parallel_size", *["data_parallel_size"] * include_dp]
         size = 1
@@ -173,9 +173,9 @@ def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.get("/server_info", **replies_of(dict, *_CODES))
     async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
-        """The engine's settings as they came out, and where it runs; nothing secret."""
-        found = operation.settings
-        config = found if config_format == "json" else "\n".join(_lines(found))
+        """Return the engine's effective settings and its environment, without secrets."""
+        settings = operation.settings
+        config = settings if config_format == "json" else "\n".join(_lines(settings))
         body = {"vllm_config": config, "vllm_env": _environment(), "system_env": _system()}
         return Response(msgspec.json.encode(body, enc_hook=str), media_type="application/json")
 
@@ -183,31 +183,31 @@ def _add_worker_routes(app: FastAPI, api: GenerationService) -> None:
 def _add_cache_routes(app: FastAPI, api: GenerationService) -> None:
     @app.post("/reset_prefix_cache", **replies_of(ResetReply, *_CODES))
     async def reset_prefix_cache(reset_running_requests: bool = False) -> Response:
-        """Forget all cached prefixes; false while requests hold some, unless these are to start again."""
+        """Clear the prefix cache. It fails while requests hold blocks, unless these are to be recomputed."""
         return json_response({"success": await api.engine.reset_prefix_cache(reset_running_requests)})
 
     @app.post("/reset_mm_cache", operation_id="reset_mm_cache", **replies_of(ResetReply, *_CODES))
     async def reset_mm_cache() -> Response:
-        """Forget the images, videos and sounds that were processed: the next ones are read anew."""
+        """Clear the cache of processed images, videos and audio."""
         await api.engine.reset_mm_cache()
         return json_response({"success": True})
 
     @app.post("/reset_encoder_cache", operation_id="reset_encoder_cache", **replies_of(ResetReply, *_CODES))
     async def reset_encoder_cache() -> Response:
-        """Forget the vectors of those that no request needs. Whether that is all."""
+        """Clear the encoder cache of items that no request needs. Return whether it is empty."""
         return json_response({"success": await api.engine.operation.reset_encoder_cache()})
 
 
 def _add_profile_routes(app: FastAPI, api: GenerationService) -> None:
     @app.post("/start_profile", **replies_of(None, *_CODES))
     async def start_profile() -> Response:
-        """Record what the workers do from now on."""
+        """Start the profiler of the workers."""
         await api.engine.operation.profile(True)
         return Response(status_code=200)
 
     @app.post("/stop_profile", **replies_of(None, *_CODES))
     async def stop_profile() -> Response:
-        """Write down what was recorded."""
+        """Stop the profiler and write its results."""
         await api.engine.operation.profile(False)
         return Response(status_code=200)
 
@@ -215,7 +215,7 @@ def _add_profile_routes(app: FastAPI, api: GenerationService) -> None:
 def _add_tokenizer_info(app: FastAPI, api: GenerationService) -> None:
     @app.get("/tokenizer_info", **replies_of(dict, 404, *_CODES))
     async def show_tokenizer_info(model: str | None = None) -> Response:
-        """The tokenizer, of the model or of an adapter: its special tokens and its chat template."""
+        """Return the special tokens and the chat template of the tokenizer of the model or an adapter."""
         await api.check_model(model)
         tokenizer = api.inputs_of(model).tokenizer
         if tokenizer is None:
@@ -224,13 +224,13 @@ def _add_tokenizer_info(app: FastAPI, api: GenerationService) -> None:
 
 
 def tokenizer_info(tokenizer: Tokenizer, max_len: int) -> dict[str, Any]:
-    """In the words of a tokenizer_config.json."""
+    """Return the tokenizer's properties, with the names of tokenizer_config.json."""
     added = sorted(tokenizer.added_vocab.items(), key=lambda item: item[1])
     return {
         "tokenizer_class": type(tokenizer).__name__,
         "model_max_length": max_len,
         "vocab_size": tokenizer.vocab_size,
-        **{name: getattr(tokenizer, name) for name in _NAMED},
+        **{name: getattr(tokenizer, name) for name in _TOKEN_NAMES},
         "added_tokens_decoder": {
             str(id): {"content": text, "special": tokenizer.is_special(id)} for text, id in added
         },
@@ -243,7 +243,7 @@ def _lines(settings: Any) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """The variables that are Quire's or vLLM's, without those that are nobody's business."""
+    """Return the environment variables of Quire and vLLM, without secret ones."""
     return {
         name: value
         for name, value in sorted(os.environ.items())

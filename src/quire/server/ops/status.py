@@ -1,4 +1,4 @@
-"""What a server says of itself: its models, health, version, load and metrics."""
+"""Status routes: models, health, version, load and metrics."""
 
 import uuid
 from typing import Any
@@ -16,7 +16,7 @@ from quire.server.openai.service import GenerationService, no_model
 
 
 class AnyText(Convertor[str]):
-    """The rest of a path, whatever is in it: `path` of Starlette stops at the end of a line."""
+    """Path parameter of any text; Starlette's `path` stops at a line end."""
 
     regex = "(?s:.*)"
 
@@ -61,25 +61,25 @@ def add_model_routes(app: FastAPI, api: GenerationService) -> None:
 
     def cards() -> dict[str, dict[str, Any]]:
         facts = api.engine.facts
-        found = {name: card(name, facts.root) for name in facts.model_names}
-        for each in api.adapters:
-            found[each.name] = card(each.name, each.root, each.base or facts.model_names[0])
-        return found
+        by_name = {name: card(name, facts.root) for name in facts.model_names}
+        for adapter in api.adapters:
+            by_name[adapter.name] = card(adapter.name, adapter.root, adapter.base or facts.model_names[0])
+        return by_name
 
     @app.get("/v1/models", **replies_of(replies.ModelList, 503))
     async def list_models() -> Response:
-        """Every name that the model and its adapters are served under, once it can be asked: clients wait for
-        this answer."""
+        """List the names of the model and its adapters once the engine is ready. Clients poll this route at
+        start-up."""
         api.engine.check()
         return json_response({"object": "list", "data": list(cards().values())})
 
     @app.get("/v1/models/{name:any}", **replies_of(replies.ModelCardReply, 404))
     async def show_model(name: str) -> Response:
-        """One of the served names."""
-        found = cards().get(name)
-        if found is None:
+        """Return one served model."""
+        model = cards().get(name)
+        if model is None:
             raise no_model(name)
-        return json_response(found)
+        return json_response(model)
 
 
 def add_status_routes(app: FastAPI, api: GenerationService) -> None:
@@ -107,18 +107,18 @@ def add_status_routes(app: FastAPI, api: GenerationService) -> None:
     async def show_version() -> Response:
         return json_response({"version": api.engine.facts.version})
 
-    # Probes of load balancers ask so. A server sends no body then, and the headers are the same.
+    # Load balancers probe with HEAD. The server then sends the same headers and no body.
     for path, answer in (("/health", health), ("/ping", health), ("/version", show_version)):
         app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
 
     @app.get("/load", **replies_of(replies.LoadReply))
     async def show_load() -> Response:
-        """Requests being answered by this process."""
+        """Return the number of running requests of this process."""
         return json_response({"server_load": api.engine.num_in_flight})
 
     text = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
     @app.get("/metrics", responses={200: text}, response_class=Response)
     async def metrics() -> Response:
-        """Metrics over all processes, in Prometheus' format."""
+        """Return the metrics of all processes, in Prometheus' format."""
         return Response(api.engine.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")

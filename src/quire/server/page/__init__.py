@@ -1,4 +1,4 @@
-"""The page at `/`: a chat beside a live view of the engine; static files and one event stream."""
+"""The web page at `/`: a chat and a live view of the engine, from static files and one event stream."""
 
 import asyncio
 import time
@@ -24,14 +24,14 @@ HEADERS = {
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Kept by the browser, but asked for again each time: modules of two versions never meet.
+    # The browser caches files but revalidates them, so that modules of two versions are never mixed.
     "Cache-Control": "no-cache",
 }
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class Watched(Protocol):
-    """What the page needs of an engine."""
+    """The part of an engine that the page uses."""
 
     def snapshot(self) -> dict[str, Any]: ...
 
@@ -46,7 +46,7 @@ class Asset:
 
 
 def read_assets(folder: Path) -> dict[str, Asset]:
-    """The files that may be served, by name; anything else in the folder is not one."""
+    """Return the files that may be served, by name. Other files of the folder are ignored."""
     assets = {}
     for path in sorted(folder.iterdir()):
         if path.suffix in TYPES:
@@ -61,7 +61,7 @@ OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in ASSETS)})
 
 
 class Feed:
-    """Snapshots of the engine as events: one per tick for all listeners, none while nobody listens."""
+    """Snapshots of the engine as events: one per tick for all listeners, none without listeners."""
 
     def __init__(self, engine: Watched, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine

@@ -1,1 +1,1 @@
-"""The routes of pooling models: vectors, classes, scores."""
+"""Routes of pooling models: embeddings, classification, scores."""

@@ -1,4 +1,4 @@
-"""The bodies of the routes of pooling models: what clients send and, for the document, what they get."""
+"""Request and reply bodies of the pooling routes."""
 
 from typing import Literal
 
@@ -8,17 +8,17 @@ from quire.data.params import INT64_MAX
 from quire.server.openai.replies import UsageReply
 from quire.server.openai.requests import Body, ConversationBody, EngineBody, MediaBody, Prompts, Some
 
-_OLDER = "An older name of use_activation."
+_OLDER = "Older name of use_activation."
 
-# ---- what clients send
+# ---- requests
 
 
 class PoolingBody(EngineBody):
-    """What all routes of pooling models have in common."""
+    """Fields that all pooling routes share."""
 
     use_activation: bool | None = Field(
         None,
-        description="Embeddings of length 1, classes as probabilities. Default: as the model says.",
+        description="Normalize embeddings, return class probabilities. Default: the model's setting.",
     )
     normalize: bool | None = Field(None, description=_OLDER)
     activation: bool | None = Field(None, description=_OLDER)
@@ -26,27 +26,29 @@ class PoolingBody(EngineBody):
 
     @property
     def activates(self) -> bool | None:
-        asked = (self.use_activation, self.normalize, self.activation, self.softmax)
-        return next((each for each in asked if each is not None), None)
+        values = (self.use_activation, self.normalize, self.activation, self.softmax)
+        return next((value for value in values if value is not None), None)
 
 
 class VectorOptions(PoolingBody):
-    """How vectors are sent."""
+    """Format of the returned vectors."""
 
     dimensions: int | None = Field(
         None,
-        description="Only the first so many numbers, for models that were trained for it.",
+        description="Truncate the vectors to this size, for Matryoshka models.",
         json_schema_extra={"minimum": 1},
     )
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = Field(
         "float",
-        description="Lists of numbers, base64 of their bytes, or nothing but bytes, with the rest of the "
-        "answer in the header `metadata` or without it.",
+        description="Lists of numbers, base64 of their bytes, or raw bytes, with (bytes) or without "
+        "(bytes_only) the rest of the reply in the header `metadata`.",
     )
     embed_dtype: Literal["float32", "float16", "bfloat16"] = Field(
-        "float32", description="Of base64 and bytes."
+        "float32", description="Applies to base64 and bytes."
     )
-    endianness: Literal["native", "little", "big"] = Field("native", description="Of base64 and bytes.")
+    endianness: Literal["native", "little", "big"] = Field(
+        "native", description="Applies to base64 and bytes."
+    )
 
 
 class InputBody(PoolingBody):
@@ -59,7 +61,7 @@ class InputBody(PoolingBody):
 
 
 class PoolingChatBody(PoolingBody, ConversationBody):
-    """A conversation as the one input."""
+    """A conversation as the only input."""
 
     add_generation_prompt: bool = False
 
@@ -78,17 +80,17 @@ PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 class PoolingInputBody(InputBody, VectorOptions):
     """The body of /pooling for texts or token ids."""
 
-    task: PoolingTask | None = Field(None, description="Default: what the model is for.")
+    task: PoolingTask | None = Field(None, description="Default: the model's task.")
 
 
 class PoolingChatRequest(PoolingChatBody, VectorOptions):
     """The body of /pooling for a conversation."""
 
-    task: PoolingTask | None = Field(None, description="Default: what the model is for.")
+    task: PoolingTask | None = Field(None, description="Default: the model's task.")
 
 
 class ContentParts(Body):
-    """A text and media that are one, for models that take them: parts as messages have them."""
+    """Text and media that form one input, for multimodal models; parts are those of chat messages."""
 
     content: Some[dict[str, JsonValue]]
 
@@ -100,13 +102,13 @@ class ScoreBody(PoolingBody, MediaBody):
     """The body of /score."""
 
     text_1: Texts = Field(
-        description="One text, or as many as in text_2. Also called `queries` or `data_1`. In place of a text"
-        " there may be `content` in parts.",
+        description="One text, or as many as in text_2. Aliases: `queries`, `data_1`. A text may be replaced "
+        "by an object with `content` parts.",
         validation_alias=AliasChoices("text_1", "queries", "data_1"),
         examples=["Who sleeps?"],
     )
     text_2: Texts = Field(
-        description="What they are compared with. Also called `documents`, `items` or `data_2`.",
+        description="The texts to compare with. Aliases: `documents`, `items`, `data_2`.",
         validation_alias=AliasChoices("text_2", "documents", "items", "data_2"),
         examples=[["The dog sleeps.", "A page is a block."]],
     )
@@ -117,14 +119,14 @@ class RerankBody(PoolingBody, MediaBody):
 
     query: str | ContentParts = Field(examples=["Who sleeps?"])
     documents: Texts = Field(examples=[["The dog sleeps.", "A page is a block."]])
-    top_n: int | None = Field(0, ge=0, le=INT64_MAX, description="How many to return; 0: all.")
+    top_n: int | None = Field(0, ge=0, le=INT64_MAX, description="Number of results to return; 0: all.")
 
 
-# ---- what they get
+# ---- replies
 
 
 class PooledReply(BaseModel):
-    """What every list of results is in."""
+    """Fields that all lists of results share."""
 
     id: str
     object: Literal["list"]
@@ -134,7 +136,7 @@ class PooledReply(BaseModel):
 
 
 class EmbeddingReplyItem(BaseModel):
-    """One input as a vector."""
+    """The embedding of one input."""
 
     index: int
     object: Literal["embedding"]
@@ -142,14 +144,14 @@ class EmbeddingReplyItem(BaseModel):
 
 
 class EmbeddingReply(PooledReply):
-    """An answer of /v1/embeddings."""
+    """The reply of /v1/embeddings."""
 
     id: str = Field(examples=["embd-1f3b"])
     data: list[EmbeddingReplyItem]
 
 
 class PooledData(BaseModel):
-    """What was pooled of one input: a vector, or one for each token."""
+    """The result of one input: a vector, or one vector per token."""
 
     index: int
     object: Literal["pooling"]
@@ -157,14 +159,14 @@ class PooledData(BaseModel):
 
 
 class PoolingReply(PooledReply):
-    """An answer of /pooling."""
+    """The reply of /pooling."""
 
     id: str = Field(examples=["pooling-1f3b"])
     data: list[PooledData]
 
 
 class ClassifyReplyItem(BaseModel):
-    """One input's classes, and the likeliest by its name."""
+    """Class probabilities of one input and the label of the likeliest class."""
 
     index: int
     label: str | None
@@ -173,14 +175,14 @@ class ClassifyReplyItem(BaseModel):
 
 
 class ClassifyReply(PooledReply):
-    """An answer of /classify."""
+    """The reply of /classify."""
 
     id: str = Field(examples=["classify-1f3b"])
     data: list[ClassifyReplyItem]
 
 
 class ScoreReplyItem(BaseModel):
-    """How well two texts fit."""
+    """Similarity score of two texts."""
 
     index: int
     object: Literal["score"]
@@ -188,21 +190,21 @@ class ScoreReplyItem(BaseModel):
 
 
 class ScoreReply(PooledReply):
-    """An answer of /score."""
+    """The reply of /score."""
 
     id: str = Field(examples=["score-1f3b"])
     data: list[ScoreReplyItem]
 
 
 class RerankDocument(BaseModel):
-    """A document as it was sent: its text, or its parts."""
+    """A document as it was received: its text or its parts."""
 
     text: str | None = None
     multi_modal: list[dict[str, JsonValue]] | None = None
 
 
 class RerankResult(BaseModel):
-    """A document and how well it fits the query; `index` is its place among those sent."""
+    """A document and its relevance; `index` is its position in the request."""
 
     index: int
     document: RerankDocument
@@ -210,14 +212,14 @@ class RerankResult(BaseModel):
 
 
 class RerankUsage(BaseModel):
-    """Tokens in."""
+    """Token counts of a rerank request."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class RerankReply(BaseModel):
-    """An answer of /rerank, the best first."""
+    """The reply of /rerank, most relevant first."""
 
     id: str = Field(examples=["rerank-1f3b"])
     model: str

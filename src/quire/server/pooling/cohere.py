@@ -1,4 +1,4 @@
-"""/v2/embed: embeddings as Cohere's clients ask for them."""
+"""/v2/embed: embeddings in the format of Cohere's API."""
 
 import base64
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ Kind = Literal["float", "binary", "ubinary", "base64"]
 
 
 class ContentPart(Body):
-    """A piece of an input."""
+    """A content part of an input."""
 
     type: Literal["text", "image_url"]
     text: str | None = None
@@ -34,34 +34,39 @@ class ContentPart(Body):
 
 
 class MixedInput(Body):
-    """Pieces that are one input."""
+    """Content parts that form one input."""
 
     content: Some[ContentPart]
 
 
 class CohereBody(CallBody):
-    """The body of /v2/embed, with one of texts, inputs and images."""
+    """The body of /v2/embed. Exactly one of texts, inputs and images is required."""
 
     texts: Some[str] | None = Field(None, examples=[["The quick brown fox"]])
     inputs: Some[MixedInput] | None = Field(
-        None, description="Inputs in pieces, which the chat template joins, if there is one."
+        None, description="Inputs of content parts, formatted with the chat template, if there is one."
     )
-    images: Some[str] | None = Field(None, description="Urls, such as `data:image/png;base64,...`.")
+    images: Some[str] | None = Field(None, description="URLs, such as `data:image/png;base64,...`.")
     input_type: str | None = Field(
-        None, description="One of the model's own instructions, which is put in front of each input."
+        None, description="Name of one of the model's instructions, which is prepended to each input."
     )
     embedding_types: Some[Kind] | None = Field(None, description="Default: float.")
     output_dimension: Int | None = Field(
-        None, description="For models that were trained for it.", json_schema_extra={"minimum": 1}
+        None, description="For Matryoshka models.", json_schema_extra={"minimum": 1}
     )
-    truncate: Literal["NONE", "START", "END"] = Field("END", description="Where what is too long is cut.")
+    truncate: Literal["NONE", "START", "END"] = Field(
+        "END", description="Which end of a long input is truncated."
+    )
     max_tokens: Int | None = Field(
-        None, ge=1, le=INT64_MAX, description="Of an input. Default: what the model reads."
+        None,
+        ge=1,
+        le=INT64_MAX,
+        description="Maximum tokens of an input. Default: the model's context length.",
     )
 
 
 class CohereEmbeddings(BaseModel):
-    """The vectors, in each of the forms that were asked for."""
+    """The vectors in each requested format."""
 
     floats: list[list[float]] | None = Field(None, alias="float")
     binary: list[list[int]] | None = None
@@ -70,27 +75,27 @@ class CohereEmbeddings(BaseModel):
 
 
 class BilledUnits(BaseModel):
-    """Tokens that were read."""
+    """Token counts of the inputs."""
 
     input_tokens: int
     image_tokens: int
 
 
 class ApiVersion(BaseModel):
-    """Of Cohere's interface."""
+    """Version of Cohere's API."""
 
     version: Literal["2"]
 
 
 class CohereMeta(BaseModel):
-    """What was read, and by which rules."""
+    """API version and token counts."""
 
     api_version: ApiVersion
     billed_units: BilledUnits
 
 
 class CohereReply(BaseModel):
-    """An answer of /v2/embed."""
+    """The reply of /v2/embed."""
 
     id: str
     embeddings: CohereEmbeddings
@@ -100,7 +105,7 @@ class CohereReply(BaseModel):
 
 
 async def answer_cohere(api: GenerationService, body: CohereBody, request: Request) -> Response:
-    given = {
+    fields = {
         "model": body.model,
         "priority": body.priority,
         "request_id": body.request_id,
@@ -108,13 +113,15 @@ async def answer_cohere(api: GenerationService, body: CohereBody, request: Reque
         "truncate_prompt_tokens": None if body.truncate == "NONE" else body.max_tokens or -1,
         "truncation_side": "left" if body.truncate == "START" else "right",
     }
-    plain = VectorOptions.model_validate(given)
+    options = VectorOptions.model_validate(fields)
     instruction, (field, inputs) = _instruction(api, body.input_type), _inputs_of(body)
     check_fields(body)
-    await check_pooling(api, plain)
+    await check_pooling(api, options)
     check_count(api, len(inputs), field)
-    called = [(name, _read(api, instruction, name, each)) for name, each in named(field, inputs)]
-    prompts = await api.reader.of_inputs(called, plain, wait=waiting(api, request))
+    named_inputs = [
+        (name, _read_input(api, instruction, name, value)) for name, value in named(field, inputs)
+    ]
+    prompts = await api.reader.of_inputs(named_inputs, options, wait=waiting(api, request))
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if body.truncate == "NONE" and body.max_tokens is not None and longest > body.max_tokens:
         raise RequestError(
@@ -122,30 +129,34 @@ async def answer_cohere(api: GenerationService, body: CohereBody, request: Reque
             "truncate to END or START to allow truncation.",
             param="max_tokens",
         )
-    job, outputs = await pool(api, "embd", plain, request, prompts, task="embed", dimensions=plain.dimensions)
-    vectors = np.stack([each.outputs.data for each in outputs]).astype(np.float32)
+    job, outputs = await pool(
+        api, "embd", options, request, prompts, task="embed", dimensions=options.dimensions
+    )
+    vectors = np.stack([output.outputs.data for output in outputs]).astype(np.float32)
     kinds: set[Kind] = set(body.embedding_types or ["float"])
-    made = await off_loop(vectors.size, lambda: {kind: _as(kind, vectors) for kind in sorted(kinds)})
-    reply: dict[str, Any] = {"id": job.id, "embeddings": made}
+    embeddings = await off_loop(
+        vectors.size, lambda: {kind: _convert(kind, vectors) for kind in sorted(kinds)}
+    )
+    reply: dict[str, Any] = {"id": job.id, "embeddings": embeddings}
     if body.texts is not None:
         reply["texts"] = body.texts
     count = sum(len(prompt.token_ids) for prompt in prompts)
-    seen = sum(item.length for prompt in prompts if prompt.media for item in prompt.media.items)
-    units = {"input_tokens": count - seen, "image_tokens": seen}
+    num_image = sum(item.length for prompt in prompts if prompt.media for item in prompt.media.items)
+    units = {"input_tokens": count - num_image, "image_tokens": num_image}
     reply["meta"] = {"api_version": {"version": "2"}, "billed_units": units}
     return json_response(reply | {"response_type": "embeddings_by_type"})
 
 
 def _inputs_of(body: CohereBody) -> tuple[str, Sequence[str | MixedInput]]:
-    """The field that there is, and what it holds: images are inputs of one piece."""
-    given = {"texts": body.texts, "inputs": body.inputs, "images": body.images}
-    found = [(name, each) for name, each in given.items() if each is not None]
-    if len(found) != 1:
+    """Return the name and the inputs of the field that is set. An image becomes an input of one part."""
+    values = {"texts": body.texts, "inputs": body.inputs, "images": body.images}
+    present = [(name, value) for name, value in values.items() if value is not None]
+    if len(present) != 1:
         raise RequestError(
             "Exactly one of texts, images, or inputs must be provided, and it must be non-empty",
             param="texts",
         )
-    (field, inputs), *_ = found
+    (field, inputs), *_ = present
     if body.images is None:
         return field, cast(Sequence[str | MixedInput], inputs)
     return field, [
@@ -153,21 +164,21 @@ def _inputs_of(body: CohereBody) -> tuple[str, Sequence[str | MixedInput]]:
     ]
 
 
-def _read(api: GenerationService, instruction: str, name: str, given: str | MixedInput) -> str | Sides:
-    """A text with what is to be put in front of it, or a message."""
-    if isinstance(given, str):
-        return instruction + given
-    for part in given.content:
+def _read_input(api: GenerationService, instruction: str, name: str, input: str | MixedInput) -> str | Sides:
+    """Return the text with the instruction prepended, or a message."""
+    if isinstance(input, str):
+        return instruction + input
+    for part in input.content:
         if getattr(part, part.type) is None:
             raise RequestError(f"{name}: a part with type={part.type!r} requires {part.type}", param="inputs")
-    texts = [part.text or "" for part in given.content if part.type == "text"]
-    if len(texts) == len(given.content) and not api.reader.has_template:
+    texts = [part.text or "" for part in input.content if part.type == "text"]
+    if len(texts) == len(input.content) and not api.reader.has_template:
         return instruction + "".join(texts)
     parts = [
         {"type": "text", "text": instruction + (part.text or "")}
         if part.type == "text"
         else {"type": "image_url", "image_url": part.image_url}
-        for part in given.content
+        for part in input.content
     ]
     side = Side.of("user", parts, name)
     if name.startswith("images"):
@@ -189,11 +200,11 @@ def _instruction(api: GenerationService, input_type: str | None) -> str:
     raise RequestError(f"Unsupported input_type {input_type!r}. {why}", param="input_type")
 
 
-def _as(kind: Kind, vectors: NDArray[np.float32]) -> list[Any]:
+def _convert(kind: Kind, vectors: NDArray[np.float32]) -> list[Any]:
     if kind == "float":
         return list(vectors.tolist())
     if kind == "base64":
-        return [base64.b64encode(packed(each, "float32", "little")).decode() for each in vectors]
+        return [base64.b64encode(packed(vector, "float32", "little")).decode() for vector in vectors]
     if vectors.shape[1] % 8:
         raise RequestError(
             f"Embedding dimension must be a multiple of 8 for binary embedding types, but got "

@@ -1,4 +1,4 @@
-"""/v1/embeddings, /pooling and /classify: inputs one by one."""
+"""/v1/embeddings, /pooling and /classify: one result per input."""
 
 import numpy as np
 from starlette.requests import Request
@@ -49,10 +49,10 @@ async def answer_classify(
     data = [
         {
             "index": index,
-            "label": names.get(int(np.argmax(each.outputs.data))),
-            "probs": each.outputs.data.tolist(),
-            "num_classes": each.outputs.data.size,
+            "label": names.get(int(np.argmax(output.outputs.data))),
+            "probs": output.outputs.data.tolist(),
+            "num_classes": output.outputs.data.size,
         }
-        for index, each in enumerate(outputs)
+        for index, output in enumerate(outputs)
     ]
     return json_response(listing(api, job, data, outputs))

@@ -1,4 +1,4 @@
-"""What the routes of pooling models share: prompts that run together and are answered in order."""
+"""Code shared by the pooling routes: prompts run concurrently and are answered in order."""
 
 import asyncio
 from collections.abc import Sequence
@@ -29,22 +29,22 @@ async def check_pooling(api: GenerationService, body: PoolingBody) -> None:
 
 
 def check_count(api: GenerationService, count: int, param: str) -> None:
-    most = api.settings.max_sequences
-    if count > most:
+    limit = api.settings.max_sequences
+    if count > limit:
         raise RequestError(
-            f"{count} inputs are more than one call may bring, which is {most} (VLLM_MAX_N_SEQUENCES); send "
+            f"{count} inputs exceed the maximum of {limit} per request (VLLM_MAX_N_SEQUENCES); send "
             "fewer at once",
             param=param,
         )
 
 
-def named(field: str, given: Sequence[T]) -> list[tuple[str, T]]:
-    """Each with the name that an error calls it by."""
-    return [(f"{field}[{place}]" if len(given) > 1 else field, each) for place, each in enumerate(given)]
+def named(field: str, values: Sequence[T]) -> list[tuple[str, T]]:
+    """Return the values, each with the name that errors use for it."""
+    return [(f"{field}[{place}]" if len(values) > 1 else field, value) for place, value in enumerate(values)]
 
 
 def waiting(api: GenerationService, request: Request) -> Wait:
-    """How what takes long is waited for: it ends when the client hangs up."""
+    """Return a function that awaits a long operation and cancels it if the client disconnects."""
     return partial(api.answering.until_gone, request.receive)
 
 
@@ -54,9 +54,11 @@ async def read_inputs(
     if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
         return [await api.reader.of_conversation(body, waiting(api, request))]
-    given = each_of(body.input)
-    check_count(api, len(given), "input")
-    return await api.reader.of_inputs(named("input", given), body, add_special_tokens=body.add_special_tokens)
+    inputs = each_of(body.input)
+    check_count(api, len(inputs), "input")
+    return await api.reader.of_inputs(
+        named("input", inputs), body, add_special_tokens=body.add_special_tokens
+    )
 
 
 async def pool(
@@ -69,13 +71,13 @@ async def pool(
     task: Any = None,
     dimensions: int | None = None,
 ) -> tuple[ApiCall, list[Pooled]]:
-    """What the model makes of the prompts, in their order. All of them end when the client hangs up."""
+    """Return the model's outputs in the order of the prompts. All are cancelled if the client disconnects."""
     params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
     job = api.job(kind, body, request, prompts, [params] * len(prompts))
-    return job, await api.answering.until_gone(request.receive, _together(api, job))
+    return job, await api.answering.until_gone(request.receive, _run_all(api, job))
 
 
-async def _together(api: GenerationService, job: ApiCall) -> list[Pooled]:
+async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:
     tasks: list[asyncio.Task[Pooled]] = []
     pause = Pauses()
     try:
@@ -90,14 +92,14 @@ async def _together(api: GenerationService, job: ApiCall) -> list[Pooled]:
                 account=job.account,
                 lora=job.lora,
             )
-            tasks.append(asyncio.create_task(_only(answer)))
+            tasks.append(asyncio.create_task(_await_output(answer)))
             await pause.if_due()
         return list(await asyncio.gather(*tasks))
     finally:
         await ended(tasks)
 
 
-async def _only(answer: PooledOutputs) -> Pooled:
+async def _await_output(answer: PooledOutputs) -> Pooled:
     try:
         return await answer.__anext__()
     finally:
@@ -105,14 +107,14 @@ async def _only(answer: PooledOutputs) -> Pooled:
 
 
 def usage(api: GenerationService, outputs: Sequence[Pooled]) -> dict[str, Any]:
-    num_prompt = sum(len(each.prompt_token_ids) for each in outputs)
-    return api.usage(num_prompt, 0, sum(each.num_cached_tokens for each in outputs))
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    return api.usage(num_prompt, 0, sum(output.num_cached_tokens for output in outputs))
 
 
 def listing(
     api: GenerationService, job: ApiCall, data: list[dict[str, Any]], outputs: Sequence[Pooled]
 ) -> dict[str, Any]:
-    """The answer around the results."""
+    """Return the body of a reply with these results."""
     return {
         "id": job.id,
         "object": "list",

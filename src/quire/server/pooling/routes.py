@@ -29,27 +29,27 @@ def add_pooling_routes(app: FastAPI, api: GenerationService) -> None:
     octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
     async def create_embeddings(body: EmbeddingInput | EmbeddingChatBody, request: Request) -> Response:
-        """A vector for each input."""
+        """Compute an embedding for each input."""
         return await answer_embeddings(api, body, request)
 
     async def create_pooling(body: PoolingInputBody | PoolingChatRequest, request: Request) -> Response:
-        """What the model is for, or vectors or classes of every token."""
+        """Run the model's pooling task, or compute vectors or classes of every token."""
         return await answer_pooling(api, body, request)
 
     async def create_classes(body: InputBody | PoolingChatBody, request: Request) -> Response:
-        """How likely each class is, for each input."""
+        """Compute the class probabilities of each input."""
         return await answer_classify(api, body, request)
 
     async def create_score(body: ScoreBody, request: Request) -> Response:
-        """How well texts fit, one to one or one to many."""
+        """Score the similarity of texts, one to one or one to many."""
         return await answer_score(api, body, request)
 
     async def create_rerank(body: RerankBody, request: Request) -> Response:
-        """Documents in the order in which they fit a query."""
+        """Order documents by their relevance to a query."""
         return await answer_rerank(api, body, request)
 
     async def create_cohere_embeddings(body: CohereBody, request: Request) -> Response:
-        """A vector for each text, as Cohere's clients ask for it."""
+        """Compute an embedding for each input, in the format of Cohere's API."""
         return await answer_cohere(api, body, request)
 
     for answer, reply, *places in (

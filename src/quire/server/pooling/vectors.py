@@ -1,4 +1,4 @@
-"""Vectors as clients ask for them: numbers in JSON, base64, or bytes alone."""
+"""Encoding of vectors as JSON numbers, base64 or raw bytes."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ _ORDERS = {"native": "=", "little": "<", "big": ">"}
 
 
 def packed(values: Floats, dtype: str, endianness: str) -> bytes:
-    """The numbers as bytes, row by row."""
+    """Return the values as bytes in row-major order."""
     order = _ORDERS[endianness]
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
@@ -37,9 +37,9 @@ async def answer_vectors(
     kind: str,
     field: str,
 ) -> Response:
-    """Each output's numbers as an object of this kind, which has them under the name of `field`."""
+    """Return the vectors as objects of type `kind` that hold the values in `field`."""
     make = _bytes if body.encoding_format in ("bytes", "bytes_only") else _json
-    size = sum(each.outputs.data.size for each in outputs)
+    size = sum(output.outputs.data.size for output in outputs)
     return await off_loop(size, lambda: make(api, body, job, outputs, kind, field))
 
 
@@ -57,8 +57,8 @@ def _json(
         return base64.b64encode(packed(values, body.embed_dtype, body.endianness)).decode()
 
     data = [
-        {"index": index, "object": kind, field: encode(each.outputs.data)}
-        for index, each in enumerate(outputs)
+        {"index": index, "object": kind, field: encode(output.outputs.data)}
+        for index, output in enumerate(outputs)
     ]
     return json_response(listing(api, job, data, outputs))
 
@@ -67,8 +67,8 @@ def _bytes(
     api: GenerationService, body: VectorOptions, job: ApiCall, outputs: Sequence[Pooled], kind: str, _: str
 ) -> Response:
     parts, data, start = [], [], 0
-    for index, each in enumerate(outputs):
-        parts.append(packed(each.outputs.data, body.embed_dtype, body.endianness))
+    for index, output in enumerate(outputs):
+        parts.append(packed(output.outputs.data, body.embed_dtype, body.endianness))
         end = start + len(parts[-1])
         data.append(
             {
@@ -78,7 +78,7 @@ def _bytes(
                 "endianness": body.endianness,
                 "start": start,
                 "end": end,
-                "shape": list(each.outputs.data.shape),
+                "shape": list(output.outputs.data.shape),
             }
         )
         start = end

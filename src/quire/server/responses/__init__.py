@@ -1,1 +1,1 @@
-"""/v1/responses: OpenAI's newer API, on the same way to the engine as chats."""
+"""/v1/responses: OpenAI's Responses API, built on the chat completion path."""

@@ -23,54 +23,57 @@ def _field(text: str, default: Any = None, **rules: Any) -> Any:
     return Field(default, description=text, **rules)
 
 
-def _all_texts(given: dict[str, Any]) -> dict[str, Any]:
-    wrong = next((name for name, value in given.items() if not isinstance(value, str)), None)
+def _check_texts(values: dict[str, Any]) -> dict[str, Any]:
+    wrong = next((name for name, value in values.items() if not isinstance(value, str)), None)
     if wrong is not None:
         raise ValueError(f"{wrong!r:.80} should be a string")
-    return given
+    return values
 
 
 Texts = Annotated[
     dict[str, Any],
-    AfterValidator(_all_texts),
+    AfterValidator(_check_texts),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
 ]
-"""Of many wrong values one is told."""
+"""A mapping to strings. Only the first wrong value is reported."""
 
 
 class TextConfig(Body):
-    """What the text of an answer is to be."""
+    """Format of the response's text."""
 
     format: dict[str, JsonValue] | None = _field(
-        "Of type text, json_object or json_schema (`name`, `schema`, `strict`)."
+        "An object of type text, json_object or json_schema (`name`, `schema`, `strict`)."
     )
     verbosity: Literal["low", "medium", "high"] | None = _field("Has no effect.")
 
 
 class ReasoningConfig(Body):
-    """How much the model is to think."""
+    """Reasoning settings of the model."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = _field(
         "Passed to the chat template."
     )
     summary: Literal["auto", "concise", "detailed"] | None = _field(
-        "Has no effect: reasoning comes as it is, in items of type reasoning."
+        "Has no effect: reasoning is returned unabridged, in items of type reasoning."
     )
 
 
 class ResponseBody(GenerateBody):
-    """The body of /v1/responses. What it shares with chats means the same there."""
+    """The body of /v1/responses. Fields shared with chat completions have the same meaning."""
 
     input: str | Many[dict[str, JsonValue]] = Field(
         description="A text, or items: messages, function calls and their outputs, reasoning, references.",
         examples=["Hello!"],
     )
     instructions: str | None = _field("The system message. It is not carried over to later responses.")
-    previous_response_id: str | None = _field("Goes on behind this response. Needs the store.")
-    store: bool | None = _field("Keep the response. Without a store on the server it is not kept.", True)
-    background: bool | None = _field("Answer at once and go on in the background. Needs the store.", False)
+    previous_response_id: str | None = _field(
+        "Continue the conversation after this response. Needs the store."
+    )
+    store: bool | None = _field("Store the response. Has no effect if the server has no store.", True)
+    background: bool | None = _field("Return at once and generate in the background. Needs the store.", False)
     max_output_tokens: int | None = _field(
-        "Reasoning counts, too. Default: what fits.", json_schema_extra={"minimum": 1}
+        "Includes reasoning tokens. Default: as many as fit the model's context.",
+        json_schema_extra={"minimum": 1},
     )
     max_tool_calls: int | None = _field("Has no effect: there are no built-in tools.")
     tools: Many[dict[str, JsonValue]] | None = _field("Functions: type, name, description, parameters.")
@@ -80,14 +83,14 @@ class ResponseBody(GenerateBody):
     parallel_tool_calls: bool | None = True
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: Many[Included] | None = _field(f"Of these, {LOGPROBS} has an effect.")
+    include: Many[Included] | None = _field(f"Only {LOGPROBS} has an effect.")
     top_logprobs: int | None = _field(
         f"Best tokens at each position; needs {LOGPROBS} in `include`.", json_schema_extra={"minimum": 0}
     )
     truncation: Literal["auto", "disabled"] | None = _field(
-        "auto: a prompt that is too long loses its beginning.", "disabled"
+        "auto: a prompt that is too long is truncated from the left.", "disabled"
     )
-    metadata: Texts | None = _field("Comes back as it is.")
+    metadata: Texts | None = _field("Returned unchanged with the response.")
     service_tier: str | None = _field("Has no effect.")
     safety_identifier: str | None = _field("Has no effect.")
     prompt_cache_key: str | None = _field("Has no effect.")

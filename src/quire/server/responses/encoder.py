@@ -1,4 +1,4 @@
-"""What writes a response down: as events, or whole."""
+"""Encoding of a response, as stream events or whole."""
 
 import time
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.output import Event, Output
 
 _ENDINGS = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
-"""How a response ends, where not well, by the reason that the engine gives."""
+"""Status of a response that did not complete, by the engine's finish reason."""
 _EVENTS = {"cancelled": "incomplete"}
-"""The event that tells of an ending, where it has another name."""
+"""Name of the last event where it differs from the status."""
 
 
 class ResponseEncoder:
-    """A response as it grows. Every event has its number; a run of them has no gap."""
+    """Builds a response from the engine's outputs. Its events are numbered without gaps."""
 
     def __init__(
         self,
@@ -32,22 +32,23 @@ class ResponseEncoder:
         frame: dict[str, Any],
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`frame`: what does not change. `keep` gets the response when it is over."""
+        """Create an encoder. `frame`: the fields that do not change. `keep` is called with the ended
+        response."""
         self._api, self._talk, self._frame, self._keep = api, talk, frame, keep
         self.status = "queued"
         self._outcome = "completed"
-        """What becomes the status when all is said."""
+        """Status that the response will have at its end."""
         self._error: dict[str, Any] | None = None
         self._output = Output()
         self._listener = talk.listener()
-        self._tells = bool(talk.body.logprobs)
+        self._has_logprobs = bool(talk.body.logprobs)
         self._num_events = 0
         self._num_output = self._num_cached = 0
         self._delta = b""
-        """An event of nothing but text, up to its number."""
+        """Encoded head of a text delta event, up to its sequence number."""
 
     def shown(self) -> dict[str, Any]:
-        """The response as it is now."""
+        """Return the response in its present state."""
         over = self.status not in ("queued", "in_progress")
         cut = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         return self._frame | {
@@ -62,27 +63,27 @@ class ResponseEncoder:
     def _usage(self) -> dict[str, Any]:
         num_prompt = len(self._talk.job.prompts[0].token_ids)
         timeline = self._talk.job.timeline
-        told = {} if timeline is None or timeline.told is None else {"timeline": timeline.told}
+        timeline_field = {} if timeline is None or timeline.told is None else {"timeline": timeline.told}
         return {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
             "output_tokens": self._num_output,
             "output_tokens_details": {"reasoning_tokens": self._listener.num_reasoning},
             "total_tokens": num_prompt + self._num_output,
-            **told,
+            **timeline_field,
         }
 
-    # ---- a stream
+    # ---- streaming
 
     def encode(self, output: RequestOutput) -> bytes:
         return b"".join(self.events(output))
 
     def events(self, output: RequestOutput) -> list[bytes]:
-        return [self._written(each) for each in self.hear(output)]
+        return [self._encode_event(body) for body in self.hear(output)]
 
     @property
     def text_only(self) -> bool:
-        return not (self._talk.parses or self._tells)
+        return not (self._talk.parses or self._has_logprobs)
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
         self._num_output += num_tokens
@@ -99,28 +100,28 @@ class ResponseEncoder:
         return b"".join(self.last_events())
 
     def last_events(self) -> list[bytes]:
-        """What ends the stream of a response that is over."""
-        return [self._written(self._ending())]
+        """Return the events that end the stream."""
+        return [self._encode_event(self._end())]
 
     def fail(self, error: Exception) -> bytes:
         return b"".join(self.failed(error))
 
     def failed(self, error: Exception, status: str = "failed") -> list[bytes]:
-        """The last events of a response that could not go on."""
-        events = [*self._begun(), *self._output.end("incomplete")]
+        """Return the last events of a response that failed or was cancelled."""
+        events = [*self._begin(), *self._output.end("incomplete")]
         self._outcome = status
         if status == "failed":
             code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
             self._error = {"code": code, "message": describe(error)["error"]["message"]}
-        return [self._written(each) for each in (*events, self._ending())]
+        return [self._encode_event(body) for body in (*events, self._end())]
 
-    def _written(self, body: Event) -> bytes:
+    def _encode_event(self, body: Event) -> bytes:
         body["sequence_number"] = self._num_events
-        written = f"event: {body['type']}\n".encode() + event(body)
+        encoded = f"event: {body['type']}\n".encode() + event(body)
         self._num_events += 1
-        return written
+        return encoded
 
-    # ---- a whole answer
+    # ---- whole response
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
@@ -128,38 +129,41 @@ class ResponseEncoder:
         return self.ended()
 
     def ended(self) -> dict[str, Any]:
-        """The response, when all outputs were heard."""
-        response: dict[str, Any] = self._ending()["response"]
+        """Return the response after all outputs were passed to `hear`."""
+        response: dict[str, Any] = self._end()["response"]
         return response
 
-    # ---- what happens
+    # ---- events of an output
 
     def hear(self, output: RequestOutput) -> list[Event]:
-        """What happens with it."""
-        events = self._begun(output)
+        """Add an output of the engine and return the events that it causes."""
+        events = self._begin(output)
         if self._talk.job.timeline is not None:
             self._talk.job.timeline.note(output)
-        (each,) = output.outputs
-        self._num_output += len(each.token_ids)
+        (completion,) = output.outputs
+        self._num_output += len(completion.token_ids)
         if not self._talk.parses:
             events += self._output.begin("message")
-        pieces = self._listener.hear(each)
-        logprobs = self._logprobs(each)
+        pieces = self._listener.hear(completion)
+        logprobs = self._logprobs(completion)
         last = max((at for at, piece in enumerate(pieces) if isinstance(piece, TextPiece)), default=None)
         if last is None and self._output.open_type == "message":
             self._output.add_logprobs(logprobs)
         for at, piece in enumerate(pieces):
             events += self._output.add(piece, logprobs if at == last else ())
-        if each.finish_reason is not None:
-            self._outcome = _ENDINGS.get(each.finish_reason, "completed")
+        if completion.finish_reason is not None:
+            self._outcome = _ENDINGS.get(completion.finish_reason, "completed")
             if self._outcome == "failed":
-                self._error = {"code": "server_error", "message": "the engine could not go on"}
+                self._error = {
+                    "code": "server_error",
+                    "message": "the engine failed while generating this response",
+                }
             if not self._output.shown():
                 events += self._output.begin("message")
             events += self._output.end("completed" if self._outcome == "completed" else "incomplete")
         return events
 
-    def _begun(self, output: RequestOutput | None = None) -> list[Event]:
+    def _begin(self, output: RequestOutput | None = None) -> list[Event]:
         if self.status != "queued":
             return []
         self.status = "in_progress"
@@ -167,24 +171,24 @@ class ResponseEncoder:
         names = ("response.created", "response.in_progress")
         return [{"type": name, "response": self.shown()} for name in names]
 
-    def _ending(self) -> Event:
+    def _end(self) -> Event:
         self.status = self._outcome
         response = self.shown()
         self._keep(response)
         return {"type": f"response.{_EVENTS.get(self.status, self.status)}", "response": response}
 
     def _logprobs(self, output: CompletionOutput) -> list[dict[str, Any]]:
-        if not self._tells or output.logprobs is None:
+        if not self._has_logprobs or output.logprobs is None:
             return []
         body = self._talk.body
         speller = self._api.speller(body)
-        found = chat_logprobs(output.token_ids, output.logprobs, body.top_logprobs or 0, speller)
-        content: list[dict[str, Any]] = found["content"]
+        logprobs = chat_logprobs(output.token_ids, output.logprobs, body.top_logprobs or 0, speller)
+        content: list[dict[str, Any]] = logprobs["content"]
         return content
 
 
 def frame_of(body: ResponseBody, talk: Talk, id: str, *, stored: bool) -> dict[str, Any]:
-    """What a response says of the request, which does not change while it is answered."""
+    """Return the response's fields that repeat the request and do not change while it runs."""
     (params,) = talk.job.params
     assert isinstance(params, SamplingParams)
     text = body.text.model_dump(exclude_none=True) if body.text else {}

@@ -1,4 +1,4 @@
-"""Items: what a conversation is made of. Those of a body are checked and made whole here."""
+"""Responses API items: validation of the items of a request."""
 
 import uuid
 from collections import Counter
@@ -9,15 +9,15 @@ from quire.errors import RequestError
 from quire.server.http.errors import NotFound
 
 Item = dict[str, Any]
-Find = Callable[[str], Item | None]
-"""An item of a stored response by its id."""
+FindItem = Callable[[str], Item | None]
+"""Returns the item of a stored response by its id, or None."""
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Parts that are text, and the field that holds it."""
+"""Types of text parts, and the field that holds the text."""
 _MEDIA = ("input_image", "input_audio", "image_url", "audio_url", "video_url")
 MAX_REFERENCES = 4
-"""To one stored item, in one input."""
+"""Maximum number of references to one stored item in one input."""
 _STATUSES = ("completed", "incomplete", "in_progress")
 
 
@@ -25,19 +25,19 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def read_items(given: str | list[dict[str, Any]], find: Find) -> list[Item]:
-    """The items of a body's input, each with an id and with parts for its content."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    find = _Finding(find)
-    return [_read(_Asked(item, f"input[{place}]"), find) for place, item in enumerate(given)]
+def read_items(input: str | list[dict[str, Any]], find: FindItem) -> list[Item]:
+    """Return the items of a request's `input`, each with an id and with its content as parts."""
+    if isinstance(input, str):
+        input = [{"role": "user", "content": input}]
+    find = _ItemFinder(find)
+    return [_read_item(_InputItem(item, f"input[{place}]"), find) for place, item in enumerate(input)]
 
 
-class _Finding:
-    """Finds the stored items of one body. A reference is a few bytes and its item may be megabytes, so that
-    few references to one item are allowed."""
+class _ItemFinder:
+    """Finds the stored items that one request references. A reference is a few bytes but its item may be
+    megabytes, so the number of references to one item is limited."""
 
-    def __init__(self, find: Find) -> None:
+    def __init__(self, find: FindItem) -> None:
         self._find = find
         self._counts: Counter[str] = Counter()
 
@@ -52,8 +52,8 @@ class _Finding:
         return self._find(id)
 
 
-class _Asked:
-    """An item as it was sent, and its place in the body for errors."""
+class _InputItem:
+    """An item as it was received, with its path in the body for errors."""
 
     def __init__(self, item: Item, place: str) -> None:
         self.item, self.place = item, place
@@ -62,22 +62,22 @@ class _Asked:
         return RequestError(f"{self.place}{what}", param="input")
 
     def text(self, name: str) -> str:
-        found = self.item.get(name)
-        if not isinstance(found, str):
-            raise self.wrong(f".{name} must be a string, not {found!r:.80}")
-        return found
+        value = self.item.get(name)
+        if not isinstance(value, str):
+            raise self.wrong(f".{name} must be a string, not {value!r:.80}")
+        return value
 
-    def list(self, name: str) -> list["_Asked"]:
-        """A list of objects; null is none."""
-        found = self.item.get(name)
-        if found is None:
+    def list(self, name: str) -> list["_InputItem"]:
+        """Return the objects of a list field; null is an empty list."""
+        value = self.item.get(name)
+        if value is None:
             return []
-        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-            raise self.wrong(f".{name} must be a list of objects, not {found!r:.80}")
-        return [_Asked(each, f"{self.place}.{name}[{at}]") for at, each in enumerate(found)]
+        if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+            raise self.wrong(f".{name} must be a list of objects, not {value!r:.80}")
+        return [_InputItem(entry, f"{self.place}.{name}[{i}]") for i, entry in enumerate(value)]
 
     def head(self, kind: str, prefix: str) -> Item:
-        """What every item has."""
+        """Return the fields that every item has."""
         id, status = self.item.get("id"), self.item.get("status")
         return {
             "id": id if isinstance(id, str) and id else new_id(prefix),
@@ -86,43 +86,45 @@ class _Asked:
         }
 
 
-def _read(asked: _Asked, find: Find) -> Item:
-    kind = asked.item.get("type")
+def _read_item(source: _InputItem, find: FindItem) -> Item:
+    kind = source.item.get("type")
     if kind is None:
-        kind = "item_reference" if asked.item.keys() <= {"id", "type"} else "message"
+        kind = "item_reference" if source.item.keys() <= {"id", "type"} else "message"
     if kind == "item_reference":
-        found = find(asked.text("id"))
-        if found is None:
-            raise NotFound(f"{asked.place}: there is no stored item {asked.item['id']!r:.80}", param="input")
-        return found
+        item = find(source.text("id"))
+        if item is None:
+            raise NotFound(
+                f"{source.place}: there is no stored item {source.item['id']!r:.80}", param="input"
+            )
+        return item
     if not isinstance(kind, str) or kind not in _READERS:
         known = ", ".join((*_READERS, "item_reference"))
-        raise asked.wrong(f" is of type {kind!r:.80}, which is not supported; known: {known}")
-    return _READERS[kind](asked)
+        raise source.wrong(f" is of type {kind!r:.80}, which is not supported; known: {known}")
+    return _READERS[kind](source)
 
 
-def _message(asked: _Asked) -> Item:
-    role = asked.item.get("role")
+def _read_message(source: _InputItem) -> Item:
+    role = source.item.get("role")
     if role not in _ROLES:
-        raise asked.wrong(f".role must be one of {', '.join(_ROLES)}, not {role!r:.80}")
-    content = asked.item.get("content")
+        raise source.wrong(f".role must be one of {', '.join(_ROLES)}, not {role!r:.80}")
+    content = source.item.get("content")
     if isinstance(content, str):
         parts = [_text_part(content, of_answer=role == "assistant")]
     elif content is None:
-        raise asked.wrong(".content is missing: send text or parts")
+        raise source.wrong(".content is missing: send text or parts")
     else:
-        parts = [_part(part, of_answer=role == "assistant") for part in asked.list("content")]
-    return asked.head("message", "msg") | {"role": role, "content": parts}
+        parts = [_read_part(part, of_answer=role == "assistant") for part in source.list("content")]
+    return source.head("message", "msg") | {"role": role, "content": parts}
 
 
-def _part(asked: _Asked, *, of_answer: bool) -> Item:
-    kind = asked.item.get("type")
+def _read_part(source: _InputItem, *, of_answer: bool) -> Item:
+    kind = source.item.get("type")
     if kind in _MEDIA and not of_answer:
-        return dict(asked.item)  # read with the messages of the chat
+        return dict(source.item)  # validated later as part of the chat messages
     if not isinstance(kind, str) or kind not in _TEXTS:
         known = ", ".join((*_TEXTS, *_MEDIA))
-        raise asked.wrong(f" is of type {kind!r:.80}, which is not supported; known: {known}")
-    text = asked.text(_TEXTS[kind])
+        raise source.wrong(f" is of type {kind!r:.80}, which is not supported; known: {known}")
+    text = source.text(_TEXTS[kind])
     return {"type": "refusal", "refusal": text} if kind == "refusal" else _text_part(text, of_answer)
 
 
@@ -132,31 +134,31 @@ def _text_part(text: str, of_answer: bool) -> Item:
     return {"type": "input_text", "text": text}
 
 
-def _call(asked: _Asked) -> Item:
+def _read_call(source: _InputItem) -> Item:
     names = ("call_id", "name", "arguments")
-    return asked.head("function_call", "fc") | {name: asked.text(name) for name in names}
+    return source.head("function_call", "fc") | {name: source.text(name) for name in names}
 
 
-def _call_output(asked: _Asked) -> Item:
-    output = asked.item.get("output")
+def _read_call_output(source: _InputItem) -> Item:
+    output = source.item.get("output")
     if isinstance(output, list):
-        output = [_part(part, of_answer=False) for part in asked.list("output")]
+        output = [_read_part(part, of_answer=False) for part in source.list("output")]
     else:
-        output = asked.text("output")
-    return asked.head("function_call_output", "fco") | {"call_id": asked.text("call_id"), "output": output}
+        output = source.text("output")
+    return source.head("function_call_output", "fco") | {"call_id": source.text("call_id"), "output": output}
 
 
-def _reasoning(asked: _Asked) -> Item:
+def _read_reasoning(source: _InputItem) -> Item:
     parts = {
-        name: [{"type": kind, "text": part.text("text")} for part in asked.list(name)]
+        name: [{"type": kind, "text": part.text("text")} for part in source.list(name)]
         for name, kind in (("summary", "summary_text"), ("content", "reasoning_text"))
     }
-    return asked.head("reasoning", "rs") | parts
+    return source.head("reasoning", "rs") | parts
 
 
-_READERS: dict[str, Callable[[_Asked], Item]] = {
-    "message": _message,
-    "function_call": _call,
-    "function_call_output": _call_output,
-    "reasoning": _reasoning,
+_READERS: dict[str, Callable[[_InputItem], Item]] = {
+    "message": _read_message,
+    "function_call": _read_call,
+    "function_call_output": _read_call_output,
+    "reasoning": _read_reasoning,
 }

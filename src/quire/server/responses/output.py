@@ -1,4 +1,5 @@
-"""An answer as items: pieces become reasoning, messages and calls, and events tell of every step."""
+"""The output items of a response: parsed pieces become reasoning, message and function_call items and their
+stream events."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +13,14 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How items of a type are written."""
+    """How items of one type are written."""
 
     prefix: str
-    """Of their ids."""
+    """Prefix of the item ids."""
     event: str
-    """What the events that tell of their text begin with."""
+    """First part of the names of the text events."""
     part: str | None
-    """The type of the part that holds the text; None: the item itself does."""
+    """Type of the content part that holds the text, or None if the item itself holds it."""
 
 
 _KINDS = {
@@ -31,12 +32,12 @@ _KINDS = {
 
 @dataclass(slots=True)
 class _Growing:
-    """An item that is being written."""
+    """An item that is being generated."""
 
     type: str
     place: int
     facts: Item
-    """What is known of it from the start."""
+    """Fields that do not change while the item grows."""
     id: str = ""
     texts: list[str] = field(default_factory=list)
     logprobs: list[Item] = field(default_factory=list)
@@ -46,9 +47,9 @@ class _Growing:
 
     @property
     def at(self) -> Item:
-        """Where an event of its text happens."""
-        place: Item = {"item_id": self.id, "output_index": self.place}
-        return place | {"content_index": 0} if _KINDS[self.type].part else place
+        """Return the position fields of the item's text events."""
+        position: Item = {"item_id": self.id, "output_index": self.place}
+        return position | {"content_index": 0} if _KINDS[self.type].part else position
 
     def part(self) -> Item:
         text = "".join(self.texts)
@@ -57,7 +58,7 @@ class _Growing:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def shown(self, status: str, *, begun: bool = True) -> Item:
-        """As an item; one that has not begun has no parts yet."""
+        """Return the item in the API's format; one that has not begun has no content parts."""
         item: Item = {"id": self.id, "type": self.type, "status": status} | self.facts
         if _KINDS[self.type].part:
             return item | {"content": [self.part()] if begun else []}
@@ -65,7 +66,7 @@ class _Growing:
 
 
 class Output:
-    """The items of an answer, of which the last may still grow."""
+    """The output items of a response; the last one may still be growing."""
 
     def __init__(self) -> None:
         self._done: list[Item] = []
@@ -80,7 +81,7 @@ class Output:
         return None if self._open is None else self._open.type
 
     def add(self, piece: Piece, logprobs: Sequence[Item] = ()) -> Iterator[Event]:
-        """`logprobs`: of the tokens that a piece of text ends with."""
+        """Add a piece and yield the events. `logprobs` belong to the tokens at the end of a text piece."""
         match piece:
             case TextPiece(text):
                 yield from self.begin("message")
@@ -97,7 +98,7 @@ class Output:
                 yield from self._grow(text)
 
     def begin(self, type: str, **facts: str) -> Iterator[Event]:
-        """Have an item of this type open: the one that is, or a new one."""
+        """Open an item of this type unless one is open already, and yield the events."""
         if self._open is not None and self._open.type == type:
             return
         yield from self.end("completed")
@@ -108,7 +109,7 @@ class Output:
             yield {"type": "response.content_part.added", **item.at, "part": item.part()}
 
     def delta_head(self) -> Event:
-        """An event of more text, without the text."""
+        """Return a text delta event without the text."""
         assert self._open is not None
         event = {"type": f"{_KINDS[self._open.type].event}.delta", **self._open.at}
         return event | {"logprobs": []} if self._open.type == "message" else event
@@ -118,7 +119,7 @@ class Output:
         self._open.texts.append(text)
 
     def add_logprobs(self, entries: Sequence[Item]) -> None:
-        """Of tokens of the open message."""
+        """Add the logprobs of tokens of the open message."""
         assert self._open is not None
         self._open.logprobs += entries
 
@@ -128,7 +129,7 @@ class Output:
             yield self.delta_head() | {"delta": text}
 
     def end(self, status: str) -> Iterator[Event]:
-        """Close the open item, if there is one."""
+        """Close the open item, if there is one, and yield the events."""
         item, self._open = self._open, None
         if item is None:
             return

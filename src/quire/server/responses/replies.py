@@ -1,4 +1,4 @@
-"""What /v1/responses sends, for the OpenAPI document."""
+"""Reply models of /v1/responses for the OpenAPI document."""
 
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ class OutputText(BaseModel):
 
 
 class OutputMessage(BaseModel):
-    """What the model said."""
+    """A message of the model."""
 
     id: str = Field(examples=["msg_1f3b"])
     type: Literal["message"]
@@ -36,7 +36,7 @@ class ReasoningText(BaseModel):
 
 
 class OutputReasoning(BaseModel):
-    """What the model thought."""
+    """Reasoning of the model."""
 
     id: str = Field(examples=["rs_1f3b"])
     type: Literal["reasoning"]
@@ -58,27 +58,27 @@ class OutputCall(BaseModel):
 
 
 class ResponseError(BaseModel):
-    """Why a response failed."""
+    """The reason why a response failed."""
 
     code: str
     message: str
 
 
 class InputDetails(BaseModel):
-    """Of the tokens that came in."""
+    """Details of the input tokens."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputDetails(BaseModel):
-    """Of those that went out."""
+    """Details of the output tokens."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(BaseModel):
-    """Tokens in and out."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -89,7 +89,7 @@ class ResponseUsage(BaseModel):
 
 
 class ResponseReply(BaseModel):
-    """A response. What is not here repeats the request."""
+    """A response. The fields that are not listed repeat the request."""
 
     id: str = Field(examples=["resp_1f3b"])
     object: Literal["response"]
@@ -107,7 +107,7 @@ class ResponseReply(BaseModel):
 
 
 class DeletedReply(BaseModel):
-    """That a response is gone."""
+    """Confirmation that a response was deleted."""
 
     id: str
     object: Literal["response"]
@@ -115,7 +115,7 @@ class DeletedReply(BaseModel):
 
 
 class ItemsReply(BaseModel):
-    """Some of the items that a response answers."""
+    """A page of the input items of a response."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

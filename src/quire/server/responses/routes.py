@@ -1,4 +1,4 @@
-"""/v1/responses, and the responses that are kept."""
+"""Routes of /v1/responses, including stored responses."""
 
 import functools
 from typing import Annotated, Any, Literal
@@ -23,11 +23,11 @@ from quire.server.responses.store import NO_STORE, Store, StoredResponse, Stored
 from quire.server.responses.translate import chat_of, check_body
 
 _CONTINUED = ("completed", "incomplete")
-"""Endings that a conversation can go on behind."""
+"""Statuses of responses that `previous_response_id` may name."""
 
 
 class Responses:
-    """Makes responses, and has those that are kept."""
+    """Creates responses and serves the stored ones."""
 
     def __init__(self, api: GenerationService) -> None:
         self.api = api
@@ -40,25 +40,25 @@ class Responses:
         if body.background and not keeps:
             raise RequestError("`background` needs `store`; " + NO_STORE, param="background")
         owner = _owner(request)
-        before = self._before(body.previous_response_id, owner)
+        before = self._previous_turns(body.previous_response_id, owner)
         find = functools.partial(self._item, owner=owner)
-        asked = (*before, StoredTurn(read_items(body.input, find), owner))
+        turns = (*before, StoredTurn(read_items(body.input, find), owner))
         id = new_id("resp")
-        # Tokens are told apart by what they say only as they come.
+        # Logprobs are attributed to output items only while the tokens are streamed.
         by_token = body.wants_logprobs or bool(body.background)
-        items = [item for turn in asked for item in turn.items]
-        made = functools.partial(
+        items = [item for turn in turns for item in turn.items]
+        make_chat = functools.partial(
             chat_of, body, items, stream=bool(body.stream) or by_token, request_id=id.removeprefix("resp_")
         )
-        chat = await off_loop(sum(turn.num_bytes for turn in asked), made)
+        chat = await off_loop(sum(turn.num_bytes for turn in turns), make_chat)
         talk = await begin_talk(self.api, chat, request, "resp")
-        stored = StoredResponse(frame_of(body, talk, id, stored=keeps), asked)
+        stored = StoredResponse(frame_of(body, talk, id, stored=keeps), turns)
         keep = functools.partial(self._keep, stored) if keeps else _forget
         encoder = ResponseEncoder(self.api, talk, stored.response, keep)
         if body.background:
             return await self._in_background(stored, encoder, talk, request, stream=bool(body.stream))
         if by_token and not body.stream:
-            work = _whole(self.api, talk, encoder)
+            work = _generate_whole(self.api, talk, encoder)
             return json_response(await self.api.answering.until_gone(request.receive, work))
         return await self.api.answer(talk.job, encoder, request, stream=bool(body.stream))
 
@@ -79,14 +79,14 @@ class Responses:
 
         stored.run = BackgroundRun(outputs, encoder, keeps_events=stream, on_end=on_end)
         try:
-            store.check_room()  # others may have come meanwhile
+            store.check_room()  # other requests may have been stored in the meantime
             store.put(stored)
         except BaseException:
             leave()
             await outputs.aclose()
             raise
         stored.run.start(self.api.answering)
-        return _followed(stored.run, -1) if stream else json_response(stored.shown())
+        return _event_stream(stored.run, -1) if stream else json_response(stored.shown())
 
     def show(self, id: str, request: Request, *, stream: bool, starting_after: int | None) -> Response:
         stored = self._stored(id, request)
@@ -94,11 +94,10 @@ class Responses:
             return json_response(stored.shown())
         if stored.run is None or not stored.run.keeps_events:
             raise RequestError(
-                "only a response that was asked for with background=true and stream=true can be streamed "
-                "again",
+                "only a response that was created with background=true and stream=true can be streamed again",
                 param="stream",
             )
-        return _followed(stored.run, -1 if starting_after is None else starting_after)
+        return _event_stream(stored.run, -1 if starting_after is None else starting_after)
 
     async def cancel(self, id: str, request: Request) -> Response:
         stored = self._stored(id, request)
@@ -118,7 +117,7 @@ class Responses:
     def input_items(
         self, id: str, request: Request, *, limit: int, order: str, after: str | None
     ) -> Response:
-        items = [item for turn in self._stored(id, request).asked for item in turn.items]
+        items = [item for turn in self._stored(id, request).input_turns for item in turn.items]
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -145,8 +144,8 @@ class Responses:
     def _item(self, id: str, *, owner: int) -> Item | None:
         return None if self.store is None else self.store.item(id, owner)
 
-    def _before(self, id: str | None, owner: int) -> tuple[StoredTurn, ...]:
-        """What was said up to the end of a response."""
+    def _previous_turns(self, id: str | None, owner: int) -> tuple[StoredTurn, ...]:
+        """Return the turns of the conversation up to the end of response `id`."""
         if id is None:
             return ()
         if self.store is None:
@@ -156,30 +155,31 @@ class Responses:
         if status not in _CONTINUED:
             raise RequestError(
                 f"the response {id!r:.80} is {status}: only one that is {' or '.join(_CONTINUED)} can be "
-                "gone on with",
+                "continued",
                 param="previous_response_id",
             )
         return stored.turns
 
     def _keep(self, stored: StoredResponse, response: dict[str, Any]) -> None:
         assert self.store is not None
-        stored.response, stored.said = response, StoredTurn(response["output"], stored.owner)
+        stored.response, stored.output_turn = response, StoredTurn(response["output"], stored.owner)
         if stored.run is None:
             self.store.put(stored)
 
 
 def _owner(request: Request) -> int:
-    """Whose responses it may see: keys with names have their own, all others share."""
+    """Return the tenant of a request. Each named key has its own responses; all other clients share tenant
+    0."""
     account = account_of(request.scope)
     return 0 if account is None else account.tenant
 
 
 def _forget(response: dict[str, Any]) -> None:
-    """Nobody will ask for it again."""
+    """Ignore the response: it is not stored."""
 
 
-async def _whole(api: GenerationService, talk: Talk, encoder: ResponseEncoder) -> dict[str, Any]:
-    """A response that is not streamed, of outputs that are."""
+async def _generate_whole(api: GenerationService, talk: Talk, encoder: ResponseEncoder) -> dict[str, Any]:
+    """Generate a response token by token and return it whole."""
     outputs = await api.streamed(talk.job)
     try:
         async for output in outputs:
@@ -189,7 +189,7 @@ async def _whole(api: GenerationService, talk: Talk, encoder: ResponseEncoder) -
     return encoder.ended()
 
 
-def _followed(run: BackgroundRun, after: int) -> Response:
+def _event_stream(run: BackgroundRun, after: int) -> Response:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(run.follow(after), headers=headers, media_type="text/event-stream")
 
@@ -210,17 +210,17 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         stream: bool = False,
         starting_after: Annotated[int | None, Query(ge=-1, le=INT64_MAX)] = None,
     ) -> Response:
-        """A response that is kept; of one in the background its events, from a number on."""
+        """Return a stored response, or stream the events of a background response after `starting_after`."""
         return responses.show(response_id, request, stream=stream, starting_after=starting_after)
 
     @app.delete("/v1/responses/{response_id}", **replies_of(DeletedReply, *kept))
     async def delete_response(response_id: str, request: Request) -> Response:
-        """Forget a response; one that runs in the background ends."""
+        """Delete a stored response. One that runs in the background is cancelled."""
         return await responses.delete(response_id, request)
 
     @app.post("/v1/responses/{response_id}/cancel", **reply(*kept, 413))
     async def cancel_response(response_id: str, request: Request) -> Response:
-        """End a response in the background."""
+        """Cancel a response that runs in the background."""
         return await responses.cancel(response_id, request)
 
     @app.get("/v1/responses/{response_id}/input_items", **replies_of(ItemsReply, *kept))
@@ -231,5 +231,5 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Response:
-        """The items that a response answers, those of earlier responses too."""
+        """List the input items of a response, including those of previous responses."""
         return responses.input_items(response_id, request, limit=limit, order=order, after=after)

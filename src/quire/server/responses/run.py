@@ -1,4 +1,4 @@
-"""A response that is answered in the background, whoever listens."""
+"""A response that is generated in the background, independent of client connections."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +15,7 @@ logger = get_logger(__name__)
 
 
 class BackgroundRun:
-    """The outputs of a response on their way to its encoder, and its events for those who want them."""
+    """Feeds the engine's outputs of a response to its encoder and keeps the events for streaming clients."""
 
     def __init__(
         self,
@@ -28,16 +28,16 @@ class BackgroundRun:
         self.encoder = encoder
         self.keeps_events = keeps_events
         self.events: list[bytes] = []
-        """The place of each is its sequence number."""
+        """Encoded events; the index of an event is its sequence number."""
         self.num_bytes = 0
-        """Of the events."""
+        """Total size of the events."""
         self.is_over = False
         self._outputs, self._on_end = outputs, on_end
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
 
     def start(self, answering: Answering) -> None:
-        """Until it is over, or the server is told to stop."""
+        """Start generating. The run ends with the response or when the server shuts down."""
         self._task = asyncio.create_task(self._run(answering))
 
     async def _run(self, answering: Answering) -> None:
@@ -46,7 +46,7 @@ class BackgroundRun:
             await answering.until_gone(_never_gone, self._read())
         except Exception as error:
             if not isinstance(error, QuireError):
-                logger.exception("a response in the background failed")
+                logger.exception("a background response failed")
             failed = error
         try:
             await self._outputs.aclose()
@@ -58,23 +58,23 @@ class BackgroundRun:
             self._add(self.encoder.events(output))
 
     def _end(self, failed: Exception | None, status: str = "failed") -> None:
-        """Over for all who wait for it, even if its last words cannot be written."""
+        """Mark the run as ended and wake all waiting clients, even if encoding the last events fails."""
         if self.is_over:
             return
         events: list[bytes] = []
         try:
-            events = self._last(failed, status)
+            events = self._last_events(failed, status)
         finally:
             self.is_over = True
             self._add(events)
             self._on_end()
 
-    def _last(self, failed: Exception | None, status: str) -> list[bytes]:
+    def _last_events(self, failed: Exception | None, status: str) -> list[bytes]:
         if failed is None:
             try:
                 return self.encoder.last_events()
             except Exception as error:
-                logger.exception("the end of a response could not be written")
+                logger.exception("could not encode the last events of a background response")
                 failed = error
         return self.encoder.failed(failed, status)
 
@@ -86,7 +86,7 @@ class BackgroundRun:
         news.set()
 
     async def cancel(self) -> None:
-        """Over when this returns, if it was not before."""
+        """Cancel the run, unless it has ended, and wait for its end."""
         if self._task is None or self.is_over:
             return
         self._task.cancel()
@@ -97,7 +97,7 @@ class BackgroundRun:
             self._end(EngineError("the response was cancelled"), "cancelled")
 
     async def follow(self, after: int) -> AsyncIterator[bytes]:
-        """The events behind that number: those that were, and those to come."""
+        """Yield the events after sequence number `after`, past and future."""
         place = after + 1
         while True:
             news = self._news
@@ -110,6 +110,6 @@ class BackgroundRun:
 
 
 async def _never_gone() -> Message:
-    """The client of a response in the background may hang up."""
+    """Wait forever: a background response does not depend on its client's connection."""
     await asyncio.Event().wait()
     raise AssertionError

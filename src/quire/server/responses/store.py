@@ -1,4 +1,4 @@
-"""The store: responses that can be asked for again, in the memory of this process, within limits."""
+"""An in-memory store of responses, limited in count, bytes and age."""
 
 import time
 from collections.abc import Callable
@@ -13,20 +13,20 @@ from quire.server.responses.items import Item
 from quire.server.responses.run import BackgroundRun
 
 NO_STORE = (
-    "this server keeps no responses; start it with VLLM_ENABLE_RESPONSES_API_STORE=1, or send all items as "
+    "this server stores no responses; start it with VLLM_ENABLE_RESPONSES_API_STORE=1, or send all items as "
     "`input` and leave `store`, `background` and `previous_response_id` out"
 )
 
 
 class Full(TooMany):
-    """More responses run in the background than the store can hold."""
+    """Raised when more responses run in the background than the store can hold."""
 
 
 class StoredTurn:
-    """Items that came together. Later responses share those of the ones before."""
+    """Items that were received or generated together. Later responses of the conversation share them."""
 
     def __init__(self, items: list[Item], owner: int = 0) -> None:
-        """`owner`: the tenant who may ask for them."""
+        """Create a turn that only the tenant `owner` may read."""
         self.items = items
         self.owner = owner
         self.num_bytes = len(msgspec.json.encode(items))
@@ -34,58 +34,58 @@ class StoredTurn:
 
 @dataclass(slots=True)
 class StoredResponse:
-    """A response, and what it answers."""
+    """A response and the turns of the conversation that it answers."""
 
     response: dict[str, Any]
-    """As it is when it is over; before, what it began with."""
-    asked: tuple[StoredTurn, ...]
-    said: StoredTurn | None = None
+    """The final response; while it runs, the fields that do not change."""
+    input_turns: tuple[StoredTurn, ...]
+    output_turn: StoredTurn | None = None
     run: BackgroundRun | None = None
-    """If it is answered in the background."""
+    """The background run, if there is one."""
     kept_at: float = 0.0
     num_bytes: int = 0
-    """Without turns."""
+    """Size of the response without its turns."""
     held: tuple[StoredTurn, ...] = ()
-    """The turns that the store counts for it."""
+    """Turns that the store counts for this response."""
 
     @property
     def turns(self) -> tuple[StoredTurn, ...]:
-        return self.asked if self.said is None else (*self.asked, self.said)
+        return self.input_turns if self.output_turn is None else (*self.input_turns, self.output_turn)
 
     @property
     def owner(self) -> int:
-        return self.asked[-1].owner
+        return self.input_turns[-1].owner
 
     @property
     def is_running(self) -> bool:
         return self.run is not None and not self.run.is_over
 
     def shown(self) -> dict[str, Any]:
-        """As it is now. One whose end could not be written was never handed over."""
+        """Return the response in its present state, also if its last events could not be encoded."""
         run = self.run
-        if run is None or (run.is_over and self.said is not None):
+        if run is None or (run.is_over and self.output_turn is not None):
             return self.response
         return run.encoder.shown()
 
 
 @dataclass(slots=True)
 class Store:
-    """Responses by their ids, the one kept last last."""
+    """Responses by id, in the order in which they were stored."""
 
     limits: StoreLimits
     now: Callable[[], float] = time.monotonic
     num_bytes: int = 0
     _kept: dict[str, StoredResponse] = field(default_factory=dict)
     _users: dict[int, int] = field(default_factory=dict)
-    """How many responses have a turn, by the turn's identity."""
+    """Number of responses that use a turn, by `id()` of the turn."""
     _items: dict[tuple[int, str], dict[int, Item]] = field(default_factory=dict)
-    """By owner and id, then by the identity of the turn: several may have one of that id."""
+    """Items by owner and item id, then by `id()` of the turn: several turns may have an item of that id."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def get(self, id: str, owner: int = 0, *, param: str = "response_id") -> StoredResponse:
-        """`param`: what named it."""
+        """Return a stored response. `param`: the request field that names it, for the error."""
         self._expire()
         if id not in self._kept or self._kept[id].owner != owner:
             raise NotFound(f"Response with id {id!r:.80} not found.", param=param)
@@ -96,7 +96,7 @@ class Store:
         return next(iter(self._items.get((owner, id), {}).values()), None)
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep it, or what became of it. The oldest that are over go where there are too many."""
+        """Store or update a response. The oldest responses that have ended are dropped above the limits."""
         id = stored.response["id"]
         num_bytes = len(msgspec.json.encode(stored.response)) + (stored.run.num_bytes if stored.run else 0)
         self.drop(id)
@@ -106,15 +106,18 @@ class Store:
         self.num_bytes += stored.num_bytes
         stored.held = stored.turns
         for turn in stored.held:
-            self._take(turn)
+            self._add_turn(turn)
         self._expire()
 
     def check_room(self) -> None:
-        """For one more that runs in the background."""
+        """Raise Full if one more background response does not fit."""
         self._expire()
         running = [stored for stored in self._kept.values() if stored.is_running]
         if len(running) >= self.limits.max_count:
-            raise Full(f"{self.limits.max_count} responses run in the background, and no more may")
+            raise Full(
+                f"{self.limits.max_count} responses run in the background, the maximum; "
+                "try again when one of them has ended"
+            )
         turns = {id(turn): turn.num_bytes for stored in running for turn in stored.held}
         grown = sum(stored.num_bytes + stored.run.num_bytes for stored in running if stored.run)
         if sum(turns.values()) + grown >= self.limits.max_bytes:
@@ -128,10 +131,10 @@ class Store:
         if stored is not None:
             self.num_bytes -= stored.num_bytes
             for turn in stored.held:
-                self._leave(turn)
+                self._release_turn(turn)
         return stored
 
-    def _take(self, turn: StoredTurn) -> None:
+    def _add_turn(self, turn: StoredTurn) -> None:
         count = self._users.get(id(turn), 0)
         self._users[id(turn)] = count + 1
         if not count:
@@ -139,7 +142,7 @@ class Store:
             for item in turn.items:
                 self._items.setdefault((turn.owner, item["id"]), {})[id(turn)] = item
 
-    def _leave(self, turn: StoredTurn) -> None:
+    def _release_turn(self, turn: StoredTurn) -> None:
         count = self._users[id(turn)] - 1
         if count > 0:
             self._users[id(turn)] = count
@@ -147,9 +150,9 @@ class Store:
         del self._users[id(turn)]
         self.num_bytes -= turn.num_bytes
         for item in turn.items:
-            having = self._items.get(key := (turn.owner, item["id"]), {})
-            having.pop(id(turn), None)
-            if not having:
+            items = self._items.get(key := (turn.owner, item["id"]), {})
+            items.pop(id(turn), None)
+            if not items:
                 self._items.pop(key, None)
 
     def _expire(self) -> None:

@@ -1,4 +1,4 @@
-"""A body of /v1/responses in the words of a chat."""
+"""Translation of a /v1/responses body to a chat completion body."""
 
 from typing import Any
 
@@ -22,30 +22,31 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "context_management": (([],), "shorten the input, or send truncation='auto'"),
     "moderation": ((), "this server does not moderate"),
 }
-"""Fields that may have these values only (beside null), and what to do otherwise."""
-_OWN = ("stream", "stream_options", "request_id", *_ONLY)
-"""Fields that both bodies have, and that do not go from one to the other as they are."""
-_SHARED = GenerateBody.model_fields.keys() - set(_OWN) | {"parallel_tool_calls"}
+"""Fields with the values that are allowed besides null, and the remedy for other values."""
+_NOT_COPIED = ("stream", "stream_options", "request_id", *_ONLY)
+"""Fields of both bodies that are not copied unchanged."""
+_SHARED = GenerateBody.model_fields.keys() - set(_NOT_COPIED) | {"parallel_tool_calls"}
 
 
 def check_body(body: ResponseBody) -> None:
     for name, (allowed, instead) in _ONLY.items():
         value = getattr(body, name)
         if value is not None and value not in allowed:
-            raise RequestError(f"`{name}` cannot be had in /v1/responses: {instead}", param=name)
+            raise RequestError(f"`{name}` is not supported in /v1/responses: {instead}", param=name)
 
 
 def chat_of(body: ResponseBody, items: list[Item], *, stream: bool, request_id: str) -> ChatBody:
-    """The chat whose answer is the response. `stream`: its outputs come as they are made."""
+    """Return the chat completion body that generates the response. `stream`: return outputs token by
+    token."""
     conversation = ItemMessages(body.instructions)
     conversation.add(items)
     messages = conversation.messages()
     if not messages:
         raise RequestError("`input` is empty: send a text or at least one item", param="input")
-    given = {name: getattr(body, name) for name in _SHARED if name in body.model_fields_set}
+    fields = {name: getattr(body, name) for name in _SHARED if name in body.model_fields_set}
     extra = {n: v for n, v in (body.model_extra or {}).items() if n not in ChatBody.model_fields}
-    chosen = _tool_choice(body)
-    given |= extra | {
+    tool_choice = _tool_choice(body)
+    fields |= extra | {
         "messages": messages,
         "stream": stream,
         "request_id": body.request_id or request_id,
@@ -53,23 +54,23 @@ def chat_of(body: ResponseBody, items: list[Item], *, stream: bool, request_id: 
         "logprobs": body.wants_logprobs,
         "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
         "tools": _tools(body),
-        "tool_choice": chosen,
-        "response_format": _format(body),
+        "tool_choice": tool_choice,
+        "response_format": _response_format(body),
         "reasoning_effort": body.reasoning and body.reasoning.effort,
         "chat_template": body.chat_template,
         "chat_template_kwargs": body.chat_template_kwargs,
     }
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
-        given["truncate_prompt_tokens"] = -1
+        fields["truncate_prompt_tokens"] = -1
     try:
-        return ChatBody.model_validate(given)
+        return ChatBody.model_validate(fields)
     except ValidationError as error:
         raise invalid(error) from None
 
 
 def _tools(body: ResponseBody) -> list[dict[str, Any]] | None:
-    """As chats have them; of allowed_tools, those that are allowed."""
-    allowed = _allowed(body)
+    """Return the tools in the chat completion format, without those that allowed_tools excludes."""
+    allowed = _allowed_tools(body)
     tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or [])]
     names = {tool["function"]["name"] for tool in tools}
     if allowed is not None and (unknown := sorted(allowed - names)):
@@ -83,7 +84,7 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind != "function":
         raise RequestError(
-            f"{place} is of type {kind!r:.80}; this server runs no tools of its own and knows only functions",
+            f"{place} is of type {kind!r:.80}; this server has no built-in tools; send functions",
             param="tools",
         )
     if not isinstance(tool.get("name"), str) or not tool["name"]:
@@ -95,7 +96,7 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     }
 
 
-def _allowed(body: ResponseBody) -> set[str] | None:
+def _allowed_tools(body: ResponseBody) -> set[str] | None:
     choice = body.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return None
@@ -130,23 +131,26 @@ def _tool_choice(body: ResponseBody) -> str | dict[str, Any] | None:
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
-def _format(body: ResponseBody) -> dict[str, Any] | None:
-    asked = body.text.format if body.text else None
-    if asked is None or asked.get("type") == "text":
+def _response_format(body: ResponseBody) -> dict[str, Any] | None:
+    text_format = body.text.format if body.text else None
+    if text_format is None or text_format.get("type") == "text":
         return None
     if body.structured_outputs is not None:
         raise RequestError(
-            "text.format and structured_outputs both say what the answer must look like; send one of them",
+            "text.format and structured_outputs both constrain the output; send only one of them",
             param="text.format",
         )
-    if asked.get("type") == "json_object":
+    if text_format.get("type") == "json_object":
         return {"type": "json_object"}
-    if asked.get("type") != "json_schema":
+    if text_format.get("type") != "json_schema":
         raise RequestError(
-            f"text.format has no type {asked.get('type')!r:.80}; known: text, json_object, json_schema",
+            f"text.format has no type {text_format.get('type')!r:.80}; known: text, json_object, json_schema",
             param="text.format",
         )
-    if not isinstance(asked.get("schema"), dict):
+    if not isinstance(text_format.get("schema"), dict):
         raise RequestError("text.format of type json_schema needs `schema`, an object", param="text.format")
     names = ("name", "schema", "strict", "description")
-    return {"type": "json_schema", "json_schema": {name: asked[name] for name in names if name in asked}}
+    return {
+        "type": "json_schema",
+        "json_schema": {name: text_format[name] for name in names if name in text_format},
+    }

@@ -1,1 +1,1 @@
-"""Texts and conversations as tokens, and tokens as answers."""
+"""Routes for token ids: tokenize, render and generate."""

@@ -17,16 +17,16 @@ from quire.server.openai.sampling_params import check_fields, check_stops
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.tokens.bodies import TokensBody
 
-_OURS = frozenset(
+_INTERNAL = frozenset(
     {"output_kind", "skip_clone", "detokenize", "flat_logprobs", "bad_words_token_ids", "moments", "aligning"}
 )
-"""Parameters that say how the server goes about it: neither told nor taken."""
+"""Parameters that the server sets itself: clients neither receive nor send them."""
 
 
-def told_params(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as a client gets them, and sends them back."""
-    told: dict[str, Any] = msgspec.to_builtins(params)
-    return {name: value for name, value in told.items() if name not in _OURS} | {
+def public_params(params: SamplingParams) -> dict[str, Any]:
+    """Return the sampling parameters that a client receives and may send back."""
+    fields: dict[str, Any] = msgspec.to_builtins(params)
+    return {name: value for name, value in fields.items() if name not in _INTERNAL} | {
         "max_tokens": params.max_tokens
     }
 
@@ -36,8 +36,8 @@ async def answer_tokens(api: GenerationService, body: TokensBody, request: Reque
     check_fields(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidBody("Stream options can only be defined when `stream=True`.", param="stream_options")
-    asked = body.sampling_params.get("max_tokens")
-    num_output = asked if isinstance(asked, int) else 1
+    max_tokens = body.sampling_params.get("max_tokens")
+    num_output = max_tokens if isinstance(max_tokens, int) else 1
     as_prompt = CompletionBody(  # type: ignore[call-arg]
         prompt=body.token_ids,
         max_tokens=num_output,
@@ -52,13 +52,15 @@ async def answer_tokens(api: GenerationService, body: TokensBody, request: Reque
 
 
 def _params(api: GenerationService, body: TokensBody, prompt_len: int) -> SamplingParams:
-    known = set(SamplingParams.__struct_fields__) - _OURS
-    given: dict[str, Any] = {name: body.sampling_params[name] for name in known & body.sampling_params.keys()}
-    if given.get("reasoning") is not None:
-        given["reasoning"] = _reasoning(given["reasoning"])
-    check_stops(given.get("stop"))
+    known = set(SamplingParams.__struct_fields__) - _INTERNAL
+    fields: dict[str, Any] = {
+        name: body.sampling_params[name] for name in known & body.sampling_params.keys()
+    }
+    if fields.get("reasoning") is not None:
+        fields["reasoning"] = _read_reasoning(fields["reasoning"])
+    check_stops(fields.get("stop"))
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    params = SamplingParams.from_optional(**{"max_tokens": None, **given, "output_kind": kind})
+    params = SamplingParams.from_optional(**{"max_tokens": None, **fields, "output_kind": kind})
     if params.n > api.settings.api.max_n:
         raise RequestError(
             f"n must be at most {api.settings.api.max_n} (--max-n), got {params.n}.", param="n"
@@ -69,15 +71,15 @@ def _params(api: GenerationService, body: TokensBody, prompt_len: int) -> Sampli
     return params
 
 
-def _reasoning(given: Any) -> ReasoningIds:
+def _read_reasoning(value: Any) -> ReasoningIds:
     try:
-        return msgspec.convert(given, ReasoningIds)
+        return msgspec.convert(value, ReasoningIds)
     except msgspec.ValidationError as error:
         raise RequestError(f"sampling_params.reasoning: {error}", param="sampling_params") from None
 
 
 class TokensEncoder:
-    """Tokens as they are."""
+    """Encodes outputs as token ids."""
 
     text_only = False
 
@@ -91,12 +93,12 @@ class TokensEncoder:
 
     def encode(self, output: RequestOutput) -> bytes:
         self._num_cached = output.num_cached_tokens
-        self._num_output += sum(len(each.token_ids) for each in output.outputs)
-        choices = [self._choice(each) for each in output.outputs if each.token_ids or each.finish_reason]
+        self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
+        choices = [self._choice(x) for x in output.outputs if x.token_ids or x.finish_reason]
         return event({"request_id": self._job.id, "choices": choices}) if choices else b""
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
-        raise AssertionError("tokens cannot be told from their text")
+        raise AssertionError("token ids cannot be recovered from text")
 
     def finish(self) -> bytes:
         if not self._usage:
@@ -109,12 +111,12 @@ class TokensEncoder:
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        num_output = sum(len(each.token_ids) for each in output.outputs)
+        num_output = sum(len(completion.token_ids) for completion in output.outputs)
         return {
             "request_id": self._job.id,
             "model": self._job.model,
             "created": self._job.created,
-            "choices": [self._choice(each) for each in output.outputs],
+            "choices": [self._choice(completion) for completion in output.outputs],
             "usage": self._api.usage(self._num_prompt, num_output, output.num_cached_tokens),
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
             "kv_transfer_params": None,
@@ -124,16 +126,16 @@ class TokensEncoder:
     def _num_prompt(self) -> int:
         return len(self._job.prompts[0].token_ids)
 
-    def _choice(self, each: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         logprobs, num_top = None, self._params.logprobs
-        if each.logprobs is not None and num_top is not None:
+        if completion.logprobs is not None and num_top is not None:
             num_top = -1 if self._params.logprob_token_ids is not None else num_top
             as_ids = self._api.settings.api.return_tokens_as_token_ids
             speller = Speller(self._api.inputs_of(self._job.model).tokenizer, as_ids)
-            logprobs = chat_logprobs(each.token_ids, each.logprobs, num_top, speller)
+            logprobs = chat_logprobs(completion.token_ids, completion.logprobs, num_top, speller)
         return {
-            "index": each.index,
+            "index": completion.index,
             "logprobs": logprobs,
-            "finish_reason": each.finish_reason,
-            "token_ids": list(each.token_ids),
+            "finish_reason": completion.finish_reason,
+            "token_ids": list(completion.token_ids),
         }

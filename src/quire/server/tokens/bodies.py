@@ -1,5 +1,4 @@
-"""The bodies of the routes that know tokens only, and of those that make them of chats and completions and
-back: what clients send and, for the document, what they get."""
+"""Request and reply bodies of the token, render and derender routes."""
 
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from quire.server.openai.requests import (
     Unbuilt,
 )
 
-# ---- what clients send
+# ---- requests
 
 
 class TokensBody(EngineBody):
@@ -27,7 +26,7 @@ class TokensBody(EngineBody):
 
     token_ids: Some[TokenId] = Field(examples=[[1, 2, 3]])
     sampling_params: dict[str, JsonValue] = Field(
-        description="The fields of SamplingParams. Default of max_tokens: what fits.",
+        description="The fields of SamplingParams. Default of max_tokens: as many as fit the context.",
         examples=[{"max_tokens": 8}],
     )
     stream: bool | None = False
@@ -35,19 +34,19 @@ class TokensBody(EngineBody):
     prompt: str | None = Field(None, description="The text of the tokens; has no effect.")
     features: Unbuilt | None = Field(None, description="Not supported yet.")
     kv_transfer_params: dict[str, JsonValue] | None = Field(
-        None, description="Has no effect: nothing is transferred."
+        None, description="Has no effect: there is no KV transfer."
     )
     ec_transfer_params: dict[str, Unbuilt] | None = Field(None, description="Not supported yet.")
 
 
 class DerenderPart(BaseModel):
-    """A part of what the server sent, as it comes back."""
+    """Part of an earlier reply that is sent back to the server."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
 
 
 class DerenderTopLogprob(DerenderPart):
-    """One of the likeliest tokens at a position."""
+    """One of the most likely tokens at a position."""
 
     token: str
     logprob: float
@@ -55,13 +54,13 @@ class DerenderTopLogprob(DerenderPart):
 
 
 class DerenderLogprob(DerenderTopLogprob):
-    """The token that was chosen, and the likeliest beside it."""
+    """The sampled token and the most likely alternatives."""
 
     top_logprobs: Many[DerenderTopLogprob]
 
 
 class DerenderLogprobs(DerenderPart):
-    """Logprobs of an answer."""
+    """Logprobs of a choice."""
 
     content: Many[DerenderLogprob]
 
@@ -76,7 +75,7 @@ class DerenderChoice(DerenderPart):
 
 
 class DerenderTokens(DerenderPart):
-    """An answer of /inference/v1/generate."""
+    """The reply of /inference/v1/generate."""
 
     choices: Many[DerenderChoice]
 
@@ -87,25 +86,26 @@ NumTokens = Annotated[int, Field(ge=0, le=INT64_MAX)]
 class DerenderChatBody(EngineBody):
     """The body of /v1/chat/completions/derender."""
 
-    stream: bool | None = Field(False, description="Only whole answers can be derendered.")
+    stream: bool | None = Field(False, description="Only whole replies can be derendered.")
     generate_response: DerenderTokens
     prompt_tokens: NumTokens | None = Field(None, description="For the usage. Default: 0.")
     chat_request: ChatBody | None = Field(
-        None, description="What was rendered: says how the answer is read. Without it all is text."
+        None,
+        description="The rendered request, which selects the parsers. Without it the output is plain text.",
     )
 
 
 class DerenderCompletionBody(EngineBody):
     """The body of /v1/completions/derender."""
 
-    stream: bool | None = Field(False, description="Only whole answers can be derendered.")
+    stream: bool | None = Field(False, description="Only whole replies can be derendered.")
     generate_responses: Some[DerenderTokens] = Field(description="One for each prompt.")
-    prompt_tokens: Many[NumTokens] | None = Field(None, description="Of each prompt. Default: 0.")
-    completion_request: CompletionBody | None = Field(None, description="What was rendered.")
+    prompt_tokens: Many[NumTokens] | None = Field(None, description="Tokens of each prompt. Default: 0.")
+    completion_request: CompletionBody | None = Field(None, description="The rendered request.")
 
 
 class ChatBatchBody(ChatBody):
-    """The body of /v1/chat/completions/batch: whole answers of one choice each."""
+    """The body of /v1/chat/completions/batch: whole replies of one choice each."""
 
     messages: Some[Some[Message]] = Field(  # type: ignore[assignment]
         description="Conversations.",
@@ -113,7 +113,7 @@ class ChatBatchBody(ChatBody):
     )
 
 
-# ---- what they get
+# ---- replies
 
 
 class TokensChoice(BaseModel):
@@ -126,7 +126,7 @@ class TokensChoice(BaseModel):
 
 
 class TokensReply(BaseModel):
-    """A whole answer of /inference/v1/generate."""
+    """The whole reply of /inference/v1/generate."""
 
     request_id: str = Field(examples=["generate-tokens-1f3b"])
     model: str
@@ -138,13 +138,13 @@ class TokensReply(BaseModel):
 
 
 class RenderedReply(BaseModel):
-    """A prompt and what is asked of it, as /inference/v1/generate takes them."""
+    """A prompt and its parameters, as /inference/v1/generate takes them."""
 
     request_id: str
     token_ids: list[int]
     token_offsets: list[tuple[int, int]] | None = Field(
-        description="With return_token_offsets: where in `prompt` each token begins and ends, in characters;"
-        " null where the prompt came as tokens, was cut, or has media."
+        description="With return_token_offsets: first and last character of each token in `prompt`; "
+        "null if the prompt was sent as tokens, was truncated, or has media."
     )
     prompt: str | None
     sampling_params: dict[str, Any]
@@ -153,5 +153,5 @@ class RenderedReply(BaseModel):
     stream_options: StreamOptions | None
     cache_salt: str | None
     priority: int
-    features: dict[str, Any] | None = Field(description="Where media are, and what they are known by.")
+    features: dict[str, Any] | None = Field(description="Placeholder positions and hashes of the media.")
     kv_transfer_params: None

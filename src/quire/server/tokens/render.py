@@ -1,5 +1,5 @@
-"""Chats and completions become tokens, and tokens become answers, without the model between: the routes that
-end in /render and /derender."""
+"""The /render and /derender routes: conversion of chats and completions to tokens, and of tokens to
+replies, without running the model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from quire.server.openai.completions import CompletionEncoder, begin_completion
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody, CompletionBody
 from quire.server.openai.service import ApiCall, GenerationService
-from quire.server.tokens.answer import told_params
+from quire.server.tokens.answer import public_params
 from quire.server.tokens.bodies import (
     DerenderChatBody,
     DerenderChoice,
@@ -30,35 +30,35 @@ from quire.server.tokens.bodies import (
 
 
 async def render_chat(api: GenerationService, body: ChatBody, request: Request) -> Response:
-    talk = await begin_talk(api, body, _free(request))
-    return await _rendered(api, body, talk.job, lambda prompts: prompts[0])
+    talk = await begin_talk(api, body, _without_account(request))
+    return await _render(api, body, talk.job, lambda prompts: prompts[0])
 
 
 async def render_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
-    job = await begin_completion(api, body, _free(request))
-    return await _rendered(api, body, job, lambda prompts: prompts)
+    job = await begin_completion(api, body, _without_account(request))
+    return await _render(api, body, job, lambda prompts: prompts)
 
 
-def _free(request: Request) -> Request:
-    """Nothing is asked of the engine: nobody's account is charged."""
+def _without_account(request: Request) -> Request:
+    """Return the request without its account: rendering does not use the engine and is not charged."""
     return Request(without_account(request.scope), request.receive)
 
 
-async def _rendered(
+async def _render(
     api: GenerationService,
     body: ChatBody | CompletionBody,
     job: ApiCall,
     answer_of: Callable[[list[dict[str, Any]]], Any],
 ) -> Response:
-    """What the answer is made of is one object for each prompt."""
+    """Return the reply that `answer_of` makes of one object for each prompt."""
     if any(prompt.embeds is not None for prompt in job.prompts):
-        raise RequestError("`prompt_embeds` are no tokens and cannot be rendered", param="prompt_embeds")
+        raise RequestError("`prompt_embeds` have no token ids and cannot be rendered", param="prompt_embeds")
     size = sum(len(prompt.text or "") + len(prompt.token_ids) for prompt in job.prompts)
     inputs = api.inputs_of(job.model)
-    return await off_loop(size, lambda: json_response(answer_of(_prompts_of(inputs, body, job))))
+    return await off_loop(size, lambda: json_response(answer_of(_rendered_prompts(inputs, body, job))))
 
 
-def _prompts_of(
+def _rendered_prompts(
     inputs: InputProcessor, body: ChatBody | CompletionBody, job: ApiCall
 ) -> list[dict[str, Any]]:
     return [
@@ -67,7 +67,7 @@ def _prompts_of(
             "token_ids": prompt.token_ids,
             "token_offsets": _offsets(inputs, body, prompt),
             "prompt": prompt.text,
-            "sampling_params": told_params(_sampled(params)),
+            "sampling_params": public_params(_sampling_params(params)),
             "model": job.model,
             "stream": bool(body.stream),
             "stream_options": body.stream_options and body.stream_options.model_dump(),
@@ -83,7 +83,7 @@ def _prompts_of(
 def _offsets(
     inputs: InputProcessor, body: ChatBody | CompletionBody, prompt: Prompt
 ) -> list[tuple[int, int]] | None:
-    """Where each token stands in the text, if that is asked for and there is a text that has all of them."""
+    """Return the character range of each token, if requested and if the text encodes to the same tokens."""
     if not body.return_token_offsets or prompt.text is None or inputs.tokenizer is None:
         return None
     token_ids, offsets = inputs.tokenizer.offsets(prompt.text, body.add_special_tokens)
@@ -91,118 +91,129 @@ def _offsets(
 
 
 def _features(media: Media) -> dict[str, Any]:
-    """The spans of a prompt and what their contents are known by; not these themselves."""
+    """Return the placeholder positions and the hashes of the media, without their contents."""
     kinds = dict.fromkeys(item.modality for item in media.items)
-    own = {kind: [item for item in media.items if item.modality == kind] for kind in kinds}
+    by_kind = {kind: [item for item in media.items if item.modality == kind] for kind in kinds}
     return {
-        "mm_hashes": {kind: [item.key.hex() for item in items] for kind, items in own.items()},
+        "mm_hashes": {kind: [item.key.hex() for item in items] for kind, items in by_kind.items()},
         "mm_placeholders": {
             kind: [{"offset": item.offset, "length": item.length} for item in items]
-            for kind, items in own.items()
+            for kind, items in by_kind.items()
         },
     }
 
 
-def _sampled(params: Any) -> SamplingParams:
+def _sampling_params(params: Any) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise RequestError(
-            "a beam search is not one request and cannot be rendered; leave use_beam_search out",
+            "beam search cannot be rendered, since it is several requests; leave use_beam_search out",
             param="use_beam_search",
         )
     return params
 
 
-# ---- and back
+# ---- derender
 
-_WHOLE = {"stream": False, "stream_options": None}
-"""However it was asked for, the answer is here."""
+_NOT_STREAMED = {"stream": False, "stream_options": None}
+"""Updates of a request body: a derendered reply is never streamed."""
 
 
 async def derender_chat(api: GenerationService, body: DerenderChatBody, request: Request) -> Response:
-    given, asked, request = body.generate_response, body.chat_request, _free(request)
-    await _check(api, body, [given])
-    if asked is not None:
-        talk = await begin_talk(api, asked.model_copy(update=_WHOLE), request)
+    tokens_reply, chat, request = body.generate_response, body.chat_request, _without_account(request)
+    await _check(api, body, [tokens_reply])
+    if chat is not None:
+        talk = await begin_talk(api, chat.model_copy(update=_NOT_STREAMED), request)
     else:
-        asked = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
+        chat = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
         job = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
-        talk = Talk(asked, job, api.settings.api.response_role, "")
-    _check_choices([given], asked.n or 1)
-    output = await _read(api.inputs_of(talk.job.model), given, _sampled(talk.job.params[0]))
+        talk = Talk(chat, job, api.settings.api.response_role, "")
+    _check_choices([tokens_reply], chat.n or 1)
+    output = await _decode_reply(
+        api.inputs_of(talk.job.model), tokens_reply, _sampling_params(talk.job.params[0])
+    )
     encoder = ChatEncoder(api, talk)
 
-    def written() -> Response:
+    def encode() -> Response:
         answer = encoder.whole([output])
-        for choice, tokens in zip(answer["choices"], given.choices, strict=True):
+        for choice, tokens in zip(answer["choices"], tokens_reply.choices, strict=True):
             choice["logprobs"] = tokens.logprobs and tokens.logprobs.model_dump()
-        return json_response(_counted(answer, body.prompt_tokens or 0))
+        return json_response(_with_usage(answer, body.prompt_tokens or 0))
 
-    return await off_loop(_num_chars([output]), written)
+    return await off_loop(_num_chars([output]), encode)
 
 
 async def derender_completion(
     api: GenerationService, body: DerenderCompletionBody, request: Request
 ) -> Response:
-    given, asked, request = body.generate_responses, body.completion_request, _free(request)
-    await _check(api, body, given)
-    if body.prompt_tokens is not None and len(body.prompt_tokens) != len(given):
+    replies, completion, request = body.generate_responses, body.completion_request, _without_account(request)
+    await _check(api, body, replies)
+    if body.prompt_tokens is not None and len(body.prompt_tokens) != len(replies):
         raise RequestError(
             f"prompt_tokens length ({len(body.prompt_tokens)}) must equal generate_responses length "
-            f"({len(given)})",
+            f"({len(replies)})",
             param="prompt_tokens",
         )
-    if asked is not None:
-        # Logprobs have come in the words of a chat, if at all.
-        asked = asked.model_copy(update={**_WHOLE, "logprobs": None})
-        job = await begin_completion(api, asked, request)
+    if completion is not None:
+        # Logprobs of /inference/v1/generate have the chat format and are not converted.
+        completion = completion.model_copy(update={**_NOT_STREAMED, "logprobs": None})
+        job = await begin_completion(api, completion, request)
     else:
-        asked = CompletionBody(prompt="")  # type: ignore[call-arg]
-        prompts = [Prompt([]) for _ in given]
+        completion = CompletionBody(prompt="")  # type: ignore[call-arg]
+        prompts = [Prompt([]) for _ in replies]
         job = api.job("cmpl", body, request, prompts, [SamplingParams()] * len(prompts))
-    if len(job.prompts) != len(given):
+    if len(job.prompts) != len(replies):
         raise RequestError(
-            f"{len(given)} generate_responses for {len(job.prompts)} prompts", param="generate_responses"
+            f"{len(replies)} generate_responses for {len(job.prompts)} prompts", param="generate_responses"
         )
-    _check_choices(given, asked.n or 1)
+    _check_choices(replies, completion.n or 1)
     inputs = api.inputs_of(job.model)
-    read = [
-        await _read(inputs, each, _sampled(params)) for each, params in zip(given, job.params, strict=True)
+    outputs = [
+        await _decode_reply(inputs, reply, _sampling_params(params))
+        for reply, params in zip(replies, job.params, strict=True)
     ]
-    encoder, num_prompt = CompletionEncoder(api, asked, job), sum(body.prompt_tokens or ())
-    return await off_loop(_num_chars(read), lambda: json_response(_counted(encoder.whole(read), num_prompt)))
+    encoder, num_prompt = CompletionEncoder(api, completion, job), sum(body.prompt_tokens or ())
+    return await off_loop(
+        _num_chars(outputs), lambda: json_response(_with_usage(encoder.whole(outputs), num_prompt))
+    )
 
 
 async def _check(
-    api: GenerationService, body: DerenderChatBody | DerenderCompletionBody, given: list[DerenderTokens]
+    api: GenerationService, body: DerenderChatBody | DerenderCompletionBody, replies: list[DerenderTokens]
 ) -> None:
     await api.check_model(body.model, pools=False)
     if body.stream:
-        raise RequestError("parts of a stream cannot be derendered; send the whole answer", param="stream")
-    size, limit = max(map(_longest, given)), api.engine.inputs.max_model_len
+        raise RequestError("stream chunks cannot be derendered; send the whole reply", param="stream")
+    size, limit = max(map(_longest, replies)), api.engine.inputs.max_model_len
     if size > limit:
         raise RequestError(
-            f"an answer has {size} tokens, and this model's maximum context length is {limit} tokens",
+            f"a choice has {size} tokens, but this model's maximum context length is {limit} tokens",
             param="token_ids",
         )
 
 
-def _longest(given: DerenderTokens) -> int:
-    return max((len(choice.token_ids or ()) for choice in given.choices), default=0)
+def _longest(reply: DerenderTokens) -> int:
+    return max((len(choice.token_ids or ()) for choice in reply.choices), default=0)
 
 
-def _check_choices(given: list[DerenderTokens], num_choices: int) -> None:
-    wrong = [each.index for reply in given for each in reply.choices if each.index >= num_choices]
+def _check_choices(replies: list[DerenderTokens], num_choices: int) -> None:
+    wrong = [x.index for reply in replies for x in reply.choices if x.index >= num_choices]
     if wrong:
-        raise RequestError(f"there is a choice {wrong[0]}, and {num_choices} asked for", param="choices")
-    most = max(len(reply.choices) for reply in given)
+        raise RequestError(
+            f"choice index {wrong[0]} is out of range: the request has n={num_choices}", param="choices"
+        )
+    most = max(len(reply.choices) for reply in replies)
     if most > num_choices:
-        raise RequestError(f"there are {most} choices, and {num_choices} asked for", param="choices")
+        raise RequestError(f"there are {most} choices, but the request has n={num_choices}", param="choices")
 
 
-async def _read(inputs: InputProcessor, given: DerenderTokens, params: SamplingParams) -> RequestOutput:
-    """The answer that the engine gave, with its text."""
-    size = sum(len(choice.token_ids or ()) for choice in given.choices)
-    outputs = await off_loop(size, lambda: [_choice(inputs, each, params) for each in given.choices])
+async def _decode_reply(
+    inputs: InputProcessor, reply: DerenderTokens, params: SamplingParams
+) -> RequestOutput:
+    """Return the reply as an engine output, with its text."""
+    size = sum(len(choice.token_ids or ()) for choice in reply.choices)
+    outputs = await off_loop(
+        size, lambda: [_decode_choice(inputs, choice, params) for choice in reply.choices]
+    )
     return RequestOutput("", None, [], None, outputs, finished=True)
 
 
@@ -210,8 +221,10 @@ def _num_chars(outputs: list[RequestOutput]) -> int:
     return sum(len(choice.text) for output in outputs for choice in output.outputs)
 
 
-def _choice(inputs: InputProcessor, given: DerenderChoice, params: SamplingParams) -> CompletionOutput:
-    tokenizer, ids, vocab = inputs.tokenizer, given.token_ids or [], inputs.vocab
+def _decode_choice(
+    inputs: InputProcessor, choice: DerenderChoice, params: SamplingParams
+) -> CompletionOutput:
+    tokenizer, ids, vocab = inputs.tokenizer, choice.token_ids or [], inputs.vocab
     if tokenizer is None:
         raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
     if ids and max(ids) >= vocab:
@@ -220,27 +233,27 @@ def _choice(inputs: InputProcessor, given: DerenderChoice, params: SamplingParam
             param="token_ids",
         )
     stops = {*inputs.eos_ids, *(params.stop_token_ids or ())}
-    stopped = given.finish_reason == "stop"
-    shown = ids[:-1] if stopped and ids and ids[-1] in stops else ids
-    text = tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+    stopped = choice.finish_reason == "stop"
+    visible = ids[:-1] if stopped and ids and ids[-1] in stops else ids
+    text = tokenizer.decode(visible, skip_special_tokens=params.skip_special_tokens)
     stop_reason = None
     for stop in params.stop or () if stopped else ():
-        before, found, _ = text.partition(stop)
-        if found:
+        before, separator, _ = text.partition(stop)
+        if separator:
             stop_reason = stop
             text = before + stop if params.include_stop_str_in_output else before
     return CompletionOutput(
-        given.index,
+        choice.index,
         text,
         ids,
         None,
         None,
-        finish_reason=given.finish_reason or "stop",
+        finish_reason=choice.finish_reason or "stop",
         stop_reason=stop_reason,
     )
 
 
-def _counted(found: dict[str, Any], num_prompt: int) -> dict[str, Any]:
-    usage = found["usage"]
+def _with_usage(reply: dict[str, Any], num_prompt: int) -> dict[str, Any]:
+    usage = reply["usage"]
     usage |= {"prompt_tokens": num_prompt, "total_tokens": num_prompt + usage["completion_tokens"]}
-    return found
+    return reply

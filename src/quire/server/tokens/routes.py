@@ -1,4 +1,4 @@
-"""The routes of tokens: rendering, tokens in and out, many in one, and what one route for all is asked."""
+"""Routes for token ids: tokenize, render, tokens in and out, batches of chats, and /invocations."""
 
 from typing import Any, Union
 
@@ -24,11 +24,11 @@ from quire.server.tokens.tokenize import detokenize, tokenize
 
 
 def add_tokens_in_out(app: FastAPI, api: GenerationService) -> None:
-    """The one route for which nobody needs a text."""
+    """Add the route that needs no tokenizer."""
 
     @app.post("/inference/v1/generate", **replies_of(TokensReply, *CODES, stream=True), **BODY)
     async def create_tokens_of_tokens(body: TokensBody, request: Request) -> Response:
-        """Continue token ids, whole or as a stream of events."""
+        """Generate tokens after token ids, whole or as a stream of events."""
         return await answer_tokens(api, body, request)
 
 
@@ -37,35 +37,35 @@ def add_token_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post(f"{chat}/render", **replies_of(RenderedReply, *CODES), **BODY)
     async def show_chat_prompt(body: ChatBody, request: Request) -> Response:
-        """What would go to the engine for a chat."""
+        """Return the tokens and parameters that a chat would send to the engine."""
         async with api.long_work.place(request):
             return await render_chat(api, body, request)
 
     @app.post(f"{completion}/render", **replies_of(list[RenderedReply], *CODES), **BODY)
     async def show_completion_prompts(body: CompletionBody, request: Request) -> Response:
-        """What would go to the engine for each prompt."""
+        """Return the tokens and parameters that each prompt would send to the engine."""
         async with api.long_work.place(request):
             return await render_completion(api, body, request)
 
     @app.post(f"{chat}/derender", **replies_of(replies.ChatReply, *CODES), **BODY)
     async def show_chat_answer(body: DerenderChatBody, request: Request) -> Response:
-        """The answer to a chat that tokens are."""
+        """Convert generated tokens to the reply of a chat."""
         async with api.long_work.place(request):
             return await derender_chat(api, body, request)
 
     @app.post(f"{completion}/derender", **replies_of(replies.CompletionReply, *CODES), **BODY)
     async def show_completion_answer(body: DerenderCompletionBody, request: Request) -> Response:
-        """The completions that tokens are."""
+        """Convert generated tokens to the reply of a completion."""
         async with api.long_work.place(request):
             return await derender_completion(api, body, request)
 
     @app.post(f"{chat}/batch", **replies_of(replies.ChatReply, *CODES), **BODY)
     async def create_chat_batch(body: ChatBatchBody, request: Request) -> Response:
-        """Answer conversations, each as one choice."""
+        """Answer several conversations, each as one choice."""
         return await answer_chats(api, body, request)
 
     async def invoke(body: Any, request: Request) -> Response:
-        """What the body is made for: a chat or a completion, or one of the routes of a pooling model."""
+        """Handle the body as a chat, a completion or a request of a pooling route, by its fields."""
         return await answer_any(api, body, request)
 
     invoke.__annotations__["body"] = Union[tuple(shapes(api))]  # noqa: UP007
@@ -73,12 +73,12 @@ def add_token_routes(app: FastAPI, api: GenerationService) -> None:
 
     @app.post("/tokenize", **replies_of(replies.TokenizeReply, 400, 404, 413, 422, 429), **BODY)
     async def create_tokens(body: TokenizeChat | TokenizeText, request: Request) -> Response:
-        """The token ids of a text or of a conversation."""
+        """Return the token ids of a text or conversation."""
         async with api.long_work.place(request):
             return await tokenize(api, body)
 
     @app.post("/detokenize", **replies_of(replies.DetokenizeReply, 400, 404, 413, 429), **BODY)
     async def create_text(body: DetokenizeBody, request: Request) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         async with api.long_work.place(request):
             return await detokenize(api, body)

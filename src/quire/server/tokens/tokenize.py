@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""Handlers of /tokenize and /detokenize."""
 
 from starlette.responses import Response
 
@@ -11,8 +11,7 @@ from quire.server.openai.service import GenerationService
 from quire.text.tokenizer import Tokenizer
 
 _MAX_IDS = 1 << 17
-"""Token ids that may be detokenized at once, whatever the context is: decoding them holds up the process for
-tens of milliseconds, in whichever thread."""
+"""Minimum of the limit on detokenized ids per request. Decoding holds the GIL for tens of milliseconds."""
 
 
 def _tokenizer(api: GenerationService, model: str | None) -> Tokenizer:
@@ -35,13 +34,13 @@ async def tokenize(api: GenerationService, body: TokenizeText | TokenizeChat) ->
         api.engine.inputs.check_chars(text)
         ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
 
-    def written() -> Response:
+    def encode() -> Response:
         spelled = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return json_response(
             {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": spelled}
         )
 
-    return await off_loop(len(ids), written)
+    return await off_loop(len(ids), encode)
 
 
 async def detokenize(api: GenerationService, body: DetokenizeBody) -> Response:
@@ -51,7 +50,7 @@ async def detokenize(api: GenerationService, body: DetokenizeBody) -> Response:
     limit = max(api.engine.inputs.max_model_len, _MAX_IDS)
     if len(ids) > limit:
         raise RequestError(
-            f"there are {len(ids)} token ids, and at most {limit} are detokenized at once (max_model_len, or "
+            f"{len(ids)} token ids are too many: at most {limit} are allowed per request (max_model_len, or "
             f"{_MAX_IDS} if that is more): send them in parts",
             param="tokens",
         )

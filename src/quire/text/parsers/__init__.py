@@ -1,4 +1,4 @@
-"""Parsers of answers: the text of a model -> text, reasoning and tool calls."""
+"""Output parsers: split the text of a model into text, reasoning and tool calls."""
 
 import importlib.util
 import sys
@@ -12,108 +12,108 @@ from quire.registry import LazyTable
 from quire.text.parsers.engine import Parser, join
 from quire.text.parsers.reasoning import Reasoning, opened_by
 
-_HERE = "quire.text.parsers"
-Made = TypeVar("Made", bound=Callable[..., Parser])
+_PACKAGE = "quire.text.parsers"
+Factory = TypeVar("Factory", bound=Callable[..., Parser])
 
 REASONING = LazyTable(
     "reasoning parser",
     {
-        "cohere_command3": f"{_HERE}.reasoning:COHERE",
-        "cohere_command4": f"{_HERE}.reasoning:COHERE",
-        "deepseek_r1": f"{_HERE}.reasoning:THINK",
-        "deepseek_v3": f"{_HERE}.reasoning:THINK_ASKED",
-        "deepseek_v4": f"{_HERE}.reasoning:THINK_ASKED",
-        "dots": f"{_HERE}.reasoning:QWEN3",
-        "ernie45": f"{_HERE}.reasoning:ERNIE45",
-        "gemma4": f"{_HERE}.reasoning:GEMMA4",
-        "glm45": f"{_HERE}.reasoning:QWEN3",
-        "glm47": f"{_HERE}.reasoning:QWEN3",
-        "granite": f"{_HERE}.reasoning:GRANITE",
-        "holo2": f"{_HERE}.reasoning:THINK",
-        "hunyuan_a13b": f"{_HERE}.reasoning:HUNYUAN_A13B",
-        "hy_v3": f"{_HERE}.reasoning:HY_V3",
-        "identity": f"{_HERE}.reasoning:Identity",
-        "inkling": f"{_HERE}.inkling:REASONING",
-        "kimi_k2": f"{_HERE}.reasoning:KIMI_K2",
-        "kimi_k3": f"{_HERE}.reasoning:KIMI_K3",
-        "ling3": f"{_HERE}.reasoning:QWEN3",
-        "mimo": f"{_HERE}.reasoning:QWEN3",
-        "minimax_m2": f"{_HERE}.reasoning:MINIMAX_M2",
-        "minimax_m2_append_think": f"{_HERE}.reasoning:AppendThink",
-        "minimax_m3": f"{_HERE}.reasoning:MINIMAX_M3",
-        "mistral": f"{_HERE}.reasoning:MISTRAL",
-        "muse_glimmer": f"{_HERE}.muse:REASONING",
-        "nemotron_v3": f"{_HERE}.reasoning:QWEN3",
-        "olmo3": f"{_HERE}.reasoning:THINK",
-        "openai_gptoss": f"{_HERE}.harmony:REASONING",
-        "poolside_v1": f"{_HERE}.reasoning:QWEN3",
-        "qwen3": f"{_HERE}.reasoning:QWEN3",
-        "seed_oss": f"{_HERE}.reasoning:SEED_OSS",
-        "step3": f"{_HERE}.reasoning:THINK",
-        "step3p5": f"{_HERE}.reasoning:QWEN3",
+        "cohere_command3": f"{_PACKAGE}.reasoning:COHERE",
+        "cohere_command4": f"{_PACKAGE}.reasoning:COHERE",
+        "deepseek_r1": f"{_PACKAGE}.reasoning:THINK",
+        "deepseek_v3": f"{_PACKAGE}.reasoning:THINK_ASKED",
+        "deepseek_v4": f"{_PACKAGE}.reasoning:THINK_ASKED",
+        "dots": f"{_PACKAGE}.reasoning:QWEN3",
+        "ernie45": f"{_PACKAGE}.reasoning:ERNIE45",
+        "gemma4": f"{_PACKAGE}.reasoning:GEMMA4",
+        "glm45": f"{_PACKAGE}.reasoning:QWEN3",
+        "glm47": f"{_PACKAGE}.reasoning:QWEN3",
+        "granite": f"{_PACKAGE}.reasoning:GRANITE",
+        "holo2": f"{_PACKAGE}.reasoning:THINK",
+        "hunyuan_a13b": f"{_PACKAGE}.reasoning:HUNYUAN_A13B",
+        "hy_v3": f"{_PACKAGE}.reasoning:HY_V3",
+        "identity": f"{_PACKAGE}.reasoning:Identity",
+        "inkling": f"{_PACKAGE}.inkling:REASONING",
+        "kimi_k2": f"{_PACKAGE}.reasoning:KIMI_K2",
+        "kimi_k3": f"{_PACKAGE}.reasoning:KIMI_K3",
+        "ling3": f"{_PACKAGE}.reasoning:QWEN3",
+        "mimo": f"{_PACKAGE}.reasoning:QWEN3",
+        "minimax_m2": f"{_PACKAGE}.reasoning:MINIMAX_M2",
+        "minimax_m2_append_think": f"{_PACKAGE}.reasoning:AppendThink",
+        "minimax_m3": f"{_PACKAGE}.reasoning:MINIMAX_M3",
+        "mistral": f"{_PACKAGE}.reasoning:MISTRAL",
+        "muse_glimmer": f"{_PACKAGE}.muse:REASONING",
+        "nemotron_v3": f"{_PACKAGE}.reasoning:QWEN3",
+        "olmo3": f"{_PACKAGE}.reasoning:THINK",
+        "openai_gptoss": f"{_PACKAGE}.harmony:REASONING",
+        "poolside_v1": f"{_PACKAGE}.reasoning:QWEN3",
+        "qwen3": f"{_PACKAGE}.reasoning:QWEN3",
+        "seed_oss": f"{_PACKAGE}.reasoning:SEED_OSS",
+        "step3": f"{_PACKAGE}.reasoning:THINK",
+        "step3p5": f"{_PACKAGE}.reasoning:QWEN3",
     },
 )
-"""Name -> what makes a parser, called with the rendered prompt."""
+"""Factories of reasoning parsers by name; they are called with the rendered prompt."""
 
 TOOLS = LazyTable(
     "tool parser",
     {
-        "apertus": f"{_HERE}.json_calls:APERTUS",
-        "cohere_command3": f"{_HERE}.json_calls:COHERE",
-        "cohere_command4": f"{_HERE}.json_calls:COHERE",
-        "deepseek_v3": f"{_HERE}.named_calls:DEEPSEEK_V3",
-        "deepseek_v31": f"{_HERE}.named_calls:DEEPSEEK_V31",
-        "deepseek_v32": f"{_HERE}.tagged_calls:DEEPSEEK_V32",
-        "deepseek_v4": f"{_HERE}.tagged_calls:DEEPSEEK_V4",
-        "dots": f"{_HERE}.tagged_calls:DOTS",
-        "ernie45": f"{_HERE}.json_calls:ERNIE45",
-        "functiongemma": f"{_HERE}.gemma:FUNCTION_GEMMA",
-        "gemma4": f"{_HERE}.gemma:GEMMA4",
-        "gigachat3": f"{_HERE}.json_calls:GIGACHAT3",
-        "glm45": f"{_HERE}.tagged_calls:GLM45",
-        "glm47": f"{_HERE}.tagged_calls:GLM45",
-        "granite": f"{_HERE}.json_calls:GRANITE",
-        "granite-20b-fc": f"{_HERE}.json_calls:GRANITE_20B",
-        "granite4": f"{_HERE}.json_calls:HERMES",
-        "hermes": f"{_HERE}.json_calls:HERMES",
-        "hunyuan_a13b": f"{_HERE}.json_calls:TOOL_CALLS",
-        "hy_v3": f"{_HERE}.tagged_calls:HyV3",
-        "inkling": f"{_HERE}.inkling:Inkling",
-        "internlm": f"{_HERE}.json_calls:INTERNLM",
-        "jamba": f"{_HERE}.json_calls:TOOL_CALLS",
-        "kimi_k2": f"{_HERE}.named_calls:KIMI_K2",
-        "kimi_k3": f"{_HERE}.tagged_calls:KIMI_K3",
-        "lfm2": f"{_HERE}.pythonic:LFM2",
-        "ling3": f"{_HERE}.tagged_calls:GLM45",
-        "llama3_json": f"{_HERE}.json_calls:LLAMA_JSON",
-        "llama4_json": f"{_HERE}.json_calls:LLAMA_JSON",
-        "llama4_pythonic": f"{_HERE}.pythonic:LLAMA4_PYTHONIC",
-        "longcat": f"{_HERE}.json_calls:LONGCAT",
-        "mimo": f"{_HERE}.tagged_calls:QWEN3_CODER",
-        "minicpm5": f"{_HERE}.tagged_calls:MINICPM5",
-        "minimax": f"{_HERE}.json_calls:TOOL_CALLS",
-        "minimax_m2": f"{_HERE}.tagged_calls:MINIMAX_M2",
-        "minimax_m3": f"{_HERE}.minimax_m3:MinimaxM3",
-        "mistral": f"{_HERE}.json_calls:Mistral",
-        "muse_glimmer": f"{_HERE}.muse:MuseGlimmer",
-        "olmo3": f"{_HERE}.pythonic:OLMO3",
-        "openai": f"{_HERE}.harmony:Harmony",
-        "phi4_mini_json": f"{_HERE}.json_calls:PHI4_MINI",
-        "poolside_v1": f"{_HERE}.tagged_calls:GLM45",
-        "pythonic": f"{_HERE}.pythonic:PYTHONIC",
-        "qwen3_coder": f"{_HERE}.tagged_calls:QWEN3_CODER",
-        "qwen3_xml": f"{_HERE}.tagged_calls:QWEN3_CODER",
-        "seed_oss": f"{_HERE}.tagged_calls:SEED_OSS",
-        "step3": f"{_HERE}.tagged_calls:STEP3",
-        "step3p5": f"{_HERE}.tagged_calls:QWEN3_CODER",
-        "xlam": f"{_HERE}.json_calls:XLAM",
+        "apertus": f"{_PACKAGE}.json_calls:APERTUS",
+        "cohere_command3": f"{_PACKAGE}.json_calls:COHERE",
+        "cohere_command4": f"{_PACKAGE}.json_calls:COHERE",
+        "deepseek_v3": f"{_PACKAGE}.named_calls:DEEPSEEK_V3",
+        "deepseek_v31": f"{_PACKAGE}.named_calls:DEEPSEEK_V31",
+        "deepseek_v32": f"{_PACKAGE}.tagged_calls:DEEPSEEK_V32",
+        "deepseek_v4": f"{_PACKAGE}.tagged_calls:DEEPSEEK_V4",
+        "dots": f"{_PACKAGE}.tagged_calls:DOTS",
+        "ernie45": f"{_PACKAGE}.json_calls:ERNIE45",
+        "functiongemma": f"{_PACKAGE}.gemma:FUNCTION_GEMMA",
+        "gemma4": f"{_PACKAGE}.gemma:GEMMA4",
+        "gigachat3": f"{_PACKAGE}.json_calls:GIGACHAT3",
+        "glm45": f"{_PACKAGE}.tagged_calls:GLM45",
+        "glm47": f"{_PACKAGE}.tagged_calls:GLM45",
+        "granite": f"{_PACKAGE}.json_calls:GRANITE",
+        "granite-20b-fc": f"{_PACKAGE}.json_calls:GRANITE_20B",
+        "granite4": f"{_PACKAGE}.json_calls:HERMES",
+        "hermes": f"{_PACKAGE}.json_calls:HERMES",
+        "hunyuan_a13b": f"{_PACKAGE}.json_calls:TOOL_CALLS",
+        "hy_v3": f"{_PACKAGE}.tagged_calls:HyV3",
+        "inkling": f"{_PACKAGE}.inkling:Inkling",
+        "internlm": f"{_PACKAGE}.json_calls:INTERNLM",
+        "jamba": f"{_PACKAGE}.json_calls:TOOL_CALLS",
+        "kimi_k2": f"{_PACKAGE}.named_calls:KIMI_K2",
+        "kimi_k3": f"{_PACKAGE}.tagged_calls:KIMI_K3",
+        "lfm2": f"{_PACKAGE}.pythonic:LFM2",
+        "ling3": f"{_PACKAGE}.tagged_calls:GLM45",
+        "llama3_json": f"{_PACKAGE}.json_calls:LLAMA_JSON",
+        "llama4_json": f"{_PACKAGE}.json_calls:LLAMA_JSON",
+        "llama4_pythonic": f"{_PACKAGE}.pythonic:LLAMA4_PYTHONIC",
+        "longcat": f"{_PACKAGE}.json_calls:LONGCAT",
+        "mimo": f"{_PACKAGE}.tagged_calls:QWEN3_CODER",
+        "minicpm5": f"{_PACKAGE}.tagged_calls:MINICPM5",
+        "minimax": f"{_PACKAGE}.json_calls:TOOL_CALLS",
+        "minimax_m2": f"{_PACKAGE}.tagged_calls:MINIMAX_M2",
+        "minimax_m3": f"{_PACKAGE}.minimax_m3:MinimaxM3",
+        "mistral": f"{_PACKAGE}.json_calls:Mistral",
+        "muse_glimmer": f"{_PACKAGE}.muse:MuseGlimmer",
+        "olmo3": f"{_PACKAGE}.pythonic:OLMO3",
+        "openai": f"{_PACKAGE}.harmony:Harmony",
+        "phi4_mini_json": f"{_PACKAGE}.json_calls:PHI4_MINI",
+        "poolside_v1": f"{_PACKAGE}.tagged_calls:GLM45",
+        "pythonic": f"{_PACKAGE}.pythonic:PYTHONIC",
+        "qwen3_coder": f"{_PACKAGE}.tagged_calls:QWEN3_CODER",
+        "qwen3_xml": f"{_PACKAGE}.tagged_calls:QWEN3_CODER",
+        "seed_oss": f"{_PACKAGE}.tagged_calls:SEED_OSS",
+        "step3": f"{_PACKAGE}.tagged_calls:STEP3",
+        "step3p5": f"{_PACKAGE}.tagged_calls:QWEN3_CODER",
+        "xlam": f"{_PACKAGE}.json_calls:XLAM",
     },
 )
-"""Name -> what makes a parser, called with `schemas=` and `make_id=`."""
+"""Factories of tool parsers by name; they are called with `schemas=` and `make_id=`."""
 
 
 class Chain:
-    """Reasoning first; what it leaves as text goes on to the tool calls."""
+    """Chains a reasoning parser and a tool parser, which parses the text outside of the reasoning."""
 
     def __init__(self, reasoning: Parser, tools: Parser) -> None:
         self.reasoning = reasoning
@@ -123,15 +123,15 @@ class Chain:
         self.reasoning_breaks = reasoning.reasoning_breaks
 
     def feed(self, text: str) -> list[Piece]:
-        return self._through(self.reasoning.feed(text))
+        return self._parse_tools(self.reasoning.feed(text))
 
     def end(self) -> list[Piece]:
-        return join(self._through(self.reasoning.end()) + self.tools.end())
+        return join(self._parse_tools(self.reasoning.end()) + self.tools.end())
 
     def parse(self, text: str) -> list[Piece]:
         return join(self.feed(text) + self.end())
 
-    def _through(self, pieces: list[Piece]) -> list[Piece]:
+    def _parse_tools(self, pieces: list[Piece]) -> list[Piece]:
         out: list[Piece] = []
         for piece in pieces:
             out += self.tools.feed(piece.text) if isinstance(piece, TextPiece) else [piece]
@@ -147,10 +147,10 @@ def answer_parser(
     schemas: Mapping[str, Mapping[str, Any]] | None = None,
     make_id: Callable[[int, str], str] | None = None,
 ) -> Parser | Chain:
-    """The parser of one answer, by the names of its two halves; without either, all is text.
+    """Return the parser of one output, by the names of its two parts; without either, all is text.
 
-    `schemas`: the parameters of each function that may be called. `prompt`: its rendered end. `opened`:
-    whether the answer begins inside of reasoning, where the prompt does not say it."""
+    `schemas`: the parameters of each function that may be called. `prompt`: the end of the rendered prompt.
+    `opened`: whether the output begins inside of reasoning, if the prompt does not determine it."""
     first: Parser = REASONING[reasoning or "identity"](prompt)
     if opened is not None and isinstance(first, Reasoning):
         first.opened = opened_by(first.marks, prompt, opened)
@@ -161,22 +161,22 @@ def answer_parser(
     return second if second.reads_all or reasoning is None else Chain(first, second)
 
 
-def reasoning_parser(name: str) -> Callable[[Made], Made]:
-    """Decorator for plugins: a reasoning parser by this name."""
-    return _registered(REASONING, name)
+def reasoning_parser(name: str) -> Callable[[Factory], Factory]:
+    """Register a reasoning parser by this name (decorator for plugins)."""
+    return _register(REASONING, name)
 
 
-def tool_parser(name: str) -> Callable[[Made], Made]:
-    """Decorator for plugins: a tool parser by this name."""
-    return _registered(TOOLS, name)
+def tool_parser(name: str) -> Callable[[Factory], Factory]:
+    """Register a tool parser by this name (decorator for plugins)."""
+    return _register(TOOLS, name)
 
 
-def _registered(table: LazyTable, name: str) -> Callable[[Made], Made]:
-    def register(made: Made) -> Made:
-        table.entries[name] = f"{made.__module__}:{made.__qualname__}"
-        return made
+def _register(table: LazyTable, name: str) -> Callable[[Factory], Factory]:
+    def decorate(factory: Factory) -> Factory:
+        table.entries[name] = f"{factory.__module__}:{factory.__qualname__}"
+        return factory
 
-    return register
+    return decorate
 
 
 def load_plugin(path: str | Path) -> None:
@@ -187,9 +187,9 @@ def load_plugin(path: str | Path) -> None:
     module = f"quire_parser_plugin_{path.stem}"
     spec = importlib.util.spec_from_file_location(module, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"parser plugin {path} is no Python file")
+        raise ConfigError(f"parser plugin {path} is not a Python file")
     sys.modules[module] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(sys.modules[module])
-    except Exception as error:  # whatever the user's code does
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"parser plugin {path} failed: {type(error).__name__}: {error}") from error

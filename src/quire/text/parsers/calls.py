@@ -1,4 +1,4 @@
-"""What all parsers of tool calls share: names, ids, schemas, and white space that belongs to a call."""
+"""Code shared by the tool parsers: names, ids, schemas, and white space next to calls."""
 
 import ast
 import json
@@ -15,33 +15,33 @@ from quire.text.parsers.engine import Wait
 from quire.text.parsers.json_text import JsonParser
 
 IdMaker = Callable[[int, str], str]
-"""(index of the call, name of the function) -> the call's id."""
+"""Returns a call id for the index of the call and the name of the function."""
 Schemas = Mapping[str, Mapping[str, Any]]
-"""Name of a function -> the JSON schema of its parameters."""
+"""JSON schemas of the parameters, by function name."""
 
 _NAME = re.compile(r"""[^\s<>(){}\[\]"'`,;\ud800-\udfff]+""")
-_HALF = re.compile(r"[\ud800-\udfff]")
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _NULLS = ("null", "none")
 _BOOLEANS = {"true": True, "false": False}
 
 
 def vllm_id(index: int, name: str) -> str:
-    """The id of most calls."""
+    """Return a tool call id in vLLM's format."""
     return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
 def mistral_id(index: int, name: str) -> str:
-    """Nine letters and digits, which Mistral's templates ask for."""
+    """Return an id of nine letters and digits, as Mistral's templates require."""
     return "".join(random.choices(string.ascii_letters + string.digits, k=9))
 
 
 def kimi_id(index: int, name: str) -> str:
-    """The id as Kimi-K2 writes it."""
+    """Return an id in Kimi-K2's format."""
     return f"functions.{name}:{index}"
 
 
 class ToolParser(JsonParser):
-    """Turns text into text and tool calls. White space next to a call belongs to it."""
+    """Splits text into text and tool calls. White space next to a call is dropped."""
 
     default_id: IdMaker = staticmethod(vllm_id)
 
@@ -49,10 +49,10 @@ class ToolParser(JsonParser):
         self.schemas = schemas or {}
         self.make_id = make_id or self.default_id
         self._types: dict[int, frozenset[str]] = {}
-        """By the id of the schema, which may be long and is asked for with every parameter."""
+        """Cached types by `id()` of the schema, which may be long and is looked up for every parameter."""
         self._num_calls = 0
         self._blank: list[str] = []
-        """White space that may be next to a call."""
+        """White space that may precede a call."""
         self._after_call = False
         super().__init__()
 
@@ -60,11 +60,11 @@ class ToolParser(JsonParser):
         if self._after_call:
             text = text.lstrip()
         self._after_call = self._after_call and not text
-        kept = text.rstrip()
-        if kept:
-            super().text("".join(self._blank) + kept)
+        stripped = text.rstrip()
+        if stripped:
+            super().text("".join(self._blank) + stripped)
             self._blank = []
-        self._blank.append(text[len(kept) :])
+        self._blank.append(text[len(stripped) :])
 
     def end(self) -> list[Any]:
         pieces = super().end()
@@ -73,7 +73,7 @@ class ToolParser(JsonParser):
         return pieces + self._advance()
 
     def start(self, name: str, id_: str | None = None) -> None:
-        """A call begins; there is no way back."""
+        """Start a call. From here on the text cannot be given back."""
         self.release()
         self._blank, self._after_call = [], True
         self._num_calls += 1
@@ -81,11 +81,11 @@ class ToolParser(JsonParser):
         self._out.append(ToolStart(index, id_ or self.make_id(index, name), name))
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that was started last."""
+        """Emit more of the arguments of the last started call."""
         self._out.append(ToolArguments(self._num_calls - 1, text))
 
     def closing(self, marks: Iterable[str]) -> Wait[str]:
-        """Skip what may stand behind a call; returns the character that follows."""
+        """Skip closing marks behind a call and return the character that follows."""
         marks = tuple(marks)
         char = yield from self.space()
         while char and (yield from self.take(*marks)):
@@ -93,39 +93,39 @@ class ToolParser(JsonParser):
         return char
 
     def types(self, function: str, parameter: str) -> frozenset[str]:
-        """The types that the schema allows a parameter; none if it says nothing."""
+        """Return the types that the schema allows for a parameter; empty if it sets none."""
         properties = self.schemas.get(function, {}).get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
         return self.types_of(schema)
 
     def types_of(self, schema: Any) -> frozenset[str]:
-        """The types that a part of the schemas allows; none if it says nothing."""
+        """Return the types that a schema allows; empty if it sets none."""
         if id(schema) not in self._types:
             self._types[id(schema)] = frozenset(_types(schema))
         return self._types[id(schema)]
 
 
 def is_name(text: str) -> bool:
-    """Whether this can be the name of a function."""
+    """Whether this is a valid function name."""
     return _NAME.fullmatch(text) is not None
 
 
 def to_json(value: Any) -> str | None:
-    """A value as JSON; None if it is none. Half of a surrogate pair, which is no character, stays escaped."""
+    """Return a value as JSON, or None if it has no JSON form. Lone surrogates stay escaped."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        return json.dumps(value) if _HALF.search(text) else text
+        return json.dumps(value) if _LONE_SURROGATE.search(text) else text
     except (TypeError, ValueError, RecursionError):
         return None
 
 
 def quoted(text: str) -> str:
-    """Text inside of a JSON string."""
+    """Return the text escaped for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def typed(text: str, types: frozenset[str]) -> str:
-    """What a model wrote for a parameter of these types, as JSON; a string if it fits none of them."""
+    """Return the text of a parameter of these types as JSON; a string if it matches none of them."""
     word = text.strip()
     if "null" in types and word.lower() in _NULLS:
         return "null"
@@ -133,10 +133,10 @@ def typed(text: str, types: frozenset[str]) -> str:
         return word.lower()
     if not types or types - {"string", "null", "boolean"}:
         value = _literal(word)
-        if not types or _type(value) & types:
-            found = to_json(value) if value is not _NOTHING else None
-            if found is not None:
-                return found
+        if not types or _types_of_value(value) & types:
+            encoded = to_json(value) if value is not _NOTHING else None
+            if encoded is not None:
+                return encoded
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -144,7 +144,7 @@ _NOTHING = object()
 
 
 def _literal(word: str) -> Any:
-    """The value that JSON or Python reads."""
+    """Return the value of a JSON or Python literal."""
     try:
         return json.loads(word)
     except (ValueError, RecursionError):
@@ -159,8 +159,8 @@ def _literal(word: str) -> Any:
         return _NOTHING
 
 
-def _type(value: Any) -> set[str]:
-    """The JSON types that a value has."""
+def _types_of_value(value: Any) -> set[str]:
+    """Return the JSON types of a value."""
     match value:
         case bool():
             return {"boolean"}
@@ -182,15 +182,15 @@ def _type(value: Any) -> set[str]:
 def _types(schema: Any, depth: int = 0) -> set[str]:
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
-    found = {named for named in _listed(schema.get("type")) if isinstance(named, str)}
+    types = {name for name in _as_list(schema.get("type")) if isinstance(name, str)}
     for key in ("anyOf", "oneOf", "allOf"):
-        for option in _listed(schema.get(key)):
-            found |= _types(option, depth + 1)
-    if not found:
-        for value in _listed(schema.get("enum")):
-            found |= _type(value)
-    return found
+        for option in _as_list(schema.get(key)):
+            types |= _types(option, depth + 1)
+    if not types:
+        for value in _as_list(schema.get("enum")):
+            types |= _types_of_value(value)
+    return types
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""The engine under all parsers: scripts read text as if all of it were there, and wait where it is not."""
+"""The base of all parsers: a script reads the text as a generator and yields when it needs more."""
 
 import re
 from collections.abc import Callable, Generator, Iterable
@@ -11,45 +11,46 @@ from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, T
 
 Result = TypeVar("Result")
 Wait = Generator[None, None, Result]
-"""A part of a script: it yields when it needs more text, and returns its result."""
+"""Part of a script: yields when it needs more text, and returns its result."""
 Emit = Callable[[str], None]
 
 _MAX_HEADER = 512
-"""A name or a key is no longer than this, in characters; longer text is none."""
+"""Maximum length of a name or key, in characters; longer text is not a header."""
 
 
 class Parser:
-    """Turns the text of one answer, in whatever parts it comes, into pieces. Subclasses write `script`."""
+    """Splits the text of one output, which arrives in arbitrary chunks, into pieces. Subclasses implement
+    `script`."""
 
     keeps_special_tokens = False
-    """Whether the marks are special tokens of the vocabulary, so that the text must come with them."""
+    """Whether the marks are special tokens, so that the text must include special tokens."""
     reads_all = False
-    """Whether it reads reasoning and tool calls both, so that no other parser goes with it."""
+    """Whether it parses both reasoning and tool calls, so that it is the only parser."""
     reasoning_marks: tuple[str, str] | None = None
-    """What reasoning begins and ends with, for those who look at tokens."""
+    """Start and end marks of reasoning, for code that works on tokens."""
     reasoning_breaks: tuple[str, ...] = ()
-    """What ends it too."""
+    """Other marks that end reasoning."""
     opened = False
-    """Whether the answer begins inside of reasoning."""
+    """Whether the output begins inside of reasoning."""
 
     def __init__(self) -> None:
         self._buffer = ""
         self._at = 0
-        """How much of the buffer was read."""
+        """Position in the buffer up to which text was read."""
         self._held: int | None = None
-        """Since where it may yet have to be given back as text."""
+        """Start of the held text in the buffer, which may have to be emitted as text."""
         self._kept: list[str] = []
-        """What is held and no longer in the buffer, so that a long hold does not make the buffer long."""
+        """Held text that is no longer in the buffer, so that a long hold does not make the buffer long."""
         self._ended = False
         self._out: list[Piece] = []
         self._running: Wait[None] = self.script()
 
     def script(self) -> Wait[None]:
-        """Read the answer from its first character to its last."""
+        """Read the output from its first character to its last."""
         raise NotImplementedError
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that are certain now that this text came."""
+        """Add text and return the pieces that are certain now."""
         if self._held is not None:
             self._kept.append(self._buffer[self._held : self._at])
             self._held = 0
@@ -57,12 +58,12 @@ class Parser:
         return self._advance()
 
     def end(self) -> list[Piece]:
-        """The pieces that waited for text that did not come."""
+        """Return the remaining pieces at the end of the output."""
         self._ended = True
         return self._advance()
 
     def parse(self, text: str) -> list[Piece]:
-        """A whole answer."""
+        """Return the pieces of a whole output."""
         return join(self.feed(text) + self.end())
 
     def _advance(self) -> list[Piece]:
@@ -70,7 +71,7 @@ class Parser:
         out, self._out = self._out, []
         return join(out)
 
-    # What scripts write.
+    # ---- output of scripts
 
     def text(self, text: str) -> None:
         self._out.append(TextPiece(text))
@@ -78,23 +79,23 @@ class Parser:
     def reasoning(self, text: str) -> None:
         self._out.append(ReasoningPiece(text))
 
-    # What scripts read with.
+    # ---- input of scripts
 
     def hold(self) -> None:
-        """From here on, what is read may have to be given back."""
+        """Hold the text that is read from here on, since it may have to be given back."""
         self._held, self._kept = self._at, []
 
     def release(self) -> None:
         self._held, self._kept = None, []
 
     def give_back(self) -> None:
-        """What was read since `hold` was no call: it is text."""
+        """Emit the text that was read since `hold` as text: it was not a call."""
         if self._held is not None:
             self.text("".join(self._kept) + self._buffer[self._held : self._at])
         self.release()
 
     def go_back(self) -> None:
-        """Read again from where `hold` was."""
+        """Return to the position of `hold`, to read the text again."""
         if self._held is not None:
             self._at = self._held
         if self._kept:
@@ -102,27 +103,27 @@ class Parser:
         self.release()
 
     def more(self) -> Wait[bool]:
-        """Wait for more text; False if there is none."""
+        """Wait for more text and return whether there is any."""
         if self._ended:
             return False
         yield
         return True
 
     def peek(self) -> Wait[str]:
-        """The next character; none at the end."""
+        """Return the next character; empty at the end."""
         while self._at >= len(self._buffer):
             if not (yield from self.more()):
                 return ""
         return self._buffer[self._at]
 
     def space(self) -> Wait[str]:
-        """Skip white space; returns the character behind it, none at the end."""
+        """Skip white space and return the next character; empty at the end."""
         while (char := (yield from self.peek())).isspace():
             self._at += 1
         return char
 
     def word(self, pattern: re.Pattern[str]) -> Wait[str]:
-        """Skip the characters that each match."""
+        """Read the characters that match the pattern one by one."""
         chars: list[str] = []
         while pattern.match(char := (yield from self.peek())):
             chars.append(char)
@@ -130,22 +131,22 @@ class Parser:
         return "".join(chars)
 
     def take(self, *literals: str) -> Wait[str]:
-        """Skip the one of the literals that comes next, the longest of several; none if none does."""
+        """Read the longest literal that comes next and return it; empty if none does."""
         if not literals:
             return ""
         while True:
             rest = self._buffer[self._at : self._at + max(map(len, literals))]
-            if self._ended or not any(len(rest) < len(one) and one.startswith(rest) for one in literals):
+            if self._ended or not any(len(rest) < len(x) and x.startswith(rest) for x in literals):
                 break
             yield
-        taken = max((one for one in literals if rest.startswith(one)), key=len, default="")
-        self._at += len(taken)
-        return taken
+        literal = max((x for x in literals if rest.startswith(x)), key=len, default="")
+        self._at += len(literal)
+        return literal
 
     def until(self, marks: tuple[str, ...], emit: Emit) -> Wait[str]:
-        """Emit the text before the first of the marks, and stop there; returns the mark, none at the end."""
+        """Emit the text before the first mark and stop there. Returns the mark; empty at the end."""
         while True:
-            start, mark = self._certain(marks)
+            start, mark = self._find_mark(marks)
             if start > self._at:
                 emit(self._buffer[self._at : start])
                 self._at = start
@@ -153,9 +154,9 @@ class Parser:
                 return mark
 
     def header(self, *marks: str) -> Wait[str | None]:
-        """The short text before a mark, which comes next then; None, and nothing read, if there is none."""
+        """Read the short text before a mark. Returns None and reads nothing if no mark follows closely."""
         while True:
-            start, mark = self._certain(marks, _MAX_HEADER)
+            start, mark = self._find_mark(marks, _MAX_HEADER)
             if start - self._at > _MAX_HEADER:
                 return None
             if mark:
@@ -165,38 +166,38 @@ class Parser:
             if not (yield from self.more()):
                 return None
 
-    def _certain(self, marks: tuple[str, ...], within: int | None = None) -> tuple[int, str]:
-        """Where the first mark is, and which; if there is none, how far the text is certain to have none.
+    def _find_mark(self, marks: tuple[str, ...], within: int | None = None) -> tuple[int, str]:
+        """Return position and text of the first mark, or the end of the text that certainly has no mark.
 
-        `within`: how many characters before a mark are of interest."""
+        `within`: maximum number of characters before the mark."""
         longest, firsts, pattern = _shape(marks)
         size = len(self._buffer)
         end = size if within is None else self._at + within + longest
-        found = pattern.search(self._buffer, self._at, end)
+        match = pattern.search(self._buffer, self._at, end)
         tail = max(self._at, size - longest + 1)
-        partial = size if self._ended else _partial(self._buffer, tail, marks, firsts)
-        return (found.start(), found[0]) if found and found.start() < partial else (partial, "")
+        partial = size if self._ended else _partial_mark(self._buffer, tail, marks, firsts)
+        return (match.start(), match[0]) if match and match.start() < partial else (partial, "")
 
 
 def join(pieces: Iterable[Piece]) -> list[Piece]:
-    """Pieces of one kind that follow each other, as one; none that is empty."""
+    """Join consecutive pieces of one kind and drop empty ones."""
     out: list[Piece] = []
     parts: list[str] = []
     for piece in pieces:
         if isinstance(piece, ToolStart):
-            _close(out, parts)
+            _set_text(out, parts)
             out.append(piece)
         elif piece.text:
             if not parts or _kind(out[-1]) != _kind(piece):
-                _close(out, parts)
+                _set_text(out, parts)
                 out.append(piece)
             parts.append(piece.text)
-    _close(out, parts)
+    _set_text(out, parts)
     return out
 
 
-def _close(out: list[Piece], parts: list[str]) -> None:
-    """The last piece gets all of its parts."""
+def _set_text(out: list[Piece], parts: list[str]) -> None:
+    """Set the text of the last piece to its joined parts."""
     if len(parts) > 1:
         out[-1] = msgspec.structs.replace(out[-1], text="".join(parts))
     parts.clear()
@@ -206,8 +207,8 @@ def _kind(piece: Piece) -> tuple[type[Piece], int]:
     return type(piece), piece.index if isinstance(piece, ToolArguments) else 0
 
 
-def _partial(text: str, at: int, marks: tuple[str, ...], firsts: frozenset[str]) -> int:
-    """Where an end of the text begins that may become a mark."""
+def _partial_mark(text: str, at: int, marks: tuple[str, ...], firsts: frozenset[str]) -> int:
+    """Return the start of a suffix of the text that may become a mark."""
     for start in range(at, len(text)):
         if text[start] in firsts:
             tail = text[start:]
@@ -218,8 +219,8 @@ def _partial(text: str, at: int, marks: tuple[str, ...], firsts: frozenset[str])
 
 @lru_cache(maxsize=1024)
 def _shape(marks: tuple[str, ...]) -> tuple[int, frozenset[str], re.Pattern[str]]:
-    """The length of the longest mark, what marks begin with, and what finds the first of them: the longest of
-    those that begin there."""
+    """Return the length of the longest mark, the first characters of marks, and a pattern that finds the
+    first mark, the longest one of several."""
     by_length = sorted(marks, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
     return max(map(len, marks), default=1), frozenset(mark[0] for mark in marks), pattern

@@ -1,4 +1,4 @@
-"""Answers that a grammar made tool calls, whatever the model's own way to write them."""
+"""Outputs that a grammar forces to be tool calls, in a format independent of the model."""
 
 from quire.text.parsers.calls import IdMaker, Schemas, ToolParser
 from quire.text.parsers.engine import Wait
@@ -6,7 +6,7 @@ from quire.text.parsers.json_calls import ObjectParser
 
 
 class RequiredCalls(ObjectParser):
-    """A list of `{"name", "parameters"}`. What breaks off behind a call is dropped."""
+    """A list of `{"name", "parameters"}`. An incomplete call after the first is dropped."""
 
     def script(self) -> Wait[None]:
         self.hold()
@@ -19,7 +19,7 @@ class RequiredCalls(ObjectParser):
 
 
 class NamedCall(ToolParser):
-    """The arguments of one function, and nothing else."""
+    """The arguments of one function without anything else."""
 
     def __init__(self, name: str, *, schemas: Schemas | None = None, make_id: IdMaker | None = None) -> None:
         self.name = name

@@ -11,7 +11,7 @@ from quire.text.parsers.engine import Wait
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _QUOTED = re.compile(r'("(?:[^"\\]|\\.?)*"?)', re.DOTALL)
-"""A string, or all that follows a quote which none closes: so each character is looked at once."""
+"""A string, or the whole rest after an unclosed quote, so that each character is scanned once."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class GemmaMarks:
 
 
 class GemmaCalls(ToolParser):
-    """Gemma's calls, each argument handed on when it is whole."""
+    """Parser of Gemma's calls. Each argument is emitted when it is complete."""
 
     keeps_special_tokens = True
 
@@ -68,7 +68,7 @@ class GemmaCalls(ToolParser):
         return bool((yield from self.take("}")))
 
     def _value(self) -> Wait[str | None]:
-        """One value as JSON, up to the comma or bracket that ends it; None if it broke off."""
+        """Return one value as JSON, up to the comma or bracket that ends it; None if it is incomplete."""
         plain: list[str] = []
         depth = 0
         while True:
@@ -92,17 +92,17 @@ class GemmaCalls(ToolParser):
 
 
 def _scalar(plain: str) -> str:
-    """A value whose strings are in quotes already, as JSON; a string if it is none."""
+    """Return a value with quoted strings as JSON; as a string if it is not valid."""
     plain = plain.strip()
     try:
-        found = to_json(json.loads(_quote_keys(plain)))
+        encoded = to_json(json.loads(_quote_keys(plain)))
     except (ValueError, RecursionError):
-        found = None
-    return json.dumps(plain, ensure_ascii=False) if found is None else found
+        encoded = None
+    return json.dumps(plain, ensure_ascii=False) if encoded is None else encoded
 
 
 def _quote_keys(plain: str) -> str:
-    """Quotes around keys and words outside of strings."""
+    """Add quotes around keys and words outside of strings."""
     parts = _QUOTED.split(plain)
     return "".join(part if _STRING.fullmatch(part) else _quote_words(part) for part in parts)
 

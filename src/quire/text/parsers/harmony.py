@@ -14,9 +14,9 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class Harmony(ToolParser):
-    """Channels: analysis is reasoning, a message to a function is a call, all else is text.
+    """Channels: analysis is reasoning, a message to a function is a call, everything else is text.
 
-    A message to one of the model's own tools counts as reasoning."""
+    A message to one of the built-in tools counts as reasoning."""
 
     keeps_special_tokens = True
     reads_all = True
@@ -29,13 +29,13 @@ class Harmony(ToolParser):
         super().__init__(**more)
 
     def script(self) -> Wait[None]:
-        # The prompt ends with `<|start|>assistant`: a header may go on with the recipient.
+        # The prompt ends with `<|start|>assistant`: the header may continue with the recipient.
         self.hold()
         yield from self.space()
-        goes_on = yield from self.take("to=")
+        continues = yield from self.take("to=")
         self.go_back()
-        while goes_on or (yield from self.until(_STARTS, self.text)):
-            goes_on = ""
+        while continues or (yield from self.until(_STARTS, self.text)):
+            continues = ""
             self.hold()
             header = yield from self.header("<|message|>")
             if header is None:

@@ -1,4 +1,4 @@
-"""Inkling's answers: messages, each of a kind that a mark names."""
+"""Inkling's outputs: messages, each of a type that a mark names."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ _ENDS = ("<|end_message|>", "<|content_model_end_sampling|>")
 
 
 class Inkling(ObjectParser):
-    """Messages of thinking, text and calls. What stands before the mark of a call is its name again."""
+    """Messages of thinking, text and calls. The text before the mark of a call repeats its name."""
 
     keeps_special_tokens = True
     reads_all = True

@@ -1,4 +1,4 @@
-"""Tool calls that are JSON objects with a name and arguments, between marks or bare."""
+"""Tool calls that are JSON objects with a name and arguments, between marks or without them."""
 
 import json
 from dataclasses import dataclass
@@ -16,27 +16,28 @@ _BROKEN = object()
 
 @dataclass(frozen=True)
 class JsonMarks:
-    """Where such calls stand."""
+    """Marks around JSON tool calls."""
 
     opens: tuple[str, ...]
-    """What announces them; a bracket is the beginning of the JSON itself."""
+    """Marks before the calls; a bracket is the beginning of the JSON itself."""
     closes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
-    """Marks around text."""
+    """Marks around text, which are removed."""
     by_name: bool = False
-    """Whether the object is `{name: arguments}`."""
+    """Whether the object has the form `{name: arguments}`."""
     special: bool = False
 
 
 class ObjectParser(ToolParser):
-    """A parser that reads calls out of JSON objects."""
+    """Base of parsers that read calls from JSON objects."""
 
     by_name = False
 
     def objects(self) -> Wait[bool]:
-        """One call, several, or a list of them. False if the first is none, or one broke off."""
-        listed = (yield from self.space()) == "["
-        if listed:
+        """Read one call, several, or a list of them. Returns False if the first is not a call or one is
+        incomplete."""
+        is_list = (yield from self.space()) == "["
+        if is_list:
             yield from self.take("[")
         while (yield from self.space()) == "{" and (yield from self._object()):
             self.hold()
@@ -45,15 +46,15 @@ class ObjectParser(ToolParser):
             if (yield from self.space()) != "{":
                 self.go_back()
                 yield from self.space()
-                if listed:
+                if is_list:
                     yield from self.take("]")
                 return True
         return False
 
     def _object(self) -> Wait[bool]:
-        """One call. It is started when its name is known and its arguments begin."""
+        """Read one call. It is started when its name is known and its arguments begin."""
         yield from self.take("{")
-        name, waiting, started = "", "{}", False
+        name, arguments, started = "", "{}", False
         while (key := (yield from self._key())) is not None:
             if self.by_name or (key in _ARGUMENTS and name):
                 name = key if self.by_name else name
@@ -61,44 +62,44 @@ class ObjectParser(ToolParser):
                     return False
                 started = True
             else:
-                value = yield from self._whole()
+                value = yield from self._read_value()
                 if key in _ARGUMENTS:
-                    waiting = _unpacked(value)
+                    arguments = _unpack(value)
                 known = key in _NAMES or key in _ARGUMENTS or key in _OTHERS
-                if value is _BROKEN or not waiting or not (known or name):
+                if value is _BROKEN or not arguments or not (known or name):
                     return False
                 name = value if key in _NAMES and isinstance(value, str) else name
             yield from self.space()
             end = yield from self.take(",", "}")
             if end == "}" and not started and is_name(name):
                 self.start(name)
-                self.arguments(waiting)
+                self.arguments(arguments)
                 started = True
             if end != ",":
                 return started and end == "}"
         return False
 
     def _key(self) -> Wait[str | None]:
-        """A key and its colon."""
+        """Read a key and its colon."""
         if (yield from self.space()) != '"':
             return None
-        key = yield from self._whole()
+        key = yield from self._read_value()
         yield from self.space()
         colon = yield from self.take(":")
         return key if isinstance(key, str) and colon else None
 
-    def _whole(self) -> Wait[Any]:
-        """A value that is needed whole."""
+    def _read_value(self) -> Wait[Any]:
+        """Read a value that is not streamed."""
         parts: list[str] = []
         whole = yield from self.json_value(parts.append)
         return _loads("".join(parts)) if whole else _BROKEN
 
     def _arguments(self, name: str) -> Wait[bool]:
-        """Stream an object; unpack one that was written as a string."""
+        """Stream an object of arguments; parse one that is written as a string."""
         if (yield from self.space()) == "{":
             self.start(name)
             return (yield from self.json_value(self.arguments))
-        arguments = _unpacked((yield from self._whole()))
+        arguments = _unpack((yield from self._read_value()))
         if arguments:
             self.start(name)
             self.arguments(arguments)
@@ -112,8 +113,8 @@ def _loads(text: str) -> Any:
         return _BROKEN
 
 
-def _unpacked(value: Any) -> str:
-    """An object of arguments, or a string that has one in it, as JSON; none if it is neither."""
+def _unpack(value: Any) -> str:
+    """Return the arguments, an object or a string that contains one, as JSON; empty if they are neither."""
     value = _loads(value) if isinstance(value, str) else value
     if value is None:
         return "{}"
@@ -121,7 +122,7 @@ def _unpacked(value: Any) -> str:
 
 
 class JsonCalls(ObjectParser):
-    """Calls as JSON objects, as a table of marks says."""
+    """Calls as JSON objects between configured marks."""
 
     def __init__(
         self, marks: JsonMarks, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
@@ -132,13 +133,13 @@ class JsonCalls(ObjectParser):
         super().__init__(schemas=schemas, make_id=make_id)
 
     def script(self) -> Wait[None]:
-        written = tuple(mark for mark in self.marks.opens if mark not in ("{", "["))
+        opens = tuple(mark for mark in self.marks.opens if mark not in ("{", "["))
         while mark := (yield from self.until((*self.marks.opens, *self.marks.dropped), self.text)):
             if mark in self.marks.dropped:
                 yield from self.take(mark)
                 continue
             self.hold()
-            while (yield from self.take(*written)):
+            while (yield from self.take(*opens)):
                 yield from self.space()
             if (yield from self.objects()):
                 yield from self.closing(self.marks.closes)
@@ -147,7 +148,7 @@ class JsonCalls(ObjectParser):
 
 
 class Mistral(ObjectParser):
-    """`[TOOL_CALLS]`, then a list of objects, or a name and its arguments."""
+    """Mistral's `[TOOL_CALLS]`, followed by a list of objects or by a name and its arguments."""
 
     default_id = staticmethod(mistral_id)
     keeps_special_tokens = True

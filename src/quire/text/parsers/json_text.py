@@ -1,4 +1,4 @@
-"""JSON as it comes: read value by value, and handed on as far as it is certain to be JSON."""
+"""Incremental JSON: values are emitted as far as they are certain to be valid."""
 
 import re
 
@@ -8,74 +8,75 @@ _VALUE = '{["-0123456789tfn'
 _RUN = re.compile(r'[^"\\\x00-\x1f]+')
 _WORD = re.compile(r"[-+.\w]*")
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_BEGUN = re.compile(
+_SCALAR_PREFIX = re.compile(
     r"-?(?:(?:0|[1-9][0-9]*)(?:\.(?:[0-9]+(?:[eE][-+]?[0-9]*)?)?|[eE][-+]?[0-9]*)?)?"
     r"|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?"
 )
 _HEX = re.compile(r"[0-9a-fA-F]{0,4}")
 _MAX_SCALAR = 4300
-"""A number has no more characters: Python reads no more digits."""
+"""Maximum length of a number: Python parses no more digits."""
 _CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 class JsonParser(Parser):
-    """A parser that reads JSON."""
+    """Base of parsers that read JSON."""
 
     def json_value(self, emit: Emit) -> Wait[bool]:
-        """Emit one value; False if it broke off or is no JSON. What was emitted always begins a valid value.
+        """Emit one value. Returns False if it is incomplete or invalid; the emitted text always begins a
+        valid value.
 
-        What models get wrong in strings is put right: control characters, escapes that JSON has not."""
+        Errors of models in strings are corrected: control characters and invalid escapes."""
         closers: list[str] = []
-        wanted = _VALUE
+        expected = _VALUE
         while True:
             char = yield from self._json_space(emit)
-            if not char or char not in wanted:
+            if not char or char not in expected:
                 return False
             if char == '"':
                 if not (yield from self._json_string(emit)):
                     return False
-                is_key = wanted[0] == '"'
-                wanted = ":" if is_key else ""
+                is_key = expected[0] == '"'
+                expected = ":" if is_key else ""
             elif char in "{[":
-                self._pass_on(emit)
+                self._emit_char(emit)
                 closers.append("}" if char == "{" else "]")
-                wanted = '"}' if char == "{" else _VALUE + "]"
+                expected = '"}' if char == "{" else _VALUE + "]"
             elif char in "}]":
-                self._pass_on(emit)
+                self._emit_char(emit)
                 closers.pop()
-                wanted = ""
+                expected = ""
             elif char == ",":
-                self._pass_on(emit)
-                wanted = '"' if closers[-1] == "}" else _VALUE
+                self._emit_char(emit)
+                expected = '"' if closers[-1] == "}" else _VALUE
             elif char == ":":
-                self._pass_on(emit)
-                wanted = _VALUE
+                self._emit_char(emit)
+                expected = _VALUE
             else:
                 if not (yield from self._json_scalar(emit)):
                     return False
-                wanted = ""
-            if not wanted:
+                expected = ""
+            if not expected:
                 if not closers:
                     return True
-                wanted = "," + closers[-1]
+                expected = "," + closers[-1]
 
-    def _pass_on(self, emit: Emit) -> None:
+    def _emit_char(self, emit: Emit) -> None:
         emit(self._buffer[self._at])
         self._at += 1
 
     def _json_space(self, emit: Emit) -> Wait[str]:
         while (char := (yield from self.peek())) and char in " \t\r\n":
-            self._pass_on(emit)
+            self._emit_char(emit)
         return char
 
     def _json_string(self, emit: Emit) -> Wait[bool]:
-        self._pass_on(emit)
+        self._emit_char(emit)
         while char := (yield from self.peek()):
             if run := _RUN.match(self._buffer, self._at):
                 emit(run[0])
                 self._at = run.end()
             elif char == '"':
-                self._pass_on(emit)
+                self._emit_char(emit)
                 return True
             elif char == "\\":
                 yield from self._json_escape(emit)
@@ -106,7 +107,7 @@ class JsonParser(Parser):
         emit("\\\\" if char else "\\")
 
     def _json_scalar(self, emit: Emit) -> Wait[bool]:
-        """A number or a word is certain when it is whole."""
+        """Emit a number or word when it is complete."""
         while True:
             word = _WORD.match(self._buffer, self._at, self._at + _MAX_SCALAR + 1)
             assert word is not None
@@ -115,7 +116,9 @@ class JsonParser(Parser):
         if len(word[0]) > _MAX_SCALAR:
             return False
         whole = _SCALAR.fullmatch(word[0]) is not None
-        broken_off = self._ended and word.end() == len(self._buffer) and _BEGUN.fullmatch(word[0]) is not None
+        broken_off = (
+            self._ended and word.end() == len(self._buffer) and _SCALAR_PREFIX.fullmatch(word[0]) is not None
+        )
         if whole or broken_off:
             emit(word[0])
             self._at = word.end()

@@ -1,4 +1,4 @@
-"""MiniMax-M3's tool calls: a tag for each parameter, nested as the value is, each tag behind one mark."""
+"""MiniMax-M3's tool calls: a tag for each parameter, nested like the value, with a mark before each tag."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _MAX_DEPTH = 50
 
 
 class MinimaxM3(ToolParser):
-    """Calls as nested tags. A string is handed on as it comes, all else when it is whole."""
+    """Calls as nested tags. Strings are streamed, other values are emitted when complete."""
 
     keeps_special_tokens = True
 
@@ -47,7 +47,7 @@ class MinimaxM3(ToolParser):
         return False
 
     def _tag(self) -> Wait[str | None]:
-        """The name of the tag that begins here."""
+        """Read the name of the tag that begins here."""
         if not (yield from self.take(f"{_MARK}<")):
             return None
         key = yield from self.header(">")
@@ -55,7 +55,7 @@ class MinimaxM3(ToolParser):
         return key
 
     def _parameter(self, function: str, key: str, before: str) -> Wait[bool]:
-        schema = _inside(self.schemas.get(function), "properties", key)
+        schema = _subschema(self.schemas.get(function), "properties", key)
         start = f"{before}{json.dumps(key, ensure_ascii=False)}: "
         end = f"{_MARK}</{key}>"
         if self.types_of(schema) == {"string"}:
@@ -69,17 +69,17 @@ class MinimaxM3(ToolParser):
         return value is not None
 
     def _value(self, tag: str, schema: Any, depth: int) -> Wait[str | None]:
-        """What stands inside of a tag, as JSON; None if it broke off."""
+        """Return the content of a tag as JSON; None if it is incomplete."""
         text: list[str] = []
         inner: list[tuple[str, str]] = []
         while (yield from self.until((_MARK,), text.append)):
             if (yield from self.take(f"{_MARK}</{tag}>")):
-                return _made("".join(text), inner, self.types_of(schema))
+                return _to_value("".join(text), inner, self.types_of(schema))
             key = yield from self._tag()
             if key is None or depth == _MAX_DEPTH:
                 return None
             of_list = key == "item" and "object" not in self.types_of(schema)
-            child = _inside(schema, "items") if of_list else _inside(schema, "properties", key)
+            child = _subschema(schema, "items") if of_list else _subschema(schema, "properties", key)
             value = yield from self._value(key, child, depth + 1)
             if value is None:
                 return None
@@ -87,14 +87,14 @@ class MinimaxM3(ToolParser):
         return None
 
 
-def _inside(schema: Any, *keys: str) -> Any:
+def _subschema(schema: Any, *keys: str) -> Any:
     for key in keys:
         schema = schema.get(key) if isinstance(schema, Mapping) else None
     return schema
 
 
-def _made(text: str, inner: list[tuple[str, str]], types: frozenset[str]) -> str:
-    """A value out of the text or the tags inside of it."""
+def _to_value(text: str, inner: list[tuple[str, str]], types: frozenset[str]) -> str:
+    """Return the JSON of a tag's text or of the tags inside of it."""
     if not inner and not text.strip() and types & {"array", "object"}:
         return "[]" if "array" in types else "{}"
     if not inner:

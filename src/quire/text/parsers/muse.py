@@ -1,4 +1,4 @@
-"""Muse Glimmer's answers: messages with a recipient, in which calls are tags."""
+"""Muse Glimmer's outputs: messages with a recipient, in which calls are tags."""
 
 import re
 from functools import partial
@@ -25,7 +25,7 @@ _TAGS = Tags(
 
 
 class MuseGlimmer(TaggedCalls):
-    """A message to itself is reasoning; in any other, tags are calls and the rest is text."""
+    """Messages to the model itself are reasoning; in others, tags are calls and the rest is text."""
 
     reads_all = True
     reasoning_marks = ("", " to=user<|message|>")
@@ -37,16 +37,16 @@ class MuseGlimmer(TaggedCalls):
         super().__init__(_TAGS, **more)
 
     def script(self) -> Wait[None]:
-        # The prompt ends with `<|start|>assistant`: a header may go on with the recipient.
+        # The prompt ends with `<|start|>assistant`: the header may continue with the recipient.
         self.hold()
         yield from self.space()
-        goes_on = yield from self.take("to=")
+        continues = yield from self.take("to=")
         self.go_back()
-        if goes_on:
+        if continues:
             yield from self._message()
-        written = (*_TAGS.opens, _TAGS.call) if self.calls else ()
-        while mark := (yield from self.until((*_STARTS, *_ENDS, *written), self.text)):
-            if mark in written:
+        call_marks = (*_TAGS.opens, _TAGS.call) if self.calls else ()
+        while mark := (yield from self.until((*_STARTS, *_ENDS, *call_marks), self.text)):
+            if mark in call_marks:
                 yield from self.section()
             elif mark in _ENDS:
                 yield from self.take(mark)
@@ -54,7 +54,7 @@ class MuseGlimmer(TaggedCalls):
                 yield from self._message()
 
     def _message(self) -> Wait[None]:
-        """The header of a message, and all of it if it is reasoning."""
+        """Read the header of a message, and all of the message if it is reasoning."""
         self.hold()
         header = yield from self.header("<|message|>")
         if header is None:

@@ -1,4 +1,4 @@
-"""Tool calls that are a name between marks, and JSON arguments behind it."""
+"""Tool calls that are a name between marks, followed by JSON arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from quire.text.parsers.engine import Wait
 
 @dataclass(frozen=True)
 class NamedMarks:
-    """How such a call is written."""
+    """Marks of a call with a name and JSON arguments."""
 
     opens: tuple[str, ...]
-    """What may stand before the calls."""
+    """Marks that may precede the calls."""
     call: str
     before_arguments: str
     closes: tuple[str, ...]
     name: Callable[[str], str] = str.strip
-    """What comes between `call` and `before_arguments` -> the function's name."""
+    """Extracts the function's name from the text between `call` and `before_arguments`."""
     has_id: bool = False
     """Whether the text before the arguments is the call's id."""
 
@@ -61,7 +61,7 @@ def _after_sep(header: str) -> str:
 
 
 def _kimi_name(header: str) -> str:
-    """`functions.name:0` -> `name`"""
+    """Return `name` of `functions.name:0`."""
     name, _, number = header.strip().rpartition(":")
     return (name if number.isdecimal() else header.strip()).removeprefix("functions.")
 

@@ -18,17 +18,17 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True)
 class PythonMarks:
-    """Where such calls stand."""
+    """Marks around pythonic tool calls."""
 
     opens: tuple[str, ...] = ()
-    """What announces them; a bracket too, if there is none."""
+    """Marks before the calls; without marks, a bracket."""
     closes: tuple[str, ...] = ()
     lines: bool = False
-    """Whether calls stand without brackets, a line each."""
+    """Whether calls have no brackets, one per line."""
 
 
 class Pythonic(ToolParser):
-    """Calls as Python, each argument handed on when it is whole."""
+    """Calls as Python. Each argument is emitted when it is complete."""
 
     keeps_special_tokens = True
 
@@ -74,26 +74,26 @@ class Pythonic(ToolParser):
         yield from self.space()
         if not _FUNCTION.fullmatch(name) or not (yield from self.take("(")):
             return False
-        written = "{"
+        prefix = "{"
         while (char := (yield from self.space())) and char != ")":
-            found = yield from self._argument()
-            if found is None:
+            argument = yield from self._argument()
+            if argument is None:
                 return False
-            if written == "{":
+            if prefix == "{":
                 self.start(name)
-            self.arguments(written + found)
-            written = ", "
+            self.arguments(prefix + argument)
+            prefix = ", "
             if (yield from self.space()) == ",":
                 yield from self.take(",")
         if not (yield from self.take(")")):
             return False
-        if written == "{":
+        if prefix == "{":
             self.start(name)
-        self.arguments("{}" if written == "{" else "}")
+        self.arguments("{}" if prefix == "{" else "}")
         return True
 
     def _argument(self) -> Wait[str | None]:
-        """`key=value` -> `"key": value`; None if it is none."""
+        """Convert `key=value` to `"key": value`; None if it is not an argument."""
         key = yield from self.word(_LETTER)
         yield from self.space()
         if not _FUNCTION.fullmatch(key) or not (yield from self.take("=")):
@@ -103,7 +103,7 @@ class Pythonic(ToolParser):
         return None if value is None else f"{json.dumps(key, ensure_ascii=False)}: {value}"
 
     def _value(self) -> Wait[str | None]:
-        """The source of an expression, up to the comma or bracket that ends it."""
+        """Return the source of an expression, up to the comma or bracket that ends it."""
         parts: list[str] = []
         quote, depth = "", 0
         while char := (yield from self.peek()):
@@ -127,33 +127,33 @@ class Pythonic(ToolParser):
 
 
 def python_to_json(source: str) -> str | None:
-    """A Python literal as JSON, JSON's own words included; None if it is none."""
-    # A line break inside of quotes is no Python, and is meant.
+    """Return a Python literal as JSON, with true, false and null allowed; None if it is not a literal."""
+    # A line break inside of quotes is not valid Python, but is accepted.
     source = source.strip()
     for text in (source, source.replace("\r", "\\r").replace("\n", "\\n")):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return to_json(_evaluated(ast.parse(text, mode="eval").body))
+                return to_json(_evaluate(ast.parse(text, mode="eval").body))
         except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
             continue
     return None
 
 
-def _evaluated(node: ast.expr) -> Any:
+def _evaluate(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
             return value
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_evaluated(item) for item in items]
+            return [_evaluate(item) for item in items]
         case ast.Dict(keys=keys, values=values):
             pairs = zip(keys, values, strict=True)
-            return {_evaluated(key): _evaluated(value) for key, value in pairs if key is not None}
+            return {_evaluate(key): _evaluate(value) for key, value in pairs if key is not None}
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
         case ast.Name(id=word) if word in _WORDS:
             return _WORDS[word]
-    raise ValueError(f"{type(node).__name__} is no literal")
+    raise ValueError(f"{type(node).__name__} is not a literal")
 
 
 PYTHONIC = partial(Pythonic, PythonMarks())

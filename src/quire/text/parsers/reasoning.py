@@ -1,4 +1,4 @@
-"""Reasoning: the part of an answer that stands between two marks."""
+"""Reasoning: the part of an output between two marks."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,25 +8,26 @@ from quire.text.parsers.engine import Emit, Parser, Wait
 
 @dataclass(frozen=True)
 class ReasoningMarkers:
-    """How a model's reasoning is marked."""
+    """Marks of a model's reasoning."""
 
     start: str
     end: str
     opened: bool = True
-    """Whether an answer without a start begins inside of the reasoning: most templates write the start."""
+    """Whether an output without a start mark begins inside of reasoning: most templates write the mark."""
     starts: tuple[str, ...] = ()
-    """Other ways to write the start."""
+    """Alternative start marks."""
     ends: tuple[str, ...] = ()
-    """Other ways to write the end."""
+    """Alternative end marks."""
     breaks: tuple[str, ...] = ()
-    """What ends the reasoning too, and belongs to what follows: a tool call."""
+    """Marks that end the reasoning and belong to what follows, such as a tool call."""
     dropped: tuple[str, ...] = ()
-    """Marks around the rest of the answer."""
+    """Marks around the rest of the output, which are removed."""
     special: bool = False
 
 
 class Reasoning(Parser):
-    """Reasoning between marks, then text. The rendered prompt tells whether it opened the reasoning."""
+    """Reasoning between marks, then text. The end of the prompt shows whether the reasoning was opened
+    there."""
 
     def __init__(self, marks: ReasoningMarkers, prompt: str = "") -> None:
         self.marks = marks
@@ -47,22 +48,22 @@ class Reasoning(Parser):
             self.go_back()
         else:
             self.give_back()
-            yield from self._pass(starts, self.text)
+            yield from self._emit_until(starts, self.text)
             started = yield from self.take(*starts)
         if started or self.opened:
             yield from self.until((*ends, *self.marks.breaks), self.reasoning)
             yield from self.take(*ends)
-        yield from self._pass((), self.text)
+        yield from self._emit_until((), self.text)
 
-    def _pass(self, marks: tuple[str, ...], emit: Emit) -> Wait[None]:
-        """Text up to one of the marks, without those that are dropped."""
+    def _emit_until(self, marks: tuple[str, ...], emit: Emit) -> Wait[None]:
+        """Emit text up to one of the marks, without the dropped marks."""
         while (yield from self.until((*marks, *self.marks.dropped), emit)):
             if not (yield from self.take(*self.marks.dropped)):
                 return
 
 
 class Identity(Parser):
-    """All is text."""
+    """Parser that treats everything as text."""
 
     def __init__(self, prompt: str = "") -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class Identity(Parser):
 
 
 class AppendThink(Parser):
-    """All is text, and the reasoning's start that the template wrote stands before it."""
+    """Parser that treats everything as text, after the start mark that the template wrote."""
 
     def __init__(self, prompt: str = "") -> None:
         super().__init__()
@@ -83,8 +84,8 @@ class AppendThink(Parser):
 
 
 def opened_by(marks: ReasoningMarkers, prompt: str, default: bool | None = None) -> bool:
-    """Whether the answer begins inside of the reasoning, as the end of the prompt has it. Where that says
-    nothing: the default, or what is usual with these marks."""
+    """Whether the output begins inside of reasoning, by the end of the prompt. If that is not conclusive:
+    `default`, or the usual case of these marks."""
     prompt = prompt.rstrip()
     if prompt.endswith(tuple(mark.rstrip() for mark in (marks.start, *marks.starts))):
         return True

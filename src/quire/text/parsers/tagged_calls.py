@@ -1,4 +1,4 @@
-"""Tool calls whose parameters stand between tags, as text: the tool's schema says what they are."""
+"""Tool calls with parameters between tags, as text: the tool's schema determines their types."""
 
 import html
 import json
@@ -11,35 +11,35 @@ from quire.text.parsers.engine import Emit, Wait
 
 @dataclass(frozen=True)
 class Tags:
-    """How such a call is written."""
+    """Tags of a call format."""
 
     opens: tuple[str, ...]
-    """What may stand before a call."""
+    """Marks that may precede a call."""
     call: str
-    """What comes before the function's name."""
+    """Text before the function's name."""
     name_ends: tuple[str, ...]
     parameter: str
-    """What comes before a parameter's key."""
+    """Text before a parameter's key."""
     key_end: str
     value_end: str
     ends: tuple[str, ...]
-    """What ends a call."""
+    """Marks that end a call."""
     closes: tuple[str, ...]
-    """What may stand behind a call."""
+    """Marks that may follow a call."""
     before_value: str = ""
     lenient: bool = False
-    """Whether a value whose end is missing ends at the next parameter or the end of the call."""
+    """Whether a value without an end tag ends at the next parameter or the end of the call."""
     lines: bool = True
-    """Whether a value stands on lines of its own."""
+    """Whether a value is on separate lines."""
     escaped: bool = False
     """Whether names and keys are escaped as in XML."""
     cdata: bool = False
-    """Whether a value may stand in `<![CDATA[ ]]>`."""
+    """Whether a value may be in `<![CDATA[ ]]>`."""
     special: bool = False
 
 
 class TaggedCalls(ToolParser):
-    """Calls as tags, as a table of them says."""
+    """Calls between configured tags."""
 
     def __init__(self, tags: Tags, *, schemas: Schemas | None = None, make_id: IdMaker | None = None) -> None:
         self.tags = tags
@@ -51,7 +51,7 @@ class TaggedCalls(ToolParser):
             yield from self.section()
 
     def section(self) -> Wait[None]:
-        """What may stand before a call, and the call."""
+        """Read the opening marks and one call."""
         tags = self.tags
         self.hold()
         yield from self.closing(mark for mark in tags.opens if mark != tags.call)
@@ -65,7 +65,7 @@ class TaggedCalls(ToolParser):
         yield from self.space()
         header = yield from self.header(*tags.name_ends)
         # Kimi-K3: `name" index="1`
-        name = self._plain((header or "").strip().lstrip("\"'").partition('"')[0].rstrip("'"))
+        name = self._unescape((header or "").strip().lstrip("\"'").partition('"')[0].rstrip("'"))
         if not is_name(name):
             return False
         yield from self.take(*(end for end in tags.name_ends if end not in (tags.parameter, *tags.ends)))
@@ -85,7 +85,7 @@ class TaggedCalls(ToolParser):
         return True
 
     def _parameter(self, function: str, comma: str) -> Wait[bool]:
-        """One parameter; False if it broke off."""
+        """Read one parameter. Returns False if it is incomplete."""
         tags = self.tags
         header = yield from self.header(tags.key_end)
         if header is None:
@@ -96,11 +96,15 @@ class TaggedCalls(ToolParser):
             if not (yield from self.take(tags.before_value)):
                 return False
         # DeepSeek: `key" string="true`; Kimi-K3: `key" type="string"`
-        key, _, told = header.strip().partition('"')
-        key = self._plain(key)
+        key, _, attributes = header.strip().partition('"')
+        key = self._unescape(key)
         types = self.types(function, key)
-        if told:
-            types = frozenset({"string"}) if '="string' in told or '="true' in told else types - {"string"}
+        if attributes:
+            types = (
+                frozenset({"string"})
+                if '="string' in attributes or '="true' in attributes
+                else types - {"string"}
+            )
         if tags.lines:
             yield from self.take("\n")
         before = f"{comma}{json.dumps(key, ensure_ascii=False)}: "
@@ -115,28 +119,28 @@ class TaggedCalls(ToolParser):
             self.arguments(before + typed("".join(parts), types))
         return whole
 
-    def _plain(self, text: str) -> str:
+    def _unescape(self, text: str) -> str:
         return html.unescape(text) if self.tags.escaped else text
 
     def _value(self, emit: Emit) -> Wait[bool]:
-        """The text of a value, without the line break before its end."""
+        """Emit the text of a value, without the line break before its end."""
         tags = self.tags
         if tags.cdata and (yield from self.take("<![CDATA[")):
-            found = yield from self.until((f"]]>{tags.value_end}",), emit)
+            mark = yield from self.until((f"]]>{tags.value_end}",), emit)
             yield from self.take(f"]]>{tags.value_end}")
-            return bool(found)
+            return bool(mark)
         ends = (tags.value_end, *((tags.parameter, *tags.ends) if tags.lenient else ()))
         if tags.lines:
             ends = (*(f"\n{end}" for end in ends), *ends)
-        found = yield from self.until(ends, emit)
+        mark = yield from self.until(ends, emit)
         if tags.lines:
-            yield from self.take("\n" if found.startswith("\n") else "")
+            yield from self.take("\n" if mark.startswith("\n") else "")
         yield from self.take(tags.value_end)
-        return bool(found)
+        return bool(mark)
 
 
 class HyV3(TaggedCalls):
-    """Hunyuan 3, whose published checkpoints write `:opensource` into every tag."""
+    """Hunyuan 3. Its published checkpoints write `:opensource` into every tag."""
 
     def __init__(self, *, schemas: Schemas | None = None, make_id: IdMaker | None = None) -> None:
         super().__init__(_hy_v3(""), schemas=schemas, make_id=make_id)
@@ -144,8 +148,8 @@ class HyV3(TaggedCalls):
     def script(self) -> Wait[None]:
         known = [_hy_v3(""), _hy_v3(":opensource")]
         marks = [mark for tags in known for mark in (*tags.opens, tags.call)]
-        found = yield from self.until(tuple(marks), self.text)
-        self.tags = known[":opensource" in found]
+        first = yield from self.until(tuple(marks), self.text)
+        self.tags = known[":opensource" in first]
         yield from super().script()
 
 
@@ -168,7 +172,7 @@ def _hy_v3(suffix: str) -> Tags:
 def _invoke(
     *opens: str, closes: tuple[str, ...], prefix: str = "", lines: bool = False
 ) -> partial[TaggedCalls]:
-    """`<invoke name="f">`, `<parameter name="k">`"""
+    """Build a parser of `<invoke name="f">` and `<parameter name="k">`."""
     return partial(
         TaggedCalls,
         Tags(
@@ -187,7 +191,7 @@ def _invoke(
 
 
 def _function(open_: str, close: str, *, special: bool = False) -> partial[TaggedCalls]:
-    """`<function=f>`, `<parameter=k>`"""
+    """Build a parser of `<function=f>` and `<parameter=k>`."""
     return partial(
         TaggedCalls,
         Tags(

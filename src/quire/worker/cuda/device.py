@@ -1,4 +1,4 @@
-"""A CUDA device: rows that live there, steps that nobody waits for, decodes as captured graphs."""
+"""The CUDA device: row state on the GPU, asynchronous steps, and decode steps as CUDA graphs."""
 
 from collections.abc import Callable
 from itertools import cycle
@@ -37,7 +37,7 @@ from quire.worker.device import (
     Passed,
     batch_of,
 )
-from quire.worker.input_buffers import StepBuffers, asked_of, bytes_of, sizes_of, tensors
+from quire.worker.input_buffers import StepBuffers, bytes_of, sampling_tensors, sizes_of, tensors
 from quire.worker.memory import Needs
 from quire.worker.rows import EACH_ONE, Rows, Wide
 from quire.worker.spec.drafter import Drafter
@@ -47,7 +47,7 @@ _CAPTURE_S = 30.0
 
 
 class CudaDevice:
-    """Block tables (by group of layers) and last tokens are by row, on the device; the row behind all others
+    """Runs steps on a GPU. Block tables (by layer group) and last tokens are kept there by row; the last row
     is padding."""
 
     def __init__(
@@ -63,46 +63,45 @@ class CudaDevice:
         in_flight = max(IN_FLIGHT, self.num_stages + 1)
         self.model = model
         self.sample = sample
-        """Of logits, what is asked of them, and who is confined"""
+        """Samples from logits, sampling parameters and token constraints."""
         self.device = device
         self.block_tables = torch.zeros(all_rows.block_tables.shape, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.speculation = None if drafts is None else Speculation(drafts, all_rows, device)
         query_lens = [] if self.speculation is None else self.speculation.query_lens
         self.axes = int(all_rows.turns is not None)
-        """Positions of a token by which heads turn that its place does not tell."""
+        """1 if the model uses M-RoPE positions, which differ from the position in the sequence."""
         vectors = None if model.encoder is None else model.encoder.room
         self.graphs = Graphs(self.block_tables, model.room, in_flight, query_lens, self.axes, vectors)
         self._pinned = cycle([_Pinned() for _ in range(in_flight)])
-        room, kind = max_rows, torch.int64
+        size, dtype = max_rows, torch.int64
         if self.speculation is not None:
-            room, kind = 2 * max_rows * self._most_draws + 1, torch.int32
+            size, dtype = 2 * max_rows * self._most_draws + 1, torch.int32
         is_cuda = device.type == "cuda"
-        self._landings = cycle(
-            [(pinned(room, dtype=kind), torch.cuda.Event() if is_cuda else None) for _ in range(in_flight)]
+        self._readbacks = cycle(
+            [(pinned(size, dtype=dtype), torch.cuda.Event() if is_cuda else None) for _ in range(in_flight)]
         )
-        self._draws = MaskedSampling(max_rows, room, all_rows.sampling.vocab, device)
-        own = sample, self._draws, self.speculation
-        self.blanks = DummyBatches(model, self.block_tables, all_rows.tokens.shape[1], self.axes, *own)
+        self._draws = MaskedSampling(max_rows, size, all_rows.sampling.vocab, device)
+        sampling = sample, self._draws, self.speculation
+        self.dummies = DummyBatches(model, self.block_tables, all_rows.tokens.shape[1], self.axes, *sampling)
         self._sampled_in_graph: Tensor | None = None
         self._all_rows = all_rows
-        self._fronts: DraftGraphs | None = None
-        """Where a model drafts."""
+        self._draft_graphs: DraftGraphs | None = None
+        """None if no model drafts."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
-        """Measured: the largest step is run, with all that rows may ask for, and the largest that will be
-        captured."""
+        """Measure the memory: run the largest step with all sampling features, and the largest to capture."""
         limits, link = config.scheduler, self.model.link
 
         def ask_for_everything(done: ForwardResult) -> None:
             if sampler is None:
                 return
-            given = done.hidden, done.logits, done.asked
-            rehearse(sampler, self.model.head_of_one, *given, num_logprobs=config.model.max_logprobs)
+            outputs = done.hidden, done.logits, done.sampling
+            rehearse(sampler, self.model.head_of_one, *outputs, num_logprobs=config.model.max_logprobs)
 
-        self.blanks.compile(config, self.graphs.query_lens, self._short(config), self._fronts)
+        self.dummies.compile(config, self.graphs.query_lens, self._short(config), self._draft_graphs)
         most_tokens, most_rows = limits.max_num_batched_tokens, limits.max_num_seqs
-        activations = self.blanks.peak(self.compute, most_tokens, most_rows, ask_for_everything)
+        activations = self.dummies.peak(self.compute, most_tokens, most_rows, ask_for_everything)
         activations += 0 if link is None else link.num_bytes(most_tokens)
         more_draws = min(most_rows * self._most_draws, MAX_DRAWS) - most_rows
         item = getattr(torch, config.model.dtype).itemsize
@@ -114,25 +113,25 @@ class CudaDevice:
         return Needs(weights, activations, graphs, counts, other=total - free - weights - counts - bound)
 
     def _graph_bytes(self, config: EngineConfig, item: int) -> int:
-        """Of all that will be captured, with numbers of so many bytes: each graph keeps its results, and
-        shares what it needs on the way with the larger ones."""
+        """Return the memory of all CUDA graphs, for values of `item` bytes. Each graph keeps its results and
+        shares its temporary memory with the larger graphs."""
         facts, largest, short = config.checkpoint.facts, self._most_decodes(config), self._short(config)
-        wide = [size * each for size, each in wide_shapes(largest, self.graphs.query_lens)]
+        wide = [size * query_len for size, query_len in wide_shapes(largest, self.graphs.query_lens)]
         sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
-        most_of_all = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]]
-        found = max((self.blanks.peak(self.compute, *each) for each in most_of_all), default=0)
+        largest_shapes = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]]
+        num_bytes = max((self.dummies.peak(self.compute, *shape) for shape in largest_shapes), default=0)
         kinds, kept = len(self.model.kinds), 2 * facts.hidden
         if self.model.draws:
             kept = facts.vocab + facts.hidden
-        found += kinds * len(sizes) * GRAPH_BYTES
-        found += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
-        found += kinds * sum(short_bytes(config, *each) for each in short)
-        if self._fronts is not None and sizes:
-            found += len(wide) * GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
-        return found
+        num_bytes += kinds * len(sizes) * GRAPH_BYTES
+        num_bytes += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
+        num_bytes += kinds * sum(short_bytes(config, *shape) for shape in short)
+        if self._draft_graphs is not None and sizes:
+            num_bytes += len(wide) * GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
+        return num_bytes
 
     def _most_decodes(self, config: EngineConfig) -> int:
-        """In one step: those of a pipeline are spread over as many as it has stages."""
+        """Return the most decodes of one step: a pipeline spreads its rows over as many steps as stages."""
         return -(-config.scheduler.max_num_seqs // self.num_stages)
 
     def _captures(self, config: EngineConfig) -> bool:
@@ -140,23 +139,24 @@ class CudaDevice:
 
     @property
     def _most_draws(self) -> int:
-        """Of a row in one step."""
+        """Return the most sampled tokens of a row in one step."""
         return 1 if self.speculation is None else 1 + self.speculation.most
 
     def _short(self, config: EngineConfig) -> list[tuple[int, int]]:
-        """Shapes of steps with prompts: none where layers must know on the host how long these are."""
-        can = self.model.attention.captures_prompts and self.model.link is None
+        """Return the shapes of steps with prompts to capture; none if layers need the prompt lengths on the
+        host."""
+        supported = self.model.attention.captures_prompts and self.model.link is None
         facts = config.checkpoint.facts
         kinds = {part.kind for spec in cache_specs(facts) if spec is not None for part in spec.parts}
-        can &= self._captures(config) and self.model.ep is None and kinds <= {"full", "window"}
-        if not can or (facts.media is not None and facts.media.crossed):
+        supported &= self._captures(config) and self.model.ep is None and kinds <= {"full", "window"}
+        if not supported or (facts.media is not None and facts.media.crossed):
             return []
         return short_shapes(self._most_decodes(config) * self._most_draws, longest_short(config))
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
         if self._captures(config):
-            # Devices that step together have the same graphs.
+            # Devices of one expert-parallel group must have the same graphs.
             seconds = _CAPTURE_S if self.model.ep is None else float("inf")
             largest = self._most_decodes(config)
             self._draws.open()
@@ -169,33 +169,33 @@ class CudaDevice:
                 follow=self._follow,
                 redraw=self._draw_by_masks,
             )
-            asked = config.speculation
-            if self._fronts is not None and not (asked is not None and asked.enforce_eager):
-                self._capture_fronts(self._fronts, largest)
+            spec = config.speculation
+            if self._draft_graphs is not None and not (spec is not None and spec.enforce_eager):
+                self._capture_draft_graphs(self._draft_graphs, largest)
 
     @property
     def _follow(self) -> Callable[[ForwardResult], Tensor] | None:
-        """What is captured behind each step, since it is not part of it."""
+        """Return the verification to capture after each step; None if the graph of the step contains it."""
         return None if self.speculation is None or self.speculation.behind is None else self._verify
 
-    def _capture_fronts(self, fronts: DraftGraphs, most_rows: int) -> None:
+    def _capture_draft_graphs(self, draft_graphs: DraftGraphs, most_rows: int) -> None:
         self.model.without_adapters()
-        shapes = [(size, each - 1) for size, each in wide_shapes(most_rows, self.graphs.query_lens)]
-        fronts.capture(shapes, self.graphs.pool, seconds=_CAPTURE_S, in_flight=self.graphs.in_flight)
+        shapes = [(size, query_len - 1) for size, query_len in wide_shapes(most_rows, self.graphs.query_lens)]
+        draft_graphs.capture(shapes, self.graphs.pool, seconds=_CAPTURE_S, in_flight=self.graphs.in_flight)
 
     def draft_by(
         self, drafter: Drafter, seen: DraftProgress | None, max_tokens: int, *, by_chance: bool
     ) -> None:
         assert self.speculation is not None
-        given = self.speculation.known, self.block_tables, self._all_rows, self.sample
-        self._fronts = DraftGraphs(drafter, *given, seen, max_tokens, by_chance=by_chance)
+        state = self.speculation.known, self.block_tables, self._all_rows, self.sample
+        self._draft_graphs = DraftGraphs(drafter, *state, seen, max_tokens, by_chance=by_chance)
         if drafter.follows:
             self.speculation.behind = Followed(drafter)
 
     def forget(self) -> None:
         self.graphs.forget()
-        if self._fronts is not None:
-            self._fronts.forget()
+        if self._draft_graphs is not None:
+            self._draft_graphs.forget()
         self._sampled_in_graph = None
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> DeviceStep:
@@ -205,32 +205,35 @@ class CudaDevice:
         embeds = self.model.embeds(plan, all_rows, self.device)
         if self.speculation is not None:
             self.speculation.begin(plan, all_rows)
-        if self._fronts is not None and self._in_front(self._fronts, plan, places, ids):
+        if self._draft_graphs is not None and self._propose_drafts(self._draft_graphs, plan, places, ids):
             places, ids = places[:0], ids[:0]
         adapts = self.model.adapts(plan, all_rows)
         is_wide = adapts and self.model.is_wide(plan, all_rows)
         graph = self.graphs.find(plan, adapters=adapts) if reach is None and not is_wide else None
-        if graph is not None and not graph.sees and (embeds is not None or all_rows.num_axes(plan) == 3):
+        has_media = embeds is not None or all_rows.num_axes(plan) == 3
+        if graph is not None and has_media and not graph.takes_embeds:
             graph = None
         if graph is not None:
             return self._replay(graph, plan, all_rows, places, ids, embeds)
-        given = plan, all_rows, places, ids, embeds, reach, adapts
-        return self._eager(*given) if len(plan.rows) else self._idle(plan)
+        if not len(plan.rows):
+            return self._idle(plan)
+        return self._eager(plan, all_rows, places, ids, embeds, reach, adapts)
 
     def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
-        """Whether what is sampled in passing would be held against drafts, and is not what rows ask for."""
+        """Whether verification must wait for the sampler, since rows need more than the plain sampling in the
+        graph."""
         return self.speculation is not None and all_rows.sampling.special(plan.logit_rows) != 0
 
-    def _in_front(self, fronts: DraftGraphs, plan: StepPlan, places: Wide, ids: Ints) -> bool:
-        """Have drafts made, if any are wanted. Whether the changes of the block tables are made, too."""
-        fronts.begin(plan)
-        if not fronts.wants(plan):
-            fronts.skip(plan)
+    def _propose_drafts(self, draft_graphs: DraftGraphs, plan: StepPlan, places: Wide, ids: Ints) -> bool:
+        """Propose drafts if the step has any. Return whether the block tables were updated too."""
+        draft_graphs.begin(plan)
+        if not draft_graphs.wants(plan):
+            draft_graphs.skip(plan)
             return False
         if len(ids):
             self._set_blocks(sent(places, self.device), sent(ids, self.device))
         self.model.without_adapters()
-        fronts(plan)
+        draft_graphs(plan)
         return True
 
     def _replay(
@@ -266,9 +269,9 @@ class CudaDevice:
         reach: Tensor | None,
         adapts: bool,
     ) -> DeviceStep:
-        kind = {"drafts": self.speculation is not None, "adapters": adapts}
+        flags = {"drafts": self.speculation is not None, "adapters": adapts}
         axes = all_rows.num_axes(plan)
-        sizes = sizes_of(plan, len(ids), len(self.block_tables), **kind, axes=axes)
+        sizes = sizes_of(plan, len(ids), len(self.block_tables), **flags, axes=axes)
         memory = next(self._pinned).take(bytes_of(sizes))
         StepBuffers(memory, sizes).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
@@ -280,22 +283,22 @@ class CudaDevice:
         return self.model.step(lambda: self.compute(batch, sheet), batch.before)
 
     def _idle(self, plan: StepPlan) -> DeviceStep:
-        """One token that nobody asked for."""
-        batch, sheet = self.blanks.make(ONE_TOKEN)
+        """Return a step of one dummy token, for a rank without rows."""
+        batch, sheet = self.dummies.make(ONE_TOKEN)
         self._make_room(batch, plan)
         return self.model.step(lambda: self.compute(batch, sheet), batch.before)
 
     def _make_room(self, batch: Batch, plan: StepPlan) -> None:
-        """As much as those have who replay a graph."""
+        """Set the expert-parallel buffer size to that of ranks that replay a graph."""
         if plan.counts:
             batch.num_real, batch.room = plan.total_tokens, self.graphs.size_for(max(plan.counts))
 
     def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | Passed:
-        """All that a step does on the device, inside a captured graph and outside."""
+        """Compute a step on the device, inside or outside a captured graph."""
         self._set_blocks(sheet["block_places"], sheet["block_ids"])
-        given = None
+        verify_inputs = None
         if self.speculation is not None:
-            given = self.speculation.derive(batch, sheet, self.block_tables)
+            verify_inputs = self.speculation.derive(batch, sheet, self.block_tables)
             batch.token_ids = sheet["token_ids"]
         else:
             sources = sheet["sources"]
@@ -304,25 +307,26 @@ class CudaDevice:
         if not self.model.draws:
             passed: Passed = hidden
             return passed
-        # Places of a captured step that are padding lie between others, and their draws behind all others.
-        each = len(batch.logit_tokens) == len(hidden) and not (given and batch.max_query_len > 1)
-        wanted = hidden if each else hidden[batch.logit_tokens]
-        logits, asked = self.model.head(wanted), asked_of(sheet)
+        # Padding tokens of a captured step lie between the others; their samples come last.
+        is_all = len(batch.logit_tokens) == len(hidden) and not (verify_inputs and batch.max_query_len > 1)
+        states = hidden if is_all else hidden[batch.logit_tokens]
+        logits, sampling = self.model.head(states), sampling_tensors(sheet)
         token_ids = self._sampled_in_graph = self.sample(
-            logits, asked, self._draws.sampled_in_graph(len(logits))
+            logits, sampling, self._draws.sampled_in_graph(len(logits))
         )
-        found = None
-        if given is None:
+        verified = None
+        if verify_inputs is None:
             self.last_tokens.index_copy_(0, sheet["logit_rows"], token_ids)
         elif self.speculation is not None and self.speculation.behind is None:
-            found = self.speculation.verify(given, hidden, token_ids, asked.seeds, self._draws.later)
-        more = given, batch.aux_hidden_states, None, found
-        return ForwardResult(hidden, logits, token_ids, asked, sheet["logit_rows"], *more)
+            later = self._draws.later
+            verified = self.speculation.verify(verify_inputs, hidden, token_ids, sampling.seeds, later)
+        more = verify_inputs, batch.aux_hidden_states, None, verified
+        return ForwardResult(hidden, logits, token_ids, sampling, sheet["logit_rows"], *more)
 
     def _draw_by_masks(self, done: ForwardResult) -> Tensor:
         count = len(done.logits)
-        token_ids = self.sample(done.logits, done.asked, self._draws.constrained(count))
-        if done.given is None and done.rows is not None:
+        token_ids = self.sample(done.logits, done.sampling, self._draws.constrained(count))
+        if done.verify_inputs is None and done.rows is not None:
             self.last_tokens.index_copy_(0, done.rows, token_ids)
         return token_ids
 
@@ -339,41 +343,41 @@ class CudaDevice:
     def land(self, plan: StepPlan, done: ForwardResult, sampled: Sampled, all_rows: Rows) -> Pending:
         new = NewTokens.of(plan)
         if self.speculation is not None and len(new.rows):
-            num_seqs = len(done.given.step.rows)
-            is_in_passing = sampled.token_ids is done.token_ids
-            if done.found is not None and is_in_passing:
-                found = done.found
-            elif done.follow is not None and is_in_passing:
-                found = done.follow()
+            num_seqs = len(done.verify_inputs.step.rows)
+            is_in_graph = sampled.token_ids is done.token_ids
+            if done.verified is not None and is_in_graph:
+                verified = done.verified
+            elif done.follow is not None and is_in_graph:
+                verified = done.follow()
             else:
-                found = self._verify(done._replace(token_ids=sampled.token_ids))
+                verified = self._verify(done._replace(token_ids=sampled.token_ids))
             if sampled.counts is not None and len(plan.num_drafts):
-                take_back(sampled.counts, plan, all_rows.sampling, sampled.token_ids, found)
-            return self._landing(found, sampled, new, all_rows, lambda found: read(found, num_seqs, plan))
+                take_back(sampled.counts, plan, all_rows.sampling, sampled.token_ids, verified)
+            return self._start_readback(verified, sampled, new, all_rows, lambda x: read(x, num_seqs, plan))
         if len(new.rows) and sampled.token_ids is not self._sampled_in_graph:
-            # Some row asked for more than a plain sample.
+            # Some row needs more than the plain sampling of the graph.
             assert done.rows is not None
             self.last_tokens.index_copy_(0, done.rows, sampled.token_ids)
-        return self._landing(sampled.token_ids, sampled, new, all_rows, _one_each)
+        return self._start_readback(sampled.token_ids, sampled, new, all_rows, _one_each)
 
     def _verify(self, done: ForwardResult) -> Tensor:
-        assert self.speculation is not None and done.token_ids is not None and done.asked is not None
+        assert self.speculation is not None and done.token_ids is not None and done.sampling is not None
         self.model.without_adapters()
-        return self.speculation.verify(done.given, done.hidden, done.token_ids, done.asked.seeds)
+        return self.speculation.verify(done.verify_inputs, done.hidden, done.token_ids, done.sampling.seeds)
 
-    def _landing(
-        self, found: Tensor, sampled: Sampled, new: NewTokens, all_rows: Rows, read: Read
+    def _start_readback(
+        self, values: Tensor, sampled: Sampled, new: NewTokens, all_rows: Rows, read: Read
     ) -> "PendingTokens":
-        room, landed = next(self._landings)
-        landing = room[: len(found)]
-        landing.copy_(found, non_blocking=True)
-        if landed is not None:
-            landed.record()
-        return PendingTokens(landed, landing, sampled, new, all_rows, read)
+        buffer, copied = next(self._readbacks)
+        tokens = buffer[: len(values)]
+        tokens.copy_(values, non_blocking=True)
+        if copied is not None:
+            copied.record()
+        return PendingTokens(copied, tokens, sampled, new, all_rows, read)
 
 
 class _Pinned:
-    """Host memory that the device reads by itself; grows as needed."""
+    """Pinned host memory that grows as needed."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -384,5 +388,5 @@ class _Pinned:
         return self._memory[:size]
 
 
-def _one_each(found: Ints) -> tuple[Ints, Ints, Ints]:
-    return found, EACH_ONE, EACH_ONE
+def _one_each(token_ids: Ints) -> tuple[Ints, Ints, Ints]:
+    return token_ids, EACH_ONE, EACH_ONE

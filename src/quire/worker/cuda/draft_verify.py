@@ -1,4 +1,4 @@
-"""Speculation on a GPU: rows of which the device alone knows how many tokens they have."""
+"""Speculative decoding on a GPU: the number of tokens of a row is known to the device only."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,29 +23,29 @@ _COUNT = (1 << DRAFTED) - 1
 
 
 class VerifyInputs(NamedTuple):
-    """What a step was computed from."""
+    """The inputs of a step, as the device derived them."""
 
     batch: Batch
     step: SpecStep
 
 
 class Drawn(NamedTuple):
-    """What a step leaves for drafts. All is on the device."""
+    """The results of a step that a drafter reads, all on the device."""
 
     batch: Batch
     step: SpecStep
     hidden: Tensor
     """[T, hidden]"""
-    found: Tensor
-    """[B] int32, what `verify` says of each sequence"""
+    verified: Tensor
+    """[B] int32, the result of `verify` for each sequence"""
 
 
 Behind = Callable[[SpecTokens, Drawn], None]
-"""What is done behind each step: a drafter looks at it."""
+"""Runs after each step, to update a drafter."""
 
 
 class NgramLookup:
-    """Proposes what followed the last tokens when they stood there before, in front of steps with drafts."""
+    """Proposes the tokens that followed an earlier occurrence of the last tokens (n-gram lookup)."""
 
     def __init__(self, least: int, max_rows: int, device: torch.device) -> None:
         self._least = least
@@ -56,26 +56,26 @@ class NgramLookup:
 
 
 class Followed:
-    """Shows each step to a drafter that looks at the target's states."""
+    """Passes each step to a drafter that reads the target's hidden states."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
     def __call__(self, known: SpecTokens, drawn: Drawn) -> None:
-        batch, step, hidden, found = drawn
+        batch, step, hidden, verified = drawn
         starts, rows = step.query_starts.long(), step.rows.long()
-        num_kept = torch.where(step.planned >= 0, (found & _COUNT).long(), starts[1:] - starts[:-1])
+        num_kept = torch.where(step.planned >= 0, (verified & _COUNT).long(), starts[1:] - starts[:-1])
         after = batch.positions[last_kept(batch, num_kept)] + 1
-        told = Told(
+        target = Told(
             next_ids=known.history[rows, after].long(),
             num_kept=num_kept,
             states=torch.cat(batch.aux_hidden_states, 1) if batch.aux_hidden_states else hidden,
         )
-        self._drafter.see(batch, told)
+        self._drafter.see(batch, target)
 
 
 class Speculation:
-    """What the device knows of its rows, and what follows from that for each step."""
+    """The tokens of all rows on the device, and the step inputs derived from them."""
 
     def __init__(self, facts: SpecFacts, all_rows: Rows, device: torch.device) -> None:
         max_rows, self.max_len = all_rows.tokens.shape
@@ -90,12 +90,12 @@ class Speculation:
             most=self.most,
         )
         self.query_lens = sorted({1, self.most // 2 + 1, self.most + 1})
-        """Of steps that are captured: with fewer drafts the rest is padding."""
+        """Query lengths of captured steps; steps with fewer drafts are padded."""
         self.rates: Tensor | None = None
         if facts.synthetic_acceptance_rates:
             self.rates = torch.tensor(facts.synthetic_acceptance_rates, device=device)
         self.ahead: Tensor | None = None
-        """As in `Turns`."""
+        """See `MRopePositions.ahead`."""
         if all_rows.turns is not None:
             self.ahead = torch.zeros(num_rows, dtype=torch.int64, device=device)
             self.last_turn = all_rows.turns.last
@@ -105,7 +105,7 @@ class Speculation:
             self._look_up = NgramLookup(facts.prompt_lookup_min or 1, max_rows, device)
 
     def begin(self, plan: StepPlan, all_rows: Rows) -> None:
-        """Rows have new requests, or drafts of the planner's."""
+        """Load new requests, and the drafts that the scheduler proposed."""
         known = self.known
         for new in plan.admitted:
             row, length = new.row, int(all_rows.num_tokens[new.row])
@@ -116,14 +116,14 @@ class Speculation:
             if self.ahead is not None and all_rows.turns is not None:
                 self.ahead[row].fill_(int(all_rows.turns.ahead[row]))
         if len(plan.drafts):
-            guessed = np.zeros((len(plan.rows), self.most), np.int64)
-            guessed[np.arange(self.most) < plan.num_drafts[:, None]] = plan.drafts
+            drafts = np.zeros((len(plan.rows), self.most), np.int64)
+            drafts[np.arange(self.most) < plan.num_drafts[:, None]] = plan.drafts
             rows = sent(plan.rows.astype(np.int64), self.device)
-            known.drafts.index_copy_(0, rows, sent(guessed, self.device))
+            known.drafts.index_copy_(0, rows, sent(drafts, self.device))
             known.num_drafts.index_copy_(0, rows, sent(plan.num_drafts, self.device))
 
     def derive(self, batch: Batch, sheet: dict[str, Tensor], tables: Tensor) -> VerifyInputs:
-        """Make the inputs of the decodes, in place."""
+        """Compute the inputs of the decodes, in place."""
         step = SpecStep(*(sheet[name] for name in ("query_starts", "rows", "planned", "draw_starts")))
         slots = [sheet[slots_of(group)] for group in range(len(tables))]
         lens = batch.seq_lens
@@ -134,48 +134,50 @@ class Speculation:
             self.max_len,
         )  # fmt: skip
         if self.ahead is not None and batch.turns is not None:
-            self._turn(self.ahead, step, batch.positions, batch.turns)
-        # By torch: kernels behind it may read lengths before they wait for the one in front of them.
+            self._set_mrope_positions(self.ahead, step, batch.positions, batch.turns)
+        # A torch operation: the kernels after it may read lengths before they wait for the previous kernel.
         torch.add(batch.positions[batch.logit_tokens], 1, out=sheet["sample_at"])
         return VerifyInputs(batch, step)
 
-    def _turn(self, ahead: Tensor, step: SpecStep, positions: Tensor, turns: Tensor) -> None:
-        """Those of the decodes, in place."""
+    def _set_mrope_positions(self, ahead: Tensor, step: SpecStep, positions: Tensor, turns: Tensor) -> None:
+        """Set the M-RoPE positions of the decodes, in place."""
         tokens = torch.arange(len(positions), dtype=torch.int32, device=self.device)
         seqs = torch.searchsorted(step.query_starts[1:], tokens, right=True).clamp_(max=len(step.rows) - 1)
-        found = (positions + ahead[step.rows.long()[seqs]]).clamp_(0, self.last_turn)
-        turns.copy_(torch.where(step.planned[seqs] >= 0, found, turns))
+        values = (positions + ahead[step.rows.long()[seqs]]).clamp_(0, self.last_turn)
+        turns.copy_(torch.where(step.planned[seqs] >= 0, values, turns))
 
     def verify(
         self,
-        given: VerifyInputs,
+        inputs: VerifyInputs,
         hidden: Tensor,
         token_ids: Tensor,
         seeds: Tensor,
         later: Tensor | None = None,
     ) -> Tensor:
-        """As the kernel, and what is done behind it."""
-        found = verify(self.known, given.step, token_ids, seeds, self.rates, later)
+        """Verify the drafts and update the drafter."""
+        verified = verify(self.known, inputs.step, token_ids, seeds, self.rates, later)
         if self.behind is not None:
-            self.behind(self.known, Drawn(*given, hidden, found[: len(given.step.rows)]))
-        return found
+            self.behind(self.known, Drawn(*inputs, hidden, verified[: len(inputs.step.rows)]))
+        return verified
 
 
-def read(found: Ints, num_seqs: int, plan: StepPlan) -> tuple[Ints, Ints, Ints]:
-    """The new tokens of a plan's rows out of what `verify` found, how many each has, and how many drafts it
-    had; empty: one each, and none."""
-    draws = found[num_seqs : num_seqs + len(plan.logit_rows)]
+def read(verified: Ints, num_seqs: int, plan: StepPlan) -> tuple[Ints, Ints, Ints]:
+    """Return the accepted tokens of a plan's rows, the count of each row, and its number of drafts, from the
+    result of `verify`. Empty counts: one token per row, no drafts."""
+    draws = verified[num_seqs : num_seqs + len(plan.logit_rows)]
     if not len(plan.num_drafts):
         return draws, plan.num_drafts, plan.num_drafts
-    said = found[: len(plan.rows)][plan.samples]
-    counts, num_draws = said & _COUNT, 1 + plan.num_drafts[plan.samples]
-    return draws[spread(np.cumsum(num_draws) - num_draws, counts)], counts, said >> DRAFTED
+    results = verified[: len(plan.rows)][plan.samples]
+    counts, num_draws = results & _COUNT, 1 + plan.num_drafts[plan.samples]
+    return draws[spread(np.cumsum(num_draws) - num_draws, counts)], counts, results >> DRAFTED
 
 
-def take_back(counts: Counts, plan: StepPlan, state: SamplingRows, token_ids: Tensor, found: Tensor) -> None:
-    """What was drawn behind drafts that did not hold is not counted."""
+def take_back(
+    counts: Counts, plan: StepPlan, state: SamplingRows, token_ids: Tensor, verified: Tensor
+) -> None:
+    """Undo the penalty counts of tokens that were sampled after a rejected draft."""
     num_draws = 1 + plan.num_drafts[plan.samples]
     seqs = np.repeat(np.flatnonzero(plan.samples), num_draws)
     draws = spread(np.zeros(len(num_draws), np.int64), num_draws)
     places = to_device(np.stack((seqs, draws)), token_ids.device)
-    counts.take_back(plan.logit_rows, state, token_ids, (found[places[0]] & _COUNT) <= places[1])
+    counts.take_back(plan.logit_rows, state, token_ids, (verified[places[0]] & _COUNT) <= places[1])

@@ -1,4 +1,4 @@
-"""CUDA graphs of towers: batches of items whose shapes come again, played by one call."""
+"""CUDA graphs of vision and audio encoders, for batches of items with recurring shapes."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,46 +14,46 @@ from quire.models.towers import Repeats
 log = get_logger(__name__)
 
 MOST_VECTORS = 1536
-"""Of a batch that is captured. Of larger ones the device has work for longer than it takes to launch it."""
+"""Most embeddings of a captured batch. Launch overhead does not matter for larger ones."""
 MAX_GRAPHS = 8
 TIMES = 3
-"""How often a batch has come when it is captured."""
+"""A batch is captured when its shapes occur for this number of times."""
 _MAX_COUNTED = 1024
-"""Shapes that are counted; then all begin anew."""
+"""Most shapes to count; then the counts are reset."""
 Arrays = Mapping[str, Tensor]
 Run = Callable[[], list[Tensor]]
 Capture = Callable[[Run, Any], tuple[list[Tensor], Callable[[], None]]]
-"""What came of it, and what plays it again in the same place; the other argument is the pool of memory."""
+"""Captures a run into a memory pool: returns its outputs and the function that replays it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A batch of items of certain shapes."""
+    """The graph of a batch of items with certain shapes."""
 
     inputs: list[dict[str, Tensor]]
     outputs: list[Tensor]
     play: Callable[[], None]
     layout: Any
-    """What it reads; it lies where it did as long as this is held."""
+    """Layout tensors that the graph reads; this reference keeps them in place."""
 
     def __call__(self, items: Sequence[Arrays]) -> list[Tensor]:
-        for own, item in zip(self.inputs, items, strict=True):
+        for arrays, item in zip(self.inputs, items, strict=True):
             for name, array in item.items():
-                own[name].copy_(array)
+                arrays[name].copy_(array)
         self.play()
-        return [each.clone() for each in self.outputs]
+        return [output.clone() for output in self.outputs]
 
 
 class TowerGraphs:
-    """A tower, and graphs of the batches that it has had a few times: those that were used last."""
+    """An encoder with graphs of its recurring batches, the most recently used."""
 
     def __init__(self, tower: Repeats, capture: Capture | None = None) -> None:
         self.tower = tower
         self.max_bytes = 0
-        """What all graphs may take; none is captured before that is known."""
+        """Memory limit of all graphs; none is captured before it is set."""
         self._capture = capture or captured
         self._graphs: dict[Any, _Graph] = {}
-        """By modality and shapes, the oldest first."""
+        """Graphs by modality and shapes, the oldest first."""
         self._counts: Counter[Any] = Counter()
         self._pool: Any = None
         self._num_bytes = 0
@@ -65,14 +65,14 @@ class TowerGraphs:
         key = modality, tuple(_shapes(item) for item in items)
         graph = self._graphs.pop(key, None)
         if graph is None and num_vectors <= MOST_VECTORS and self._is_due(key):
-            graph = self._captured(modality, items)
+            graph = self._capture_batch(modality, items)
         if graph is None:
             return self.tower.compute(modality, items, self.tower.lay_out(modality, items))
         self._graphs[key] = graph
         return graph(items)
 
     def forget(self) -> None:
-        """They read weights where these lay."""
+        """Drop all graphs: they hold addresses of weights."""
         self._graphs, self._pool, self._num_bytes = {}, None, 0
         self._counts.clear()
 
@@ -82,8 +82,9 @@ class TowerGraphs:
         self._counts[key] += 1
         return self._counts[key] >= TIMES and self.max_bytes > 0
 
-    def _captured(self, modality: str, items: Sequence[Arrays]) -> _Graph | None:
-        """None: it cannot be, or there is no room for it; then no other is tried."""
+    def _capture_batch(self, modality: str, items: Sequence[Arrays]) -> _Graph | None:
+        """Capture a batch. Return None, and capture no further batch, if capturing fails; None too if memory
+        runs out."""
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         inputs = [{name: array.clone() for name, array in item.items()} for item in items]
@@ -92,23 +93,23 @@ class TowerGraphs:
         try:
             outputs, play = self._capture(lambda: self.tower.compute(modality, inputs, layout), self._pool)
         except RuntimeError as error:
-            log.warning("The tower cannot be captured, and runs without graphs: %s", error)
+            log.warning("Capturing CUDA graphs of the multimodal encoder failed, it runs eagerly: %s", error)
             self.max_bytes = 0
             return None
         self._num_bytes += max(_taken_bytes() - before, 0)
         if self._num_bytes > self.max_bytes:
-            log.info("Graphs of the tower have taken their memory, and begin anew")
+            log.info("CUDA graphs of the multimodal encoder reached their memory limit: all are dropped")
             self.forget()
             return None
         return _Graph(inputs, outputs, play, layout)
 
 
 def captured(run: Run, pool: Any) -> tuple[list[Tensor], Callable[[], None]]:
-    """In a stream of its own, beside threads that wait for other steps."""
+    """Capture a run on a separate stream, while other threads may wait for steps."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run()  # what libraries keep for a stream is there before
+        run()  # libraries allocate their per-stream memory before the capture
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             outputs = run()

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: everything from the tokens in to the tokens sampled, replayed by one call."""
+"""CUDA graphs of whole steps, from the input tokens to the sampled tokens."""
 
 import time
 from bisect import bisect_left
@@ -23,38 +23,38 @@ from quire.worker.rows import Rows, Wide
 log = get_logger(__name__)
 
 IN_FLIGHT = 3
-"""Host buffers of each kind: one more than there are steps under way; of a pipeline these are as many as its
+"""Host buffers of each kind: one more than steps in flight. A pipeline has as many steps in flight as
 stages."""
 Compute = Callable[[Batch, dict[str, Tensor]], ForwardResult | Passed]
 Follow = Callable[[ForwardResult], Tensor]
 Room = Callable[[int], Tensor | None]
-"""For what the stage before makes of so many tokens."""
+"""Returns the receive buffer for the output of the previous stage, by number of tokens."""
 Vectors = Callable[[int], VectorRoom]
-"""For those that stand for media among so many tokens."""
+"""Returns the buffer for item embeddings, by number of tokens."""
 
 
 def pinned(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Host memory that a CUDA device reads and writes by itself."""
+    """Return pinned host memory."""
     return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 def capturing(graph: Any, pool: Any) -> Any:
-    """What this thread launches goes into `graph`. Others may pin memory meanwhile, as those do that read
-    adapters."""
+    """Return a context that captures this thread's launches into `graph`. Other threads may pin memory
+    meanwhile, for example to read LoRA adapters."""
     return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
 
 
 def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]]:
-    """The steps with drafts that are captured: so many sequences, each with so many places; more in all come
-    later."""
+    """Return the shapes of steps with drafts to capture, as (sequences, tokens of each). Larger ones run
+    eagerly."""
     sizes = [size for size in ladder(largest) if size & (size - 1) == 0 or size == largest]
-    shapes = [(size, each) for each in query_lens if each > 1 for size in sizes if size * each <= MAX_DRAWS]
+    shapes = [(size, n) for n in query_lens if n > 1 for size in sizes if size * n <= MAX_DRAWS]
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
 
 
 class Graphs:
-    """One graph for each size of the ladder, some for steps with prompts, and where rows may have adapters
-    one more of each with them; all in one pool of memory."""
+    """Graphs for each size of the ladder and for some steps with prompts; if LoRA is on, also with adapters.
+    All share one memory pool."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Graphs:
         axes: int = 0,
         vectors: Vectors | None = None,
     ) -> None:
-        """With `query_lens` the device derives inputs, and there are graphs for that many places of each
-        sequence. `axes` are those of `BufferSizes` where no token stands for media."""
+        """With `query_lens` the device derives inputs, and there are graphs for each query length. `axes` is
+        that of `BufferSizes` for steps without media."""
         self.block_tables = block_tables
         self.room = room
         self.in_flight = in_flight
@@ -74,12 +74,12 @@ class Graphs:
         self.axes = axes
         self.vectors = vectors
         self.pool: Any = None
-        """The memory of all graphs, once there are some."""
+        """Memory pool of all graphs, once there are some."""
         self._by_size: dict[tuple[int, bool], Graph] = {}
         self._sizes: list[int] = []
         self._wide: dict[tuple[int, int, bool], Graph] = {}
         self._short: dict[bool, list[Graph]] = {False: [], True: []}
-        """By whether rows have adapters, the smallest first."""
+        """Graphs of steps with prompts, by whether rows have adapters, the smallest first."""
 
     def capture(
         self,
@@ -92,16 +92,17 @@ class Graphs:
         follow: Follow | None = None,
         redraw: Follow | None = None,
     ) -> None:
-        """Capture the ladder up to `largest`, the largest first: the others fit into its memory. What is
-        not done within `seconds` is done without. `kinds`: without adapters, with them. `short`: steps with
-        prompts, up to so many sequences and draws, and of fewer tokens than that. `follow` and `redraw` are
-        captured behind each, and played by themselves."""
+        """Capture the ladder up to `largest`, the largest first: the others reuse its memory. Sizes not
+        captured within `seconds` run eagerly. `kinds`: without adapters, with them. `short`: steps with
+        prompts, up to so many sequences and tokens. `follow` and `redraw` are captured as graphs of their own
+        after each step."""
         started, self.pool = time.monotonic(), torch.cuda.graph_pool_handle()
-        own = self.block_tables, self.pool, self.in_flight
-        captured = partial(Graph, compute, *own, follow=follow, redraw=redraw)
-        for (size, each), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
+        buffers = self.block_tables, self.pool, self.in_flight
+        captured = partial(Graph, compute, *buffers, follow=follow, redraw=redraw)
+        for (size, query_len), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
             if time.monotonic() - started < seconds / 2:
-                self._wide[size, each, adapters] = captured(GraphShape(size, each, adapters, self.axes))
+                shape = GraphShape(size, query_len, adapters, self.axes)
+                self._wide[size, query_len, adapters] = captured(shape)
         for size in reversed(ladder(largest)):
             before, query_len = self.room(size), min(self.query_lens, default=0)
             for adapters in kinds:
@@ -119,11 +120,11 @@ class Graphs:
                 self._short[adapters].insert(0, captured(shape, vectors=room))
 
     def forget(self) -> None:
-        """Give up all graphs: they read weights and cache where these lay when they were captured."""
+        """Drop all graphs: they hold addresses of weights and cache."""
         self._by_size, self._sizes, self._wide, self._short = {}, [], {}, {False: [], True: []}
 
     def find(self, plan: StepPlan, *, adapters: bool = False) -> "Graph | None":
-        """The smallest graph for a plan, some of whose rows have adapters or none."""
+        """Return the smallest graph that fits a plan, with or without adapters; None if there is none."""
         if len(plan.rows) and not plan.is_decode:
             if plan.counts:
                 return None
@@ -149,36 +150,36 @@ class Graphs:
         return None
 
     def size_for(self, count: int) -> int:
-        """The size of the smallest graph for so many tokens, or as many where there is none."""
+        """Return the size of the smallest graph for `count` tokens, or `count` if there is none."""
         if not self._sizes or count > self._sizes[-1]:
             return count
         return self._sizes[bisect_left(self._sizes, count)]
 
 
 class GraphShape(NamedTuple):
-    """Of the steps that a graph is for."""
+    """The shape of the steps that a graph computes."""
 
     size: int
-    """Sequences"""
+    """Number of sequences."""
     query_len: int = 0
-    """Places of each, where the device derives inputs."""
+    """Tokens of each sequence, if the device derives inputs."""
     adapters: bool = False
     axes: int = 0
-    """As in `BufferSizes`."""
+    """See `BufferSizes.axes`."""
     tokens: int = 0
-    """Of all sequences and what pads them, where these are not all decodes."""
+    """Number of tokens with padding, if not all sequences are decodes."""
     drafts: bool = False
-    """Whether, then, the device derives the inputs of those that are."""
+    """Whether the device derives the inputs of the decodes in such a step."""
 
 
 class Graph:
-    """Steps of up to `size` sequences, which decode unless there are `tokens`. Its inputs have a fixed place
-    on the device, which derives some of them where each sequence has `query_len` places."""
+    """A captured step of up to `size` sequences: decodes, unless `tokens` is set. Its inputs have a fixed
+    address; the device derives some of them if `query_len` is set."""
 
     before: Tensor | None = None
-    """Where what the stage before sends is to lie."""
+    """Receive buffer for the output of the previous stage."""
     is_short = False
-    """Whether it is for steps with prompts."""
+    """Whether the graph is for steps with prompts."""
     _vectors: VectorRoom | None = None
 
     def __init__(
@@ -224,14 +225,14 @@ class Graph:
             batch.embeds = vectors.tokens, vectors.vectors
         compute(batch, self._sheet)  # kernels are compiled and loaded before they are captured
         torch.cuda.synchronize()
-        batch.angles.clear()  # what was made then is not made again in each replay
+        batch.angles.clear()  # so that the capture does not reuse what the first run computed
         self._graph = torch.cuda.CUDAGraph()
         with capturing(self._graph, pool):
             self._done = compute(batch, self._sheet)
         if isinstance(self._done, ForwardResult):
             done = self._done
-            behind = [each and _captured(each, done, pool) for each in (follow, redraw)]
-            self._done = done._replace(follow=behind[0], redraw=behind[1])
+            more = [function and _capture_after(function, done, pool) for function in (follow, redraw)]
+            self._done = done._replace(follow=more[0], redraw=more[1])
         self._done_for: dict[int, ForwardResult | Passed] = {}
 
     def _blank(self, page: StepBuffers, first: int) -> None:
@@ -243,8 +244,8 @@ class Graph:
             pad(page.arrays, 0)
 
     @property
-    def sees(self) -> bool:
-        """Whether tokens may stand for media."""
+    def takes_embeds(self) -> bool:
+        """Whether the step may contain item embeddings."""
         return self._vectors is not None
 
     def load(
@@ -267,7 +268,8 @@ class Graph:
             self._vectors.load(embeds)
 
     def replay(self, count: int) -> ForwardResult | Passed:
-        """What the first `count` draws gave; valid until the next replay of any graph."""
+        """Replay the graph and return the results of the first `count` sampled positions. They are valid
+        until the next replay of any graph."""
         self._graph.replay()
         done = self._done_for.get(count)
         if done is None:
@@ -275,16 +277,16 @@ class Graph:
         return done
 
 
-def _captured(follow: Follow, done: ForwardResult, pool: Any) -> Callable[[], Tensor]:
+def _capture_after(follow: Follow, done: ForwardResult, pool: Any) -> Callable[[], Tensor]:
     follow(done)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with capturing(graph, pool):
-        found = follow(done)
+        result = follow(done)
 
     def play() -> Tensor:
         graph.replay()
-        return found
+        return result
 
     return play
 
@@ -292,10 +294,14 @@ def _captured(follow: Follow, done: ForwardResult, pool: Any) -> Callable[[], Te
 def _first(done: ForwardResult | Passed, count: int, *, all_states: bool) -> ForwardResult | Passed:
     if not isinstance(done, ForwardResult):
         return done[0][:count], done[1][:count]
-    hidden, logits, token_ids, asked, rows, given, aux_hidden_states, follow, found, redraw = done
-    assert token_ids is not None and asked is not None and rows is not None
-    columns = type(asked)(*(column[:count] for column in asked))
-    if given is None and not all_states:
-        hidden, aux_hidden_states = hidden[:count], tuple(tap[:count] for tap in aux_hidden_states)
-    some = logits[:count], token_ids[:count], columns, rows[:count]
-    return ForwardResult(hidden, *some, given, aux_hidden_states, follow, found, redraw)
+    assert done.token_ids is not None and done.sampling is not None and done.rows is not None
+    first = done._replace(
+        logits=done.logits[:count],
+        token_ids=done.token_ids[:count],
+        sampling=type(done.sampling)(*(column[:count] for column in done.sampling)),
+        rows=done.rows[:count],
+    )
+    if done.verify_inputs is not None or all_states:
+        return first
+    aux_hidden_states = tuple(states[:count] for states in done.aux_hidden_states)
+    return first._replace(hidden=done.hidden[:count], aux_hidden_states=aux_hidden_states)

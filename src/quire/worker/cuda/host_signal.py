@@ -1,4 +1,4 @@
-"""Courier: host memory that comes to a CUDA device once it is filled, while nobody waits for it."""
+"""Copies of host memory to a CUDA device that wait on the device until the memory is filled."""
 
 import ctypes
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 _AT_LEAST = 0
-"""CU_STREAM_WAIT_VALUE_GEQ, by the difference of both in 32 bits."""
+"""CU_STREAM_WAIT_VALUE_GEQ, compared by the 32-bit difference."""
 _ADDRESS = ctypes.c_uint64
 
 
 class HostSignal:
-    """A stream that waits for the host, and copies, by calls of the driver: torch's take several times as
-    long. It waits by reading a count in host memory."""
+    """A stream that waits for the host and copies, with driver calls: those of torch take several times as
+    long. It waits by polling a counter in host memory."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        """An OSError or an AttributeError where there is no driver that can."""
+        """Raise OSError or AttributeError if the driver lacks the calls."""
         self._stream = stream.cuda_stream
         self._memory = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._count = self._memory.numpy().view(np.uint32)
@@ -34,8 +34,8 @@ class HostSignal:
         self._copy.argtypes = (_ADDRESS, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
     def hold(self) -> Callable[[], None]:
-        """What comes next waits until this is called, in the order of holding. It must be, whatever happens:
-        nothing else ends the wait."""
+        """Block the stream until the returned function is called, in the order of the calls. It must be
+        called even after an error: nothing else ends the wait."""
         self._num_held = (self._num_held + 1) & 0xFFFFFFFF
         _check(self._wait(self._stream, self._at, self._num_held, _AT_LEAST))
         return partial(self._raise_to, self._num_held)
@@ -44,21 +44,21 @@ class HostSignal:
         self._count[0] = count
 
     def bring(self, source: Tensor, into: Tensor) -> None:
-        """`source` is pinned, and stays as it is until it was copied."""
+        """Copy `source` on the stream; it is pinned and must not change until it was copied."""
         _check(self._copy(into.data_ptr(), source.data_ptr(), source.nbytes, self._stream))
 
 
 def _check(failed: int) -> None:
     if failed:
-        raise torch.AcceleratorError(f"CUDA error {failed} beside the layers")
+        raise torch.AcceleratorError(f"CUDA error {failed} on the mask stream")
 
 
-def open_courier(stream: torch.cuda.Stream) -> HostSignal | None:
-    """None where the device cannot wait so; then the host does."""
+def open_host_signal(stream: torch.cuda.Stream) -> HostSignal | None:
+    """Return a host signal; None if the device does not support it, so that the host has to wait."""
     try:
         host_signal = HostSignal(stream)
         host_signal.hold()()
     except (AttributeError, OSError, torch.AcceleratorError) as error:
-        log.debug("No stream waits for the host here: %s", error)
+        log.debug("Streams cannot wait for the host on this device: %s", error)
         return None
     return host_signal

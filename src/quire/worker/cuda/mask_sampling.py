@@ -1,5 +1,4 @@
-"""Draws by masks: where what grammars allow lies on the device, for steps that were captured before anybody
-knew it."""
+"""Sampling under grammar masks in captured steps: the masks arrive on the device after the capture."""
 
 from itertools import cycle
 from mmap import mmap
@@ -13,66 +12,68 @@ from torch import Tensor
 from quire.data.plan import Ints, Masks
 from quire.kernels.triton.sampling import FREE, LATER, ConstrainedDevice, sample
 from quire.sampling.random import SamplingTensors
-from quire.worker.cuda.host_signal import open_courier
+from quire.worker.cuda.host_signal import open_host_signal
 from quire.worker.sleep import pin, unpin
 
 _NUM_PAGES = 3
-"""One more than there are steps under way."""
+"""Host buffers: one more than steps in flight."""
 _ALIGNED = 4
-"""Numbers: kernels are compiled for aligned pointers, and once."""
+"""Alignment in elements: kernels are compiled once, for aligned pointers."""
 _MOST_KEPT = 8
-"""Pieces of the planner's memory that the device reads by itself."""
+"""Most shared-memory regions of the scheduler that stay pinned."""
 
 
-def draw(logits: Tensor, asked: SamplingTensors, constrained: ConstrainedDevice | None = None) -> Tensor:
-    return sample(logits, *asked, constrained)
+def draw(logits: Tensor, params: SamplingTensors, constrained: ConstrainedDevice | None = None) -> Tensor:
+    return sample(logits, *params, constrained)
 
 
 class MaskedSampling:
-    """The masks of one step after the other. They travel on a stream of their own, while the layers still
-    compute, and are all that the draw of a captured step waits for."""
+    """Sends the masks of each step on a separate stream, while the layers still compute. The sampling of a
+    captured step waits for nothing else."""
 
     def __init__(self, max_rows: int, max_draws: int, vocab: int, device: torch.device) -> None:
         self.device = device
         self.later = torch.full((max_draws,), FREE, dtype=torch.int32, device=device)
-        """Of each draw, LATER if tokens are not sampled in passing."""
+        """LATER for each sampled position if tokens are not sampled within the forward pass, otherwise
+        FREE."""
         self._is_later = False
         self._max_words = max_rows * -(-vocab // 32)
         self._max_draws = max_draws
         self._placed = b""
-        """Which masks the device has in which place."""
+        """Assignment of masks to positions that is on the device."""
 
     def hold(self, is_later: bool) -> None:
-        """Whether tokens of the next step are sampled once its masks are there, and not in passing."""
+        """Set whether the next step is sampled after its masks arrive, not within the forward pass."""
         if is_later != self._is_later:
             self._is_later = is_later
             self.later.fill_(LATER if is_later else FREE)
 
     def sampled_in_graph(self, count: int) -> ConstrainedDevice | None:
-        """What draws in passing look at; None: there are more than ever wait."""
+        """Return the constraints for sampling within the forward pass; None if there are too many positions
+        to wait."""
         later = self.later[:count]
         return None if count > self._max_draws else ConstrainedDevice(later, later, later)
 
     def open(self) -> None:
-        """Before anything is captured."""
+        """Allocate buffers and streams; must be called before graphs are captured."""
         self._width_at = -(-self._max_draws // _ALIGNED) * _ALIGNED
         self._page = torch.full((self._width_at + 1,), FREE, dtype=torch.int32, device=self.device)
-        """Of each draw which mask it has; then how wide they are."""
+        """The mask index of each sampled position, followed by the width of the masks."""
         self._bits = torch.zeros(self._max_words, dtype=torch.int32, device=self.device)
         self._pages = cycle(torch.empty(_NUM_PAGES, *self._page.shape, dtype=torch.int32).pin_memory())
         self._host = HostMemory()
         self._stream, self._main = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
         self._sent, self._applied = torch.cuda.Event(), torch.cuda.Event()
-        self._host_signal = open_courier(self._stream)
+        self._host_signal = open_host_signal(self._stream)
         self._placed = b""
 
     def constrained(self, count: int) -> ConstrainedDevice:
-        """What so many draws of a captured step look at."""
+        """Return the constraints that `count` positions of a captured step read."""
         return ConstrainedDevice(self._page[:count], self._page[self._width_at :], self._bits)
 
     def send(self, masks: Masks, places: Ints) -> bool:
-        """Have them there before what is launched next, which is held up until they are filled; `places`
-        [max_rows] are those of rows in the batch. False: they are too many."""
+        """Send the masks; what is launched next waits until they are filled. `places` [max_rows] maps rows to
+        positions in the batch. Return False if there are too many masks."""
         if masks.bits.size > len(self._bits):
             return False
         at = places[masks.rows] + masks.draws if len(masks.draws) else places[masks.rows]
@@ -81,24 +82,24 @@ class MaskedSampling:
         self._applied.wait(self._stream)
         if placed != self._placed:
             with torch.cuda.stream(self._stream):
-                self._place(at, width)
+                self._copy_assignment(at, width)
             self._placed = placed
-        self._bring(masks)
+        self._copy_bits(masks)
         self._sent.record(self._stream)
         self._sent.wait(self._main)
         return True
 
-    def _bring(self, masks: Masks) -> None:
+    def _copy_bits(self, masks: Masks) -> None:
         if self._host_signal is not None and self._host.has(masks.bits):
             if masks.coming is not None:
                 masks.coming.then(self._host_signal.hold())
             self._host_signal.bring(self._host.of(masks.bits), self._bits)
         elif masks.bits.size:
-            masks.wait()  # to pin memory may take what a stream waits for
+            masks.wait()  # pinning may block while a stream waits for the host
             with torch.cuda.stream(self._stream):
                 self._bits[: masks.bits.size].copy_(self._host.of(masks.bits), non_blocking=True)
 
-    def _place(self, at: Ints, width: int) -> None:
+    def _copy_assignment(self, at: Ints, width: int) -> None:
         page = next(self._pages)
         array = page.numpy()
         array[:] = FREE
@@ -107,26 +108,26 @@ class MaskedSampling:
         self._page.copy_(page, non_blocking=True)
 
     def applied(self) -> None:
-        """What looks at them is launched."""
+        """Record that the kernel that reads the masks is launched."""
         self._applied.record(self._main)
 
 
 class HostMemory:
-    """Memory that masks come in again and again, as the device reads it by itself; for others, a copy."""
+    """Pins the memory that masks are written to repeatedly; masks in other memory are copied."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Tensor] = {}
-        """By where it is."""
+        """Pinned memory by address."""
         self._seen: dict[int, tuple[NDArray[np.uint32], Tensor]] = {}
-        """The arrays that came last, which mostly come again, by their identity."""
-        finalize(self, _let_go, self._kept).atexit = False
+        """The most recent arrays by identity, since most come again."""
+        finalize(self, _unpin_all, self._kept).atexit = False
 
     def has(self, bits: NDArray[np.uint32]) -> bool:
-        """Whether they were here before, in the same place at least."""
+        """Whether the memory of the masks is already pinned."""
         return id(bits) in self._seen or bits.ctypes.data in self._kept
 
     def of(self, bits: NDArray[np.uint32]) -> Tensor:
-        """[words] of all masks, one after the other."""
+        """Return all masks as pinned words, one after the other."""
         if (seen := self._seen.get(id(bits))) is not None:
             return seen[1]
         memory, at = _owner(bits), bits.ctypes.data
@@ -143,14 +144,14 @@ class HostMemory:
     def _keep(self, memory: mmap) -> None:
         if len(self._kept) >= _MOST_KEPT:
             self._seen.clear()
-            _let_go(self._kept)
+            _unpin_all(self._kept)
         words = torch.frombuffer(memory, dtype=torch.int32)
         if pin(words.view(torch.uint8)):
             self._kept[words.data_ptr()] = words
 
 
 def _owner(bits: NDArray[np.uint32]) -> mmap | None:
-    """Pages of its own that an array lies in, if it does."""
+    """Return the memory map that an array lies in, if there is one."""
     base = bits.base
     while isinstance(base, np.ndarray):
         base = base.base
@@ -158,7 +159,7 @@ def _owner(bits: NDArray[np.uint32]) -> mmap | None:
     return memory if isinstance(memory, mmap) else None
 
 
-def _let_go(kept: dict[int, Tensor]) -> None:
+def _unpin_all(kept: dict[int, Tensor]) -> None:
     if kept:
         torch.cuda.synchronize()
     while kept:

@@ -1,4 +1,4 @@
-"""Landing: the tokens of a step on their way back from the device."""
+"""The copy of a step's sampled tokens from the device to the host."""
 
 from collections.abc import Callable
 
@@ -12,16 +12,16 @@ from quire.worker.device import NewTokens, device_failures
 from quire.worker.rows import Rows
 
 Read = Callable[[Ints], tuple[Ints, Ints, Ints]]
-"""The new tokens of a step's rows out of what came back, how many each has, and how many drafts it had;
-empty: one each, and none."""
+"""Reads the new tokens of a step's rows from the copied values, the count of each row, and its number of
+drafts. Empty counts: one token per row, no drafts."""
 
 
 class PendingTokens:
-    """Sampled tokens on their way to the host."""
+    """Sampled tokens that are being copied to the host."""
 
     def __init__(
         self,
-        landed: torch.Event | None,
+        copied: torch.Event | None,
         tokens: Tensor,
         sampled: Sampled,
         new: NewTokens,
@@ -29,17 +29,17 @@ class PendingTokens:
         read: Read,
     ) -> None:
         self._read = read
-        self._landed = landed
+        self._copied = copied
         self._tokens = tokens
         self._sampled = sampled
         self._new = new
         self._all_rows = all_rows
 
     def ready(self, timeout_s: float) -> bool:
-        """However long it takes: steps of a device are short, or it has failed."""
-        if self._landed is not None:
+        """Wait for the copy without a timeout: a step on a GPU is short, or the device has failed."""
+        if self._copied is not None:
             with device_failures():
-                self._landed.synchronize()
+                self._copied.synchronize()
         return True
 
     def wait(self) -> StepResult:

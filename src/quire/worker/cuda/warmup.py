@@ -1,4 +1,4 @@
-"""Blank steps of a GPU, before the first request: kernels are compiled by them, and memory is measured."""
+"""Dummy steps on a GPU before the first request, to compile kernels and to measure memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,18 +18,18 @@ from quire.worker.cuda.draft_verify import Speculation
 from quire.worker.cuda.graphs import wide_shapes
 from quire.worker.cuda.mask_sampling import MaskedSampling
 from quire.worker.device import Model, blank_batch
-from quire.worker.input_buffers import asked_of
+from quire.worker.input_buffers import sampling_tensors
 
 _LONG_STEP = 4096
-"""Tokens of the longest prompt that is run to have kernels compiled."""
+"""Most tokens of a prompt that is run to compile kernels."""
 _HALVINGS = 6
-"""What adapters add to prompts is computed in other ways for shorter ones."""
+"""Number of prompt lengths, each half of the one before, to compile the LoRA kernels for."""
 _MIXED = [(1, 24), (8, 6), (32, 12), (1, 79), (1, 159), (1, 191), (64, 256), (2 * MOST_ROWS + 1, 24)]
-"""Decodes beside a prompt of so many tokens, likewise: few, many, more than are launched early for."""
+"""Steps of decodes and one prompt to compile kernels for, as (decodes, tokens of the prompt)."""
 
 
 class DummyBatches:
-    """Steps of sequences that read the first block and write nothing."""
+    """Builds steps of sequences that read the first block and write nothing."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class DummyBatches:
         draws: MaskedSampling,
         speculation: Speculation | None,
     ) -> None:
-        """`axes` are those of `Sizes`, the rest is the device's."""
+        """Use `axes` of `BufferSizes`; the other arguments are those of the device."""
         self.model = model
         self.block_tables = block_tables
         self.device = block_tables.device
@@ -52,14 +52,14 @@ class DummyBatches:
         self.speculation = speculation
 
     def make(self, lens: Ints, adapters: bool = False) -> tuple[Batch, dict[str, Tensor]]:
-        """One of sequences that are so long."""
-        kind = {"drafts": self.speculation is not None, "adapters": adapters}
-        batch, sheet = blank_batch(lens, self.block_tables, self.device, **kind, axes=self.axes)
+        """Build a step of sequences with these lengths."""
+        flags = {"drafts": self.speculation is not None, "adapters": adapters}
+        batch, sheet = blank_batch(lens, self.block_tables, self.device, **flags, axes=self.axes)
         batch.before = self.model.room(len(batch.token_ids))
         return batch, sheet
 
     def split(self, num_tokens: int, num_seqs: int) -> Ints:
-        """So many tokens over so many sequences, or more if they were too long."""
+        """Split tokens over `num_seqs` sequences, or over more if these would be too long."""
         num_seqs = min(max(num_seqs, -(-num_tokens // self.max_len)), num_tokens)
         lens = np.full(num_seqs, num_tokens // num_seqs, np.int32)
         lens[: num_tokens % num_seqs] += 1
@@ -73,11 +73,11 @@ class DummyBatches:
         num_seqs: int,
         then: Callable[[Any], None] = lambda done: None,
     ) -> int:
-        """Bytes that a step, and what is done with it, takes beyond what was there before."""
-        blank_step = self.make(self.split(num_tokens, num_seqs), self.model.kinds[-1])
+        """Return the peak bytes of a step and of `then`, beyond what was allocated before."""
+        dummy_step = self.make(self.split(num_tokens, num_seqs), self.model.kinds[-1])
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        then(compute(*blank_step))
+        then(compute(*dummy_step))
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
@@ -86,10 +86,10 @@ class DummyBatches:
         config: EngineConfig,
         query_lens: Sequence[int],
         short: Sequence[tuple[int, int]],
-        fronts: DraftGraphs | None,
+        draft_graphs: DraftGraphs | None,
     ) -> None:
-        """Have the kernels of all steps compiled: those of sizes between powers of two are among them.
-        `query_lens` and `short` are those of `Graphs`."""
+        """Compile the kernels of all steps; sizes between powers of two use the same ones. `query_lens` and
+        `short` are those of `Graphs`."""
         limits = config.scheduler
         *others, last = ladder(limits.max_num_seqs)
         sizes = [last, *(size for size in others if size & (size - 1) == 0)]
@@ -107,17 +107,18 @@ class DummyBatches:
             prompts = [self.split(max(longest >> times, 1), 1) for times in halved]
             for lens in (*mixed, *map(_decodes, sizes), *prompts):
                 self._forward(lens)
-            for size, each in wide_shapes(last, query_lens):
-                self._forward(np.full(size, each, np.int32), are_decodes=True)
+            for size, query_len in wide_shapes(last, query_lens):
+                self._forward(np.full(size, query_len, np.int32), are_decodes=True)
             for size, tokens in short:
                 self._forward(self.split(tokens, size), are_any=True)
-            if fronts is not None:
-                self._compile_fronts(fronts, query_lens, last, longest)
+            if draft_graphs is not None:
+                self._compile_drafts(draft_graphs, query_lens, last, longest)
         torch.cuda.synchronize()
 
     @torch.inference_mode()
     def _forward(self, lens: Ints, *, are_decodes: bool = False, are_any: bool = False) -> None:
-        """With adapters and without; the two others are those of `Batch`."""
+        """Run a step without adapters, and with them if LoRA is on. `are_decodes` and `are_any` are those of
+        `Batch`."""
         for adapters in self.model.kinds:
             batch, sheet = self.make(lens, adapters)
             for group in batch.groups:
@@ -127,34 +128,34 @@ class DummyBatches:
             self._compute(batch, sheet)
 
     def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> None:
-        given = None
+        verify_inputs = None
         if self.speculation is not None:
-            given = self.speculation.derive(batch, sheet, self.block_tables)
+            verify_inputs = self.speculation.derive(batch, sheet, self.block_tables)
         hidden = self.model.hidden(batch)
         if self.model.draws:
             self.model.head(hidden[batch.logit_tokens])
-        if self.speculation is not None and given is not None:
+        if self.speculation is not None and verify_inputs is not None:
             self.model.without_adapters()
             for later in (None, self.draws.later):
-                self.speculation.verify(given, hidden, sheet["positions"], sheet["seeds"], later)
+                self.speculation.verify(verify_inputs, hidden, sheet["positions"], sheet["seeds"], later)
 
     @torch.inference_mode()
-    def _compile_fronts(
-        self, fronts: DraftGraphs, query_lens: Sequence[int], most_rows: int, longest: int
+    def _compile_drafts(
+        self, draft_graphs: DraftGraphs, query_lens: Sequence[int], most_rows: int, longest: int
     ) -> None:
         self.model.without_adapters()
-        for size, each in wide_shapes(most_rows, query_lens):
-            fronts.compile(size, each - 1)
-        if not fronts.drafter.follows:
+        for size, query_len in wide_shapes(most_rows, query_lens):
+            draft_graphs.compile(size, query_len - 1)
+        if not draft_graphs.drafter.follows:
             for lens in (self.split(longest, 1), *(_decodes(0, 2 * size) for size in (8, 128))):
-                fronts.drafter.catch_up(self.make(lens)[0])
+                draft_graphs.drafter.catch_up(self.make(lens)[0])
 
     @torch.inference_mode()
     def _sample(self, size: int, vocab: int, dtype: torch.dtype) -> None:
-        asked = asked_of(self.make(_decodes(size))[1])
+        params = sampling_tensors(self.make(_decodes(size))[1])
         logits = torch.zeros((size, vocab), dtype=dtype, device=self.device)
         for constrained in (None, self.draws.sampled_in_graph(size)):
-            self.sample(logits, asked, constrained)
+            self.sample(logits, params, constrained)
 
     @torch.inference_mode()
     def _mask(self, vocab: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Vectors in place of tokens: prompts that came as such, and the room that a graph has for them."""
+"""Prompt embeddings in a step, and the buffer that a CUDA graph reads embeddings from."""
 
 import numpy as np
 import torch
@@ -10,34 +10,34 @@ from quire.worker.rows import Rows
 
 
 def take_embeds(plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """[K] the tokens of a step that have vectors in place of ids, and [K, hidden] those; None if there are
-    none. What a row has computed of them it does not need again."""
+    """Return the tokens [K] of a step that have embeddings instead of ids, and these [K, hidden]; None if
+    there are none. Prompts that are computed completely are dropped."""
     if not all_rows.embeds:
         return None
     ends = np.cumsum(plan.num_tokens)
     tokens, vectors = [], []
     for place in np.flatnonzero(np.isin(plan.rows, list(all_rows.embeds))).tolist():
         row, count = int(plan.rows[place]), int(plan.num_tokens[place])
-        given, first = all_rows.embeds[row], int(all_rows.num_computed[row])
-        last = min(first + count, len(given))
-        if last == len(given):
+        embeds, first = all_rows.embeds[row], int(all_rows.num_computed[row])
+        last = min(first + count, len(embeds))
+        if last == len(embeds):
             del all_rows.embeds[row]
         if first < last:
             at = int(ends[place]) - count
             tokens.append(np.arange(at, at + last - first))
-            dtype: torch.dtype = getattr(torch, given.dtype)
-            vectors.append(torch.frombuffer(given.rows(first, last), dtype=dtype).view(-1, given.hidden))
+            dtype: torch.dtype = getattr(torch, embeds.dtype)
+            vectors.append(torch.frombuffer(embeds.rows(first, last), dtype=dtype).view(-1, embeds.hidden))
     if not vectors:
         return None
-    found = torch.cat(vectors)
+    values = torch.cat(vectors)
     if device.type == "cuda":
-        found = found.pin_memory().to(device, non_blocking=True)
-    return to_device(np.concatenate(tokens), device), found
+        values = values.pin_memory().to(device, non_blocking=True)
+    return to_device(np.concatenate(tokens), device), values
 
 
 class VectorRoom:
-    """Where a graph reads the vectors of a step, as `Batch.embeds`. Its last token is padding: what no vector
-    lies for goes there."""
+    """The buffer from which a graph reads the embeddings of a step, as `Batch.embeds`. Unused entries point
+    to its last token, which is padding."""
 
     def __init__(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tokens = torch.full((num_tokens,), num_tokens - 1, device=device)

@@ -1,4 +1,4 @@
-"""Media on the device: items go through the tower, and their vectors among those of tokens."""
+"""The multimodal encoder on the device: encodes items and provides their embeddings to steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,18 +26,18 @@ from quire.worker.multimodal.embeds import VectorRoom
 from quire.worker.rows import Rows
 
 _EMBEDS = "embeds"
-"""What arrays are called that are vectors already."""
+"""Name of the array of an item that is already encoded."""
 _PLACES_PER_VECTOR = 4
-"""Towers work on patches, or on frames, of which about so many become a vector;"""
+"""Estimated patches or frames of an encoder per output embedding."""
 _COPIES = 4
-"""as many as this of their widest layer are there at once. For where nothing can be measured."""
+"""Estimated copies of the widest layer's output at a time, if memory cannot be measured."""
 _GRAPH_COPIES = 4
-"""All graphs of a tower share their memory, and may take so many times what the largest takes: each has what
-goes in and comes out to itself."""
+"""Memory limit of all encoder graphs, as a multiple of the largest graph. They share their temporary memory;
+each has its own inputs and outputs."""
 
 
 class MediaEncoder:
-    """A tower, and the vectors that it has made, by the keys of items."""
+    """An encoder and the embeddings it has computed, by item key (encoder cache)."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class MediaEncoder:
         group: Group = ALONE,
         graphs: TowerGraphs | None = None,
     ) -> None:
-        """Vectors have `hidden` numbers, and as many more for each of the layers that are given some.
-        They are multiplied by `scale`. Each of a `group` encodes some of the items."""
+        """Set the sizes: embeddings have `hidden` elements, and as many for each of `levels` later layers.
+        They are multiplied by `scale`. Each rank of `group` encodes some of the items."""
         self.tower = tower
         self.hidden, self.width = hidden, hidden * (1 + levels)
         self.scale = scale
@@ -66,8 +66,8 @@ class MediaEncoder:
     # ---- steps
 
     def step(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
-        """[K] the tokens of a step that stand for media, and [K, width] the vectors that take their place;
-        None if there are none. All that the step needs is encoded first."""
+        """Encode the items of a step. Return its placeholder tokens [K] and their embeddings [K, width]; None
+        if there are none."""
         for key in plan.forgotten:
             self.kept.pop(key, None)
         if plan.encodes:
@@ -75,62 +75,64 @@ class MediaEncoder:
         return self._take(plan, all_rows) if all_rows.items else None
 
     def _encode(self, items: list[MediaItem]) -> None:
-        """All of a modality in one batch."""
+        """Encode items, those of one modality in one batch."""
         made: dict[bytes, Tensor] = {}
-        seen: dict[str, list[MediaItem]] = {}
+        by_modality: dict[str, list[MediaItem]] = {}
         for item in items:
             if item.stored is not None:
                 item = structs.replace(item, arrays=unpack(self._window.read(item.stored)))
             if item.arrays is None:
-                raise EngineError(f"nobody has brought the {item.modality} {item.key.hex()[:16]}")
+                raise EngineError(f"the data of {item.modality} {item.key.hex()[:16]} is missing")
             if _EMBEDS in item.arrays:
-                given = self._on_device(item.arrays[_EMBEDS])
-                made[item.key] = self._checked(item, self._widened(given))
+                embeds = self._on_device(item.arrays[_EMBEDS])
+                made[item.key] = self._check_shape(item, self._widen(embeds))
             else:
-                seen.setdefault(item.modality, []).append(item)
-        for modality, those in seen.items():
-            vectors = self._run(modality, those) if self.group.size == 1 else self._spread(modality, those)
-            made |= {item.key: part for item, part in zip(those, vectors, strict=True)}
-        self.kept |= made if self.scale == 1 else {key: each * self.scale for key, each in made.items()}
+                by_modality.setdefault(item.modality, []).append(item)
+        encode = self._run if self.group.size == 1 else self._run_sharded
+        for modality, batch in by_modality.items():
+            made |= zip((item.key for item in batch), encode(modality, batch), strict=True)
+        self.kept |= made if self.scale == 1 else {key: x * self.scale for key, x in made.items()}
 
     def _run(self, modality: str, items: Sequence[MediaItem]) -> list[Tensor]:
-        given = [self._given(item.arrays or {}) for item in items]
+        inputs = [self._load_inputs(item.arrays or {}) for item in items]
         if self._graphs is None:
-            vectors = self.tower.encode(modality, given)
+            vectors = self.tower.encode(modality, inputs)
         else:
-            vectors = self._graphs.encode(modality, given, sum(item.num_vectors for item in items))
+            vectors = self._graphs.encode(modality, inputs, sum(item.num_vectors for item in items))
         made = zip(items, vectors, strict=True)
-        return [self._checked(item, part.to(self.dtype)) for item, part in made]
+        return [self._check_shape(item, part.to(self.dtype)) for item, part in made]
 
-    def _given(self, arrays: Arrays) -> dict[str, Tensor]:
-        """What a tower reads of an item."""
-        found = {name: self._on_device(array) for name, array in arrays.items()}
-        if (table := found.pop(TABLE, None)) is None:
-            return found
-        return {name: numbers_of(each, table.to(self.dtype)) for name, each in found.items()}
+    def _load_inputs(self, arrays: Arrays) -> dict[str, Tensor]:
+        """Return the input tensors of an item."""
+        inputs = {name: self._on_device(array) for name, array in arrays.items()}
+        if (table := inputs.pop(TABLE, None)) is None:
+            return inputs
+        return {name: numbers_of(array, table.to(self.dtype)) for name, array in inputs.items()}
 
-    def _checked(self, item: MediaItem, vectors: Tensor) -> Tensor:
-        """Not as a part of a larger tensor, all of which would be kept with it."""
+    def _check_shape(self, item: MediaItem, vectors: Tensor) -> Tensor:
+        """Check the shape of embeddings. Copy a view of a larger tensor, which would be kept as a whole."""
         if vectors.shape != (item.num_vectors, self.width):
-            shape, wanted = tuple(vectors.shape), (item.num_vectors, self.width)
-            raise EngineError(f"the {item.modality} {item.key.hex()[:16]} became {shape}, not {wanted}")
+            shape, expected = tuple(vectors.shape), (item.num_vectors, self.width)
+            raise EngineError(
+                f"the {item.modality} {item.key.hex()[:16]} has embeddings of shape {shape}, not {expected}"
+            )
         return vectors if vectors.untyped_storage().nbytes() == vectors.nbytes else vectors.clone()
 
     def _on_device(self, array: Array) -> Tensor:
         numbers = array.numbers()
         dtype: torch.dtype = getattr(torch, array.dtype)
-        found = torch.empty(array.shape, dtype=dtype, pin_memory=self.device.type == "cuda")
-        found.numpy()[...] = numbers
-        found = found.to(self.device, non_blocking=True)
-        return found.view(torch.bfloat16) if dtype == torch.uint16 else found
+        tensor = torch.empty(array.shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        tensor.numpy()[...] = numbers
+        tensor = tensor.to(self.device, non_blocking=True)
+        return tensor.view(torch.bfloat16) if dtype == torch.uint16 else tensor
 
-    def _widened(self, vectors: Tensor) -> Tensor:
-        """With zeros where later layers would be given more."""
+    def _widen(self, vectors: Tensor) -> Tensor:
+        """Pad embeddings with zeros for the later layers."""
         missing = self.width - self.hidden if vectors.shape[-1] == self.hidden else 0
         return torch.nn.functional.pad(vectors.to(self.dtype), (0, missing))
 
     def _take(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
-        """What a row has computed of its items it does not need again."""
+        """Collect the embeddings of a step; items that a row has computed completely are dropped."""
         ends = np.cumsum(plan.num_tokens)
         tokens, vectors = [], []
         for place in np.flatnonzero(np.isin(plan.rows, list(all_rows.items))).tolist():
@@ -138,7 +140,7 @@ class MediaEncoder:
             items, first = all_rows.items[row], int(all_rows.num_computed[row])
             at = int(ends[place]) - count - first
             for item in items:
-                for start, end, begin in _within(item, first, first + count):
+                for start, end, begin in _find_spans(item, first, first + count):
                     tokens.append(np.arange(at + start, at + end))
                     vectors.append(self.kept[item.key][begin : begin + end - start])
             if items[-1].end <= first + count:
@@ -148,12 +150,12 @@ class MediaEncoder:
         return to_device(np.concatenate(tokens), self.device), torch.cat(vectors)
 
     def joined(
-        self, given: tuple[Tensor, Tensor] | None, own: tuple[Tensor, Tensor] | None
+        self, embeds: tuple[Tensor, Tensor] | None, media: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor] | None:
-        """With the vectors that prompts came as."""
-        if given is None or own is None:
-            return given or own
-        return torch.cat([given[0], own[0]]), torch.cat([self._widened(given[1]), own[1]])
+        """Concatenate prompt embeddings and item embeddings."""
+        if embeds is None or media is None:
+            return embeds or media
+        return torch.cat([embeds[0], media[0]]), torch.cat([self._widen(embeds[1]), media[1]])
 
     def room(self, num_tokens: int) -> VectorRoom:
         return VectorRoom(num_tokens, self.width, self.dtype, self.device)
@@ -163,80 +165,81 @@ class MediaEncoder:
         if self._graphs is not None:
             self._graphs.forget()
 
-    # ---- over devices
+    # ---- several devices
 
-    def _spread(self, modality: str, items: list[MediaItem]) -> list[Tensor]:
-        """Each device has some of the items, by what they take, and all get all vectors. Where one fails all
-        do: the step is the same everywhere."""
+    def _run_sharded(self, modality: str, items: list[MediaItem]) -> list[Tensor]:
+        """Encode the items on several ranks, balanced by cost; all ranks get all embeddings. If one rank
+        fails all fail, since they compute the same step."""
         shapes = [{name: array.shape for name, array in (item.arrays or {}).items()} for item in items]
-        owners = shares([self.tower.cost(modality, each) for each in shapes], self.group.size)
+        owners = shares([self.tower.cost(modality, shape) for shape in shapes], self.group.size)
         counts = [sum(items[n].num_vectors for n in share) for share in owners]
-        own, failed = torch.zeros(max(counts) + 1, self.width, dtype=self.dtype, device=self.device), None
+        output, failed = torch.zeros(max(counts) + 1, self.width, dtype=self.dtype, device=self.device), None
         share = [items[number] for number in owners[self.group.rank]]
         try:
             if share:
-                torch.cat(self._run(modality, share), out=own[: counts[self.group.rank]])
+                torch.cat(self._run(modality, share), out=output[: counts[self.group.rank]])
         except Exception as error:
             failed = error
-            own[-1, 0] = 1
-        found = self.group.gather(own, 0).view(self.group.size, -1, self.width)
+            output[-1, 0] = 1
+        gathered = self.group.gather(output, 0).view(self.group.size, -1, self.width)
         if failed is not None:
             raise failed
-        if bool(found[:, -1, 0].any()):
-            raise EngineError("another device could not encode its items")
+        if bool(gathered[:, -1, 0].any()):
+            raise EngineError("another rank could not encode its items")
         parts: dict[int, Tensor] = {}
         for rank, numbers in enumerate(owners):
             sizes = [items[number].num_vectors for number in numbers]
-            parts |= zip(numbers, found[rank, : counts[rank]].split(sizes), strict=True)
+            parts |= zip(numbers, gathered[rank, : counts[rank]].split(sizes), strict=True)
         return [parts[number].clone() for number in range(len(items))]
 
     # ---- memory
 
     def counted_in(self, needs: Needs, config: EngineConfig) -> Needs:
-        """With what it takes to encode as many as a step may, to keep as many, and to have a copy of those
-        that a step reads."""
+        """Add the memory to encode the items of a step, to keep their embeddings, and to copy those that a
+        step reads."""
         largest, most = config.largest_items, max_vectors(config)
-        peak = max((self._peak(modality, each, most) for modality, each in largest.items()), default=0)
+        peak = max((self._peak(modality, size, most) for modality, size in largest.items()), default=0)
         row_bytes = self.width * self.dtype.itemsize
         copied = config.scheduler.max_num_batched_tokens * row_bytes
         vectors, activations = most * row_bytes, needs.activations + copied
         needs = replace(needs, vectors=vectors, activations=activations).beside(peak)
         if self._graphs is not None:
             some = min(most, MOST_VECTORS)
-            peaks = (self._peak(modality, min(each, some), some) for modality, each in largest.items())
+            peaks = (self._peak(modality, min(size, some), some) for modality, size in largest.items())
             self._graphs.max_bytes = _GRAPH_COPIES * max(peaks, default=0)
             needs = replace(needs, graphs=needs.graphs + self._graphs.max_bytes)
         return needs
 
     def _peak(self, modality: str, largest: int, num_vectors: int) -> int:
-        """Bytes of so many vectors, the most of one item being the `largest`. On a GPU it is tried, else
-        reckoned."""
+        """Return the peak bytes of encoding `num_vectors` embeddings, at most `largest` of one item. It is
+        measured on a GPU and estimated on a CPU."""
         if self.device.type != "cuda":
-            widest = max((max(each.shape) for each in _weights(self.tower)), default=self.width)
+            widest = max((max(weight.shape) for weight in _matrices(self.tower)), default=self.width)
             return num_vectors * _PLACES_PER_VECTOR * _COPIES * widest * self.dtype.itemsize
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         count = max(num_vectors // max(largest, 1), 1)
         with torch.inference_mode():
-            blank = {name: each.to(self.device) for name, each in self.tower.blank(modality, largest).items()}
-            self.tower.encode(modality, [blank] * count)
+            arrays = self.tower.blank(modality, largest)
+            item = {name: array.to(self.device) for name, array in arrays.items()}
+            self.tower.encode(modality, [item] * count)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
 
 def numbers_of(pixels: Tensor, table: Tensor) -> Tensor:
-    """Of bytes [..., 3, height, width], by a table [3, 256]; of what are no bytes, those."""
+    """Convert bytes [..., 3, height, width] by a table [3, 256]; return other types unchanged."""
     if pixels.dtype != torch.uint8:
         return pixels
-    found = torch.empty(pixels.shape, dtype=table.dtype, device=table.device)
+    values = torch.empty(pixels.shape, dtype=table.dtype, device=table.device)
     for colour, numbers in enumerate(table):
-        found[..., colour, :, :] = numbers[pixels[..., colour, :, :].int()]
-    return found
+        values[..., colour, :, :] = numbers[pixels[..., colour, :, :].int()]
+    return values
 
 
 class CrossEncoder(MediaEncoder):
-    """One for items that no tokens stand for: what layers make of their vectors is kept in slots, by the keys
-    of items, in place of the vectors."""
+    """An encoder for items without placeholder tokens (cross attention): keys and values of their embeddings
+    are kept in slots by item key, instead of the embeddings."""
 
     def __init__(self, crossing: CrossAttentionCache, tower: Tower, **settings: Any) -> None:
         super().__init__(tower, **settings)
@@ -244,7 +247,7 @@ class CrossEncoder(MediaEncoder):
         self._slots: dict[bytes, int] = {}
 
     def step(self, plan: StepPlan, all_rows: Rows) -> None:
-        """Rows see their items from their first step on."""
+        """Encode the items of a step and assign them to their rows."""
         for key in plan.forgotten:
             self._slots.pop(key, None)
         if plan.encodes:
@@ -263,13 +266,13 @@ class CrossEncoder(MediaEncoder):
         self._slots.clear()
 
     def counted_in(self, needs: Needs, config: EngineConfig) -> Needs:
-        """With what it takes to encode as many as a step may: what is kept counts as the rows' own."""
+        """Add the memory to encode the items of a step; the slots already count as row state."""
         (modality, largest), *_ = config.largest_items.items()
         return needs.beside(self._peak(modality, largest, max_vectors(config)))
 
 
 def tower_group(config: EngineConfig, group: Group) -> Group:
-    """The devices that share the layers of a tower; alone, each has all of them."""
+    """Return the ranks that shard the encoder's layers; `ALONE` if each rank has all of them."""
     media, mode = config.checkpoint.facts.media, config.multimodal.mm_encoder_tp_mode
     return group if media is not None and is_divided(media, mode, group.size) else ALONE
 
@@ -280,7 +283,7 @@ def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.d
         return None
     graphs = None
     if config.multimodal.cudagraph_mm_encoder and device.type == "cuda" and not config.model.enforce_eager:
-        # Devices that share a tower would have to capture the same, and each finds room by itself.
+        # Ranks that shard an encoder would have to capture the same batches, but each checks its own memory.
         is_whole = tower_group(config, group).size == 1
         graphs = TowerGraphs(tower) if is_whole and isinstance(tower, Repeats) else None
     kind: Callable[..., MediaEncoder] = (
@@ -299,7 +302,7 @@ def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.d
 
 
 def shares(costs: Sequence[int], count: int) -> list[list[int]]:
-    """Which of the items each of so many devices has: the dearest first, to whom has least."""
+    """Assign items to `count` ranks: the most expensive first, each to the rank with the least load."""
     owners: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
@@ -309,19 +312,19 @@ def shares(costs: Sequence[int], count: int) -> list[list[int]]:
     return owners
 
 
-def _within(item: MediaItem, first: int, last: int) -> list[tuple[int, int, int]]:
-    """The runs of an item between two positions: where they start and end, and at which of its vectors."""
-    found, begin = [], 0
+def _find_spans(item: MediaItem, first: int, last: int) -> list[tuple[int, int, int]]:
+    """Return the spans of an item's placeholder tokens in [first, last), as (start, end, index of the
+    embedding)."""
+    spans, begin = [], 0
     if item.offset < last and item.end > first:
         for at, count in item.places():
             start, end = max(at, first), min(at + count, last)
             if start < end:
-                found.append((start, end, begin + start - at))
+                spans.append((start, end, begin + start - at))
             begin += count
-    return found
+    return spans
 
 
-def _weights(tower: Tower) -> list[Tensor]:
-    """Matrices."""
-    found = tower.parameters() if isinstance(tower, torch.nn.Module) else ()
-    return [each for each in found if each.ndim > 1]
+def _matrices(tower: Tower) -> list[Tensor]:
+    weights = tower.parameters() if isinstance(tower, torch.nn.Module) else ()
+    return [weight for weight in weights if weight.ndim > 1]

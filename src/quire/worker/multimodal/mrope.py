@@ -1,4 +1,4 @@
-"""Turns: the positions by which heads turn, of models that tell time, height and width of images apart."""
+"""M-RoPE positions: separate positions for time, height and width of images and videos."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,15 +9,16 @@ from quire.layers.rope import num_turns
 
 
 class MRopePositions:
-    """By row: the positions of a prompt with items, and where the tokens behind it go on."""
+    """The M-RoPE positions of prompts with items, and the offset of the tokens after them, by row."""
 
     def __init__(self, max_rows: int, max_len: int) -> None:
         self.ahead: Ints = np.zeros(max_rows, np.int32)
-        """What is added to the places of the tokens behind a prompt; mostly below 0."""
+        """Offset of the M-RoPE position to the position in the sequence after the prompt; usually
+        negative."""
         self.last = num_turns(max_len) - 1
-        """What is further away turns as this does."""
+        """Last position with a rotation; positions beyond are clipped to it."""
         self._prompts: dict[int, NDArray[np.int32]] = {}
-        """[3, prompt] of rows whose prompts are not computed yet."""
+        """[3, prompt] by row, until the prompt is computed."""
 
     def admit(self, row: int, media: Media | None) -> None:
         self.ahead[row] = 0
@@ -28,29 +29,30 @@ class MRopePositions:
             self.ahead[row] = int(prompt.max()) + 1 - prompt.shape[1]
 
     def num_axes(self, plan: StepPlan, num_computed: Ints) -> int:
-        """3 where some token of the step has other positions in time than in height or width, else 1."""
-        for row in [row for row, each in self._prompts.items() if num_computed[row] >= each.shape[1]]:
+        """Return 3 if the time, height and width positions of some token in the step differ, otherwise 1."""
+        for row in [row for row, prompt in self._prompts.items() if num_computed[row] >= prompt.shape[1]]:
             del self._prompts[row]
         if not self._prompts:
             return 1
         for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
             if (prompt := self._prompts.get(row)) is not None:
                 first = int(num_computed[row])
-                given = prompt[:, first : first + count]
-                if (given != given[0]).any():
+                chunk = prompt[:, first : first + count]
+                if (chunk != chunk[0]).any():
                     return 3
         return 1
 
     def fill(
         self, into: NDArray[np.int64], plan: StepPlan, rows: NDArray[np.intp], places: NDArray[np.intp]
     ) -> None:
-        """`into` [axes, tokens or more]; `rows` and `places` are those of each token."""
+        """Fill `into` [axes, tokens or more]; `rows` and `places` are the row and the position of each
+        token."""
         into = into[:, : len(places)]
         into[:] = np.clip(places + self.ahead[rows], 0, self.last)
         at = 0
         for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
             if (prompt := self._prompts.get(row)) is not None:
                 first = int(places[at])
-                given = prompt[:, first : first + count]
-                into[:, at : at + given.shape[1]] = given[: len(into)]
+                chunk = prompt[:, first : first + count]
+                into[:, at : at + chunk.shape[1]] = chunk[: len(into)]
             at += count

@@ -1,4 +1,5 @@
-"""Alignment: when each token of an answer was said, by heads whose attention follows the sound."""
+"""Word timestamps: aligns the tokens of a transcript with the audio, by cross-attention heads that follow
+it."""
 
 from collections.abc import Sequence
 
@@ -17,38 +18,37 @@ from quire.sampling.sampler import Sampled
 from quire.worker.rows import Rows
 
 _WIDTH = 7
-"""States of which each counts as their median: that of all of Whisper's configurations."""
+"""Width of the median filter over encoder states, as in all Whisper configurations."""
 
 
 class Alignment:
-    """For prompts that are answers already: what tokens look for is kept as it is computed, and behind the
-    last of them held against the sound."""
+    """Aligns prompts that contain the transcript. Queries are kept as they are computed, and scored against
+    the audio after the last token."""
 
     def __init__(
         self, crossing: CrossAttentionCache, heads: Sequence[tuple[int, int]], all_rows: Rows, group: Group
     ) -> None:
-        """`heads` by layer and number in it, over all devices."""
+        """Set the alignment `heads`, as (layer, head) over all ranks."""
         self.crossing, self.all_rows, self.group = crossing, all_rows, group
         self.num_heads = len(heads)
         num_own = crossing.layers[0].spec.heads
         self._heads: dict[int, list[int]] = {}
-        """Those of this device, by layer."""
+        """Alignment heads of this rank, by layer."""
         for layer, head in heads:
             if head // num_own == group.rank:
                 self._heads.setdefault(layer, []).append(head % num_own)
         self._warped = warped if native.library() is None else dtw.warped
         self._wanted: dict[int, AlignmentHeads] = {}
-        """By row."""
-        self._sought: dict[int, list[list[Tensor]]] = {}
-        """By row: of each of its chunks, of each layer, [tokens, heads, head_dim]."""
+        self._chunks: dict[int, list[list[Tensor]]] = {}
+        """Queries by row, chunk and layer, [tokens, heads, head_dim]."""
 
     def begin(self, plan: StepPlan) -> None:
         for row in [*plan.released, *(new.row for new in plan.admitted)]:
             self._wanted.pop(row, None)
-            self._sought.pop(row, None)
+            self._chunks.pop(row, None)
         for new in plan.admitted:
             if new.params.aligning is not None:
-                self._wanted[new.row], self._sought[new.row] = new.params.aligning, []
+                self._wanted[new.row], self._chunks[new.row] = new.params.aligning, []
         for layer in self._heads:
             self.crossing.layers[layer].is_watched = bool(self._wanted)
 
@@ -57,44 +57,45 @@ class Alignment:
             return
         starts = np.cumsum(plan.num_tokens) - plan.num_tokens
         for place, row in enumerate(plan.rows.tolist()):
-            if (asked := self._wanted.get(row)) is None:
+            if (request := self._wanted.get(row)) is None:
                 continue
             computed, count = int(self.all_rows.num_computed[row]), int(plan.num_tokens[place])
-            # The last token is computed alone at times, by what was captured, and nobody asks for it.
+            # The last token may be computed by a CUDA graph, without queries; its timestamp is not needed.
             end = int(self.all_rows.prompt_len[row]) - 1
-            low, high = max(computed, asked.first), min(computed + count, end)
+            low, high = max(computed, request.first), min(computed + count, end)
             if low < high:
                 here = slice(int(starts[place]) + low - computed, int(starts[place]) + high - computed)
-                self._sought[row].append(self._queries(here))
+                self._chunks[row].append(self._queries(here))
             if computed + count > end:
-                sampled.aligned[row] = self._aligned(row, asked.num_states, end - asked.first)
-                del self._wanted[row], self._sought[row]
+                sampled.aligned[row] = self._align(row, request.num_states, end - request.first)
+                del self._wanted[row], self._chunks[row]
 
     def _queries(self, here: slice) -> list[Tensor]:
-        found = []
+        by_layer = []
         for layer, heads in self._heads.items():
             queries = self.crossing.layers[layer].queries
             assert queries is not None, "a step with a prompt is never captured"
-            found.append(queries[here][:, heads])
-        return found
+            by_layer.append(queries[here][:, heads])
+        return by_layer
 
-    def _aligned(self, row: int, num_states: int, num_tokens: int) -> list[int]:
+    def _align(self, row: int, num_states: int, num_tokens: int) -> list[int]:
         if num_tokens < 1:
             return []
         device, blocks = self.crossing.device, self.crossing.tables[row]
         total = torch.zeros(num_tokens, num_states, device=device)
-        by_layer = zip(*self._sought[row], strict=True)
+        by_layer = zip(*self._chunks[row], strict=True)
         for (layer, heads), parts in zip(self._heads.items(), by_layer, strict=True):
             keys = self.crossing.layers[layer].keys_of(blocks, heads)[: self.crossing.num_vectors]
-            sought = torch.cat(parts).float().transpose(0, 1)  # [heads, tokens, head_dim]
-            scores = sought @ keys.float().permute(1, 2, 0) * self.crossing.layers[layer].spec.score_scale
+            queries = torch.cat(parts).float().transpose(0, 1)  # [heads, tokens, head_dim]
+            scores = queries @ keys.float().permute(1, 2, 0) * self.crossing.layers[layer].spec.score_scale
             total += followed(scores.softmax(-1)[..., :num_states]).sum(0)
         total = self.group.all_reduce(total)
         return self._warped(-(total / self.num_heads).double().cpu().numpy())
 
 
 def followed(weights: Tensor) -> Tensor:
-    """[heads, tokens, states], as they stand out among tokens, without peaks too short for speech."""
+    """Normalize the attention weights [heads, tokens, states] over tokens, and smooth them with a median
+    filter."""
     spread, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
     weights = (weights - mean) / spread.clamp_min(torch.finfo(spread.dtype).tiny)
     half = _WIDTH // 2
@@ -105,25 +106,25 @@ def followed(weights: Tensor) -> Tensor:
 
 
 def warped(costs: NDArray[np.float64]) -> list[int]:
-    """Dynamic time warping over [tokens, states]: the state at which each token begins, on the way through
-    both that costs least. A step goes on by a token, by a state or by both."""
+    """Compute dynamic time warping over [tokens, states]: return the state at which each token begins on the
+    cheapest path. A step advances by a token, by a state or by both."""
     num_tokens, num_states = costs.shape
     total = np.full((num_tokens + 1, num_states + 1), np.inf, np.float32)
     total[0, 0] = 0
-    came = np.full(total.shape, 2, np.int8)
-    came[:, 0] = 1
+    moves = np.full(total.shape, 2, np.int8)
+    moves[:, 0] = 1
     flat, width = total.reshape(-1), num_states + 1
-    for diagonal in range(2, num_tokens + num_states + 1):  # whose cells depend on the two before alone
+    for diagonal in range(2, num_tokens + num_states + 1):  # cells depend on the two previous diagonals only
         tokens = np.arange(max(1, diagonal - num_states), min(num_tokens, diagonal - 1) + 1)
         at = tokens * width + diagonal - tokens
         both, token, state = flat[at - width - 1], flat[at - width], flat[at - 1]
         by_both, by_token = (both < token) & (both < state), (token < both) & (token < state)
         least = np.where(by_both, both, np.where(by_token, token, state))
         flat[at] = costs[tokens - 1, diagonal - tokens - 1] + least
-        came.reshape(-1)[at] = np.where(by_both, 0, np.where(by_token, 1, 2))
+        moves.reshape(-1)[at] = np.where(by_both, 0, np.where(by_token, 1, 2))
     begins, token, state = [0] * num_tokens, num_tokens, num_states
     while token > 0:
         begins[token - 1] = max(state - 1, 0)
-        step = came[token, state]
+        step = moves[token, state]
         token, state = token - int(step != 2), state - int(step != 1)
     return begins

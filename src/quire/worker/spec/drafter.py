@@ -1,5 +1,5 @@
-"""Drafter: the tokens that a draft proposes in front of a step. Nothing here needs the host to know what the
-target drew."""
+"""Drafters: draft models and heads that propose tokens before a step. The host need not know the target's
+last tokens."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,51 +24,51 @@ from quire.models.draft_head import DraftHead
 from quire.parallel.world import World
 
 MOST_LATENT = 7
-"""Drafts of a row: with its own token they make a tile of queries."""
+"""Most drafts of a row with MLA: with its last token they fill a tile of queries."""
 _MAX_TAPED = 64
-"""Tokens: what is computed of more has work enough to hide the calls."""
+"""Most tokens of a taped step: larger steps hide the overhead of the calls."""
 _MORE_TAPPED = 1024
-"""Tokens of a step that is run to have kernels compiled may be so many more than of any other."""
+"""Additional tokens of steps that are run to compile kernels."""
 
 Draw = Callable[[Tensor, Tensor], Tensor]
-"""Tokens by [B, V] logits and the [B] positions where they would stand."""
+"""Samples tokens from [B, V] logits for the [B] positions."""
 
 
 class Ends(NamedTuple):
-    """How B sequences end that want drafts, all on the device."""
+    """The last tokens of B sequences that get drafts, all on the device."""
 
     rows: Tensor
     """[B] int32"""
     ids: Tensor
     """[B, 2] int64, the last two tokens"""
     last: Tensor
-    """[B] int64, where the last one stands"""
+    """[B] int64, the position of the last token"""
     num_slots: Tensor
-    """[B] int64, how many tokens the blocks of each have room for: beyond them nothing is written"""
+    """[B] int64, how many tokens the blocks of each have room for; nothing is written beyond"""
     tables: Tensor
-    """[groups of layers, rows, blocks] int32"""
+    """[layer groups, rows, blocks] int32"""
     draw: Draw | None = None
-    """None: the likeliest."""
+    """None for greedy drafts."""
 
     def pick(self, logits: Tensor, ahead: int) -> Tensor:
-        """The tokens so many places behind the last ones."""
+        """Choose the tokens `ahead` positions after the last ones."""
         return logits.argmax(-1) if self.draw is None else self.draw(logits, self.last + ahead)
 
 
 class Told(NamedTuple):
-    """What a step of B sequences leaves for a draft that looks at the target's states, all on the device."""
+    """The results of a step of B sequences for a draft head, all on the device."""
 
     next_ids: Tensor
-    """[B] int64, the token behind the last one that counts: the one just drawn, or the prompt's next"""
+    """[B] int64, the token after the last accepted one: the one just sampled, or the prompt's next"""
     num_kept: Tensor
-    """[B] int64, how many of its tokens in the batch count: all but the drafts that were not accepted"""
+    """[B] int64, the number of its tokens in the batch without rejected drafts"""
     states: Tensor
     """Hidden states of the target, [T, n * hidden]: `Batch.aux_hidden_states`, or the input of its head."""
 
 
 def last_kept(batch: Batch, num_kept: Tensor) -> Tensor:
-    """[B] int64, where in the batch the last token of each sequence stands that counts. One without tokens
-    pads the batch, as its last token does."""
+    """Return [B] int64, the index in the batch of the last accepted token of each sequence. A sequence
+    without tokens is padding, and so is the last token of the batch."""
     ends = batch.query_starts[:-1].long() + num_kept - 1
     return torch.where(num_kept > 0, ends, len(batch.token_ids) - 1)
 
@@ -77,26 +77,26 @@ class Drafter(Protocol):
     """Proposes tokens."""
 
     follows: bool
-    """Whether it sees each step of the target, right behind it (`see`). If not, it has to `catch_up` with all
-    tokens but the last two of a sequence before it proposes what comes behind them."""
+    """Whether it reads each step of the target right after it (`see`). If not, it must `catch_up` on all
+    tokens of a sequence but the last two before it proposes."""
 
-    def see(self, batch: Batch, told: Told) -> None:
-        """A step of the target."""
+    def see(self, batch: Batch, target: Told) -> None:
+        """Read a step of the target."""
 
     def catch_up(self, batch: Batch) -> None:
-        """Tokens that it has not seen."""
+        """Compute tokens that the draft has not computed yet."""
 
     def propose(self, ends: Ends, most: int) -> Tensor:
-        """[B, most] int64, one or more of each: the tokens that may follow the last ones. What is proposed to
-        a sequence without room for it means nothing."""
+        """Return [B, most] int64, the proposed tokens. Proposals beyond the room of a sequence are
+        undefined."""
 
     def forget(self) -> None:
-        """Weights and cache will lie elsewhere."""
+        """Drop everything that holds addresses of weights or cache: they will move."""
 
 
 class _Ahead:
-    """Batches of tokens behind those of the target. On a CPU those of few lie where the last of their size
-    lay, so that what is computed of them can be played again."""
+    """Builds the batches of draft tokens. On a CPU small batches reuse the buffers of the last one of their
+    size, so that tapes can be replayed."""
 
     def __init__(self, backend: AttentionBackend, block_size: int, max_taped: int) -> None:
         self.backend = backend
@@ -114,15 +114,15 @@ class _Ahead:
         return batch
 
     def hidden(self, model: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
-        """What the model makes of a batch from here; on a CPU, of a small one, without a call by operation.
-        Valid until the next one."""
+        """Return the hidden states of a batch; small batches on a CPU replay a tape. Valid until the next
+        call."""
         key = _key(batch)
         if self._sheets.get(key) is batch:
             return self._tapes.run(key, lambda: model(batch))
         return model(batch)
 
-    def _placed(self, batch: Batch) -> Batch:
-        """The same where the last of its size lay."""
+    def _reuse_buffers(self, batch: Batch) -> Batch:
+        """Copy a small batch on a CPU into the buffers of the last one of its size."""
         if len(batch.token_ids) > self.max_taped or batch.token_ids.device.type != "cpu":
             return batch
         kept = self._sheets.setdefault(_key(batch), batch)
@@ -135,10 +135,11 @@ class _Ahead:
         return kept
 
     def behind(self, ends: Ends, ids: Tensor, ahead: int) -> Batch:
-        """`ids` [B, n] of which the last stand so many places behind the last tokens."""
+        """Build the batch of `ids` [B, n], the last of which stand `ahead` positions after the last
+        tokens."""
         (count, width), device = ids.shape, ids.device
         flat, rows = ids.flatten(), ends.rows
-        if device.type == "cpu":  # where what comes next may be written to the same
+        if device.type == "cpu":  # the buffers of `ends` may be overwritten
             flat, rows = flat.clone(), rows.clone()
         positions, seq_lens, slots = place(ends, ahead, width, self.block_size)
         lens = seq_lens.numpy() if device.type == "cpu" else self._longest(ends, count)
@@ -156,18 +157,18 @@ class _Ahead:
             are_decodes=device.type != "cpu",
         )
         others = zip(slots[1:], ends.tables[1:], strict=True)
-        made.others = tuple(replace(made, slots=each, block_tables=table) for each, table in others)
-        return self.planned(self._placed(made))
+        made.others = tuple(replace(made, slots=slot, block_tables=table) for slot, table in others)
+        return self.planned(self._reuse_buffers(made))
 
     def _longest(self, ends: Ends, count: int) -> Ints:
-        """Lengths as the host may know them, where kernels read the real ones: no less than those."""
+        """Return upper bounds of the sequence lengths for the host; kernels read the real ones."""
         return np.full(count, ends.tables.shape[2] * self.block_size, np.int32)
 
 
 def place(ends: Ends, ahead: int, width: int, block_size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Positions [B * width] int64, lengths [B] int32 and, of each group of layers, slots [B * width] of the
-    tokens up to `ahead` places behind the last one of each sequence. Where there is no room a place that
-    exists is read, and nothing is written."""
+    """Return the positions [B * width] int64, lengths [B] int32 and, by layer group, slots [B * width] of the
+    tokens up to `ahead` positions after the last one. Beyond the room of a sequence a valid position is read,
+    and nothing is written."""
     device = ends.last.device
     if device.type == "cuda":
         from quire.kernels.triton import spec as drafts
@@ -182,13 +183,13 @@ def place(ends: Ends, ahead: int, width: int, block_size: int) -> tuple[Tensor, 
 
 
 def _key(batch: Batch) -> tuple[int, ...]:
-    """Batches of one key are alike but for what is in their tensors."""
+    """Return a key; batches with the same key differ only in the values of their tensors."""
     return len(batch.token_ids), len(batch.seq_lens), batch.block_tables.data_ptr()
 
 
 class ModelDrafter:
-    """Drafts by a model of its own. It computes the last two tokens of a sequence, since it has not seen the
-    one before the last if that was the last of its drafts; to see it again changes nothing."""
+    """Drafts with a separate model. It computes the last two tokens of a sequence, since it has not computed
+    the last but one if that was its last draft; computing it twice is harmless."""
 
     follows = False
 
@@ -199,10 +200,10 @@ class ModelDrafter:
         self.ahead = _Ahead(backend, block_size, max_taped)
         self.forget = self.ahead.forget
         self.vocab = vocab
-        """The ids that it has in common with the target."""
+        """Number of token ids that it shares with the target."""
 
-    def see(self, batch: Batch, told: Told) -> None:
-        """It asks for what it wants to know."""
+    def see(self, batch: Batch, target: Told) -> None:
+        """Ignore the step: the draft model catches up before it proposes."""
 
     def catch_up(self, batch: Batch) -> None:
         batch.token_ids.clamp_(0, self.vocab - 1)
@@ -219,8 +220,8 @@ class ModelDrafter:
 
 
 class HeadDrafter:
-    """Drafts by a head on the states of the target. Each token is computed in the place of the one before it,
-    whose states it goes with."""
+    """Drafts with a head on the hidden states of the target. Each token is computed at the position of the
+    token before it, together with that token's states."""
 
     follows = True
 
@@ -237,20 +238,19 @@ class HeadDrafter:
         self.ahead = _Ahead(backend, block_size, max_taped)
         self.forget = self.ahead.forget
         self.kept = kept
-        """[2, rows, hidden]: what it made of the last token of each row, for its logits, and the states for
-        the next one"""
+        """[2, rows, hidden]: by row, the head's output for the last token, and the states for the next one"""
 
-    def see(self, batch: Batch, told: Told) -> None:
-        at = last_kept(batch, told.num_kept)
-        shifted = batch.token_ids.roll(-1).clamp_(min=0).index_copy_(0, at, told.next_ids)
-        first = replace(batch, token_ids=shifted, **_NOTHING)
+    def see(self, batch: Batch, target: Told) -> None:
+        at = last_kept(batch, target.num_kept)
+        shifted = batch.token_ids.roll(-1).clamp_(min=0).index_copy_(0, at, target.next_ids)
+        first = replace(batch, token_ids=shifted, **_DRAFT_FIELDS)
         first.others = tuple(replace(group, attention=None) for group in batch.others)
-        made = self.model(self.ahead.planned(first), self.model.states(told.states))
-        for kept, each in zip(self.kept, made, strict=True):
-            kept.index_copy_(0, batch.rows.long(), each[at])
+        made = self.model(self.ahead.planned(first), self.model.states(target.states))
+        for kept, states in zip(self.kept, made, strict=True):
+            kept.index_copy_(0, batch.rows.long(), states[at])
 
     def catch_up(self, batch: Batch) -> None:
-        raise AssertionError("it has seen all")
+        raise AssertionError("a draft head reads every step of the target")
 
     def propose(self, ends: Ends, most: int) -> Tensor:
         out, states = self.kept[:, ends.rows.long()]
@@ -262,7 +262,7 @@ class HeadDrafter:
         return torch.stack(drafts, 1)
 
 
-_NOTHING: dict[str, Any] = {
+_DRAFT_FIELDS: dict[str, Any] = {
     "turns": None,
     "embeds": None,
     "reach": None,
@@ -274,27 +274,27 @@ _NOTHING: dict[str, Any] = {
     "state": None,
     "others": (),
 }
-"""What a draft's batch does not have of the target's."""
+"""Fields of the target's batch that are reset for the draft."""
 
 
 def check_ahead(backend: str, num_drafts: int, *, latent: bool) -> None:
-    """Refuse drafts where attention has to know on the host how long the sequences are."""
+    """Raise if the attention backend needs the sequence lengths on the host."""
     if backend != "TRITON_ATTN":
         raise ConfigError(
-            f"speculation on a GPU needs attention_backend TRITON_ATTN, not {backend}: the lengths of "
-            "sequences are known to the device alone"
+            f"speculative decoding on a GPU needs attention_backend TRITON_ATTN, not {backend}: sequence "
+            "lengths are known to the device only"
         )
     if latent and num_drafts > MOST_LATENT:
         raise ConfigError(
-            f"num_speculative_tokens={num_drafts} is above the {MOST_LATENT} that latent attention takes on "
-            "a GPU; lower it"
+            f"num_speculative_tokens={num_drafts} is above the limit of {MOST_LATENT} for MLA on a GPU; "
+            "lower it"
         )
 
 
 def load_draft(
     config: EngineConfig, draft: Draft, backend: AttentionBackend, device: torch.device, world: World
 ) -> Any:
-    """The draft's model with its weights, without a cache."""
+    """Load the draft model without a cache."""
     is_part = draft.method == "mtp"
     quant = None if draft.checkpoint.format == "gguf" else draft.checkpoint.quant
     return load_model(
@@ -315,22 +315,23 @@ def load_draft(
 
 
 def draft_bytes(config: EngineConfig, facts: ArchFacts) -> int:
-    """The peak of a draft behind the largest step, whose states and logits are still there."""
+    """Return the peak memory of the draft after the largest step, while its states and logits are still
+    there."""
     limits, dtype, target = config.scheduler, config.model.dtype, config.checkpoint.facts
     num_tokens = limits.max_num_batched_tokens + limits.max_num_seqs
     num_aux = 0 if facts.drafts is None else len(facts.drafts.aux_layers)
     states = num_tokens * (1 + num_aux) * target.hidden * DTYPE_BYTES[dtype]
-    own = activation_bytes(facts, dtype, num_tokens=num_tokens, num_seqs=limits.max_num_seqs)
-    return states + limits.max_num_seqs * target.vocab * 4 + own
+    activations = activation_bytes(facts, dtype, num_tokens=num_tokens, num_seqs=limits.max_num_seqs)
+    return states + limits.max_num_seqs * target.vocab * 4 + activations
 
 
 def open_drafter(
     config: EngineConfig, model: Any, target: Any, backend: AttentionBackend, device: torch.device
 ) -> Drafter:
-    """The drafter of a loaded draft; the target notes what it needs from now on."""
+    """Build the drafter of a loaded draft; the target records the hidden states it needs from now on."""
     assert config.draft is not None
-    facts, asked = config.draft.facts, config.speculation
-    is_eager = config.model.enforce_eager or (asked is not None and asked.enforce_eager)
+    facts, spec = config.draft.facts, config.speculation
+    is_eager = config.model.enforce_eager or (spec is not None and spec.enforce_eager)
     sizes = {"block_size": config.cache.block_size, "max_taped": 0 if is_eager else _MAX_TAPED}
     if facts.drafts is None:
         return ModelDrafter(model, backend, **sizes, vocab=min(facts.vocab, config.checkpoint.facts.vocab))

@@ -1,4 +1,5 @@
-"""Seen: which tokens a draft has computed that is a model of its own; it does so when drafts are wanted."""
+"""The progress of a separate draft model: which tokens it has computed, since it runs only when drafts are
+needed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,12 +16,12 @@ from quire.kernels.host_to_device import sent
 from quire.worker.rows import Rows
 
 _STEPS_AHEAD = 4
-"""Steps whose drafts the host may not know the fate of, at most."""
+"""Most steps for which the host may not know the number of accepted drafts."""
 _ALIGN = 16
 
 
 class Span(NamedTuple):
-    """Tokens of a row."""
+    """A range of tokens of a row."""
 
     row: int
     start: int
@@ -28,13 +29,13 @@ class Span(NamedTuple):
 
 
 class DraftProgress:
-    """By row how many tokens the draft has computed, at least, and by block whether all of it: who finds a
-    block in the prefix cache finds there what the draft has made of it, or nothing."""
+    """Tracks how many tokens the draft has computed at least, by row, and which blocks it has computed
+    completely, so that a prefix cache hit is reused by the draft too."""
 
     def __init__(self, all_rows: Rows, groups: Sequence[int], *, lags: bool, ahead: int) -> None:
-        """`groups` of layers are those that the draft has some in. If it may not lag behind, since their
-        blocks may be gone by then, it sees each step. On a device that is ahead of the host rows have up to
-        so many tokens more than are known; 0: none."""
+        """Set up tracking of the draft's layer `groups`. Without `lags` the draft computes every step, since
+        its blocks may be freed later. `ahead` is the most tokens that rows have on the device beyond those
+        known to the host."""
         self.lags = lags
         self._ahead = ahead
         self._all_rows = all_rows
@@ -42,44 +43,44 @@ class DraftProgress:
         self._num: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
         self._least: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
         self._most: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
-        """Tokens of each row, by what was planned."""
+        """Least and most tokens of each row, according to the plans."""
         self._is_close = np.zeros(len(all_rows.num_tokens), np.bool_)
-        """Whether it has computed all tokens but the last two."""
+        """Whether the draft has computed all tokens of the row but the last two."""
         self._blocks = np.zeros(1, np.bool_)
 
     def forget(self) -> None:
-        """The cache is another."""
+        """Reset: the cache is a new one."""
         self._num[:], self._is_close[:], self._blocks[:] = 0, False, False
 
     def begin(self, plan: StepPlan) -> None:
-        """Rows have new requests, and new blocks."""
+        """Register the new requests and blocks of a plan."""
         for new in plan.admitted:
             ids = np.array(new.block_ids, np.int32)[self.groups]
             cached = new.num_computed // self._all_rows.block_size
-            self._renew(ids[:, cached:])
+            self._clear_blocks(ids[:, cached:])
             whole = (self._flags(ids[:, :cached]) | (ids[:, :cached] == 0)).all(axis=0)
             num_whole = cached if whole.all() else int(whole.argmin())
             self._num[new.row] = num_whole * self._all_rows.block_size
             self._is_close[new.row] = False
             self._least[new.row] = self._most[new.row] = len(new.token_ids)
         if len(plan.block_rows):
-            self._renew(plan.block_ids[self.groups])
+            self._clear_blocks(plan.block_ids[self.groups])
 
     def _flags(self, ids: Ints) -> NDArray[np.bool_]:
         most = int(ids.max(initial=0))
         if most >= len(self._blocks):
             self._blocks = np.append(self._blocks, np.zeros(most + 1, np.bool_))
-        found: NDArray[np.bool_] = self._blocks[ids]
-        return found
+        flags: NDArray[np.bool_] = self._blocks[ids]
+        return flags
 
-    def _renew(self, ids: Ints) -> None:
+    def _clear_blocks(self, ids: Ints) -> None:
         self._flags(ids)
         self._blocks[ids] = False
 
     def _lengths(self, rows: NDArray[np.intp]) -> tuple[Ints, Ints]:
-        """How many tokens these rows have at least, and at most. Where they are not known, results come to
-        devices that work together at different times: so they are bounded by plans alone, which give blocks
-        to a row as soon as it may need them."""
+        """Return the least and the most tokens of these rows. Results reach cooperating devices at different
+        times, so the bounds follow from plans alone, which give blocks to a row as soon as it may need
+        them."""
         all_rows = self._all_rows
         if not self._ahead:
             return all_rows.num_tokens[rows], all_rows.num_tokens[rows]
@@ -88,9 +89,9 @@ class DraftProgress:
         return least, np.minimum(self._most[rows], room)
 
     def missed(self, plan: StepPlan, limit: int) -> tuple[list[Span], NDArray[np.bool_]]:
-        """What the draft has to compute before it proposes something: of rows with drafts, or where it may
-        not lag of all, all but the last two tokens, of prompts what they compute now. Beyond `limit` tokens
-        it waits for the next step: which of the plan's rows are late then."""
+        """Return the tokens to compute before the draft proposes: all but the last two of rows with drafts.
+        Without lag this includes all rows, and the current chunks of prompts. Beyond `limit` tokens rows are
+        late: return which."""
         rows, all_rows = plan.rows.astype(np.intp), self._all_rows
         decodes = is_decode(plan)
         least, most = self._lengths(rows)
@@ -105,20 +106,20 @@ class DraftProgress:
         taken = np.clip(limit - (np.cumsum(counts) - counts), 0, counts)
         late: NDArray[np.bool_] = taken < counts
         starts = self._num[rows].copy()
-        self._reach(rows[late], np.minimum(starts + taken, np.maximum(least, starts))[late])
+        self._set_computed(rows[late], np.minimum(starts + taken, np.maximum(least, starts))[late])
         spans = [
             Span(int(rows[at]), int(starts[at]), int(starts[at] + taken[at])) for at in np.flatnonzero(taken)
         ]
         return spans, late
 
     def skip(self, plan: StepPlan) -> None:
-        """It has nothing to do with a step."""
+        """Record a step that the draft does not compute."""
         self._is_close[plan.rows] = False
         self._advance(plan)
 
     def note(self, plan: StepPlan, decodes: NDArray[np.bool_], late: NDArray[np.bool_]) -> None:
-        """It has computed what it missed but of those that are late, and the last two tokens of these
-        decodes."""
+        """Record that the draft has computed all missed tokens except those of late rows, and the last two
+        tokens of these decodes."""
         rows, all_rows = plan.rows.astype(np.intp), self._all_rows
         if self.lags:
             done = decodes & (self._is_close[rows] | (plan.num_drafts > 0))
@@ -127,7 +128,7 @@ class DraftProgress:
         done &= ~late
         self._is_close[rows] = done
         chunks = all_rows.num_computed[rows] + plan.num_tokens
-        self._reach(rows[done], np.where(decodes, self._lengths(rows)[0], chunks)[done])
+        self._set_computed(rows[done], np.where(decodes, self._lengths(rows)[0], chunks)[done])
         self._advance(plan)
 
     def _advance(self, plan: StepPlan) -> None:
@@ -135,7 +136,7 @@ class DraftProgress:
         self._least[rows] += 1
         self._most[rows] += 1 + (plan.num_drafts[plan.samples] if len(plan.num_drafts) else 0)
 
-    def _reach(self, rows: NDArray[np.intp], num_tokens: NDArray[Any]) -> None:
+    def _set_computed(self, rows: NDArray[np.intp], num_tokens: NDArray[Any]) -> None:
         size = self._all_rows.block_size
         first, last = self._num[rows] // size, num_tokens // size
         self._num[rows] = num_tokens
@@ -146,7 +147,7 @@ class DraftProgress:
 
 
 def open_seen(all_rows: Rows, cache: CacheLayout, first: int, *, ahead: bool) -> DraftProgress:
-    """Of a draft whose layers are numbered from `first` on."""
+    """Build the progress of a draft; its layers are numbered from `first` on."""
     groups = [at for at, group in enumerate(cache.groups) if max(group.layers, default=-1) >= first]
     most = _STEPS_AHEAD * all_rows.drafts.shape[1] if ahead else 0
     return DraftProgress(
@@ -155,17 +156,17 @@ def open_seen(all_rows: Rows, cache: CacheLayout, first: int, *, ahead: bool) ->
 
 
 def is_decode(plan: StepPlan) -> NDArray[np.bool_]:
-    """Of each row."""
+    """Return which rows of the plan are decodes."""
     num_drafts = plan.num_drafts if len(plan.num_drafts) else 0
-    found: NDArray[np.bool_] = plan.samples & (plan.num_tokens == 1 + num_drafts)
-    return found
+    decodes: NDArray[np.bool_] = plan.samples & (plan.num_tokens == 1 + num_drafts)
+    return decodes
 
 
 def batch_of_spans(
     spans: list[Span], all_rows: Rows, groups: Sequence[int], history: Tensor, tables: Tensor
 ) -> Batch:
-    """These tokens. `history` [rows, length] and `tables` [groups, rows, blocks] are where they are computed;
-    other groups than these are not written to."""
+    """Build the batch of these tokens. `history` [rows, length] and `tables` [groups, rows, blocks] are on
+    its device; only these `groups` are written."""
     rows, starts, ends = np.array(spans, np.int32).T
     lens, size = ends - starts, all_rows.block_size
     positions, row_of = spread(starts, lens), np.repeat(rows, lens)
@@ -192,10 +193,10 @@ def batch_of_spans(
         seq_lens_host=ends,
     )
     others = zip(slots[1:], tables[1:], strict=True)
-    made.others = tuple(replace(made, slots=each, block_tables=table) for each, table in others)
+    made.others = tuple(replace(made, slots=slot, block_tables=table) for slot, table in others)
     return made
 
 
 def aligned(length: int) -> int:
-    """So many numbers, or as many more as kernels want: they are compiled for aligned pointers."""
+    """Round a length up: kernels are compiled for aligned pointers."""
     return -(-length // _ALIGN) * _ALIGN
