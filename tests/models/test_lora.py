@@ -123,7 +123,7 @@ def test_devices_that_divide_all_of_an_adapter(tmp_path: Path) -> None:
     check_ranks(parts, worlds, expected)
     for one, other in zip(parts[0].slots.points.values(), whole[0].slots.points.values(), strict=True):
         assert one.size < 0.8 * other.size, one.name
-        halves = zip(one.own_shapes, other.own_shapes, strict=True)
+        halves = zip(one.slot_shapes, other.slot_shapes, strict=True)
         assert sum(math.prod(small) <= 0.6 * math.prod(large) for small, large in halves) == 1
 
 

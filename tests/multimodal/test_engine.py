@@ -351,7 +351,7 @@ def test_a_tower_that_cannot_be_divided_is_spread(
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     engine = Engine(fake.path, tensor_parallel_size=2)
     assert {worker.model.tower.up.sizes_out for worker in engine.executor.workers} == {(8,)}
-    assert "towers of fake cannot be divided over 2 devices" in caplog.text
+    assert "encoder of fake cannot be divided over 2 devices" in caplog.text
     engine.close()
 
 
