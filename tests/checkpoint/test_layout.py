@@ -3,7 +3,7 @@
 import pytest
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
-from quire.checkpoint.layout import CacheSpec, cache_specs, has_states, layout
+from quire.checkpoint.layout import CacheSpec, cache_specs, has_ssm_state, layout
 
 FULL, LATENT = CacheSpec("full", numbers=8), CacheSpec("latent", planes=1, numbers=16)
 STATE = CacheSpec("state", bytes_per_row=100)
@@ -110,7 +110,7 @@ def test_states_have_no_pages() -> None:
     specs = [STATE, FULL, None, STATE]
     made = layout(specs, 100)
     assert made.places == {1: (0, 0)} and made.row_bytes(4) == 200
-    assert has_states(specs) and not has_states([FULL, None])
+    assert has_ssm_state(specs) and not has_ssm_state([FULL, None])
     assert layout([STATE], 100).slabs == ()
 
 

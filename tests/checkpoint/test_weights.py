@@ -12,7 +12,7 @@ from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.families import FAMILIES
 from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.reader import ConfigReader
-from quire.checkpoint.weights import count
+from quire.checkpoint.weights import count_parameters
 from quire.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def test_the_facts_of_a_model_tell_how_many_numbers_it_has(architecture: str, tm
     facts = read_checkpoint(path).facts
     unused = re.compile(facts.unused or "$^")
     numbers = sum(numbers.numel() for name, numbers in model.named_parameters() if not unused.search(name))
-    assert count(facts).total == pytest.approx(numbers, rel=0.03)
+    assert count_parameters(facts).total == pytest.approx(numbers, rel=0.03)
 
 
 FLASH: dict[str, Any] = {
@@ -73,8 +73,8 @@ def step(**changes: Any) -> ArchFacts:
 def test_step_has_the_numbers_that_its_makers_state() -> None:
     """196 billion, of which a token meets 11; what each kind of layer has of its own."""
     facts = step()
-    assert count(facts).total == pytest.approx(196e9, rel=0.01)
-    assert count(facts).active == pytest.approx(11e9, rel=0.05)
+    assert count_parameters(facts).total == pytest.approx(196e9, rel=0.01)
+    assert count_parameters(facts).active == pytest.approx(11e9, rel=0.05)
     full, sliding, last = facts.layers[0], facts.layers[1], facts.layers[44]
     assert full.rope is not None and sliding.rope is not None
     assert (full.heads, full.window, full.rope.dim, full.rope.kind) == (0, None, 64, "llama3")

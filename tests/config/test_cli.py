@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from quire.config.args import checked
-from quire.config.cli import FlagParser, add_engine_flags, given_from, human_int
+from quire.config.args import check_args
+from quire.config.cli import FlagParser, add_engine_flags, engine_args_from, human_int
 from quire.config.sections import options
-from quire.config.unsupported import UNBUILT
+from quire.config.unsupported import UNSUPPORTED
 
 
 def parser() -> FlagParser:
@@ -22,7 +22,7 @@ def parser() -> FlagParser:
 
 
 def given(*args: str) -> dict[str, Any]:
-    return given_from(parser().parse_args(list(args)))
+    return engine_args_from(parser().parse_args(list(args)))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -139,9 +139,9 @@ def test_every_flag_of_the_command_line_reaches_the_checks() -> None:
         flag = f"--{option.name.replace('_', '-')}"
         samples = {bool: [], int: ["4"], float: ["0.5"], str: ["x"], tuple: ["x"], dict: ['{"a": 1}']}
         values = [option.choices[0]] if option.choices else samples[option.kind]
-        if option.name in UNBUILT["engine argument"]:
-            values = [str(UNBUILT["engine argument"][option.name][0])]
-        assert option.name in checked(given(flag, *values)), option.name
+        if option.name in UNSUPPORTED["engine argument"]:
+            values = [str(UNSUPPORTED["engine argument"][option.name][0])]
+        assert option.name in check_args(given(flag, *values)), option.name
 
 
 def test_config_file_loses_against_the_command_line(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_config_file_loses_against_the_command_line(tmp_path: Path) -> None:
         ["--config", str(file), "MODEL", "--max-num-seqs", "8", "--hf-overrides.x.z", "2"]
     )
     assert (found.model_tag, found.port) == ("MODEL", 9)
-    assert given_from(found) == {
+    assert engine_args_from(found) == {
         "max_num_seqs": 8,
         "max_model_len": 4096,
         "enforce_eager": True,
@@ -215,7 +215,7 @@ def test_a_subcommand_gets_its_own_help_errors_and_config(
     add_engine_flags(serve)
     (tmp_path / "c.yaml").write_text("max-num-seqs: 4")
     found = top.parse_args(["serve", "--config", str(tmp_path / "c.yaml"), "--hf_overrides.a_b", "1"])
-    assert given_from(found) == {"max_num_seqs": 4, "hf_overrides": {"a_b": 1}}
+    assert engine_args_from(found) == {"max_num_seqs": 4, "hf_overrides": {"a_b": 1}}
     with pytest.raises(SystemExit):
         top.parse_args(["serve", "--help=max-num-seqs"])
     assert "Most requests running" in capsys.readouterr().out

@@ -16,15 +16,15 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.checkpoint.layout import CacheSpec
 from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.quant.facts import QuantFacts
-from quire.config.args import EngineArgs, checked
+from quire.config.args import EngineArgs, check_args
 from quire.config.engine import GIB, EngineConfig, resolve
 from quire.config.env import Env
 from quire.config.generation import default_sampling
 from quire.config.machine import Machine
 from quire.config.parallel import stage_layers
 from quire.config.sections import SECTIONS, options
-from quire.config.unsupported import UNBUILT
-from quire.config.vllm_names import IGNORED_SWITCHES, IGNORED_VALUES, LISTS, MAPPED, SHORT, foreign
+from quire.config.unsupported import UNSUPPORTED
+from quire.config.vllm_names import IGNORED_SWITCHES, IGNORED_VALUES, LISTS, MAPPED, SHORT, other_names
 from quire.errors import ConfigError
 from quire.logs import warn_once
 
@@ -264,7 +264,7 @@ def test_an_8_bit_cache_has_three_names() -> None:
 
 
 def test_unbuilt_features_at_their_defaults_are_no_error(warnings: Any) -> None:
-    unbuilt = UNBUILT["engine argument"].items()
+    unbuilt = UNSUPPORTED["engine argument"].items()
     off = {name: values[0] if values else None for name, values in unbuilt}
     make(
         {**off, "tensor_parallel_size": 1, "quantization": None, "kv_cache_dtype": "auto", "task": "generate"}
@@ -318,17 +318,17 @@ def test_the_tables_of_foreign_names_do_not_overlap() -> None:
     tables = [
         set(IGNORED_SWITCHES),
         set(IGNORED_VALUES),
-        set(UNBUILT["engine argument"]) - set(options()),
+        set(UNSUPPORTED["engine argument"]) - set(options()),
         set(MAPPED),
         set(options()),
     ]
     assert sum(map(len, tables)) == len(set.union(*tables))
-    assert foreign() >= LISTS and foreign() >= set(SHORT)
+    assert other_names() >= LISTS and other_names() >= set(SHORT)
 
 
 def test_every_flag_of_the_reference_engine_is_understood() -> None:
     """A launch script with any real vLLM flag must not die of an unknown name."""
-    known = options().keys() | foreign()
+    known = options().keys() | other_names()
     assert sorted(name for name in VLLM_FLAGS if name.replace("-", "_") not in known) == []
 
 
@@ -572,7 +572,7 @@ def test_engine_args_give_only_what_was_changed() -> None:
 
 
 def test_checking_names_needs_no_model() -> None:
-    assert checked({"max_num_seqs": 4, "swap_space": 0, "seed": None}) == {"max_num_seqs": 4}
+    assert check_args({"max_num_seqs": 4, "swap_space": 0, "seed": None}) == {"max_num_seqs": 4}
 
 
 def test_config_does_not_pull_in_torch() -> None:

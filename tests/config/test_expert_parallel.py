@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing
-from quire.config.expert_parallel import Eplb, ep_size, meeting_of, rounds_of, steps_together, with_experts
+from quire.config.expert_parallel import (
+    Eplb,
+    ep_size,
+    process_group_address,
+    step_sync_address,
+    steps_together,
+    with_experts,
+)
 from quire.config.sections import ParallelSection
 from quire.errors import ConfigError
 
@@ -82,7 +89,10 @@ def test_engines_that_step_together_have_a_place_to_meet() -> None:
         enable_expert_parallel=True, tensor_parallel_size=2, data_parallel_size=2, data_parallel_rpc_port=500
     )
     assert ep_size(many) == 4 and steps_together(many)
-    assert (meeting_of(many), rounds_of(many)) == ("tcp://127.0.0.1:501", "tcp://127.0.0.1:502")
+    assert (process_group_address(many), step_sync_address(many)) == (
+        "tcp://127.0.0.1:501",
+        "tcp://127.0.0.1:502",
+    )
     free = settle(enable_expert_parallel=True, data_parallel_size=2)
     assert free.data_parallel_rpc_port != one.data_parallel_rpc_port, "two engines on one machine would meet"
     eplb = Eplb.of(settle(eplb_config={"window_size": 7}))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.args import checked
+from quire.config.args import check_args
 from quire.config.speculation import SpecFacts
 from quire.errors import ConfigError
 
@@ -19,7 +19,7 @@ def facts(config: dict[str, Any], draft: dict[str, Any] | None = None, **values:
 
 def test_it_is_off_unless_asked_for() -> None:
     for given in ({}, {"speculative_config": {}, "spec_tokens": None}):
-        assert SpecFacts.of(checked(given), max_model_len=64) is None
+        assert SpecFacts.of(check_args(given), max_model_len=64) is None
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_it_is_off_unless_asked_for() -> None:
     ],
 )
 def test_the_ways_to_ask_for_prompt_lookup(given: dict[str, Any]) -> None:
-    found = SpecFacts.of(checked(given), max_model_len=64)
+    found = SpecFacts.of(check_args(given), max_model_len=64)
     assert found is not None and (found.method, found.num_speculative_tokens) == ("ngram", 3)
     assert (found.prompt_lookup_min, found.prompt_lookup_max, found.model) == (5, 5, None)
 

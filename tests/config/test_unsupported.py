@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from quire.config.unsupported import UNBUILT, Place, is_switch, refuse
+from quire.config.unsupported import UNSUPPORTED, Place, check_supported, is_switch
 from quire.errors import ConfigError, RequestError
 
 
-@pytest.mark.parametrize("place", UNBUILT)
+@pytest.mark.parametrize("place", UNSUPPORTED)
 def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
-    for name, off in UNBUILT[place].items():
+    for name, off in UNSUPPORTED[place].items():
         for value in (None, *off):
-            refuse(place, name, value)
+            check_supported(place, name, value)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_each_place_refuses_in_the_same_words(
     place: Place, name: str, value: Any, kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind) as refused:
-        refuse(place, name, value)
+        check_supported(place, name, value)
     assert words in str(refused.value) and "\n" not in str(refused.value)
     if isinstance(refused.value, RequestError):
         assert refused.value.param == name

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from quire.checkpoint.pooling import PoolingFacts, StoredPooling, settle
+from quire.checkpoint.pooling import PoolingFacts, StoredPooling, resolve_pooling
 from quire.data.pooling import PoolingParams
 from quire.errors import ConfigError, RequestError
 from quire.frontend.pooling import completed, second_start
@@ -68,16 +68,16 @@ def test_types_of_tokens_are_where_the_second_text_begins() -> None:
 def test_what_a_model_is_for(
     stored: dict[str, Any], given: dict[str, Any], task: str | None, kind: str | None
 ) -> None:
-    facts = settle(StoredPooling(**stored), **({"is_encoder": False, "hidden": 8} | given))
+    facts = resolve_pooling(StoredPooling(**stored), **({"is_encoder": False, "hidden": 8} | given))
     assert (facts and facts.task, facts and facts.type) == (task, kind)
 
 
 def test_one_class_has_a_sigmoid() -> None:
     stored = StoredPooling("LlamaForSequenceClassification", labels=("yes",))
-    facts = settle(stored, is_encoder=False, hidden=8)
+    facts = resolve_pooling(stored, is_encoder=False, hidden=8)
     assert facts is not None and (facts.size, facts.activation) == (1, "sigmoid")
     with pytest.raises(ConfigError, match="does not generate"):
-        settle(stored, is_encoder=False, hidden=8, runner="generate")
+        resolve_pooling(stored, is_encoder=False, hidden=8, runner="generate")
 
 
 STEPS = {"pooling_type": "STEP", "step_tag_id": 9}
@@ -96,7 +96,7 @@ STEPS = {"pooling_type": "STEP", "step_tag_id": 9}
 def test_what_can_be_asked_for_and_what_is_done_unasked(
     stored: dict[str, Any], given: dict[str, Any], tasks: tuple[str, ...]
 ) -> None:
-    facts = settle(StoredPooling(labels=("a", "b"), **stored), is_encoder=False, hidden=8, **given)
+    facts = resolve_pooling(StoredPooling(labels=("a", "b"), **stored), is_encoder=False, hidden=8, **given)
     assert facts is not None and facts.tasks == tasks
     assert completed(PoolingParams(), facts, None).task == tasks[0]
     if "classify" not in tasks:
@@ -107,7 +107,7 @@ def test_what_can_be_asked_for_and_what_is_done_unasked(
 
 def test_steps_are_filled_in_and_numbers_become_places() -> None:
     pooler = STEPS | {"returned_token_ids": [7, 4]}
-    facts = settle(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)
+    facts = resolve_pooling(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)
     assert facts is not None and facts.needs_all_states == "STEP"
     assert (facts.label_ids, facts.labels, facts.returned_token_ids) == ((7, 4), ("7", "4"), ())
     plain = completed(PoolingParams(), facts, None)
@@ -135,4 +135,4 @@ def test_steps_are_filled_in_and_numbers_become_places() -> None:
 )
 def test_what_a_pooler_cannot_be(pooler: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"pooler_config: (pooling_type|step_tag_id|returned_token_ids)"):
-        settle(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)
+        resolve_pooling(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)

@@ -18,7 +18,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import FinishReason
 from quire.data.stats import StepStats
-from quire.data.wire import Beat, ToCore, encode
+from quire.data.wire import Heartbeat, ToCore, encode
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
@@ -287,12 +287,12 @@ def test_a_core_that_beats_and_gets_nowhere_is_not_healthy(with_cores: Run) -> N
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         (link,) = engine._links
         engine.check()
-        link.handle(Beat(StepStats(), stalled_s=0.9 * HEALTH_TIMEOUT_S))
+        link.handle(Heartbeat(StepStats(), stalled_s=0.9 * HEALTH_TIMEOUT_S))
         engine.check()
-        link.handle(Beat(StepStats(), stalled_s=1.1 * HEALTH_TIMEOUT_S))
+        link.handle(Heartbeat(StepStats(), stalled_s=1.1 * HEALTH_TIMEOUT_S))
         with pytest.raises(EngineDead, match=r"no progress for 11\d\d\.\d s; the limit is 1000 s"):
             engine.check()
-        link.handle(Beat(StepStats()))
+        link.handle(Heartbeat(StepStats()))
         engine.check()
 
     with_cores(test)
@@ -308,8 +308,8 @@ def test_the_adapters_of_a_core_are_those_it_last_told_of_and_of_a_dead_one_none
         return found.labels["running_lora_adapters"], found.labels["waiting_lora_adapters"]
 
     first, second = engine._links
-    first.handle(Beat(StepStats(running_adapters=["a"], waiting_adapters=["c"])))
-    second.handle(Beat(StepStats(running_adapters=["a", "b"])))
+    first.handle(Heartbeat(StepStats(running_adapters=["a"], waiting_adapters=["c"])))
+    second.handle(Heartbeat(StepStats(running_adapters=["a", "b"])))
     assert told() == ("a,b", "c")
     engine.on_death(first)
     assert told() == ("a,b", "")
@@ -448,9 +448,9 @@ def test_what_somebody_else_has_reset_is_forgotten_here() -> None:
     engine.inputs = inputs(media(processor_cache=processor_cache))
     engine.inputs.parse({"prompt": MARKS["image"], "multi_modal_data": {"image": picture()}})
     (link,) = engine._links
-    link.handle(Beat(StepStats()))
+    link.handle(Heartbeat(StepStats()))
     assert len(processor_cache) == 1
-    link.handle(Beat(StepStats(), num_resets=1))
+    link.handle(Heartbeat(StepStats(), num_resets=1))
     assert not len(processor_cache)
 
 

@@ -13,7 +13,7 @@ from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
-from quire.data.wire import Abort, Add, Missing, Ready, Stepped, ToCore, decode_to_core, encode
+from quire.data.wire import Abort, Add, Missing, Ready, StepDone, ToCore, decode_to_core, encode
 from quire.errors import EngineDead, EngineError
 from quire.frontend.engine import STARTS, AsyncEngine
 from quire.frontend.in_flight import MAX_DEATHS, MAX_SENT, PROGRESS
@@ -68,7 +68,7 @@ class Cores:
         }
         ids = [known[id].id for id in tokens]
         output = StepOutput(ids, list(tokens.values()), at=self.now, **told)
-        self.engine._links[place].handle(Stepped(output))
+        self.engine._links[place].handle(StepDone(output))
         self.engine.on_turn(self.engine._links[place])
 
     def count(self, name: str) -> float:
@@ -266,7 +266,7 @@ def test_what_came_before_the_death_is_not_made_again() -> None:
         await settle()
         id = cores.requests()["a"].id
         output = StepOutput([id], [50], finished={id: FinishReason("stop")}, at=cores.now)
-        cores.engine._links[0].handle(Stepped(output))
+        cores.engine._links[0].handle(StepDone(output))
         cores.die()
         cores.come()
         await reader.task

@@ -21,7 +21,7 @@ from quire.checkpoint.facts import ArchFacts, MediaFacts
 from quire.checkpoint.multimodal import MEDIA_FAMILIES
 from quire.checkpoint.reader import ConfigReader
 from quire.data.multimodal import Array, Media, MediaItem
-from quire.frontend.multimodal import TEXT_ALONE
+from quire.frontend.multimodal import TEXT_ONLY
 from quire.layers.linear import ColumnLinear, RowLinear
 from quire.layers.scope import Scope
 from quire.models.towers import TOWERS
@@ -93,7 +93,7 @@ def register(monkeypatch: Any) -> None:
     monkeypatch.setattr(FakeTower, "batches", [])
     # Requests come with their media here; nothing has to be read.
     monkeypatch.setattr(
-        "quire.entrypoints.in_process.media_reader", lambda config, tokenizer, cache: TEXT_ALONE
+        "quire.entrypoints.in_process.media_reader", lambda config, tokenizer, cache: TEXT_ONLY
     )
 
 

@@ -20,7 +20,7 @@ from quire.frontend.inputs import InputProcessor
 from quire.frontend.multimodal import MediaInputReader
 from quire.multimodal.processing import MediaProcessor
 from quire.multimodal.processor_cache import ProcessorCache
-from quire.multimodal.processors import Content, ProcessedItem, Sound, Video
+from quire.multimodal.processors import Audio, Content, ProcessedItem, Video
 
 START, PAD, END = 1, 2, 3
 """Tokens of a span."""
@@ -51,7 +51,7 @@ class FakeProcessor:
         match content:
             case Video(frames):
                 count, numbers = len(frames), frames
-            case Sound(samples):
+            case Audio(samples):
                 count, numbers = len(samples) // 100 + 1, samples
             case _:
                 assert content.mode == "RGB"

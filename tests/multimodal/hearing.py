@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tiny_seeing import TEXT, make_tokenizer, save_tiny
 
-from quire.multimodal.processors import Sound
+from quire.multimodal.processors import Audio
 
 RATE = 16000
 SECONDS = 2
@@ -174,5 +174,5 @@ def noise(count: int, seed: int = 0) -> NDArray[np.float32]:
     return (0.3 * tone + 0.05 * random.standard_normal(count)).astype(np.float32)
 
 
-def sound(count: int, seed: int = 0) -> Sound:
-    return Sound(noise(count, seed), RATE)
+def sound(count: int, seed: int = 0) -> Audio:
+    return Audio(noise(count, seed), RATE)

@@ -21,7 +21,7 @@ from quire.loader import load_model
 from quire.models.towers import TOWERS
 from quire.multimodal.placeholders import place
 from quire.multimodal.processing import PreparedItem
-from quire.multimodal.processors import PROCESSORS, spells
+from quire.multimodal.processors import PROCESSORS, rewrites_text
 from quire.text.tokenizer import load_tokenizer
 
 
@@ -79,7 +79,7 @@ class Twin:
         """The same prompt, as we make it; what its items say of it is checked, too."""
         processed = [self.ours.process("image", image, {}) for image in images]
         ready = [PreparedItem("image", b"%d" % i, each) for i, each in enumerate(processed)]
-        if spells(self.ours):
+        if rewrites_text(self.ours):
             text = self.ours.spelled(text)
         tokens, media = place(self.tokenizer.encode(text), ready, self.ours)
         places = [at for item in media.items for first, n in item.places() for at in range(first, first + n)]

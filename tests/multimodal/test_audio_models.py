@@ -21,7 +21,7 @@ from quire.errors import RequestError
 from quire.loader import load_model
 from quire.models.towers import TOWERS
 from quire.multimodal.mel import _filtered, log_mel, resampled
-from quire.multimodal.processors import PROCESSORS, Sound
+from quire.multimodal.processors import PROCESSORS, Audio
 from quire.text.tokenizer import load_tokenizer
 
 COUNT = 5
@@ -53,7 +53,7 @@ class Twin:
             partly=True,
         )
 
-    def inputs(self, text: str, sounds: list[Sound]) -> Any:
+    def inputs(self, text: str, sounds: list[Audio]) -> Any:
         samples = [each.samples[: SECONDS * RATE] for each in sounds]
         if not samples:
             return self.processor.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
@@ -87,14 +87,14 @@ def test_a_tone_stays_the_same_at_another_rate(rate: int) -> None:
         return np.sin(2 * np.pi * hertz * np.arange(count) / rate).astype(np.float32)
 
     for hertz in (50, 0.44 * min(rate, RATE)):
-        found = resampled(Sound(tone(hertz, rate, rate // 4), rate), RATE, RATE)
+        found = resampled(Audio(tone(hertz, rate, rate // 4), rate), RATE, RATE)
         assert len(found) == -(-(rate // 4) * RATE // rate)
         middle = slice(len(found) // 4, -len(found) // 4)
         close(found[middle], tone(hertz, RATE, len(found))[middle], within)
     if rate > RATE * 1.1:
-        gone = resampled(Sound(tone(8100, rate, rate // 4), rate), RATE, RATE)
+        gone = resampled(Audio(tone(8100, rate, rate // 4), rate), RATE, RATE)
         assert np.abs(gone[len(gone) // 4 : -len(gone) // 4]).max() < 2e-5
-    assert len(resampled(Sound(tone(50, rate, rate // 4), rate), RATE, 100)) == 100
+    assert len(resampled(Audio(tone(50, rate, rate // 4), rate), RATE, 100)) == 100
 
 
 def test_spans_and_features_are_those_of_transformers(twin: Twin) -> None:
@@ -107,8 +107,8 @@ def test_spans_and_features_are_those_of_transformers(twin: Twin) -> None:
         close(mel, expected[: len(mel)], 1e-4)
         assert ours.token_ids == theirs["input_ids"][0].tolist()[1:-1]
     for wrong, message in (
-        (Sound(noise(320), RATE), "too short: it has 320 samples"),
-        (Sound(noise(900), 7), "7 Hz is too low"),
+        (Audio(noise(320), RATE), "too short: it has 320 samples"),
+        (Audio(noise(900), 7), "7 Hz is too low"),
     ):
         with pytest.raises(RequestError, match=message):
             twin.ours.process("audio", wrong, {})
@@ -143,7 +143,7 @@ def test_vectors_are_those_of_transformers(twin: Twin) -> None:
 
 
 @torch.inference_mode()
-def says(twin: Twin, text: str, sounds: list[Sound]) -> list[int]:
+def says(twin: Twin, text: str, sounds: list[Audio]) -> list[int]:
     inputs = twin.inputs(text, sounds)
     out = twin.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False)
     said: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
@@ -188,10 +188,10 @@ def test_what_is_said_of_sounds_is_what_transformers_says(twin: Twin, llm: LLM) 
     again = llm.generate(asked, PARAMS, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in again] == expected
     assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
-    slow = Sound(noise(8000), 8000)
+    slow = Audio(noise(8000), 8000)
     one = {"prompt": f"{MARK} so", "multi_modal_data": {"audio": (slow.samples, slow.rate)}}
     (output,) = llm.generate([one], PARAMS, use_tqdm=False)
-    same = Sound(resampled(slow, RATE, SECONDS * RATE), RATE)
+    same = Audio(resampled(slow, RATE, SECONDS * RATE), RATE)
     assert output.outputs[0].token_ids == says(twin, f"{MARK} so", [same])
 
 
@@ -212,7 +212,7 @@ def test_sounds_of_a_conversation(twin: Twin, llm: LLM) -> None:
     ]
     asked = [[{"role": "user", "content": [each, {"type": "text", "text": "so"}]}] for each in same]
     answers = llm.chat(asked, PARAMS, use_tqdm=False)
-    expected = says(twin, f"{MARK}\nso", [Sound(samples / np.float32(2**15), RATE)])
+    expected = says(twin, f"{MARK}\nso", [Audio(samples / np.float32(2**15), RATE)])
     assert [answer.outputs[0].token_ids for answer in answers] == [expected] * len(same)
     loud = np.full((900, 2), 3e38, np.float32)
     for wrong, message in (
@@ -247,7 +247,7 @@ def test_long_sounds_are_heard_in_pieces(tmp_path: Path) -> None:
         theirs = twin.model.model.get_audio_features(*features).pooler_output
         torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
     numbers = sum(each.numel() for each in tower.parameters())
-    assert weights.count(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
+    assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
     assert len(blank) == 77 and len(vectors[-1]) == twin.ours.most_vectors("audio") == 150
     said = [twin.model.generate(**each, max_new_tokens=COUNT, do_sample=False) for each in inputs]
@@ -282,7 +282,7 @@ def test_voxtral_hears_whole_pieces(tmp_path: Path) -> None:
     whole = {"pad_to_multiple_of": SECONDS * RATE, "padding": True, "truncation": False}
     options = {"sampling_rate": RATE, "return_tensors": "pt", **whole}
 
-    def heard(sounds: list[Sound]) -> torch.Tensor:
+    def heard(sounds: list[Audio]) -> torch.Tensor:
         own = SimpleNamespace(feature_extractor=extractor)
         samples = [each.samples for each in sounds]
         return VoxtralProcessor._retrieve_input_features(own, samples, SECONDS * 100, **options)
@@ -299,7 +299,7 @@ def test_voxtral_hears_whole_pieces(tmp_path: Path) -> None:
         torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
         assert len(item.token_ids) == len(own)
     numbers = sum(each.numel() for each in tower.parameters())
-    assert weights.count(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
+    assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
     assert len(blank) == 77 and twin.ours.most_vectors("audio") == 25 * 2400 // SECONDS
     llm, mark = engine(twin), "[BEGIN_AUDIO][AUDIO]"

@@ -15,7 +15,7 @@ from PIL import Image
 from quire.errors import RequestError
 from quire.multimodal.decode import DecodeLimits, decode
 from quire.multimodal.fetch import Blob
-from quire.multimodal.processors import Sound, Video
+from quire.multimodal.processors import Audio, Video
 
 MAX_PIXELS = 178956970
 
@@ -32,9 +32,9 @@ def video(*parts: bytes, max_pixels: int = MAX_PIXELS, media_type: str = "", **o
     return found
 
 
-def sound(data: bytes) -> Sound:
+def sound(data: bytes) -> Audio:
     found = decode("audio", Blob((data,)), {}, DecodeLimits(1))
-    assert isinstance(found, Sound) and found.samples.dtype == np.float32
+    assert isinstance(found, Audio) and found.samples.dtype == np.float32
     return found
 
 

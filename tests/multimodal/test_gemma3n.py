@@ -170,7 +170,7 @@ def test_vectors_are_those_of_transformers(twin: Twin) -> None:
     for found, count in zip(ours, LENGTHS, strict=True):
         torch.testing.assert_close(found, twin.vectors(count), atol=1e-4, rtol=1e-4)
     numbers = sum(each.numel() for each in tower.parameters())
-    assert weights.count(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
+    assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 13)])
     assert len(blank) == twin.ours.most_vectors("audio") == 13
 

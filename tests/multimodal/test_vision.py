@@ -7,7 +7,7 @@ from finished import finished
 from seeing import FAMILIES, Twin, close, picture, sizes
 from tiny_seeing import Stand
 
-from quire.checkpoint.weights import count
+from quire.checkpoint.weights import count_parameters
 from quire.errors import RequestError
 
 PAIRS = [(40, 20), (28, 28), (90, 61)]
@@ -69,6 +69,6 @@ def test_vectors_are_those_of_transformers(twin: Twin) -> None:
     costs = [tower.cost("image", {name: tuple(each.shape) for name, each in item.items()}) for item in arrays]
     assert all(cost > 0 for cost in costs)
     numbers = sum(each.numel() for each in tower.parameters())
-    assert count(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
+    assert count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("image", [tower.blank("image", twin.ours.most_vectors("image"))])
     assert len(blank) == pytest.approx(twin.ours.most_vectors("image"), rel=0.03)

@@ -17,7 +17,7 @@ from quire.checkpoint import weights
 from quire.checkpoint.model import read_checkpoint
 from quire.errors import ConfigError, RequestError
 from quire.kernels.cpu import native
-from quire.multimodal.processors import PROCESSORS, Sound
+from quire.multimodal.processors import PROCESSORS, Audio
 from quire.parallel.world import World
 from quire.text.tokenizer import load_tokenizer
 
@@ -38,7 +38,7 @@ class Twin:
         self.model, self.heard = save_whisper(path, **settings)
 
     @torch.inference_mode()
-    def says(self, text: str, given: Sound, **settings: Any) -> list[int]:
+    def says(self, text: str, given: Audio, **settings: Any) -> list[int]:
         """As `generate` has it, with the tokens in front that the user wrote."""
         from transformers import GenerationMixin
 
@@ -54,7 +54,7 @@ class Twin:
         return said
 
     @torch.inference_mode()
-    def logprobs(self, token_ids: list[int], given: Sound) -> torch.Tensor:
+    def logprobs(self, token_ids: list[int], given: Audio) -> torch.Tensor:
         features = self.features(given.samples)
         logits = self.model(input_features=features, decoder_input_ids=torch.tensor([token_ids])).logits
         return logits[0].log_softmax(-1)
@@ -87,11 +87,11 @@ def llm(twin: Twin) -> LLM:
     return engine(twin)
 
 
-def asked(text: str, given: Sound) -> dict[str, Any]:
+def asked(text: str, given: Audio) -> dict[str, Any]:
     return {"prompt": text, "multi_modal_data": {"audio": tuple(given)}}
 
 
-def check(twin: Twin, output: Any, text: str, given: Sound) -> None:
+def check(twin: Twin, output: Any, text: str, given: Audio) -> None:
     """At every place the token that transformers' model finds best, and its logprobs."""
     prompt_ids = twin.ids(text)[0].tolist()
     answer = output.outputs[0]
@@ -109,7 +109,7 @@ def test_features_are_those_of_transformers(twin: Twin) -> None:
     media = checkpoint.facts.media
     assert media is not None and media.transcribes and media.crossed == SECONDS * 50
     numbers = sum(each.numel() for each in twin.model.parameters())
-    assert weights.count(checkpoint.facts).total == pytest.approx(numbers, rel=0.06)
+    assert weights.count_parameters(checkpoint.facts).total == pytest.approx(numbers, rel=0.06)
     ours = PROCESSORS["whisper"](twin.path, media, load_tokenizer(twin.path, "hf"))
     for count in (1, RATE, SECONDS * RATE, SECONDS * RATE + 777):
         made = ours.process("audio", sound(count), {})

@@ -10,7 +10,7 @@ from hearing import RATE, SECONDS, save_scribe, sound
 
 from quire import LLM, SamplingParams
 from quire.errors import RequestError
-from quire.multimodal.processors import Sound
+from quire.multimodal.processors import Audio
 
 COUNT = 14
 SOUNDS = (sound(SECONDS * RATE, 1), sound(5000, 2), sound(20000, 3))
@@ -34,7 +34,7 @@ class Twin:
         return found
 
     @torch.inference_mode()
-    def says(self, prompt_ids: list[int], given: Sound, timed: bool) -> list[int]:
+    def says(self, prompt_ids: list[int], given: Audio, timed: bool) -> list[int]:
         from transformers import GenerationMixin, LogitsProcessorList, WhisperTimeStampLogitsProcessor
 
         config = self.model.generation_config
@@ -65,7 +65,7 @@ def engine(twin: Twin, **settings: Any) -> LLM:
     return LLM(str(twin.path), dtype="float32", block_size=4, use_tqdm_on_load=False, **own)
 
 
-def asked(twin: Twin) -> list[tuple[list[int], Sound, bool]]:
+def asked(twin: Twin) -> list[tuple[list[int], Audio, bool]]:
     return [
         (twin.prompt(text, timed), given, timed)
         for given in SOUNDS
@@ -74,7 +74,7 @@ def asked(twin: Twin) -> list[tuple[list[int], Sound, bool]]:
     ]
 
 
-def request(prompt_ids: list[int], given: Sound) -> dict[str, Any]:
+def request(prompt_ids: list[int], given: Audio) -> dict[str, Any]:
     return {"prompt_token_ids": prompt_ids, "multi_modal_data": {"audio": tuple(given)}}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from quire.data.params import ReasoningIds, SamplingParams
 from quire.data.plan import Verdict
-from quire.sched.grammar_state import Follower
+from quire.sched.grammar_state import GrammarState
 
 START, END = (90, 91), (80, 81)
 
@@ -29,12 +29,12 @@ class Letters:
 
 def follower(
     *tokens: int, budget: int | None = None, open: bool = False, start: tuple[int, ...] = START
-) -> Follower:
+) -> GrammarState:
     params = SamplingParams(thinking_token_budget=budget, reasoning=ReasoningIds(start, END, open))
-    return Follower(Letters(*tokens) if tokens else None, params)
+    return GrammarState(Letters(*tokens) if tokens else None, params)
 
 
-def walk(one: Follower, *tokens: int) -> list[tuple[Any, int | None, Verdict]]:
+def walk(one: GrammarState, *tokens: int) -> list[tuple[Any, int | None, Verdict]]:
     """Before each token: what the grammar would take, what else may come; and what came of it."""
     found = []
     for token in tokens:

@@ -17,7 +17,7 @@ from fake_engine import FakeEngine
 from http_corpus import AUTH, BODY, CHUNKED, LENGTH, get, post
 from raw_http import PATIENCE_S, PROBE, Client, RawServer, SlowReader, raw_server
 
-from quire.server.http.accept import Dealer, Hand
+from quire.server.http.accept import ConnectionDealer, ConnectionHandle
 from quire.server.http.refusals import OpenConnections, RefusalLog, default_max_connections, network_of
 from quire.server.http.sockets import bind
 from quire.server.main import serve
@@ -282,12 +282,12 @@ def test_connections_that_are_dealt_to_a_process_have_the_same_limits(tmp_path: 
     async def go() -> None:
         listener, stop, up = bind(settings.http), asyncio.Event(), asyncio.Event()
         port = listener.getsockname()[1]
-        dealer = Dealer(listener, tmp_path / "closed", 1)
+        dealer = ConnectionDealer(listener, tmp_path / "closed", 1)
         hand = dealer.open(0)
         run = serve(
             settings,
             FakeEngine(),
-            hand=Hand(hand.channel.dup(), hand.closed_file, 0),
+            hand=ConnectionHandle(hand.channel.dup(), hand.closed_file, 0),
             stop=stop,
             announce=False,
             on_serving=lambda _: up.set(),

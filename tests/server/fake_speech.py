@@ -11,9 +11,9 @@ from quire.config.env import MediaEnv
 from quire.config.sections import MultimodalSection
 from quire.data.multimodal import Array
 from quire.frontend.multimodal import MediaInputReader
-from quire.frontend.speech import RATE, Speech
+from quire.frontend.speech import RATE, WhisperTranscriber
 from quire.multimodal.processing import MediaProcessor
-from quire.multimodal.processors import Content, ProcessedItem, Sound
+from quire.multimodal.processors import Audio, Content, ProcessedItem
 from quire.text.tokenizer import Tokenizer
 
 NAMES = ["startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "notimestamps"]
@@ -38,7 +38,7 @@ class Ear(FakeProcessor):
         return []
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Sound) and content.rate == RATE
+        assert isinstance(content, Audio) and content.rate == RATE
         self.seen.append(content)
         return ProcessedItem([], [(0, 4)], {"count": 4}, {"mel": Array.of(content.samples)})
 
@@ -51,7 +51,7 @@ class Writer(FakeEngine):
         self.tokenizer = self.inputs.tokenizer = whisper_tokenizer()
         self.inputs.vocab = self.facts.vocab = VOCAB
         self.ear = Ear()
-        speech = Speech(self.tokenizer, max_len=448, at_once=30 * RATE)
+        speech = WhisperTranscriber(self.tokenizer, max_len=448, at_once=30 * RATE)
         media_processor = MediaProcessor(self.ear, MultimodalSection(), MediaEnv())
         self.inputs.media = MediaInputReader("fake", media_processor, {"audio": 1}, speech=speech)
         self.usual = self.script

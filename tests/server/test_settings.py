@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.config.env import Env
 from quire.config.sections import options_of
 from quire.errors import ConfigError
@@ -64,7 +64,7 @@ def test_flags_of_server_and_engine_do_not_mix() -> None:
         3.0,
         True,
     )
-    assert given_from(found) == {"max_num_seqs": 4}
+    assert engine_args_from(found) == {"max_num_seqs": 4}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_several_adapters_are_read() -> None:
     line = ["m", "--lora-modules", "a=x", '{"name": "b", "path": "y"}', "--enable-lora", "--max-loras", "4"]
     found = read(*line)
     assert [(each.name, each.root) for each in server_settings(found).modules] == [("a", "x"), ("b", "y")]
-    assert found.model_tag == "m" and given_from(found) == {"enable_lora": True, "max_loras": 4}
+    assert found.model_tag == "m" and engine_args_from(found) == {"enable_lora": True, "max_loras": 4}
 
 
 def test_every_server_flag_of_the_reference_engine_is_understood() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionSpec, named, why_no_gpu
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
-from quire.kernels.host_to_device import sent
+from quire.kernels.host_to_device import copy_to_device
 
 if TYPE_CHECKING:
     from quire.kernels.triton.attention_launch import AttentionLayer
@@ -63,7 +63,7 @@ def _split_on_host(query_lens: bytes, few: int, tile: int, device: torch.device)
     firsts = (np.repeat(ends, counts) - 1 - np.arange(ends[-1])) * tile
     tiles = np.stack((np.repeat(many, counts), firsts), axis=1)
     short = np.flatnonzero(lens <= few)
-    work = sent(np.concatenate((tiles.ravel(), short)).astype(np.int32), device)
+    work = copy_to_device(np.concatenate((tiles.ravel(), short)).astype(np.int32), device)
     return _Split(work[tiles.size :], len(short), work[: tiles.size].view(-1, 2))
 
 

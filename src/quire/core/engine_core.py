@@ -49,7 +49,7 @@ class EngineCore:
         return self.gate.drop(ids) | self.scheduler.abort(ids)
 
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
-        """Launch the next steps and return the output of the oldest; None if none is planned or done in time."""
+        """Launch the next steps and return the output of the oldest, or None if it is not done in time."""
         while True:
             if refused := self.scheduler.settle():
                 return StepOutput([], [], finished=refused, at=time.monotonic())

@@ -20,7 +20,7 @@ from quire.core.stats_log import StatsLog
 from quire.data.plan import FinishReason, StepOutput
 from quire.data.request import Request
 from quire.data.stats import FrontStats, StepStats
-from quire.data.wire import Abort, Add, Beat, ControlCall, Hello, Missing, Ready, Stepped, ToCore
+from quire.data.wire import Abort, Add, ControlCall, Heartbeat, Hello, Missing, Ready, StepDone, ToCore
 from quire.errors import EngineDead, QuireError
 from quire.logs import get_logger
 from quire.metrics import MetricsLayout, MetricsPages
@@ -242,7 +242,7 @@ class CoreServer:
 
     def _send_output(self, step: StepOutput) -> None:
         for client, part in split_by_client(step, self.clients.owner).items():
-            self.clients.send(client, Stepped(part))
+            self.clients.send(client, StepDone(part))
         for request_id in step.finished:
             self.clients.owner.pop(request_id, None)
 
@@ -258,7 +258,7 @@ class CoreServer:
         self._observe(stats)  # update the gauges after the loss of a client or a restart of the core
         self.stats_log.tick(stats)
         stalled_s = now - self._progress_at if self.core.has_work else 0.0
-        beat = Beat(stats, stalled_s, self.receiver_cache.num_resets)
+        beat = Heartbeat(stats, stalled_s, self.receiver_cache.num_resets)
         if now >= self._next_page:
             self._next_page = now + PAGE_S
             beat.page = self.metrics.own.tobytes()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import msgspec
 
-from quire.config.unsupported import UNBUILT, refuse
+from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.data.timestamps import AlignmentHeads, TimestampTokens
 from quire.errors import RequestError
 from quire.logs import get_logger, warn_once
@@ -241,8 +241,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     def verify(self, *, vocab: int, max_logprobs: int, num_own: int = 0) -> None:
         """Check against the model. `max_logprobs` -1 means the whole vocabulary. A LoRA adapter may add
         `num_own` tokens."""
-        for name in UNBUILT["sampling field"]:
-            refuse("sampling field", name, getattr(self, name))
+        for name in UNSUPPORTED["sampling field"]:
+            check_supported("sampling field", name, getattr(self, name))
         limit = vocab if max_logprobs == -1 else max_logprobs
         for name, kind in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
             wanted = getattr(self, name)

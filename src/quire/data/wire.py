@@ -71,13 +71,13 @@ class Ready(msgspec.Struct, tag="ready"):
     """Seconds that the core took to load the model and to warm up."""
 
 
-class Stepped(msgspec.Struct, tag="stepped"):
+class StepDone(msgspec.Struct, tag="stepped"):
     """Output of a step for this API process."""
 
     output: StepOutput
 
 
-class Beat(msgspec.Struct, tag="beat"):
+class Heartbeat(msgspec.Struct, tag="beat"):
     """Heartbeat of the core, sent when there was no other message for a while."""
 
     stats: StepStats
@@ -109,7 +109,7 @@ class Missing(msgspec.Struct, tag="missing"):
 
 
 ToCore = Hello | Add | Abort | ControlCall
-FromCore = Ready | Stepped | Beat | Reply | Missing
+FromCore = Ready | StepDone | Heartbeat | Reply | Missing
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode

@@ -29,7 +29,7 @@ from quire.logs import get_logger
 from quire.metrics import EngineMetrics, MetricsLayout, MetricsPages
 from quire.metrics.keys import KeyPages
 from quire.server.api_keys import key_names
-from quire.server.http.accept import Hand
+from quire.server.http.accept import ConnectionHandle
 from quire.server.lora.registry import LoRARegistry
 from quire.server.settings import ServerSettings
 from quire.system.process import adopt, calm_allocator, calm_collector
@@ -128,7 +128,7 @@ def run_api(
     index: int,
     config: EngineConfig,
     settings: ServerSettings,
-    entrance: socket.socket | Hand,
+    entrance: socket.socket | ConnectionHandle,
     addresses: Mapping[int, str | Path],
     token: str,
     metrics_file: Path,
@@ -183,7 +183,7 @@ def run_api(
 async def _serve(
     engine: AsyncEngine,
     settings: ServerSettings,
-    entrance: socket.socket | Hand,
+    entrance: socket.socket | ConnectionHandle,
     *,
     is_first: bool,
     parent: connection.Connection,
@@ -200,8 +200,8 @@ async def _serve(
         serve(
             settings,
             engine,
-            None if isinstance(entrance, Hand) else [entrance],
-            hand=entrance if isinstance(entrance, Hand) else None,
+            None if isinstance(entrance, ConnectionHandle) else [entrance],
+            hand=entrance if isinstance(entrance, ConnectionHandle) else None,
             announce=is_first,
             on_serving=began.set_result,
             keys=keys,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quire.config.engine import EngineConfig
-from quire.config.expert_parallel import meeting_of, steps_together
+from quire.config.expert_parallel import process_group_address, steps_together
 from quire.config.parallel import Rank
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, StepPlan
@@ -78,7 +78,7 @@ def _meet(config: EngineConfig) -> World:
     if interface := interface_to(parallel.data_parallel_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rank, device = Rank(dp=parallel.data_parallel_rank or 0), torch.device(config.machine.device)
-    meeting, timeout_s = meeting_of(parallel), parallel.distributed_timeout_seconds
+    meeting, timeout_s = process_group_address(parallel), parallel.distributed_timeout_seconds
     try:
         return join(parallel, rank, meeting, device, timeout_s)
     except RuntimeError as error:

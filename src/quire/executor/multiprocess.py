@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.config.expert_parallel import meeting_of, steps_together
+from quire.config.expert_parallel import process_group_address, steps_together
 from quire.data.codec import decode_outcome, encode_masks, encode_plan
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, StepPlan, StepResult
@@ -429,7 +429,7 @@ class LocalWorkerGroup(LocalCrew):
         self._scratch = Scratch()
         meeting, head = f"file://{self._scratch.path}/meeting", "127.0.0.1"
         if steps_together(config.parallel):  # with the ranks of other engines
-            meeting, head = meeting_of(config.parallel), config.parallel.data_parallel_address
+            meeting, head = process_group_address(config.parallel), config.parallel.data_parallel_address
         super().__init__(own_places(config, 0, meeting, interface_to(head)))
 
     def end(self) -> None:

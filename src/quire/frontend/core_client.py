@@ -14,14 +14,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from quire.data.stats import StepStats
 from quire.data.wire import (
-    Beat,
     ControlCall,
     FromCore,
+    Heartbeat,
     Hello,
     Missing,
     Ready,
     Reply,
-    Stepped,
+    StepDone,
     ToCore,
     decode_from_core,
     encode,
@@ -276,12 +276,12 @@ class CoreLink:
     def handle(self, message: FromCore) -> None:
         self._heard_at = self._clock()
         match message:
-            case Stepped(output):
+            case StepDone(output):
                 self._stalled_s = 0.0
                 self.stats = output.stats
                 self.outputs.take(output)
                 self._owner.on_news(self, b"")
-            case Beat():
+            case Heartbeat():
                 self._stalled_s = message.stalled_s
                 if message.num_resets != self._num_resets:
                     self._num_resets = message.num_resets

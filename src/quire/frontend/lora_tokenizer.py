@@ -45,7 +45,7 @@ class _Vocabulary(msgspec.Struct):
     added_tokens: list[_Added] = []
 
 
-class OwnTokenizers:
+class LoRATokenizers:
     """Tokenizers of LoRA adapters. An adapter without added tokens uses the model's; adapters with the same
     tokens share one. Thread-safe."""
 

@@ -11,7 +11,7 @@ from quire.data.outputs import (
     FlatLogprobs,
     RequestOutput,
     SampleLogprobs,
-    light,
+    fast_instance,
 )
 from quire.data.params import RequestOutputKind
 from quire.data.plan import FinishReason, RowLogprobs, StepOutput
@@ -294,7 +294,7 @@ class OutputProcessor:
         kind, finished = parent.params.output_kind, not parent.num_open
         make = delta_of if kind is RequestOutputKind.DELTA else whole_of
         sequences = parent.sequences if kind is RequestOutputKind.FINAL_ONLY else sequences
-        output = light(
+        output = fast_instance(
             RequestOutput,
             request_id=parent.request_id,
             prompt=parent.prompt.text,

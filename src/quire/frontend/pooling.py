@@ -32,7 +32,7 @@ NO_TASK = (
     "`LLM.classify(...)` or pooling_task='classify' for classes, `LLM.score(...)` for similarity scores, "
     "pooling_task='token_embed' or 'token_classify' for every token."
 )
-GENERATES_NOT = (
+NOT_GENERATIVE = (
     "generation is only supported for generative models, and this one is used for pooling. Try passing "
     "`--runner generate` to use the model as a generative model."
 )

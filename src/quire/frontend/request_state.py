@@ -12,7 +12,7 @@ from quire.data.outputs import (
     PromptLogprobs,
     RequestStateStats,
     SampleLogprobs,
-    light,
+    fast_instance,
 )
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import FinishReason
@@ -197,7 +197,7 @@ def delta_of(sequence: SequenceState) -> CompletionOutput:
 def _completion(
     sequence: SequenceState, text: str, token_ids: list[int], logprobs: SampleLogprobs | None
 ) -> CompletionOutput:
-    output = light(
+    output = fast_instance(
         CompletionOutput,
         index=sequence.index,
         text=text,

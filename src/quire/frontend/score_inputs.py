@@ -19,7 +19,7 @@ ROLES = ("query", "document")
 
 
 @dataclass(slots=True)
-class Side:
+class ScoreInput:
     """One input: a text, or content parts of a message."""
 
     message: Mapping[str, Any]
@@ -31,7 +31,7 @@ class Side:
     """mm_processor_kwargs of this input."""
 
     @classmethod
-    def of(cls, role: str, content: Any, name: str, salt: str | None = None) -> "Side":
+    def of(cls, role: str, content: Any, name: str, salt: str | None = None) -> "ScoreInput":
         """Build an input from its content; errors contain `name`."""
         items: list[MediaInput] = []
         message = parted_message({"role": role, "content": content}, f"{name}.content", items)
@@ -40,10 +40,10 @@ class Side:
         return cls(message, items)
 
 
-class Sides(NamedTuple):
+class ScoreInputs(NamedTuple):
     """One input, or two that form one prompt."""
 
-    sides: tuple[Side, ...]
+    sides: tuple[ScoreInput, ...]
     is_talk: bool = False
     """Whether it is a chat message, rendered with the model's chat template."""
 
@@ -53,7 +53,7 @@ class Sides(NamedTuple):
 
 
 def sides_prompt(
-    inputs: InputProcessor, sides: Sequence[Side], template: str | None, **options: Any
+    inputs: InputProcessor, sides: Sequence[ScoreInput], template: str | None, **options: Any
 ) -> Prompt:
     """Build the prompt of one or two inputs with a chat template; without one their texts are concatenated,
     with placeholders for media. `options` are those of `chat_prompt`."""
@@ -71,7 +71,7 @@ def sides_prompt(
 # ---- offline calls
 
 
-def called(firsts: list[Any], seconds: list[Any]) -> list[tuple[str, Any]]:
+def named_inputs(firsts: list[Any], seconds: list[Any]) -> list[tuple[str, Any]]:
     """Return the inputs of both sides of a score, each with its name for errors."""
     pairs(firsts, seconds)
     return [
@@ -81,7 +81,9 @@ def called(firsts: list[Any], seconds: list[Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def embedded(inputs: InputProcessor, name: str, item: Any, tokenization: Mapping[str, Any] | None) -> Prompt:
+def embed_prompt(
+    inputs: InputProcessor, name: str, item: Any, tokenization: Mapping[str, Any] | None
+) -> Prompt:
     """Build the prompt of an embedding: content parts in a dict, or any prompt."""
     if isinstance(item, Mapping) and item.get("content") is not None:
         return sides_prompt(inputs, [_prepare_side(inputs, item, "user", name)], None)
@@ -89,34 +91,34 @@ def embedded(inputs: InputProcessor, name: str, item: Any, tokenization: Mapping
     return inputs.parse(item, add_special_tokens=special)
 
 
-def compared(
+def cross_encoder_prompts(
     inputs: InputProcessor, firsts: list[Any], seconds: list[Any], template: str | None
 ) -> list[Prompt]:
     """Build the prompts of a cross-encoder, one for each pair."""
     roles = [ROLES[0]] * len(firsts) + [ROLES[1]] * len(seconds)
     sides = [
         _prepare_side(inputs, item, role, name)
-        for (name, item), role in zip(called(firsts, seconds), roles, strict=True)
+        for (name, item), role in zip(named_inputs(firsts, seconds), roles, strict=True)
     ]
     both = pairs(sides[: len(firsts)], sides[len(firsts) :])
     return [sides_prompt(inputs, pair, template) for pair in both]
 
 
-def _prepare_side(inputs: InputProcessor, item: Any, role: str, name: str) -> Side:
+def _prepare_side(inputs: InputProcessor, item: Any, role: str, name: str) -> ScoreInput:
     side = _side(item, role, name)
     side.prepared = inputs.media.prepare_now(side.items, side.arguments)
     return side
 
 
-def _side(item: Any, role: str, name: str) -> Side:
+def _side(item: Any, role: str, name: str) -> ScoreInput:
     if isinstance(item, str):
-        return Side.of(role, item, name)
+        return ScoreInput.of(role, item, name)
     content, text = (item.get("content"), item.get("prompt")) if isinstance(item, Mapping) else (None, None)
     if isinstance(content, list | tuple):
-        return Side.of(role, content, name)
+        return ScoreInput.of(role, content, name)
     if isinstance(text, str):
         arguments = item.get("mm_processor_kwargs")
-        return Side({"role": role, "content": text}, items_of(item), arguments=arguments)
+        return ScoreInput({"role": role, "content": text}, items_of(item), arguments=arguments)
     raise RequestError(
         f"{name}: a cross-encoder scores pairs of texts, or dicts with `content` parts; got "
         f"{type(item).__name__}"

@@ -7,7 +7,7 @@ import numpy as np
 from quire.data.multimodal import Media, MediaItem
 from quire.errors import RequestError
 from quire.multimodal.processing import PreparedItem
-from quire.multimodal.processors import Processor, joins
+from quire.multimodal.processors import Processor, merges_tokens
 
 _ID_BYTES = 4
 Mark = tuple[int, ...]
@@ -26,7 +26,7 @@ def place(
     marks = {item.modality: tuple(processor.marks(item.modality)) for item in prepared}
     if not all(marks.values()):
         return list(token_ids), Media([_build_item(0, item) for item in prepared])
-    joined = processor.joined if joins(processor) else _never_joined
+    joined = processor.joined if merges_tokens(processor) else _never_joined
     mark_places = _find_marks(token_ids, marks)
     if len(mark_places) != len(prepared):
         present = _find_spans(token_ids, prepared, joined)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.config.expert_placement import Placement, Strategy, placed
+from quire.config.expert_placement import Placement, Strategy, initial_placement
 from quire.parallel.group import ALONE, Group
 from quire.parallel.world import World
 
@@ -80,7 +80,7 @@ class ExpertDispatch:
 
     def place(self, num_experts: int, device: torch.device) -> ExpertPlaces:
         """The experts of one more layer."""
-        placement = placed(num_experts, self.group.size, self.strategy, self.num_redundant)
+        placement = initial_placement(num_experts, self.group.size, self.strategy, self.num_redundant)
         width = 1 if not self.num_redundant else min(self.num_redundant + 1, self.group.size)
         return ExpertPlaces(placement, num_experts, self.group.rank, width, device)
 

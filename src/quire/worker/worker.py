@@ -16,7 +16,7 @@ from quire.checkpoint.layout import CacheLayout, cache_specs, layout
 from quire.checkpoint.pooling import PoolingFacts
 from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import Eplb
-from quire.config.generation import alignment_heads, unsaid
+from quire.config.generation import alignment_heads, suppressed_tokens
 from quire.config.parallel import Stage
 from quire.config.profiling import Profiling
 from quire.config.speculation import SpecFacts
@@ -207,7 +207,9 @@ class Worker:
             max_rows=config.scheduler.max_num_seqs,
             max_len=config.model.max_model_len,
             block_size=config.cache.block_size,
-            sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device, unsaid(config)),
+            sampling=SamplingRows(
+                config.scheduler.max_num_seqs, facts.vocab, self.device, suppressed_tokens(config)
+            ),
             num_groups=len(self.layout.groups),
             most_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
             turns=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from interpreter import more
 
-from quire.kernels.reference.encoder import HEIGHTS, Spans, attend, tiles_of, turn
+from quire.kernels.reference.encoder import HEIGHTS, Spans, attend, rotate_in_place, tiles_of
 from quire.kernels.triton import encoder
 
 CUDA = torch.cuda.is_available()
@@ -58,6 +58,6 @@ def test_heads_turn_in_place(heads: int, dim: int, half: int, dtype: torch.dtype
     torch.manual_seed(0)
     ours = torch.randn(11, heads + 2, dim, device=DEVICE).to(dtype)
     theirs, angles = ours.clone(), torch.randn(11, half, device=DEVICE)
-    encoder.turn(ours[:, :heads], (angles.cos(), angles.sin()))
-    turn(theirs[:, :heads], (angles.cos(), angles.sin()))
+    encoder.rotate(ours[:, :heads], (angles.cos(), angles.sin()))
+    rotate_in_place(theirs[:, :heads], (angles.cos(), angles.sin()))
     torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)

@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.checkpoint.facts import Routing
 from quire.kernels.triton import matmul, moe_topk
-from quire.kernels.triton.launch import compiling, launch, room
+from quire.kernels.triton.launch import allocate_indices, compiling, launch
 from quire.kernels.triton.ops import TritonOps
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -38,8 +38,8 @@ def test_what_no_kernel_has_written_can_be_looked_up() -> None:
     """Where kernels are only compiled, places of experts are zeros, and no index is out of bounds."""
     kind = {"dtype": torch.int32, "device": torch.device("cpu")}
     with compiling():
-        assert not any(room(1 << 16, **kind).any() for _ in range(3))
-    assert room(4, 5, **kind).shape == (4, 5)
+        assert not any(allocate_indices(1 << 16, **kind).any() for _ in range(3))
+    assert allocate_indices(4, 5, **kind).shape == (4, 5)
 
 
 def test_experts_that_no_kernel_has_chosen_can_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:

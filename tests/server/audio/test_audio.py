@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken
 
 from quire.config.env import Env
-from quire.frontend.speech import RATE, Dictation, Speech, pieces_of
+from quire.frontend.speech import RATE, VoxtralTranscriber, WhisperTranscriber, pieces_of
 from quire.server.app import Application
 from quire.server.settings import make_settings
 from quire.text.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ def test_the_language_is_found_out() -> None:
 
 
 def test_models_of_english_are_not_told_of_languages() -> None:
-    speech = Speech(ENGINE.tokenizer, max_len=448, at_once=30 * RATE, is_english=True)
+    speech = WhisperTranscriber(ENGINE.tokenizer, max_len=448, at_once=30 * RATE, is_english=True)
     assert [*speech.languages] == ["en"] and speech.prompt("transcribe", "en") == [START, UNTIMED]
     usual, ENGINE.inputs.media.speech = ENGINE.inputs.media.speech, speech
     try:
@@ -103,7 +103,7 @@ def test_a_model_that_hears_in_its_prompt_is_asked_otherwise() -> None:
     """Voxtral: no language has to be found out, texts of pieces are apart, no time is told."""
     backend = byte_tokenizer().backend
     backend.add_special_tokens([AddedToken(name, special=True) for name in VOXTRAL])
-    speech = Dictation.of(
+    speech = VoxtralTranscriber.of(
         Tokenizer(backend, special_tokens={}), max_len=1000, at_once=90 * RATE, num_vectors=1500
     )
     assert speech is not None and speech.at_once == 30 * RATE

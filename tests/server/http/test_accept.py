@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_engine import FakeEngine
 
-from quire.server.http.accept import Dealer, Hand, Taker
+from quire.server.http.accept import ConnectionDealer, ConnectionHandle, ConnectionReceiver
 from quire.server.http.sockets import bind
 from quire.server.main import serve
 from quire.server.settings import make_settings
@@ -23,10 +23,10 @@ NUM_HANDS = 4
 class Player:
     """A process that takes what it is dealt and does nothing with it."""
 
-    def __init__(self, hand: Hand) -> None:
-        self.hand = Hand(hand.channel.dup(), hand.closed_file, hand.index)
+    def __init__(self, hand: ConnectionHandle) -> None:
+        self.hand = ConnectionHandle(hand.channel.dup(), hand.closed_file, hand.index)
         self.hand.channel.setblocking(False)
-        self.taker = Taker(self.hand)
+        self.taker = ConnectionReceiver(self.hand)
         self.open: list[socket.socket] = []
         self.num_taken = 0
 
@@ -47,7 +47,7 @@ class Table:
     def __init__(self, folder: Path) -> None:
         self.listener = bind(make_settings({"host": "127.0.0.1", "port": 0}).http)
         self.address = self.listener.getsockname()
-        self.dealer = Dealer(self.listener, folder / "closed", NUM_HANDS)
+        self.dealer = ConnectionDealer(self.listener, folder / "closed", NUM_HANDS)
         self.players = [Player(self.dealer.open(index)) for index in range(NUM_HANDS)]
         self.clients: list[socket.socket] = []
 
@@ -149,7 +149,7 @@ def test_a_connection_without_a_descriptor_counts_as_closed(table: Table) -> Non
 
     async def go() -> None:
         ours, theirs = socket.socketpair()
-        taker = Taker(replace(table.players[2].hand, channel=theirs))
+        taker = ConnectionReceiver(replace(table.players[2].hand, channel=theirs))
         taker.start(asyncio.Protocol, None)
         ours.send(b"c")  # the kernel leaves a descriptor out where there is no room for it
         async with asyncio.timeout(60):
@@ -169,12 +169,12 @@ def test_a_server_answers_what_it_is_dealt(tmp_path: Path) -> None:
     async def go() -> None:
         listener, stop = bind(settings.http), asyncio.Event()
         port = listener.getsockname()[1]
-        dealer = Dealer(listener, tmp_path / "closed", 2)
+        dealer = ConnectionDealer(listener, tmp_path / "closed", 2)
         up: list[int] = []
         servers = []
         for index in range(2):
             hand = dealer.open(index)
-            own = Hand(hand.channel.dup(), hand.closed_file, index)
+            own = ConnectionHandle(hand.channel.dup(), hand.closed_file, index)
             engine = FakeEngine("abc")
             engine.facts = replace(engine.facts, model_names=(f"m{index}",))
             run = serve(

@@ -19,7 +19,7 @@ from quire.server.app import Application
 from quire.server.http.errors import NotFound
 from quire.server.lora import resolver, search
 from quire.server.lora.locations import LoRALocations
-from quire.server.lora.modules import Module, check_modules, read_modules
+from quire.server.lora.modules import LoRAModule, check_modules, read_modules
 from quire.server.lora.registry import LoRARegistry
 from quire.server.settings import make_settings
 
@@ -75,7 +75,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_modules_are_read_in_every_form() -> None:
     found = read_modules(["a=./x", '{"name": "b", "path": "/y=z", "base_model_name": "m"}', "c=s3://k/v"])
-    assert found == (Module("a", "./x"), Module("b", "/y=z", base="m"), Module("c", "s3://k/v"))
+    assert found == (LoRAModule("a", "./x"), LoRAModule("b", "/y=z", base="m"), LoRAModule("c", "s3://k/v"))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_who_is_still_answered_by_an_adapter_that_leaves_is_so_with_its_tokens(t
     backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
     backend.add_tokens(["<new>"])
     backend.save(str(path / "tokenizer.json"))
-    leaving = LoRARegistry(modules=[Module("a", str(path), str(path), is_leaving=True)])
+    leaving = LoRARegistry(modules=[LoRAModule("a", str(path), str(path), is_leaving=True)])
     api = Application(engine, make_settings({}, env=Env.read(CHANGES)), registry=leaving).api
     assert api.adapters.get("a") is None and api.adapters.take("a", {}) is None
     tokenizer = api.inputs_of("a").tokenizer
@@ -286,7 +286,7 @@ def test_a_process_that_dies_while_it_unloads_leaves_no_name_behind(tmp_path: Pa
     """Another process takes the name for one that still leaves, for ever."""
     file, folder = tmp_path / "roster", tmp_path / "customers"
     path = adapter(folder / "acme")
-    LoRARegistry.create(file, [Module("acme", str(path), str(path), is_leaving=True)])
+    LoRARegistry.create(file, [LoRAModule("acme", str(path), str(path), is_leaving=True)])
 
     async def use(client: httpx.AsyncClient) -> None:
         reply = await client.post(COMPLETIONS, json={"prompt": "ab", "model": "acme"})
@@ -310,12 +310,12 @@ def test_an_adapter_is_loaded_once_however_many_ask_at_once(tmp_path: Path) -> N
 def test_processes_have_one_roster(tmp_path: Path) -> None:
     """What one API process loads and unloads, the others answer to or do not, at once."""
     file = tmp_path / "roster"
-    LoRARegistry.create(file, [Module("a", "x", "/x")])
+    LoRARegistry.create(file, [LoRAModule("a", "x", "/x")])
     one, other = LoRARegistry(file), LoRARegistry(file)
     assert list(other.all()) == ["a"] and not other.is_read
-    one.put(Module("b", "y", "/y"))
+    one.put(LoRAModule("b", "y", "/y"))
     assert list(other.all()) == ["a", "b"]
-    assert other.drop("a") == Module("a", "x", "/x") and other.drop("a") is None
+    assert other.drop("a") == LoRAModule("a", "x", "/x") and other.drop("a") is None
     assert list(one.all()) == ["b"]
     one.mark_read()
     assert other.is_read

@@ -194,7 +194,7 @@ def test_a_batch_of_chats() -> None:
 
 def test_a_batch_of_chats_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     num_turns, seen = 0, list[int]()
-    begin, whole = batch.begin_talk, batch.ChatEncoder.whole
+    begin, whole = batch.prepare_chat, batch.ChatEncoder.whole
 
     async def turning() -> None:
         nonlocal num_turns

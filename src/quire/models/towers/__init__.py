@@ -31,7 +31,7 @@ class Tower(Protocol):
 
 
 @runtime_checkable
-class Repeats(Protocol):
+class GraphableTower(Protocol):
     """A tower that a CUDA graph can capture: its computation depends only on the shapes of the items."""
 
     def lay_out(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> Any:

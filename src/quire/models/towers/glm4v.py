@@ -13,7 +13,7 @@ from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP
 from quire.models.towers import qwen2_5_vl
-from quire.models.towers.grid import GridTower, PatchGrid, Placed
+from quire.models.towers.grid import GridTower, PatchGrid, PatchLayout
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -79,13 +79,13 @@ class Glm4v(GridTower):
         self.squares = PatchEmbedding(kernel, tower.size_out, scope / "downsample")
         self.merger = Glm4vMerger(tower, scope / "merger")
 
-    def layout(self, grids: Sequence[PatchGrid]) -> Placed:
+    def layout(self, grids: Sequence[PatchGrid]) -> PatchLayout:
         places = self.places(grids)
         empty = torch.empty(0, device=self.device)
         positions = self.positions(places, grids) if self.facts.positions else empty
-        return Placed(self.images(grids), self.angles(places), positions)
+        return PatchLayout(self.images(grids), self.angles(places), positions)
 
-    def forward(self, x: Tensor, layout: Placed) -> Tensor:
+    def forward(self, x: Tensor, layout: PatchLayout) -> Tensor:
         """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""
         images, angles, positions = layout
         if self.first_norm is not None:

@@ -38,7 +38,7 @@ def _grids_of(items: Sequence[Mapping[str, Tensor]]) -> list[PatchGrid]:
     return [PatchGrid(*item["pixels"].shape[:3]) for item in items]
 
 
-class Placed(NamedTuple):
+class PatchLayout(NamedTuple):
     """Layout of patches with learned positions."""
 
     images: Spans

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts, MediaFacts
-from quire.checkpoint.multimodal.omni import HearingFacts, OmniFacts
+from quire.checkpoint.multimodal.omni import OmniAudioFacts, OmniFacts
 from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
@@ -25,7 +25,7 @@ _EPS = 1e-5
 _SLOWEST = 10000
 
 
-class SeeingLayer(qwen2_5_vl.Layer):
+class OmniVisionLayer(qwen2_5_vl.Layer):
     """Qwen2.5-VL layer with separate query, key and value projections."""
 
     def mixer(self, facts: GridFacts, scope: Scope) -> VisionAttention:
@@ -35,13 +35,13 @@ class SeeingLayer(qwen2_5_vl.Layer):
 class OmniVisionTower(qwen2_5_vl.Qwen2_5VL):
     """Qwen2.5-VL vision encoder with separate query, key and value projections."""
 
-    Layer = SeeingLayer
+    Layer = OmniVisionLayer
 
 
 class OmniAudioTower(nn.Module):
     """Audio encoder with attention within chunks of frames, and means of two states at the end."""
 
-    def __init__(self, facts: HearingFacts, scope: Scope) -> None:
+    def __init__(self, facts: OmniAudioFacts, scope: Scope) -> None:
         super().__init__()
         self.facts, encoder = facts, facts.encoder
         hidden = encoder.hidden

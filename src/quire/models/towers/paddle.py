@@ -10,7 +10,7 @@ from quire.kernels.reference.encoder import Spans
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, Learned, VisionAttention, VisionMLP
-from quire.models.towers.grid import GridTower, PatchGrid, Placed, interpolate
+from quire.models.towers.grid import GridTower, PatchGrid, PatchLayout, interpolate
 
 _PROJECTOR_EPS = 1e-5
 
@@ -68,12 +68,12 @@ class PaddleOCRVL(GridTower):
         is_first = scope.is_stored("mlp_AR.linear_1.weight")
         self.projector = PaddleProjector(tower, scope / ("mlp_AR" if is_first else "model.projector"))
 
-    def layout(self, grids: Sequence[PatchGrid]) -> Placed:
+    def layout(self, grids: Sequence[PatchGrid]) -> PatchLayout:
         places = self.places(grids)
         positions = interpolate(self.learned.vectors, places, self.sizes(grids), align_corners=False)
-        return Placed(self.images(grids), self.angles(places), positions)
+        return PatchLayout(self.images(grids), self.angles(places), positions)
 
-    def forward(self, x: Tensor, layout: Placed) -> Tensor:
+    def forward(self, x: Tensor, layout: PatchLayout) -> Tensor:
         """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""
         images, angles, positions = layout
         x = x + positions

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.multimodal.omni import HearingFacts
+from quire.checkpoint.multimodal.omni import OmniAudioFacts
 from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
@@ -57,7 +57,7 @@ class Qwen3OmniAudioTower(nn.Module):
     """Audio encoder over chunks of frames, with attention within groups of chunks. The last chunk is padded
     to full length, unless it is the only one."""
 
-    def __init__(self, facts: HearingFacts, scope: Scope) -> None:
+    def __init__(self, facts: OmniAudioFacts, scope: Scope) -> None:
         super().__init__()
         self.facts, encoder, size = facts, facts.encoder, facts.channels
         sizes = [(1, size), (size, size), (size, size)]

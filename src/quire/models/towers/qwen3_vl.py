@@ -11,7 +11,7 @@ from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, VisionMLP
 from quire.models.towers import qwen2_vl
-from quire.models.towers.grid import GridTower, PatchGrid, Placed, interpolate
+from quire.models.towers.grid import GridTower, PatchGrid, PatchLayout, interpolate
 
 _MLP = ("linear_fc1", "linear_fc2")
 
@@ -58,12 +58,12 @@ class Qwen3VL(GridTower):
             self.merger_class(tower, scope / self.deep_name / i, squares=True) for i in numbers
         )
 
-    def layout(self, grids: Sequence[PatchGrid]) -> Placed:
+    def layout(self, grids: Sequence[PatchGrid]) -> PatchLayout:
         places = self.places(grids)
         positions = interpolate(self.learned.vectors, places, self.sizes(grids))
-        return Placed(self.images(grids), self.angles(places), positions)
+        return PatchLayout(self.images(grids), self.angles(places), positions)
 
-    def forward(self, x: Tensor, layout: Placed) -> Tensor:
+    def forward(self, x: Tensor, layout: PatchLayout) -> Tensor:
         """Encode patches [T, hidden] of all items to [T / merge^2, size_out * (1 + deepstack levels)]."""
         images, angles, positions = layout
         x, deep = x + positions, []

@@ -15,7 +15,7 @@ from quire.data.multimodal import Array
 from quire.errors import ConfigError, RequestError
 from quire.multimodal.images import override_settings, stored_settings, wrong_argument
 from quire.multimodal.mel import Samples, resampled
-from quire.multimodal.processors import Content, ProcessedItem, Sound
+from quire.multimodal.processors import Audio, Content, ProcessedItem
 from quire.multimodal.processors.gemma import Newlines
 from quire.text.tokenizer import Tokenizer
 
@@ -41,12 +41,12 @@ class Gemma3nProcessor(Newlines):
         self.hop = round(self.rate * self.settings.number("hop_length_ms", 10.0) / 1000)
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Sound)
+        assert isinstance(content, Audio)
         try:
             is_cut = override_settings(self.settings, arguments, ("truncation",)).flag("truncation", True)
         except ConfigError as error:
             raise wrong_argument(error) from error
-        sound = content if content.rate else Sound(content.samples, self.rate)
+        sound = content if content.rate else Audio(content.samples, self.rate)
         seconds = len(sound.samples) / sound.rate
         if not is_cut and seconds * self.rate > _LONGEST:
             raise RequestError(

@@ -15,7 +15,7 @@ from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.data.multimodal import Array, MediaItem
 from quire.errors import RequestError
 from quire.multimodal.images import check_frames, resized
-from quire.multimodal.processors import Content, ProcessedItem, Sound, Video
+from quire.multimodal.processors import Audio, Content, ProcessedItem, Video
 from quire.multimodal.processors.grid import USUAL_FPS, PatchLayout, patches_of, positions_of, sampled
 from quire.multimodal.processors.grid_settings import GridSettings, read_settings
 from quire.text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ class GridProcessor:
         return "".join(token or "" for token in self.tokenizer.convert_ids_to_tokens(ids))
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert not isinstance(content, Sound), "these models have no audio input"
+        assert not isinstance(content, Audio), "these models have no audio input"
         settings = self.settings[modality].with_arguments(arguments)
         if isinstance(content, Video):
             return self._process_video(content, settings)

@@ -11,7 +11,7 @@ from quire.checkpoint.layout import cache_specs
 from quire.config.engine import EngineConfig
 from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints, Masks, Pending, StepPlan
-from quire.kernels.host_to_device import sent
+from quire.kernels.host_to_device import copy_to_device
 from quire.memory import (
     GRAPH_BYTES,
     MAX_DRAWS,
@@ -231,7 +231,7 @@ class CudaDevice:
             draft_graphs.skip(plan)
             return False
         if len(ids):
-            self._set_blocks(sent(places, self.device), sent(ids, self.device))
+            self._set_blocks(copy_to_device(places, self.device), copy_to_device(ids, self.device))
         self.model.without_adapters()
         draft_graphs(plan)
         return True

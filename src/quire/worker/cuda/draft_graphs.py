@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.data.plan import Ints, StepPlan
-from quire.kernels.host_to_device import sent
+from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton.spec import SpecTokens
 from quire.memory import MAX_DRAWS
 from quire.sampling.random import SamplingTensors
@@ -87,7 +87,7 @@ class DraftGraphs:
         if decodes.any():
             self._propose(plan.rows[decodes], int(plan.num_drafts.max(initial=1)))
         if late.any():
-            rows = sent(plan.rows[late].astype(np.int64), self.tables.device)
+            rows = copy_to_device(plan.rows[late].astype(np.int64), self.tables.device)
             self.known.num_drafts.index_fill_(0, rows, 0)
 
     def _propose(self, rows: Ints, most: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints, StepPlan, spread
-from quire.kernels.host_to_device import sent
+from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton.spec import DRAFTED, SpecStep, SpecTokens, derive, look_up, verify
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
@@ -109,7 +109,7 @@ class Speculation:
         known = self.known
         for new in plan.admitted:
             row, length = new.row, int(all_rows.num_tokens[new.row])
-            tokens = sent(all_rows.tokens[row, :length], self.device)
+            tokens = copy_to_device(all_rows.tokens[row, :length], self.device)
             known.history[row, :length].copy_(tokens, non_blocking=True)
             known.lengths[row].fill_(length)
             known.num_drafts[row].fill_(0)
@@ -118,9 +118,9 @@ class Speculation:
         if len(plan.drafts):
             drafts = np.zeros((len(plan.rows), self.most), np.int64)
             drafts[np.arange(self.most) < plan.num_drafts[:, None]] = plan.drafts
-            rows = sent(plan.rows.astype(np.int64), self.device)
-            known.drafts.index_copy_(0, rows, sent(drafts, self.device))
-            known.num_drafts.index_copy_(0, rows, sent(plan.num_drafts, self.device))
+            rows = copy_to_device(plan.rows.astype(np.int64), self.device)
+            known.drafts.index_copy_(0, rows, copy_to_device(drafts, self.device))
+            known.num_drafts.index_copy_(0, rows, copy_to_device(plan.num_drafts, self.device))
 
     def derive(self, batch: Batch, sheet: dict[str, Tensor], tables: Tensor) -> VerifyInputs:
         """Compute the inputs of the decodes, in place."""

@@ -37,7 +37,7 @@ class Alignment:
         for layer, head in heads:
             if head // num_own == group.rank:
                 self._heads.setdefault(layer, []).append(head % num_own)
-        self._warped = warped if native.library() is None else dtw.warped
+        self._warped = warped if native.library() is None else dtw.align
         self._wanted: dict[int, AlignmentHeads] = {}
         self._chunks: dict[int, list[list[Tensor]]] = {}
         """Queries by row, chunk and layer, [tokens, heads, head_dim]."""
