@@ -73,5 +73,5 @@ def test_a_sequence_reads_blocks_that_another_of_the_same_batch_writes() -> None
 def test_spans_are_cut_once_per_step_not_once_per_layer() -> None:
     batch = make_batch([([0, 0], 0)], [[0]], BLOCK)
     TorchSDPA().plan(batch)
-    assert batch.attention.split(BLOCK, None) is batch.attention.cut(BLOCK, None)
-    assert batch.attention.split(BLOCK, 1) is not batch.attention.cut(BLOCK, None)
+    assert batch.attention.split(BLOCK, None) is batch.attention.split(BLOCK, None)
+    assert batch.attention.split(BLOCK, 1) is not batch.attention.split(BLOCK, None)
