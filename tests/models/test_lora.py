@@ -181,5 +181,5 @@ def _noted(used: list[str], product: Callable[[Tensor], Tensor], ops: Ops, x: Te
 def test_a_model_of_transformers_takes_none() -> None:
     facts: Any = SimpleNamespace(borrowed=object(), architecture="Odd")
     scope = Scope(torch.float32, torch.device("cpu"), TorchSDPA(), 8, adapters=slots_for(1, 8))
-    with pytest.raises(ConfigError, match="takes no adapters"):
+    with pytest.raises(ConfigError, match="enable_lora is not supported with Odd"):
         TransformersModel(facts, scope)

@@ -80,7 +80,7 @@ def _split_on_device(query_starts: Tensor, num_tokens: int, few: int, tile: int)
     most = num_tokens // tile + 1 + min(last, num_tokens // (few + 1))
     tiles = torch.arange(most, device=lens.device)
     seqs = torch.searchsorted(ends, tiles, right=True).clamp_(max=last)
-    # An unused tile starts behind all tokens, so it is empty.
+    # An unused tile starts after the last token, so it is empty.
     firsts = torch.where(tiles < ends[-1], (ends[seqs] - 1 - tiles) * tile, num_tokens)
     short = torch.where((lens > 0) & (lens <= few) & ~pads, index, last)
     return _Split(short.int(), last + 1, torch.stack((seqs, firsts), 1).int())

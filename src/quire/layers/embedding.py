@@ -175,7 +175,7 @@ class Head(nn.Module):
         self.name = scope.name
         has_bias = bias and tied is not None
         self.bias = frozen_parameter(scope.empty(vocab)) if has_bias else None
-        """Bias beside a tied embedding; an untied table has its own bias."""
+        """Bias of a head with a tied embedding; an untied table has its own bias."""
 
     def targets(self) -> Iterator[Target]:
         if self.bias is not None:
