@@ -15,8 +15,7 @@ import torch
 from kernel_decode_layer import graph_us, random
 from torch import Tensor
 
-from quire.kernels.reference.fp8 import Scaled, linear_reference
-from quire.kernels.reference.fp8 import quantize as quantize_weight
+from quire.kernels.reference.fp8 import Scaled, linear_reference, quantize_weight
 from quire.kernels.triton import matmul
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.fp8 import Plan, gated, linear, multiply, quantize

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.checkpoint.quant.schemes import Grouped
-from quire.kernels.reference.fp8 import E4M3, Scaled, dequantize, quantize
+from quire.kernels.reference.fp8 import E4M3, Scaled, dequantize, quantize_weight
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256},
@@ -62,7 +62,7 @@ def pack_int8(by: str, static: bool, name: str, weight: Tensor) -> tuple[dict[st
 
 
 def pack_fp8(by: str, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    data, scale = quantize(weight)
+    data, scale = quantize_weight(weight)
     stored = {"weight_scale": scale[:, None]}
     if by == "tensor":
         whole = scale.amax()

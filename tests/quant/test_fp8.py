@@ -15,7 +15,7 @@ from quire.checkpoint.quant.schemes import Fp8
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
-from quire.kernels.reference.fp8 import E4M3, Scaled, dequantize, linear_reference, quantize
+from quire.kernels.reference.fp8 import E4M3, Scaled, dequantize, linear_reference, quantize_weight
 from quire.quant.experts import ExpertShape
 from quire.quant.fp8 import Fp8Experts, Fp8Format, Fp8Weight
 from quire.quant.plain import PlainFormat
@@ -104,7 +104,7 @@ def filled(scheme: Fp8, *, bias: bool = False) -> tuple[Fp8Weight, Scaled]:
         made.append(dequantize(Scaled(part["weight"].tensor, scale), torch.float32))
     if weight.bias is not None:
         weight.bias.normal_()
-    return weight, quantize(torch.cat(made))._replace(data=torch.cat(made))
+    return weight, quantize_weight(torch.cat(made))._replace(data=torch.cat(made))
 
 
 SCHEMES = [Fp8("tensor"), Fp8("channel"), Fp8("block", "group")]

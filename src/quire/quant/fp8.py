@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.kernels.cpu.linear import LinearProduct, Matrix
 from quire.kernels.cpu.moe import CpuExperts
-from quire.kernels.reference.fp8 import BLOCK, E4M3, Scaled, dequantize, linear, quantize
+from quire.kernels.reference.fp8 import BLOCK, E4M3, Scaled, dequantize, linear, quantize_weight
 from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
@@ -228,7 +228,7 @@ class Fp8Matrices(nn.Module):
         """Replace block scales by one scale per output, so that outputs can be reordered."""
         if self.per == "block":
             wide = dequantize(Scaled(self.weight.data, self.scale.data), torch.float32)
-            self.weight.data, scale = quantize(wide)
+            self.weight.data, scale = quantize_weight(wide)
             self.scale.data, self.per = scale[..., None], "channel"
 
     @property
@@ -240,7 +240,7 @@ class Fp8Matrices(nn.Module):
         """Bring the scales to one per output or block, quantizing the weight if it is not stored so."""
         if not self.scheme.stored:
             matrices = self.weight.data.flatten(0, -3) if self.axis else self.weight.data[None]
-            quantized = [quantize(matrix) for matrix in matrices]  # one by one, to save memory
+            quantized = [quantize_weight(matrix) for matrix in matrices]  # one by one, to save memory
             shape = self.weight.shape
             self.weight.data = torch.stack([matrix.data for matrix in quantized]).view(shape)
             self.scale.data = torch.stack([matrix.scale for matrix in quantized]).view(shape[:-1])

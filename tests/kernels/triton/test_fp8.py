@@ -7,7 +7,7 @@ import torch
 from interpreter import more
 from torch import Tensor
 
-from quire.kernels.reference.fp8 import E4M3, Scaled, linear_reference, quantize, quantize_reference
+from quire.kernels.reference.fp8 import E4M3, Scaled, linear_reference, quantize_reference, quantize_weight
 from quire.kernels.reference.ops import Reference
 from quire.kernels.triton.fp8 import Plan, choose, gated, gated_linear, linear, multiply, quantize
 from quire.kernels.triton.matmul import RowsPlan, TilesPlan
@@ -44,7 +44,7 @@ def rounded(num: int, size: int) -> Tensor:
 def stored(size_out: int, size_in: int, *, blocked: bool) -> Scaled:
     """Rows and blocks of different sizes."""
     sizes = torch.rand(size_out, 1, device=DEVICE) + 0.1
-    data, scale = quantize(random(size_out, size_in).float() * sizes)
+    data, scale = quantize_weight(random(size_out, size_in).float() * sizes)
     if blocked:
         scale = torch.rand(-(-size_out // 128), -(-size_in // 128), device=DEVICE) / 200 + 1e-3
     if CUDA:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.ops import HeadEntry, HeadNorms
-from quire.kernels.reference.fp8 import Scaled, dequantize, quantize
+from quire.kernels.reference.fp8 import Scaled, dequantize, quantize_weight
 from quire.kernels.reference.ops import Reference
 from quire.kernels.triton.qkv import enter
 
@@ -60,7 +60,7 @@ def test_one_token(heads: tuple[int, int], biased: bool) -> None:
 
 @pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
 def test_a_weight_in_e4m3(blocked: bool) -> None:
-    weight, scale = quantize(torch.randn(256, 512, device=DEVICE))
+    weight, scale = quantize_weight(torch.randn(256, 512, device=DEVICE))
     scale = torch.rand(2, 4, device=DEVICE) / 100 if blocked else scale
     check(case(4, 2, 32), random(1, 512) / 16, weight, scale=scale)
 

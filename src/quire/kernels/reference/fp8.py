@@ -29,7 +29,7 @@ class Scaled(NamedTuple):
         return self.scale.ndim == self.data.ndim
 
 
-def quantize(weight: Tensor) -> Scaled:
+def quantize_weight(weight: Tensor) -> Scaled:
     """Quantize a weight [..., outputs, inputs] to e4m3 with a scale per output."""
     scale = weight.abs().amax(-1).float().clamp(min=_LEAST) / LIMIT
     return Scaled((weight / scale[..., None]).clamp(-LIMIT, LIMIT).to(E4M3), scale)
