@@ -116,10 +116,10 @@ def test_nobody_has_it_if_one_has_not(
     group: TorchGroup, ways: list[str], gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that fails to map the others' memory must not leave them waiting for its signals."""
-    ask = symmetric._ask_all
+    ask = symmetric._gather_objects
     monkeypatch.setattr(
         symmetric,
-        "_ask_all",
+        "_gather_objects",
         lambda group, mine: [*ask(group, mine), mine if isinstance(mine, PeerAddress) else "broken"],
     )
     assert symmetric.with_quick_sums(group, CUDA) is group
@@ -144,7 +144,7 @@ def test_not_on_a_cpu(group: TorchGroup, ways: list[str]) -> None:
 def test_the_flag(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = object()
     monkeypatch.setattr(world.dist, "init_process_group", lambda *args, **kwargs: None)
-    monkeypatch.setattr(world, "_own_group", lambda *args: ALONE)
+    monkeypatch.setattr(world, "_create_group", lambda *args: ALONE)
     monkeypatch.setattr(world, "with_quick_sums", lambda group, device: quick)
     parallel = ParallelSection(device="cuda", cpu_threads=1, disable_custom_all_reduce=disabled)
     joined = world.join(parallel, Rank(), "file:///nowhere", CUDA, 1.0)

@@ -57,7 +57,7 @@ def sampled(sampler: Sampler, logits: Tensor, num_logprobs: int = 20) -> Sampled
     tokens = np.arange(3 * num_rows, dtype=np.int32).reshape(num_rows, 3)
     lens = np.full(num_rows, 3, np.int32), np.full(num_rows, 2, np.int32)
     rows = np.arange(num_rows, dtype=np.int32)
-    return sampler(logits, rows, state, tokens, *lens, asked=asked_by(num_rows))
+    return sampler(logits, rows, state, tokens, *lens, tensors=asked_by(num_rows))
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

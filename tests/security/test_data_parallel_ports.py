@@ -227,9 +227,7 @@ def test_a_machine_without_the_token_enlists_nothing(roll: NodeRegistry, tmp_pat
     host, _, port = roll._place.rpartition(":")
     for token in ("", "guess"):
         node = Announcer(host, int(port), size=2, addresses={1: "tcp://10.9.9.9:1"}, token=token)
-        with pytest.raises(
-            ConfigError, match=r"refused.*QUIRE_CLUSTER_TOKEN is another: set the same secret"
-        ):
+        with pytest.raises(ConfigError, match=r"refused.*QUIRE_CLUSTER_TOKEN differs: set the same secret"):
             until(lambda: False, roll.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))  # noqa: B023
         node.close()
     assert roll.missing == [1] and not NodeRegistry.file_of(tmp_path, 1).exists()
@@ -244,8 +242,10 @@ def test_a_machine_without_the_token_enlists_nothing(roll: NodeRegistry, tmp_pat
     ["tcp://one", "ipc:///tmp/other", "tcp://a:1\n", "inproc://x", "tcp://h:99999999", "", "x" * 9999],
 )
 def test_only_addresses_of_cores_are_written_down(roll: NodeRegistry, tmp_path: Path, address: str) -> None:
-    noted = roll._note(b"node", JoinNode("node", 2, TOKEN, {1: address}))
-    assert "is no address of a core: expected tcp://HOST:PORT" in noted.problem and len(noted.problem) < 200
+    noted = roll._register(b"node", JoinNode("node", 2, TOKEN, {1: address}))
+    assert (
+        "is not an address of a core: expected tcp://HOST:PORT" in noted.problem and len(noted.problem) < 200
+    )
     assert roll.missing == [1] and not NodeRegistry.file_of(tmp_path, 1).exists()
 
 

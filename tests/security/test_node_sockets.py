@@ -123,7 +123,7 @@ def test_a_machine_without_the_token_is_told_and_ends_nothing(port: Port) -> Non
         assert "QUIRE_CLUSTER_TOKEN must be the same on every machine" in refusal.problem
     port.join(1)
     assert port.refusal(1).problem.startswith("two machines have --node-rank 1")
-    assert "node 9 (127.0.0.1) is none of those that are awaited" in port.refusal(9).problem
+    assert "node 9 (127.0.0.1) is not one of the expected nodes" in port.refusal(9).problem
     port.join(2)
     assert port.worker_group.await_all(time.monotonic() + PATIENCE_S)
 

@@ -71,7 +71,7 @@ def test_strangers_are_passed_over(
             stranger.send_multipart(message)
         node = Announcer("127.0.0.1", port, size=3, token=TOKEN, addresses={1: ONE})
         until(lambda: roll.missing == [2], roll.listen, lambda: node.tick(is_up=True, timeout_s=PATIENCE_S))
-        until(lambda: "a message that is none of this version" in caplog.text, roll.listen)
+        until(lambda: "a message that is not of this version" in caplog.text, roll.listen)
         assert roll.missing == [2]
         assert caplog.text.count("Ignored at") == 1, "one line, however much is sent"
         node.close()

@@ -41,7 +41,7 @@ def test_what_was_put_is_read_by_others() -> None:
         for way in (stored, sent):
             assert bytes(window.read(way)) == data == bytes(arena.read(stored))
     assert arena.put(bytes(4096)) is None, "with its head it is larger than one may be"
-    with pytest.raises(EngineError, match="something else lies"):
+    with pytest.raises(EngineError, match="was overwritten"):
         window.read(StoredArrays(arena.path, kept[1].start, 1, 77))
     assert not borrower.take(StoredArrays("/proc/1/fd/999999", 0, 1, 0))
 

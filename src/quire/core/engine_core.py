@@ -113,8 +113,7 @@ class EngineCore:
     def clear(self) -> None:
         """Drop all requests and prefixes after a step that failed halfway.
 
-        Blocks enter the prefix cache when the plan that fills them is made, and a failed step may have filled
-        none.
+        Blocks enter the prefix cache with the plan that fills them, and a failed step may have filled none.
         """
         scheduler = self.scheduler
         self.pipeline.clear()

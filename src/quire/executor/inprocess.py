@@ -1,4 +1,4 @@
-"""The executor of a single device: the worker lives in this very process."""
+"""The executor of a single device, with the worker in this process."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ class InProcessExecutor:
         self._worker = Worker(config, _meet(config))
 
     def start(self) -> CacheSize:
-        """Load the model and set up its cache; how large the cache came out."""
+        """Load the model, allocate its cache, and return the size of the cache."""
         return self._worker.start()
 
     def submit(self, plan: StepPlan) -> Pending:
@@ -43,7 +43,7 @@ class InProcessExecutor:
         kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """However long it takes."""
+        """Call a method or function without a time limit."""
         if callable(method):
             return [method(self._worker, *args, **(kwargs or {}))]
         return [invoke(self._worker, method, args, kwargs or {})]
@@ -58,7 +58,7 @@ class InProcessExecutor:
         self._reading.drop(name)
 
     def watch(self) -> None:
-        """It is here."""
+        """Return: a worker in this process cannot be gone."""
 
     @cached_property
     def _reading(self) -> AdapterReading:
@@ -71,7 +71,7 @@ class InProcessExecutor:
 
 
 def _meet(config: EngineConfig) -> World:
-    """Alone, or with the devices of other engines that have some of the experts."""
+    """Return a world of one rank, or join the engines that share experts."""
     parallel = config.parallel
     if not steps_together(parallel):
         return World()
@@ -83,6 +83,6 @@ def _meet(config: EngineConfig) -> World:
         return join(parallel, rank, meeting, device, timeout_s)
     except RuntimeError as error:
         raise EngineDead(
-            f"engine {rank.dp} did not meet those with the other experts at {meeting} within {timeout_s} s: "
+            f"engine {rank.dp} did not reach the other engines at {meeting} within {timeout_s} s: "
             f"{str(error).splitlines()[0]}"
         ) from error

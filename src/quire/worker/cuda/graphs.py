@@ -94,8 +94,8 @@ class Graphs:
     ) -> None:
         """Capture the ladder up to `largest`, the largest first: the others reuse its memory. Sizes not
         captured within `seconds` run eagerly. `kinds`: without adapters, with them. `short`: steps with
-        prompts, up to so many sequences and tokens. `follow` and `redraw` are captured as graphs of their own
-        after each step."""
+        prompts, as (most sequences and samples, tokens). `follow` and `redraw` are captured as graphs of
+        their own after each step."""
         started, self.pool = time.monotonic(), torch.cuda.graph_pool_handle()
         buffers = self.block_tables, self.pool, self.in_flight
         captured = partial(Graph, compute, *buffers, follow=follow, redraw=redraw)
