@@ -176,7 +176,7 @@ def test_who_cannot_fall_asleep_wakes_up_whole(alone: LLM, monkeypatch: pytest.M
         raise MemoryError("no room")
 
     before, whole = said(alone), alone.collective_rpc(cache_bytes)[0]
-    monkeypatch.setattr("quire.worker.worker.Stowed", fail)
+    monkeypatch.setattr("quire.worker.worker.OffloadedWeights", fail)
     alone.collective_rpc(lambda worker: monkeypatch.setattr(worker, "device", LikeCuda("cpu")))
     with pytest.raises(EngineError, match="no room"):
         alone.sleep(1)

@@ -14,7 +14,13 @@ from quire.config.parallel import Rank
 from quire.config.sections import ParallelSection
 from quire.parallel import symmetric, world
 from quire.parallel.group import ALONE, TorchGroup
-from quire.parallel.symmetric import LARGEST_BYTES, ONE_SHOT_BYTES, PeerAddress, SymmetricGroup, why_not
+from quire.parallel.symmetric import (
+    LARGEST_BYTES,
+    ONE_SHOT_BYTES,
+    PeerAddress,
+    SymmetricGroup,
+    why_no_symmetric_memory,
+)
 
 CUDA = torch.device("cuda", 0)
 
@@ -90,14 +96,20 @@ def test_the_shared_memory_is_seen_as_the_tensor(
 
 def test_who_reads_whose_memory() -> None:
     links = [[0, 18, 0], [18, 0, 18], [0, 18, 0]]
-    assert why_not([PeerAddress("a", 0), PeerAddress("a", 1)], links) is None
+    assert why_no_symmetric_memory([PeerAddress("a", 0), PeerAddress("a", 1)], links) is None
     assert (
-        why_not([PeerAddress("a", 0), PeerAddress("a", 1), PeerAddress("a", 2)], links)
+        why_no_symmetric_memory([PeerAddress("a", 0), PeerAddress("a", 1), PeerAddress("a", 2)], links)
         == "no NVLink between GPUs 0 and 2"
     )
-    assert why_not([PeerAddress("a", 0), PeerAddress("b", 1)], links) == "the GPUs are on several machines"
-    assert why_not([PeerAddress("a", 0), PeerAddress("a", 3)], links) == "GPU 3 is not visible here"
-    assert why_not([PeerAddress("a", 0)], []) == "GPU 0 is not visible here"
+    assert (
+        why_no_symmetric_memory([PeerAddress("a", 0), PeerAddress("b", 1)], links)
+        == "the GPUs are on several machines"
+    )
+    assert (
+        why_no_symmetric_memory([PeerAddress("a", 0), PeerAddress("a", 3)], links)
+        == "GPU 3 is not visible here"
+    )
+    assert why_no_symmetric_memory([PeerAddress("a", 0)], []) == "GPU 0 is not visible here"
 
 
 @pytest.fixture
@@ -109,7 +121,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_have_it(group: TorchGroup, ways: list[str], gpu: None) -> None:
-    assert isinstance(symmetric.with_quick_sums(group, CUDA), SymmetricGroup) and ways == ["met"]
+    assert isinstance(symmetric.with_symmetric_memory(group, CUDA), SymmetricGroup) and ways == ["met"]
 
 
 def test_nobody_has_it_if_one_has_not(
@@ -122,7 +134,7 @@ def test_nobody_has_it_if_one_has_not(
         "_gather_objects",
         lambda group, mine: [*ask(group, mine), mine if isinstance(mine, PeerAddress) else "broken"],
     )
-    assert symmetric.with_quick_sums(group, CUDA) is group
+    assert symmetric.with_symmetric_memory(group, CUDA) is group
 
 
 def test_no_symmetric_memory(
@@ -132,12 +144,12 @@ def test_no_symmetric_memory(
         raise RuntimeError("not supported\nby this driver")
 
     monkeypatch.setattr(symmetric.symm_mem, "rendezvous", refuse)
-    assert symmetric.with_quick_sums(group, CUDA) is group
+    assert symmetric.with_symmetric_memory(group, CUDA) is group
 
 
 def test_not_on_a_cpu(group: TorchGroup, ways: list[str]) -> None:
-    assert symmetric.with_quick_sums(group, torch.device("cpu")) is group
-    assert symmetric.with_quick_sums(ALONE, CUDA) is ALONE and not ways
+    assert symmetric.with_symmetric_memory(group, torch.device("cpu")) is group
+    assert symmetric.with_symmetric_memory(ALONE, CUDA) is ALONE and not ways
 
 
 @pytest.mark.parametrize("disabled", [False, True])
@@ -145,7 +157,7 @@ def test_the_flag(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = object()
     monkeypatch.setattr(world.dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(world, "_create_group", lambda *args: ALONE)
-    monkeypatch.setattr(world, "with_quick_sums", lambda group, device: quick)
+    monkeypatch.setattr(world, "with_symmetric_memory", lambda group, device: quick)
     parallel = ParallelSection(device="cuda", cpu_threads=1, disable_custom_all_reduce=disabled)
     joined = world.join(parallel, Rank(), "file:///nowhere", CUDA, 1.0)
     assert joined.tp is (ALONE if disabled else quick)

@@ -14,7 +14,7 @@ from quire.data.plan import Masks
 from quire.kernels.cpu import native, sampling
 from quire.sampling import memory_probe, sampler
 from quire.sampling.constrain import HostMasks
-from quire.sampling.memory_probe import everything, rehearse
+from quire.sampling.memory_probe import everything, probe_memory
 from quire.sampling.random import SamplingTensors
 from quire.sampling.rows import (
     ALLOWED,
@@ -119,9 +119,9 @@ def test_the_rehearsal_asks_for_everything(monkeypatch: pytest.MonkeyPatch) -> N
             masked.append(len(masks.rows))
             return super().__call__(logits, masks, places)
 
-    monkeypatch.setattr(sampler, "open_confiner", lambda device: Confining())
+    monkeypatch.setattr(sampler, "open_masks", lambda device: Confining())
     monkeypatch.setattr(memory_probe, "POSITIONS_AT_ONCE", 16)
     logits, hidden = torch.zeros(3 * AT_ONCE, VOCAB), torch.zeros(100, 8)
-    rehearse(Watched(VOCAB, CPU), head, hidden, logits, asked_by(3 * AT_ONCE), 20)
+    probe_memory(Watched(VOCAB, CPU), head, hidden, logits, asked_by(3 * AT_ONCE), 20)
     every = RANDOM | LIMITED | PENALTIES | ALLOWED | BANNED | HELD | BIASED | LOGPROBS | TIMED
     assert seen == [1, every, AT_ONCE, every] and positions == [16] and masked == [3 * AT_ONCE]

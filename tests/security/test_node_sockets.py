@@ -20,7 +20,7 @@ from quire.executor.tcp import (
     MAX_UNADMITTED,
     HeadEnd,
     Join,
-    RemoteCrew,
+    RemoteRanks,
     decode_from_head,
     encode,
     tuned,
@@ -53,7 +53,7 @@ class Port:
 
     def __init__(self) -> None:
         self.listener = Listener()
-        self.worker_group = RemoteCrew(self.listener, range(1, 3), 1, token=TOKEN)  # type: ignore[arg-type]
+        self.worker_group = RemoteRanks(self.listener, range(1, 3), 1, token=TOKEN)  # type: ignore[arg-type]
         self.sockets: list[socket.socket] = []
         self.pipes: list[Connection] = []
 

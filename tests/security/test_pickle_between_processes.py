@@ -19,7 +19,7 @@ from quire.core.dp_sync import _called, _from_engine, _hello
 from quire.data.codec import decode_masks, decode_outcome, decode_plan
 from quire.data.wire import decode_from_core, decode_hello, decode_to_core
 from quire.executor.messages import decode_call, decode_order, decode_word
-from quire.executor.tcp import RemoteCrew, decode_from_head, decode_from_node, decode_join, tuned
+from quire.executor.tcp import RemoteRanks, decode_from_head, decode_from_node, decode_join, tuned
 from quire.system.node_registry import JoinNode, NodeJoined
 
 SOURCE = Path(__file__).parents[2] / "src" / "quire"
@@ -71,7 +71,7 @@ def test_a_pickle_is_no_message(name: str, tmp_path: Path) -> None:
 
 def test_pickles_sent_to_the_port_of_nodes_are_not_read(tmp_path: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    worker_group = RemoteCrew(listener, range(1, 2), 1, token="")
+    worker_group = RemoteRanks(listener, range(1, 2), 1, token="")
     for data in pickles(tmp_path / "ran"):
         pipe = tuned(socket.create_connection(listener.getsockname()))
         pipe.send_bytes(data)

@@ -162,8 +162,8 @@ def test_a_core_that_cannot_read_it_is_sent_the_arrays() -> None:
 
 OWNER = """
     import sys
-    from quire.system.shared_arena import Arena
-    arena = Arena(1 << 20, 1 << 20)
+    from quire.system.shared_arena import SharedArena
+    arena = SharedArena(1 << 20, 1 << 20)
     stored = arena.share(arena.put(b"seen" * 1000))
     print(stored.memory, stored.start, stored.length, stored.generation, flush=True)
     sys.stdin.read()

@@ -75,8 +75,8 @@ def test_nobody_waits_for_ever_for_a_reader_that_is_gone() -> None:
 
 SLEEPER = """
 import sys, time
-from quire.system.shm import Reader
-reader = Reader(int(sys.argv[1]))
+from quire.system.shm import ShmReader
+reader = ShmReader(int(sys.argv[1]))
 print("there", flush=True)
 print(reader.receive(60), flush=True)
 """

@@ -26,7 +26,7 @@ from quire.logs import get_logger
 from quire.metrics import MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
 from quire.system.platform import devices_of
-from quire.system.process import adopt, calm_collector
+from quire.system.process import adopt, tune_garbage_collector
 from quire.system.shared_arena import ArenaReader
 
 log = get_logger(__name__)
@@ -92,7 +92,7 @@ def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> Non
     kept_bytes = max_bytes(config.multimodal) if seat.keeps_media else 0
     server = CoreServer(core, seat.address, ready, metrics, stats_log, kept_bytes, token=seat.token)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    calm_collector()
+    tune_garbage_collector()
     parent.send(None)
     try:
         server.run()

@@ -294,9 +294,8 @@ class LLM:
             outputs = self._pool(parsed, pooling_params, "embed", use_tqdm, lora_request)
             closest = pairs(outputs[: len(firsts)], outputs[len(firsts) :])
             return [ScoringRequestOutput.from_base(cosine(*item)) for item in closest]
-        parsed = cross_encoder_prompts(
-            inputs, firsts, seconds, read_template(chat_template) or self._template
-        )
+        template = read_template(chat_template) or self._template
+        parsed = cross_encoder_prompts(inputs, firsts, seconds, template)
         outputs = self._pool(parsed, pooling_params, "classify", use_tqdm, lora_request)
         return [ScoringRequestOutput.from_base(item) for item in outputs]
 
@@ -375,8 +374,7 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the defaults for requests without params: the model's generation_config.json, or neutral
-        values."""
+        """Return the default params: the model's generation_config.json, or neutral values."""
         return SamplingParams(**self._defaults)
 
     def get_metrics(self) -> list[Metric]:

@@ -84,11 +84,11 @@ class Gone(msgspec.Struct, tag="gone"):
     why: str
 
 
-Word = Doing | Did | Failed | Returned | Gone
+RankWord = Doing | Did | Failed | Returned | Gone
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
-decode_word = msgspec.msgpack.Decoder(Word).decode
+decode_word = msgspec.msgpack.Decoder(RankWord).decode
 _decode_call = msgspec.msgpack.Decoder(WorkerCall).decode
 _CALL = b"\xc1"
 """Prefix that distinguishes a call from a plan: no msgpack message begins with it."""

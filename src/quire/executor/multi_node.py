@@ -22,7 +22,7 @@ from quire.executor.tcp import (
     Join,
     PlanMessage,
     RankMessage,
-    RemoteCrew,
+    RemoteRanks,
     StepAnswer,
     Tell,
     Welcome,
@@ -31,8 +31,8 @@ from quire.executor.tcp import (
     interface_to,
     tuned,
 )
-from quire.executor.worker_group import LocalCrew
-from quire.executor.worker_process import own_places, world_size
+from quire.executor.worker_group import LocalRanks
+from quire.executor.worker_process import local_ranks, world_size
 from quire.logs import get_logger
 from quire.system.cluster_token import cluster_token
 from quire.version import __version__
@@ -69,13 +69,13 @@ def shared_settings(config: EngineConfig) -> dict[str, str]:
 # ---- the first machine
 
 
-class NodesCrew(RemoteCrew):
+class MultiNodeRanks(RemoteRanks):
     """Runs local ranks as child processes, and those of other machines through their agents."""
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
         parallel = config.parallel
         self._settings = shared_settings(config)
-        self._local: LocalCrew | None = None
+        self._local: LocalRanks | None = None
         count, others = world_size(parallel) // parallel.nnodes, range(1, parallel.nnodes)
         where = parallel.master_addr, parallel.master_port
         token = cluster_token(Env.read(os.environ), parallel.master_addr)
@@ -96,11 +96,11 @@ class NodesCrew(RemoteCrew):
             free.bind((parallel.master_addr, 0))
             meeting = f"tcp://{parallel.master_addr}:{free.getsockname()[1]}"
         interface = interface_to(parallel.master_addr)
-        places = [own_places(config, rank, meeting, interface) for rank in range(parallel.nnodes)]
+        places = [local_ranks(config, rank, meeting, interface) for rank in range(parallel.nnodes)]
         self.names = [place.name for node in places for place in node]
         self._answers_here = any(place.answers for place in places[0])
         self.welcome(meeting)
-        self._local = LocalCrew(places[0], self.heard)
+        self._local = LocalRanks(places[0], self.heard)
 
     def _check_settings(self, join: Join) -> str | None:
         local, remote = self._settings, join.settings
@@ -157,7 +157,7 @@ class NodeAgent:
         self._token = cluster_token(env, config.parallel.master_addr)
         self.was_up = False
         self.stopping = False
-        self._worker_group: LocalCrew | None = None
+        self._worker_group: LocalRanks | None = None
 
     def run(self) -> int:
         """Run until the engine ends, or a signal arrives; return the exit code."""
@@ -226,14 +226,14 @@ class NodeAgent:
             head.close()
 
     @property
-    def _ranks(self) -> LocalCrew:
+    def _ranks(self) -> LocalRanks:
         assert self._worker_group is not None, "Welcome comes first"
         return self._worker_group
 
     def _start_ranks(self, meeting: str, send: Any) -> None:
         parallel = self.config.parallel
-        places = own_places(self.config, parallel.node_rank, meeting, interface_to(parallel.master_addr))
-        worker_group = self._worker_group = LocalCrew(places)
+        places = local_ranks(self.config, parallel.node_rank, meeting, interface_to(parallel.master_addr))
+        worker_group = self._worker_group = LocalRanks(places)
 
         def relay_messages() -> None:
             while self._worker_group is worker_group:

@@ -32,16 +32,16 @@ from quire.executor.messages import (
     Gone,
     Order,
     Phase,
+    RankWord,
     Returned,
-    Word,
     WorkerCall,
     encode,
     encode_call,
 )
-from quire.executor.multi_node import NodesCrew
+from quire.executor.multi_node import MultiNodeRanks
 from quire.executor.tcp import interface_to
-from quire.executor.worker_group import LocalCrew, WorkerGroup
-from quire.executor.worker_process import own_places
+from quire.executor.worker_group import LocalRanks, WorkerGroup
+from quire.executor.worker_process import local_ranks
 from quire.logs import get_logger
 from quire.memory import CacheSize
 from quire.system.scratch import Scratch
@@ -289,7 +289,7 @@ class RankedExecutor:
         future, returned = self._fetching.pop(number), self._returned.pop(number)
         try:
             values = [self._value(index, returned[index]) for index in sorted(returned)]
-            future.set_result(united([msgspec.convert(value, AdapterFacts) for value in values]))
+            future.set_result(combine_facts([msgspec.convert(value, AdapterFacts) for value in values]))
         except RequestError as error:
             future.set_exception(RequestError(str(error), param="lora_request"))
         except QuireError as error:
@@ -316,7 +316,7 @@ class RankedExecutor:
                 self._die(f"step {step} failed on {self._names(failed)} only: {error}")
         self._failed.clear()
 
-    def _handle(self, index: int, word: Word) -> None:
+    def _handle(self, index: int, word: RankWord) -> None:
         name = self.worker_group.names[index]
         if isinstance(word, Gone):
             self._die(f"{name} is gone: {word.why}")
@@ -344,7 +344,7 @@ class RankedExecutor:
         self._end()
 
 
-def united(facts: list[AdapterFacts]) -> AdapterFacts:
+def combine_facts(facts: list[AdapterFacts]) -> AdapterFacts:
     """Combine the facts of an adapter on all ranks. If they have read different contents, the digest covers
     all."""
     digests = [rank.digest for rank in facts]
@@ -421,11 +421,11 @@ class MultiprocessExecutor(RankedExecutor):
 
     def muster(self) -> WorkerGroup:
         if self.config.parallel.nnodes > 1:
-            return NodesCrew(self.config, self._start_s)
+            return MultiNodeRanks(self.config, self._start_s)
         return LocalWorkerGroup(self.config)
 
 
-class LocalWorkerGroup(LocalCrew):
+class LocalWorkerGroup(LocalRanks):
     """All ranks of an engine on this machine, with a file as rendezvous."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -433,7 +433,7 @@ class LocalWorkerGroup(LocalCrew):
         meeting, head = f"file://{self._scratch.path}/meeting", "127.0.0.1"
         if steps_together(config.parallel):  # with the ranks of other engines
             meeting, head = process_group_address(config.parallel), config.parallel.data_parallel_address
-        super().__init__(own_places(config, 0, meeting, interface_to(head)))
+        super().__init__(local_ranks(config, 0, meeting, interface_to(head)))
 
     def end(self) -> None:
         super().end()

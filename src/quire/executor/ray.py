@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
-from quire.executor.messages import Order, Word, decode_order
+from quire.executor.messages import Order, RankWord, decode_order
 from quire.executor.multiprocess import RankedExecutor
 from quire.executor.tcp import (
     LONGEST,
@@ -20,7 +20,7 @@ from quire.executor.tcp import (
     Node,
     PlanMessage,
     RankMessage,
-    RemoteCrew,
+    RemoteRanks,
     StepAnswer,
     Tell,
     Welcome,
@@ -29,7 +29,7 @@ from quire.executor.tcp import (
     tuned,
 )
 from quire.executor.worker_group import WorkerGroup
-from quire.executor.worker_process import Port, RankAddress, own_places, serve
+from quire.executor.worker_process import Port, RankAddress, local_ranks, serve
 from quire.logs import get_logger, name_process
 from quire.system.cluster_token import new_token
 
@@ -45,7 +45,7 @@ class RayExecutor(RankedExecutor):
         return RayWorkerGroup(self.config, self._start_s)
 
 
-class RayWorkerGroup(RemoteCrew):
+class RayWorkerGroup(RemoteRanks):
     """Actors, one per bundle of a placement group; consecutive ranks share a machine."""
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
@@ -53,7 +53,7 @@ class RayWorkerGroup(RemoteCrew):
         self._owns_ray = not self._ray.is_initialized()
         self._group: Any = None
         self._actors: list[Any] = []
-        deadline, places = time.monotonic() + timeout_s, own_places(config, 0, "")
+        deadline, places = time.monotonic() + timeout_s, local_ranks(config, 0, "")
         if self._owns_ray:
             self._ray.init(logging_level="WARNING", log_to_driver=True)
         token, address = new_token(), self._ray.util.get_node_ip_address()
@@ -206,7 +206,7 @@ class NodePort:
     def order(self) -> Order:
         return self.orders.get()
 
-    def say(self, word: Word) -> None:
+    def say(self, word: RankWord) -> None:
         self._node.send(RankMessage(0, word))
 
     def plan(self) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.errors import RequestError, nearest
 
-ENGINES_OWN = frozenset(
+ENGINE_METHODS = frozenset(
     [
         "start",
         "load",
@@ -30,7 +30,9 @@ ENGINES_OWN = frozenset(
 def open_methods(worker: Any) -> list[str]:
     """Return the methods that clients may call."""
     names = (name for name in dir(type(worker)) if not name.startswith("_"))
-    return [name for name in names if name not in ENGINES_OWN and inspect.isfunction(_static(worker, name))]
+    return [
+        name for name in names if name not in ENGINE_METHODS and inspect.isfunction(_static(worker, name))
+    ]
 
 
 def _static(worker: Any, name: str) -> Any:
@@ -39,7 +41,7 @@ def _static(worker: Any, name: str) -> Any:
 
 def check_open(method: str) -> None:
     """Raise if only the engine may call the method."""
-    if method in ENGINES_OWN:
+    if method in ENGINE_METHODS:
         raise RequestError(
             f"the worker's method {method!r} is called by the engine alone: use /sleep, /wake_up or the like",
             param="method",

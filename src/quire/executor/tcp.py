@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from quire.executor.messages import Gone, Word
+from quire.executor.messages import Gone, RankWord
 from quire.executor.worker_group import Heard
 from quire.logs import FirstWarning, get_logger
 from quire.system.cluster_token import VARIABLE, is_same
@@ -52,7 +52,7 @@ class RankMessage(msgspec.Struct, tag="said"):
     """Message of a node: a message of one of its ranks."""
 
     index: int
-    word: Word
+    word: RankWord
 
 
 class StepAnswer(msgspec.Struct, tag="answer"):
@@ -155,7 +155,7 @@ class Node:
             self.pipe.send_bytes(encode(message))
 
 
-class RemoteCrew:
+class RemoteRanks:
     """A worker group behind connections, with the same number of ranks behind each."""
 
     def __init__(

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Protocol
 
-from quire.executor.messages import Gone, Word, decode_word
+from quire.executor.messages import Gone, RankWord, decode_word
 from quire.executor.worker_process import RankAddress
 from quire.logs import get_logger
 from quire.system import shm
 
 log = get_logger(__name__)
 
-Heard = queue.SimpleQueue[tuple[int, Word]]
+Heard = queue.SimpleQueue[tuple[int, RankWord]]
 """Messages of ranks, each with its index in the group, in order of arrival."""
 LOOK_S = 0.5
 END_S = 2.0
@@ -63,7 +63,7 @@ class _Member:
     is_gone: bool = field(default=False)
 
 
-class LocalCrew:
+class LocalRanks:
     """Ranks of this machine as child processes of one thread, which lives until the end."""
 
     def __init__(self, places: list[RankAddress], heard: Heard | None = None) -> None:

@@ -29,8 +29,8 @@ from quire.executor.messages import (
     Doing,
     Failed,
     Order,
+    RankWord,
     Returned,
-    Word,
     WorkerCall,
     decode_call,
     decode_order,
@@ -85,7 +85,7 @@ def world_size(parallel: ParallelSection) -> int:
     return parallel.tensor_parallel_size * parallel.pipeline_parallel_size
 
 
-def own_places(config: EngineConfig, node_rank: int, meeting: str, interface: str = "") -> list[RankAddress]:
+def local_ranks(config: EngineConfig, node_rank: int, meeting: str, interface: str = "") -> list[RankAddress]:
     """Return the ranks of one machine, which are consecutive."""
     parallel = config.parallel
     size, dp = world_size(parallel), parallel.data_parallel_rank or 0
@@ -101,7 +101,7 @@ class Port(Protocol):
     def order(self) -> Order:
         """Wait for the next order."""
 
-    def say(self, word: Word) -> None: ...
+    def say(self, word: RankWord) -> None: ...
 
     def plan(self) -> bytes:
         """Wait for the next plan, or for the masks of the last one."""
@@ -318,7 +318,7 @@ class PipePort:
     def order(self) -> Order:
         return self._orders.get()
 
-    def say(self, word: Word) -> None:
+    def say(self, word: RankWord) -> None:
         with self._lock:
             self._pipe.send_bytes(encode(word))
 

@@ -24,7 +24,7 @@ from quire.multimodal.inputs import Base64Media, MediaInput, MediaKeys, MediaLin
 from quire.multimodal.mel import Samples, resampled
 from quire.multimodal.processor_cache import ProcessorCache
 from quire.multimodal.processors import CountsVideoVectors, ProcessedItem, Processor, Video
-from quire.system.tasks import ended
+from quire.system.tasks import cancel_all
 
 T = TypeVar("T")
 Options = Mapping[str, Any]
@@ -163,7 +163,7 @@ class MediaProcessor:
         try:
             prepared = iter(await asyncio.gather(*tasks))
         finally:
-            await ended(tasks)
+            await cancel_all(tasks)
         return [[next(prepared) for _ in items] for items in prompts]
 
     def _options(self, modality: str, reading: Options | None) -> Options:

@@ -74,14 +74,14 @@ class PeerAddress(NamedTuple):
     device_index: int
 
 
-def with_quick_sums(group: Group, device: torch.device) -> Group:
+def with_symmetric_memory(group: Group, device: torch.device) -> Group:
     """Return a group with all-reduce through symmetric memory if all members support it, otherwise the same
     group."""
     if device.type != "cuda" or not isinstance(group, TorchGroup):
         return group
     with torch.cuda.device(device):
         seats = _gather_objects(group, PeerAddress(_machine(), torch.cuda.current_device()))
-        reason = why_not(seats, nvlinks())
+        reason = why_no_symmetric_memory(seats, nvlinks())
         made, failure = (None, reason) if reason else _open_symmetric(group, device)
         failures = [text for text in _gather_objects(group, failure) if text]
     if made is None or failures:
@@ -97,7 +97,7 @@ def _open_symmetric(group: TorchGroup, device: torch.device) -> tuple[Group | No
         return None, f"no symmetric memory ({str(error).splitlines()[0]})"
 
 
-def why_not(seats: list[PeerAddress], links: list[list[int]]) -> str | None:
+def why_no_symmetric_memory(seats: list[PeerAddress], links: list[list[int]]) -> str | None:
     """Return why these GPUs cannot read each other's memory fast; None if they can. `links` are the NVLinks
     between the GPUs of a machine."""
     if len({seat.machine for seat in seats}) > 1:

@@ -12,7 +12,7 @@ from quire.config.parallel import Rank
 from quire.config.sections import ParallelSection
 from quire.parallel.group import ALONE, Group, TorchGroup
 from quire.parallel.staged import StagedGroup, is_shared
-from quire.parallel.symmetric import with_quick_sums
+from quire.parallel.symmetric import with_symmetric_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def join(
     tp = _create_group(*args, lambda place: (place.dp, place.pp))
     return World(
         rank,
-        tp=tp if staged or parallel.disable_custom_all_reduce else with_quick_sums(tp, device),
+        tp=tp if staged or parallel.disable_custom_all_reduce else with_symmetric_memory(tp, device),
         pp=_create_group(*args, lambda place: (place.dp, place.tp)),
         ep=_create_group(*args, lambda place: (place.pp,)) if parallel.enable_expert_parallel else ALONE,
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.sampling.counts import Counts
 from quire.sampling.rows import ALLOWED, BANNED, BIASED, HELD, PENALTIES, TIMED, Ints, SamplingRows
-from quire.sampling.timestamps import tell_time
+from quire.sampling.timestamps import apply_timestamp_rules
 from quire.sampling.transfer import to_device
 
 REMOVING = ALLOWED | BANNED | HELD | TIMED
@@ -52,7 +52,7 @@ def adjust(
     elif present & PENALTIES:
         _penalise(logits, np.flatnonzero(flags & PENALTIES), rows, state, tokens, num_tokens, prompt_lens)
     if present & TIMED:
-        tell_time(logits, rows, state, tokens, num_tokens, prompt_lens)
+        apply_timestamp_rules(logits, rows, state, tokens, num_tokens, prompt_lens)
 
 
 def _index(logits: Tensor, at: Ints, token_ids: Ints) -> tuple[Tensor, Tensor]:

@@ -107,10 +107,10 @@ class _Buffer:
         self.array = self.memory.numpy()
 
 
-Confiner = HostMasks | CudaMasks
+MaskApplier = HostMasks | CudaMasks
 
 
-def open_masks(device: torch.device) -> Confiner:
+def open_masks(device: torch.device) -> MaskApplier:
     return CudaMasks(device) if device.type == "cuda" else HostMasks()
 
 

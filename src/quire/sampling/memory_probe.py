@@ -34,7 +34,7 @@ def everything(vocab: int, num_logprobs: int) -> SamplingParams:
     )
 
 
-def rehearse(
+def probe_memory(
     sampler: Sampler,
     head: Callable[[Tensor], Tensor],
     hidden: Tensor,

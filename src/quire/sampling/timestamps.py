@@ -50,7 +50,7 @@ def bounds_of(
     )
 
 
-def tell_time(
+def apply_timestamp_rules(
     logits: Tensor, rows: Ints, state: SamplingRows, tokens: Ints, num_tokens: Ints, prompt_lens: Ints
 ) -> None:
     """Mask the tokens of `logits` [N, V] that the rows with timestamps must not sample next, in place."""

@@ -46,7 +46,7 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
-def calm_threads() -> None:
+def limit_thread_spinning() -> None:
     """Let OpenMP's threads sleep soon when they wait for each other. Must be called before torch is imported.
 
     By default they spin for milliseconds, which takes CPU time from the awaited thread on a busy machine, at
@@ -56,7 +56,7 @@ def calm_threads() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
-def calm_collector() -> None:
+def tune_garbage_collector() -> None:
     """Freeze the objects that exist at startup, so that they are not collected again, and collect less
     often."""
     gc.collect()
@@ -64,7 +64,7 @@ def calm_collector() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-def calm_allocator() -> None:
+def tune_allocator() -> None:
     """Keep up to 64 MiB of freed memory for the next request, unless MALLOC_ variables are set. By default
     glibc returns pieces above 128 KiB to the system, and gets them again page by page.
 

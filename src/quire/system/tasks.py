@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 
-async def ended(tasks: "list[asyncio.Task[Any]]") -> None:
+async def cancel_all(tasks: "list[asyncio.Task[Any]]") -> None:
     """Cancel all tasks and wait until they have ended. The list is emptied: it would form a reference cycle
     with a raised error, and keep its memory until the garbage collector runs."""
     for task in tasks:

@@ -21,6 +21,8 @@ SMALL = (
     "#include <omp.h>\nint quire_answer(void) { int n = 0;\n#pragma omp parallel\n{ n = 42; }\nreturn n; }\n"
 )
 
+RUN_C = (native.SOURCES / "run.c").read_text()
+
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
@@ -182,7 +184,7 @@ def test_a_kernel_is_called_by_every_thread(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Work done twice, or by one thread only; a job that is read after it is gone."""
-    (small / "run.c").write_text((native.SOURCES / "run.c").read_text())
+    (small / "run.c").write_text(RUN_C)
     (small / "small.c").write_text(
         "#include <omp.h>\ntypedef struct { long *counts; long size; double step; } Job;\n"
         "void quire_count(const Job *job) {\n#pragma omp atomic\njob->counts[0]++;\n"

@@ -219,7 +219,7 @@ def test_a_batch_of_chats_lets_others_have_their_turn(monkeypatch: pytest.Monkey
         assert answered.status_code == 200
 
     monkeypatch.setattr(streams, "PIECE_S", 0.0)
-    monkeypatch.setattr(batch, "begin_talk", beginning)
+    monkeypatch.setattr(batch, "prepare_chat", beginning)
     monkeypatch.setattr(batch.ChatEncoder, "whole", telling)
     transport = httpx.ASGITransport(Application(FakeEngine(), make_settings({})).asgi)
     asyncio.run(go())

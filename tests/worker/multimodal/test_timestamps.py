@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quire.kernels.cpu import dtw, native
-from quire.worker.multimodal.timestamps import followed, warped
+from quire.worker.multimodal.timestamps import smooth_weights, warped
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 9), (6, 1), (5, 40), (40, 5), (17, 17)])
@@ -28,5 +28,5 @@ def test_peaks_are_smoothed_as_transformers_smooths_them(num_states: int) -> Non
     weights = torch.rand(3, 6, num_states, generator=torch.Generator().manual_seed(0)).softmax(-1)
     spread = torch.std(weights, dim=-2, keepdim=True, unbiased=False)
     expected = _median_filter((weights - weights.mean(-2, keepdim=True)) / spread, 7)
-    torch.testing.assert_close(followed(weights), expected)
-    assert torch.isfinite(followed(weights[:, :1])).all()  # of one token none stands out
+    torch.testing.assert_close(smooth_weights(weights), expected)
+    assert torch.isfinite(smooth_weights(weights[:, :1])).all()  # of one token none stands out

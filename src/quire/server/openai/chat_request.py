@@ -10,7 +10,7 @@ from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.server.openai.answer_pieces import OutputParser
-from quire.server.openai.parsing import OutputFormat
+from quire.server.openai.parsing import AnswerFormat
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody, Message
 from quire.server.openai.sampling_params import (
     beam_params,
@@ -42,7 +42,7 @@ class ChatJob:
     echoed: str
     """Beginning of the response: the last message, if `echo` is set and the roles match."""
     use: ToolUse = field(default_factory=ToolUse)
-    reading: OutputFormat = field(default_factory=OutputFormat)
+    reading: AnswerFormat = field(default_factory=AnswerFormat)
 
     @property
     def parses(self) -> bool:
@@ -113,11 +113,11 @@ def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _choose_reading(
     api: GenerationService, body: ChatBody, use: ToolUse, prompt: Prompt, *, free: bool
-) -> OutputFormat:
+) -> AnswerFormat:
     """Return how to parse the output. `free`: whether the output is unconstrained."""
     tokenizer = api.inputs_of(body.model).tokenizer
     if tokenizer is None or (api.parsers.reasoning is None and use.calls == "none"):
-        return OutputFormat()
+        return AnswerFormat()
     text = prompt.text
     if text is None:
         text = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
@@ -146,7 +146,7 @@ def _build_params(
     body: ChatBody,
     max_tokens: int,
     constraint: dict[str, Any] | None,
-    reading: OutputFormat,
+    reading: AnswerFormat,
 ) -> SamplingParams | BeamSearchParams:
     facts = api.engine.facts
     if body.use_beam_search:

@@ -17,7 +17,7 @@ from quire.server.openai.sampling_params import check_fields, check_template
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.openai.streams import Pauses
 from quire.server.pooling.bodies import InputBody, PoolingBody, PoolingChatBody
-from quire.system.tasks import ended
+from quire.system.tasks import cancel_all
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 T = TypeVar("T")
@@ -96,7 +96,7 @@ async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:
             await pause.if_due()
         return list(await asyncio.gather(*tasks))
     finally:
-        await ended(tasks)
+        await cancel_all(tasks)
 
 
 async def _await_output(answer: PooledOutputs) -> Pooled:

@@ -17,7 +17,7 @@ from quire.memory import MAX_DRAWS
 from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.graphs import capturing, pinned
 from quire.worker.rows import Rows
-from quire.worker.spec.drafter import Drafter, Draw, Ends
+from quire.worker.spec.drafter import Drafter, Draw, SequenceEnds
 from quire.worker.spec.progress import DraftProgress, aligned, batch_of_spans, is_decode
 
 Sample = Callable[[Tensor, SamplingTensors], Tensor]
@@ -119,7 +119,7 @@ class DraftGraphs:
         known, rows = self.known, inputs[0]
         last = known.lengths[rows].long() - 1
         both = torch.stack((last - 1, last), 1).clamp_(min=0)
-        ends = Ends(
+        ends = SequenceEnds(
             rows=rows.int(),
             ids=known.history[rows[:, None], both].long(),
             last=last,

@@ -17,7 +17,7 @@ from quire.sampling.rows import SamplingRows
 from quire.sampling.transfer import to_device
 from quire.worker.input_buffers import slots_of
 from quire.worker.rows import Rows
-from quire.worker.spec.drafter import Drafter, Told, last_kept
+from quire.worker.spec.drafter import Drafter, TargetStates, last_kept
 
 _COUNT = (1 << DRAFTED) - 1
 
@@ -29,7 +29,7 @@ class VerifyInputs(NamedTuple):
     step: SpecStep
 
 
-class Drawn(NamedTuple):
+class VerifiedStep(NamedTuple):
     """The results of a step that a drafter reads, all on the device."""
 
     batch: Batch
@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
     """[B] int32, the result of `verify` for each sequence"""
 
 
-Behind = Callable[[SpecTokens, Drawn], None]
+Behind = Callable[[SpecTokens, VerifiedStep], None]
 """Runs after each step, to update a drafter."""
 
 
@@ -55,18 +55,18 @@ class NgramLookup:
         look_up(known, step, self._scratch, self._least)
 
 
-class Followed:
+class DrafterUpdate:
     """Passes each step to a drafter that reads the target's hidden states."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
-    def __call__(self, known: SpecTokens, drawn: Drawn) -> None:
+    def __call__(self, known: SpecTokens, drawn: VerifiedStep) -> None:
         batch, step, hidden, verified = drawn
         starts, rows = step.query_starts.long(), step.rows.long()
         num_kept = torch.where(step.planned >= 0, (verified & _COUNT).long(), starts[1:] - starts[:-1])
         after = batch.positions[last_kept(batch, num_kept)] + 1
-        target = Told(
+        target = TargetStates(
             next_ids=known.history[rows, after].long(),
             num_kept=num_kept,
             states=torch.cat(batch.aux_hidden_states, 1) if batch.aux_hidden_states else hidden,
@@ -157,7 +157,7 @@ class Speculation:
         """Verify the drafts and update the drafter."""
         verified = verify(self.known, inputs.step, token_ids, seeds, self.rates, later)
         if self.behind is not None:
-            self.behind(self.known, Drawn(*inputs, hidden, verified[: len(inputs.step.rows)]))
+            self.behind(self.known, VerifiedStep(*inputs, hidden, verified[: len(inputs.step.rows)]))
         return verified
 
 

@@ -88,12 +88,12 @@ class Alignment:
             keys = self.crossing.layers[layer].keys_of(blocks, heads)[: self.crossing.num_vectors]
             queries = torch.cat(parts).float().transpose(0, 1)  # [heads, tokens, head_dim]
             scores = queries @ keys.float().permute(1, 2, 0) * self.crossing.layers[layer].spec.score_scale
-            total += followed(scores.softmax(-1)[..., :num_states]).sum(0)
+            total += smooth_weights(scores.softmax(-1)[..., :num_states]).sum(0)
         total = self.group.all_reduce(total)
         return self._warped(-(total / self.num_heads).double().cpu().numpy())
 
 
-def followed(weights: Tensor) -> Tensor:
+def smooth_weights(weights: Tensor) -> Tensor:
     """Normalize the attention weights [heads, tokens, states] over tokens, and smooth them with a median
     filter."""
     spread, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)

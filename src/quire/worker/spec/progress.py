@@ -146,7 +146,7 @@ class DraftProgress:
             self._blocks[ids] = True
 
 
-def open_seen(all_rows: Rows, cache: CacheLayout, first: int, *, ahead: bool) -> DraftProgress:
+def open_draft_progress(all_rows: Rows, cache: CacheLayout, first: int, *, ahead: bool) -> DraftProgress:
     """Build the progress of a draft; its layers are numbered from `first` on."""
     groups = [at for at, group in enumerate(cache.groups) if max(group.layers, default=-1) >= first]
     most = _STEPS_AHEAD * all_rows.drafts.shape[1] if ahead else 0
