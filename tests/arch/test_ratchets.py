@@ -109,7 +109,8 @@ def test_calls_name_their_arguments() -> None:
                 continue
             names = local_tuples(function)
             for call in ast.walk(function):
-                starred = [arg.value for arg in getattr(call, "args", []) if isinstance(arg, ast.Starred)]
-                if isinstance(call, ast.Call):
-                    splats += [f"{path}:{call.lineno}" for x in starred if getattr(x, "id", "") in names]
+                if not isinstance(call, ast.Call):
+                    continue
+                starred = [arg.value for arg in call.args if isinstance(arg, ast.Starred)]
+                splats += [f"{path}:{call.lineno}" for x in starred if getattr(x, "id", "") in names]
     assert len(splats) <= MAX_TUPLE_SPLATS, "\n".join(splats)
