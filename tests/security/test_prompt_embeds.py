@@ -70,7 +70,7 @@ def test_a_pickle_in_a_prompt_runs_nothing(tmp_path: Path) -> None:
     ("embeds", "words"),
     [
         (sent(sparse()), "its pickle would call torch."),
-        (beyond_its_storage(), "its storage has 1 numbers"),
+        (beyond_its_storage(), "its storage has 1 elements"),
         (sent(torch.zeros(1).expand(1 << 38, HIDDEN)), "maximum context length"),
         (sent(torch.full((3, HIDDEN), float("nan"))), "not finite"),
     ],
