@@ -116,7 +116,7 @@ def test_a_model_that_drafts_is_known_by_its_config(draft: dict[str, Any], metho
     """None of them is built on the host alone, so that the refusal names what was found."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(
-            SpecFacts.of.__globals__["UNBUILT"]["speculative key"], "speculative_config.method", (method,)
+            SpecFacts.of.__globals__["UNSUPPORTED"]["speculative key"], "speculative_config.method", (method,)
         )
         assert facts({"model": "x", "num_speculative_tokens": 2}, draft).method == method
         assert facts({"model": "x"}, {**draft, "n_predict": 7}).num_speculative_tokens == 7

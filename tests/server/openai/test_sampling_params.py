@@ -71,8 +71,8 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         ({"messages": [{"role": "user", "content": None}]}, "messages", "messages[0].content is null"),
         ({"chat_template": "x"}, "chat_template", "--trust-request-chat-template is not set"),
         ({"continue_final_message": True}, None, "Cannot set both `continue_final_message`"),
-        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "may not hold messages"),
-        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "may not hold self"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "may not contain messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "may not contain self"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
