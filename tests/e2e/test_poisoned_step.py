@@ -1,4 +1,4 @@
-"""A request that breaks every step it is in ends alone."""
+"""A request that breaks every step it is in fails alone."""
 
 from collections.abc import Iterator
 
@@ -27,14 +27,14 @@ def finished(engine: LocalEngine) -> dict[str, RequestOutput]:
         if not engine.has_unfinished_requests():
             return found
         found |= {output.request_id: output for output in engine.step() if output.finished}
-    raise AssertionError("the engine does not come to an end")
+    raise AssertionError("the engine does not finish")
 
 
 @pytest.mark.parametrize("after", [0, 3], ids=["at once", "after 3 tokens"])
-def test_only_the_request_at_fault_ends(
+def test_only_the_request_at_fault_fails(
     engine: LocalEngine, tiny: TextModel, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """Catches a bad request that takes its neighbours along, or makes them say something else."""
+    """Catches a bad request that ends other requests, or changes their output."""
     submit = engine.core.executor.submit
     core = engine.core.scheduler
 

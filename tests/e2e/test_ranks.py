@@ -1,4 +1,4 @@
-"""A server whose engine is two ranks: one killed, one stopped, the core killed; no orphan, no hang."""
+"""A server with two ranks: one is killed, one stopped, the core killed; no orphan and no hang."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from serve_process import SHARED_FLAGS, ServeProcess, eventually, joined
 from tiny_text import TextModel
 
 HEALTH_TIMEOUT_S = 10.0
-"""Longer than a busy machine keeps a rank from its next step."""
+"""Longer than a busy machine delays the next step of a rank."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def at_rest(server: ServeProcess) -> bool:
     return found["num_requests_running"] == 0 == found["kv_cache_usage_perc"]
 
 
-def test_a_stopped_rank_is_unhealthy_and_goes_on(pair: ServeProcess) -> None:
-    """Catches a core that says nothing while it waits for a rank, and a stream lost over a pause."""
+def test_stopped_rank_is_unhealthy_and_resumes(pair: ServeProcess) -> None:
+    """Catches a core that reports nothing while it waits for a rank, and a stream lost over a pause."""
     whole = pair.complete(max_tokens=400)["choices"][0]["text"]
     _, second = ranks(pair)
     with pair.streaming(max_tokens=400) as stream:
@@ -56,8 +56,8 @@ def test_a_stopped_rank_is_unhealthy_and_goes_on(pair: ServeProcess) -> None:
 
 
 @pytest.mark.parametrize("victim", ["rank", "core"])
-def test_a_killed_process_takes_the_engine_along_and_it_comes_back(pair: ServeProcess, victim: str) -> None:
-    """Catches orphans, a stream that hangs or ends, and an engine that nobody starts again."""
+def test_killed_process_ends_the_engine_and_it_restarts(pair: ServeProcess, victim: str) -> None:
+    """Catches orphans, a stream that hangs or ends, and an engine that is not restarted."""
     whole = pair.complete(max_tokens=150)["choices"][0]["text"]
     before, core = ranks(pair), pair.core
     with pair.streaming(max_tokens=150) as stream:

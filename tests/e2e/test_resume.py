@@ -24,7 +24,7 @@ from tiny_adapter import write_adapter
 from tiny_text import TextModel
 
 LENGTH = 800
-"""Tokens of an answer that is not complete when the core is killed."""
+"""Tokens of an answer that is still running when the core is killed."""
 LIST = {
     "type": "array",
     "items": {"type": "string", "minLength": 4, "maxLength": 4},
@@ -82,27 +82,27 @@ def stream(server: ServeProcess, path: str, body: dict[str, Any]) -> Iterator[It
         yield events(reply.iter_lines())
 
 
-def whole(found: list[dict[str, Any] | str]) -> dict[str, Any]:
-    """What a stream has told: by choice its text, logprobs and end, and the usage."""
-    assert found[-1] == "[DONE]" and isinstance(found[-2], dict), found[-2:]
-    told: dict[int, dict[str, Any]] = {}
-    for event in found[:-1]:
+def whole(stream_events: list[dict[str, Any] | str]) -> dict[str, Any]:
+    """Return the text, logprobs and finish reason of each choice of a stream, and the usage."""
+    assert stream_events[-1] == "[DONE]" and isinstance(stream_events[-2], dict), stream_events[-2:]
+    answers: dict[int, dict[str, Any]] = {}
+    for event in stream_events[:-1]:
         assert isinstance(event, dict) and "error" not in event, event
         for choice in event["choices"]:
-            sequence = told.setdefault(choice["index"], {"text": "", "logprobs": [], "end": None})
+            sequence = answers.setdefault(choice["index"], {"text": "", "logprobs": [], "end": None})
             sequence["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
             for call in choice.get("delta", {}).get("tool_calls") or ():
                 sequence["text"] += call["function"].get("arguments") or ""
             logprobs = choice.get("logprobs") or {}
             sequence["logprobs"] += logprobs.get("tokens") or [
-                each["token"] for each in logprobs.get("content") or ()
+                entry["token"] for entry in logprobs.get("content") or ()
             ]
             sequence["end"] = choice["finish_reason"] or sequence["end"]
-    return {"choices": told, "usage": found[-2]["usage"]}
+    return {"choices": answers, "usage": stream_events[-2]["usage"]}
 
 
-def test_streams_of_all_kinds_go_on_in_the_restarted_core(single: ServeProcess, tiny: TextModel) -> None:
-    """Catches text, logprobs and usage that are lost or told twice, and a grammar that starts over."""
+def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess, tiny: TextModel) -> None:
+    """Catches text, logprobs and usage that are lost or sent twice, and a grammar that starts over."""
     vectors = tiny.hf.get_input_embeddings()(torch.tensor([1, 40, 300, 77, 310])).detach()
     kinds = KINDS | {"vectors": (TEXT, SEEDED | {"prompt": None, "prompt_embeds": sent(vectors)})}
     ready = Barrier(len(kinds) + 1)
@@ -119,7 +119,7 @@ def test_streams_of_all_kinds_go_on_in_the_restarted_core(single: ServeProcess, 
 
     dead = single.core
     with ThreadPoolExecutor(len(kinds)) as pool:
-        os.kill(dead, signal.SIGSTOP)  # all streams begin together: none ends before another has begun
+        os.kill(dead, signal.SIGSTOP)  # all streams start together: none ends before another has started
         answers = pool.map(disturbed, kinds)
         eventually("all wait", lambda: single.client.get("/load").json()["server_load"] == len(kinds))
         os.kill(dead, signal.SIGCONT)
@@ -131,8 +131,10 @@ def test_streams_of_all_kinds_go_on_in_the_restarted_core(single: ServeProcess, 
         expected = dict(zip(kinds, pool.map(undisturbed, kinds), strict=True))
     assert refused.status_code == 503, "a new request can be sent elsewhere"
     for kind in kinds:
-        for told in (found[kind], expected[kind]):
-            told["usage"].pop("prompt_tokens_details", None)  # later ones find their prompt in the cache
+        for answer in (found[kind], expected[kind]):
+            answer["usage"].pop(
+                "prompt_tokens_details", None
+            )  # later requests find their prompt in the cache
         assert found[kind] == expected[kind], kind
     assert len(json.loads(found["schema"]["choices"][0]["text"])) == LIST["minItems"]
     assert single.core != dead and single.health() == 200
@@ -141,7 +143,7 @@ def test_streams_of_all_kinds_go_on_in_the_restarted_core(single: ServeProcess, 
     assert numbers["request_success_total:error"] == 0
 
 
-def test_a_client_that_hangs_up_in_the_pause_leaves_nothing(single: ServeProcess) -> None:
+def test_disconnect_during_the_pause_leaves_nothing(single: ServeProcess) -> None:
     before = single.metrics()
     with single.streaming(max_tokens=8000) as chunks:
         next(chunks)
@@ -155,8 +157,8 @@ def test_a_client_that_hangs_up_in_the_pause_leaves_nothing(single: ServeProcess
     assert after["request_resumed_total"] == before["request_resumed_total"]
 
 
-def test_sigterm_in_the_pause_lets_answers_finish(start: Start) -> None:
-    """Catches a core that is not restarted while the server drains, and streams that wait for it in vain."""
+def test_sigterm_during_the_pause_lets_answers_finish(start: Start) -> None:
+    """Catches a core that is not restarted while the server drains, and streams that wait for it forever."""
     server = start("--shutdown-timeout", "100")
     server.until_healthy()
     with server.streaming(max_tokens=LENGTH) as chunks:
@@ -171,8 +173,8 @@ def test_sigterm_in_the_pause_lets_answers_finish(start: Start) -> None:
     assert "Traceback" not in server.text(), server.text()
 
 
-def test_a_core_that_stays_away_ends_its_answers(start: Start, tiny: TextModel, tmp_path: Path) -> None:
-    """Catches streams that wait for ever for a core that cannot start."""
+def test_core_that_cannot_restart_ends_its_streams(start: Start, tiny: TextModel, tmp_path: Path) -> None:
+    """Catches streams that wait forever for a core that cannot start."""
     copy = tmp_path / "model"
     shutil.copytree(tiny.path, copy)
     server = start("--health-timeout", "2", model=str(copy))
@@ -187,8 +189,8 @@ def test_a_core_that_stays_away_ends_its_answers(start: Start, tiny: TextModel, 
     server.end_cleanly()
 
 
-def test_resumption_can_be_turned_off(start: Start) -> None:
-    """A stream ends with an error then. What nobody has seen anything of is answered all the same."""
+def test_resumption_can_be_disabled(start: Start) -> None:
+    """A stream then ends with an error. A request without any sent output is answered nevertheless."""
     server = start("--no-resume-requests")
     server.until_healthy()
     expected = server.complete(max_tokens=LENGTH)["choices"][0]["text"]
@@ -213,11 +215,11 @@ NUM_STREAMS = 16
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_cores", [1, 2])
-def test_twenty_deaths_under_sixteen_streams(
+def test_twenty_core_failures_under_sixteen_streams(
     tiny: TextModel, tmp_path: Path, preloaded: Preloaded, num_cores: int
 ) -> None:
-    """Streams of all kinds one after the other while cores are killed: every answer is the undisturbed one.
-    The longest pauses of each death are printed."""
+    """Streams of all kinds run one after the other while cores are killed: every answer equals the
+    undisturbed one. The longest pauses of each failure are printed."""
     write_adapter(tmp_path / "styled", json.loads((tiny.path / "config.json").read_text()), 1)
     flags = (*SHARED_FLAGS, "--enable-lora", "--lora-modules", f"styled={tmp_path}/styled")
     flags = (*flags, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "-dp", str(num_cores))
@@ -225,13 +227,13 @@ def test_twenty_deaths_under_sixteen_streams(
     is_over, pauses = Event(), list[tuple[float, float]]()
     with ServeProcess(str(tiny.path), *flags, log=tmp_path / "log", preloaded=preloaded) as server:
         server.until_healthy(num_api=num_cores)
-        expected = {kind: without_cached(told(server, *kinds[kind], pauses)) for kind in kinds}
+        expected = {kind: without_cached(read_answer(server, *kinds[kind], pauses)) for kind in kinds}
         del pauses[:]
 
         def repeat(kind: str) -> int:
             count = 0
             while not is_over.is_set():
-                assert without_cached(told(server, *kinds[kind], pauses)) == expected[kind], kind
+                assert without_cached(read_answer(server, *kinds[kind], pauses)) == expected[kind], kind
                 count += 1
             return count
 
@@ -270,17 +272,18 @@ TOOLS = {
 }
 
 
-def told(
+def read_answer(
     server: ServeProcess, path: str, body: dict[str, Any], pauses: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """The whole answer of a stream; its pauses of more than a tenth of a second are added to `pauses`."""
+    """Return the complete answer of a stream; add its pauses of more than a tenth of a second to
+    `pauses`."""
     while True:
         body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}} | body
         with (
             httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh,
             fresh.stream("POST", path, json=body) as reply,
         ):
-            if reply.status_code == 503:  # a new request while no core is there
+            if reply.status_code == 503:  # a new request while no core is up
                 time.sleep(0.1)
                 continue
             assert reply.status_code == 200, reply.read()
@@ -295,6 +298,6 @@ def told(
 
 
 def without_cached(answer: dict[str, Any]) -> dict[str, Any]:
-    """Later requests find their prompt in the cache."""
+    """Remove the cached token count: later requests find their prompt in the cache."""
     answer["usage"].pop("prompt_tokens_details", None)
     return answer

@@ -139,7 +139,7 @@ def test_every_route_accepts_an_adapter_name(tmp_path: Path) -> None:
         reply = await client.post(CHAT, json=chat | {"model": "also-fake"})
         assert reply.json()["model"] == "fake" and engine.loras[-1] is None
         refused(await client.post(CHAT, json=chat | {"model": "support"}), 404)
-        assert "a `model`" in refused(await client.post(CHAT, json=chat | {"lora_request": {}}))["message"]
+        assert "as `model`" in refused(await client.post(CHAT, json=chat | {"lora_request": {}}))["message"]
         cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
         assert list(cards) == ["fake", "also-fake", "sup/port"]
         assert (cards["sup/port"]["root"], cards["sup/port"]["parent"]) == (str(path), "fake")
