@@ -48,11 +48,11 @@ class Group:
 
 
 def groups() -> list[Group]:
-    found = json.loads(SUITE.read_text(encoding="utf-8"))
+    result = json.loads(SUITE.read_text(encoding="utf-8"))
     return [
         Group(f"{file}: {description}", schema, [(data, valid) for data, valid in instances])
-        for file, each in found.items()
-        for description, schema, instances in each
+        for file, item in result.items()
+        for description, schema, instances in item
     ]
 
 

@@ -111,19 +111,19 @@ class ServeProcess:
 
     def members(self) -> list[psutil.Process]:
         """Return every living process that this server has started, itself included."""
-        found = []
+        results = []
         for process in psutil.process_iter(["name", "status"]):
             try:
                 if os.getpgid(process.pid) == self.process.pid and process.info["status"] != "zombie":
-                    found.append(process)
+                    results.append(process)
             except ProcessLookupError:
                 continue
-        return found
+        return results
 
     def with_role(self, role: str) -> list[int]:
         """Return the pids of the processes with this title; the kernel keeps 15 characters of a name."""
         name = f"quire:{role}"[:15]
-        return sorted(each.pid for each in self.members() if each.info["name"].startswith(name))
+        return sorted(member.pid for member in self.members() if member.info["name"].startswith(name))
 
     @property
     def core(self) -> int:
@@ -177,8 +177,8 @@ class ServeProcess:
     def complete(self, **body: Any) -> dict[str, Any]:
         reply = self.client.post("/v1/completions", json=greedy(**body))
         assert reply.status_code == 200, reply.text
-        found: dict[str, Any] = reply.json()
-        return found
+        reply_body: dict[str, Any] = reply.json()
+        return reply_body
 
     @contextmanager
     def streaming(self, **body: Any) -> Iterator[Iterator[dict[str, Any] | str]]:

@@ -17,8 +17,8 @@ def open_by_process(server: ServeProcess) -> Counter[int]:
     return Counter(
         {
             pid: sum(
-                each.status == psutil.CONN_ESTABLISHED and each.laddr.port == server.port
-                for each in psutil.Process(pid).net_connections(kind="tcp")
+                connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == server.port
+                for connection in psutil.Process(pid).net_connections(kind="tcp")
             )
             for pid in server.with_role("APIServer")
         }
@@ -31,8 +31,8 @@ def connect(server: ServeProcess) -> socket.socket:
 
 def check_even(server: ServeProcess, expected: int) -> None:
     eventually("all are accepted", lambda: open_by_process(server).total() == expected)
-    found = open_by_process(server)
-    assert len(found) == NUM_API and max(found.values()) <= 1.3 * min(found.values()), found
+    result = open_by_process(server)
+    assert len(result) == NUM_API and max(result.values()) <= 1.3 * min(result.values()), result
 
 
 def test_connections_are_spread_evenly(start: Start) -> None:

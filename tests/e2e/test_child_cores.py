@@ -119,7 +119,7 @@ def test_engine_closes_when_its_user_fails(tiny: TextModel, folder: Path, cores:
         async with private_engine(config_of(tiny.path)) as engine:
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
             prompt = engine.inputs.parse([5, 6])
-            outputs = [each async for each in engine.generate(prompt, params, "a")]
+            outputs = [item async for item in engine.generate(prompt, params, "a")]
             assert outputs[-1].finished
             raise KeyError("mine")
 

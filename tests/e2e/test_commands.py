@@ -10,9 +10,9 @@ from serve_process import PATIENCE_S, ServeProcess, greedy
 
 def quire(*words: str) -> str:
     command = [sys.executable, "-m", "quire", *words]
-    found = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, text=True)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_chat_prints_the_servers_answer(server: ServeProcess) -> None:

@@ -45,8 +45,8 @@ def check_idle_after_test(server: ServeProcess) -> Iterator[None]:
 
 def at_rest(server: ServeProcess) -> bool:
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    found = server.metrics()
-    return not any(found[name] for name in names) and is_in(server, "awake")
+    metrics = server.metrics()
+    return not any(metrics[name] for name in names) and is_in(server, "awake")
 
 
 def is_in(server: ServeProcess, state: str) -> bool:
@@ -148,8 +148,8 @@ def test_requests_of_any_api_process_are_aborted_by_id(server: ServeProcess) -> 
 
 
 def test_collective_rpc_survives_failing_calls(server: ServeProcess) -> None:
-    found = post(server, "/collective_rpc", json={"method": "memory_stats"})["results"]
-    assert len(found) == 1 and found[0]["weights"] > 0
+    results = post(server, "/collective_rpc", json={"method": "memory_stats"})["results"]
+    assert len(results) == 1 and results[0]["weights"] > 0
     assert post(server, "/collective_rpc", json={"method": "check_health"}) == {"results": [None]}
     for body in (
         {"method": "no_such"},

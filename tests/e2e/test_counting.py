@@ -33,9 +33,9 @@ PROCESS_PREFIXES = ("process_", "python_")
 
 @pytest.fixture(params=["server", "pair"], ids=["one API process", "two API processes"])
 def counted(request: pytest.FixtureRequest) -> ServeProcess:
-    found: ServeProcess = request.getfixturevalue(request.param)
-    eventually("earlier requests have ended", lambda: found.metrics()["num_requests_running"] == 0)
-    return found
+    result: ServeProcess = request.getfixturevalue(request.param)
+    eventually("earlier requests have ended", lambda: result.metrics()["num_requests_running"] == 0)
+    return result
 
 
 def ask(server: ServeProcess, **body: object) -> dict[str, object]:
@@ -43,23 +43,23 @@ def ask(server: ServeProcess, **body: object) -> dict[str, object]:
     with httpx.Client(base_url=server.url, timeout=60) as fresh:
         reply = fresh.post("/v1/completions", json=greedy(**body))
     assert reply.status_code == 200, reply.text
-    found: dict[str, object] = reply.json()
-    return found
+    reply_body: dict[str, object] = reply.json()
+    return reply_body
 
 
 def scrape(server: ServeProcess) -> dict[str, float]:
     """Read the metrics several times: every process gives the same values."""
-    found = []
+    results = []
     for _ in range(6):
         with httpx.Client(base_url=server.url, timeout=60) as fresh:
-            found.append(parse_metrics(fresh.get("/metrics").text))
-    for name in [name for name in found[0] if name.startswith(PROCESS_PREFIXES)]:
-        for each in found:
-            del each[name]
-    for name, value in found[0].items():
+            results.append(parse_metrics(fresh.get("/metrics").text))
+    for name in [name for name in results[0] if name.startswith(PROCESS_PREFIXES)]:
+        for item in results:
+            del item[name]
+    for name, value in results[0].items():
         if not name.startswith("avg_"):  # updated by a timer, between any two scrapes
-            assert [each[name] for each in found] == [value] * len(found), name
-    return found[0]
+            assert [item[name] for item in results] == [value] * len(results), name
+    return results[0]
 
 
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
@@ -84,11 +84,11 @@ def test_prometheus_parses_the_same_samples(counted: ServeProcess) -> None:
 
 def test_every_metric_exists_from_the_start(counted: ServeProcess) -> None:
     """Catches a metric that dashboards would miss until the first request."""
-    found = scrape(counted)
+    metrics = scrape(counted)
     for name in COUNTERS:
-        assert f"{name}_total" in found
+        assert f"{name}_total" in metrics
     for name in HISTOGRAMS | LENGTHS:
-        assert f"{name}_count" in found and f"{name}_bucket:+Inf" in found
+        assert f"{name}_count" in metrics and f"{name}_bucket:+Inf" in metrics
     with httpx.Client(base_url=counted.url) as fresh:
         info = [line for line in fresh.get("/metrics").text.splitlines() if "cache_config_info{" in line]
     assert len(info) == 1 and 'num_gpu_blocks="8192"' in info[0] and 'block_size="16"' in info[0]
@@ -131,12 +131,12 @@ def test_every_counter_counts_known_traffic(counted: ServeProcess) -> None:
             "request_prefill_kv_computed_tokens",
         )
     }
-    found = grown(before, after)
-    assert {name: found.get(name) for name in expected} == expected
-    unexpected = set(found) - set(expected)
+    changes = grown(before, after)
+    assert {name: changes.get(name) for name in expected} == expected
+    unexpected = set(changes) - set(expected)
     assert all(name.startswith(("iteration_tokens", "prompt_tokens_by_source")) for name in unexpected)
     # The sequences of a request may share steps; each request has at least as many as its tokens.
-    assert 5 + 4 + 1 + 1 <= found["iteration_tokens_total_count"] <= sum(lengths)
+    assert 5 + 4 + 1 + 1 <= changes["iteration_tokens_total_count"] <= sum(lengths)
     assert after["iteration_tokens_total_sum"] - before["iteration_tokens_total_sum"] == (
         expected["prompt_tokens_total"] - num_hits + sum(lengths) - num_sequences
     )
@@ -166,9 +166,9 @@ def test_stop_string_counts_only_returned_tokens(counted: ServeProcess) -> None:
     before = scrape(counted)
     reply = ask(counted, prompt=[5, 6, 7], max_tokens=2000, stop=[free[8:11]])
     eventually("the engine rests", lambda: counted.metrics()["num_requests_running"] == 0)
-    found = grown(before, scrape(counted))
-    assert found["request_success_total:stop"] == 1
-    assert found["generation_tokens_total"] == reply["usage"]["completion_tokens"]  # type: ignore[index]
+    changes = grown(before, scrape(counted))
+    assert changes["request_success_total:stop"] == 1
+    assert changes["generation_tokens_total"] == reply["usage"]["completion_tokens"]  # type: ignore[index]
 
 
 def test_refused_request_is_not_counted(counted: ServeProcess) -> None:
@@ -187,6 +187,6 @@ def test_disconnect_is_counted_as_abort(counted: ServeProcess) -> None:
     gone = "request_success_total:abort"
     eventually("it is counted", lambda: counted.metrics()[gone] > before[gone])
     eventually("none runs", lambda: counted.metrics()["num_requests_running"] == 0)
-    found = grown(before, scrape(counted))
-    assert found["request_success_total:abort"] == found["request_prompt_tokens_count"] == 1
+    changes = grown(before, scrape(counted))
+    assert changes["request_success_total:abort"] == changes["request_prompt_tokens_count"] == 1
     assert scrape(counted)["kv_cache_usage_perc"] == 0

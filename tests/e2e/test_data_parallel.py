@@ -110,7 +110,7 @@ def test_lost_core_under_load(pair: ServeProcess, how: int) -> None:
     victim = cores(pair)[1]
     expected = ask(pair, max_tokens=LENGTH).json()["choices"][0]["text"]
     with ThreadPoolExecutor(12) as pool, pair.streaming(max_tokens=LENGTH) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         running: list[Future[httpx.Response]] = []
 
         def second_core_works() -> bool:
@@ -122,16 +122,16 @@ def test_lost_core_under_load(pair: ServeProcess, how: int) -> None:
         eventually("the second core works", second_core_works)
         os.kill(victim, how)
         later = [pool.submit(ask, pair, max_tokens=5, rank=0) for _ in range(3)]
-        assert all(each.result().status_code == 200 for each in later)
+        assert all(item.result().status_code == 200 for item in later)
         if how == signal.SIGSTOP:
             eventually("a core that stands still is told of", lambda: pair.health() == 503)
             assert ask(pair, max_tokens=5).status_code == 200
             os.kill(victim, signal.SIGCONT)
-        replies = [each.result() for each in running]
-        found += stream
+        replies = [item.result() for item in running]
+        stream_events += stream
     assert {reply.status_code for reply in replies} == {200}
     assert {reply.json()["choices"][0]["text"] for reply in replies} == {expected}
-    assert found[-1] == "[DONE]" and joined(found) == expected
+    assert stream_events[-1] == "[DONE]" and joined(stream_events) == expected
     eventually("it is well and at rest", lambda: at_rest(pair))
     assert ask(pair, max_tokens=3, rank=1).status_code == 200
     assert (cores(pair)[1] != victim) == (how == signal.SIGKILL)
@@ -148,7 +148,11 @@ def ends_with_done(stream: Iterator[Any]) -> bool:
 def clients_of(pid: int, port: int) -> set[int]:
     """Return the ports of the clients that are connected to a process on `port`."""
     connections = psutil.Process(pid).net_connections("tcp")
-    return {each.raddr.port for each in connections if each.laddr.port == port and each.raddr}
+    return {
+        connection.raddr.port
+        for connection in connections
+        if connection.laddr.port == port and connection.raddr
+    }
 
 
 def test_lost_api_process_under_load(pair: ServeProcess) -> None:

@@ -21,10 +21,10 @@ OVERLAYS = sorted(path.parent.name for path in DEPLOY.glob("kubernetes/overlays/
 
 
 def tool(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         pytest.skip(f"{name} is not installed")
-    return found
+    return path
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def kubectl() -> str:
 def documents(overlay: str) -> dict[str, dict[str, Any]]:
     words = [kubectl(), "kustomize", str(DEPLOY / "kubernetes" / "overlays" / overlay)]
     made = subprocess.run(words, capture_output=True, text=True, check=True)
-    return {each["kind"]: each for each in yaml.safe_load_all(made.stdout)}
+    return {item["kind"]: item for item in yaml.safe_load_all(made.stdout)}
 
 
 def make() -> Any:
@@ -88,14 +88,18 @@ def test_pods_drain_in_time_and_have_a_read_only_root(overlay: str) -> None:
         (container,) = pod["spec"]["containers"]
         assert pod["spec"]["securityContext"]["runAsNonRoot"]
         assert container["securityContext"]["readOnlyRootFilesystem"]
-        assert {each["mountPath"] for each in container["volumeMounts"]} == {"/cache", "/tmp", "/dev/shm"}
+        assert {mount["mountPath"] for mount in container["volumeMounts"]} == {
+            "/cache",
+            "/tmp",
+            "/dev/shm",
+        }
         if "--headless" in container["command"][2]:
             continue
         drain_s = int(re.search(r"--shutdown-timeout (\d+)", container["command"][2])[1])  # type: ignore[index]
         pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
         assert drain_s + pause < pod["spec"]["terminationGracePeriodSeconds"]
         probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
-        assert {each["httpGet"]["path"] for each in probes} == {"/health"}
+        assert {probe["httpGet"]["path"] for probe in probes} == {"/health"}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -129,9 +133,9 @@ def test_autoscaler_uses_the_waiting_requests(server: ServeProcess) -> None:
     (rule,) = adapter["rules"]["custom"]
     pattern = re.search(r'__name__=~"([^"]*)"', rule["seriesQuery"])[1]  # type: ignore[index]
     names = {line.split("{")[0] for line in server.client.get("/metrics").text.splitlines()}
-    found = [name for name in names if re.fullmatch(pattern, name)]
+    results = [name for name in names if re.fullmatch(pattern, name)]
     matches = re.compile(rule["name"]["matches"])
-    renamed = {matches.sub(rule["name"]["as"].replace("${1}", r"\1"), name) for name in found}
+    renamed = {matches.sub(rule["name"]["as"].replace("${1}", r"\1"), name) for name in results}
     assert metric["pods"]["metric"]["name"] in renamed
 
 
@@ -147,7 +151,9 @@ def test_alerts_and_scalers_use_existing_metrics(server: ServeProcess) -> None:
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     (config,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
     known = {*re.findall(r'job="([^"]*)"', alerts)}
-    assert known == {config["job_name"]} == {each["replacement"] for each in endpoint["relabelings"]}
+    assert (
+        known == {config["job_name"]} == {relabeling["replacement"] for relabeling in endpoint["relabelings"]}
+    )
 
 
 def test_alerts_fire_when_they_should() -> None:
@@ -179,7 +185,7 @@ def test_every_dashboard_query_returns_data(start: Start, tmp_path: Path) -> Non
     words = [prometheus, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
     running = subprocess.Popen([*words, f"--web.listen-address=127.0.0.1:{port}"], stderr=subprocess.DEVNULL)
     api = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=60)
-    queries = [query for _, _, _, each in make().PANELS for _, query in each]
+    queries = [query for _, _, _, panel in make().PANELS for _, query in panel]
     missing = list(queries)
 
     def ask() -> bool:
@@ -188,9 +194,9 @@ def test_every_dashboard_query_returns_data(start: Start, tmp_path: Path) -> Non
         time.sleep(1.0)
         for query in list(missing):
             plain = query.replace("$__rate_interval", "10s").replace("$model", ".*")
-            found = api.get("/query", params={"query": plain}).json()
-            assert found["status"] == "success", found
-            if found["data"]["result"]:
+            reply_body = api.get("/query", params={"query": plain}).json()
+            assert reply_body["status"] == "success", reply_body
+            if reply_body["data"]["result"]:
                 missing.remove(query)
         return not missing
 

@@ -111,7 +111,7 @@ async def run_streams(server: Server, clock: ChunkClock) -> tuple[list[StreamRec
             await asyncio.sleep(0.05)
 
     watching = asyncio.create_task(watch())
-    await asyncio.gather(*(stream(client, "/v1/completions", body, each.take) for each in seen))
+    await asyncio.gather(*(stream(client, "/v1/completions", body, item.take) for item in seen))
     watching.cancel()
     client.close()
     return seen, waits, sizes
@@ -122,13 +122,13 @@ def test_streams_flow_and_health_answers_under_a_flood_of_tokens(tiny: TextModel
     with serving(tiny.path, tmp_path) as server:
         clock = ChunkClock()
         seen, waits, sizes = asyncio.run(run_streams(server, clock))
-    assert all(each.num_tokens == NUM_TOKENS for each in seen), "no token is lost"
-    assert min(len(each.arrivals) for each in seen) > 20, "the flood is long enough"
+    assert all(item.num_tokens == NUM_TOKENS for item in seen), "no token is lost"
+    assert min(len(item.arrivals) for item in seen) > 20, "the flood is long enough"
     assert len(waits) > 5
     # Nothing waits for the end of the flood: neither the first chunk of a stream, nor the next one, nor
     # /health.
-    assert max(each.arrivals[0] for each in seen) < clock.now / 4
-    assert max(each.longest_gap for each in seen) < clock.now / 4
+    assert max(item.arrivals[0] for item in seen) < clock.now / 4
+    assert max(item.longest_gap for item in seen) < clock.now / 4
     assert max(waits) < clock.now / 4
-    assert all(len(each.arrivals) < NUM_TOKENS for each in seen), "simultaneous tokens are merged"
+    assert all(len(item.arrivals) < NUM_TOKENS for item in seen), "simultaneous tokens are merged"
     assert sizes[-1] - sizes[len(sizes) // 4] < 100 << 20

@@ -44,7 +44,7 @@ def test_stopped_engine_is_unhealthy_and_resumes(tough: ServeProcess) -> None:
     whole = tough.complete(max_tokens=1000)["choices"][0]["text"]
     core = tough.core
     with tough.streaming(max_tokens=1000) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         os.kill(core, signal.SIGSTOP)
         try:
             eventually("it is unhealthy", lambda: tough.health() == 503)
@@ -53,13 +53,15 @@ def test_stopped_engine_is_unhealthy_and_resumes(tough: ServeProcess) -> None:
             refused = tough.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         finally:
             os.kill(core, signal.SIGCONT)
-        found += stream
+        stream_events += stream
     assert refused.status_code == 503
     match = re.search(r"no progress for (\d+\.\d) s; the limit is 10 s", refused.json()["error"]["message"])
     assert match is not None and float(match[1]) >= HEALTH_TIMEOUT_S, "a short pause is no reason"
     eventually("it is healthy again", lambda: steady(tough))
-    assert found[-1] == "[DONE]"
-    assert "".join(each["choices"][0]["text"] for each in found[:-1] if isinstance(each, dict)) == whole
+    assert stream_events[-1] == "[DONE]"
+    assert (
+        "".join(item["choices"][0]["text"] for item in stream_events[:-1] if isinstance(item, dict)) == whole
+    )
 
 
 def test_killed_engine_restarts_and_its_streams_continue(tough: ServeProcess) -> None:
@@ -68,11 +70,11 @@ def test_killed_engine_restarts_and_its_streams_continue(tough: ServeProcess) ->
     dead = tough.core
     before = tough.metrics()
     with tough.streaming(max_tokens=1000) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         os.kill(dead, signal.SIGKILL)
         eventually("it is unhealthy", lambda: tough.health() == 503)
-        found += stream
-    assert found[-1] == "[DONE]" and joined(found) == whole
+        stream_events += stream
+    assert stream_events[-1] == "[DONE]" and joined(stream_events) == whole
     eventually("it is healthy again", lambda: steady(tough))
     assert tough.core != dead
     assert tough.complete(max_tokens=3)["usage"]["completion_tokens"] == 3

@@ -53,7 +53,7 @@ def logged() -> Iterator[list[str]]:
 
 def longest_step(llm: LLM) -> float:
     """Return the upper bound of the bucket of the largest step."""
-    (steps,) = (each for each in llm.get_metrics() if each.name == "vllm:iteration_tokens_total")
+    (steps,) = (metric for metric in llm.get_metrics() if metric.name == "vllm:iteration_tokens_total")
     buckets: dict[str, int] = steps.buckets  # type: ignore[attr-defined]
     return min(float(edge) for edge, count in buckets.items() if count == max(buckets.values()))
 
@@ -75,14 +75,14 @@ def test_small_cache_preempts_with_the_guides_warning(model: str) -> None:
     """Offline statistics also have a line with the cumulative preemptions."""
     prompts = [f"{prompt} {number}" for number in range(6) for prompt in PROMPTS]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    expected = [each.outputs[0].text for each in opened(model).generate(prompts, params, use_tqdm=False)]
+    expected = [item.outputs[0].text for item in opened(model).generate(prompts, params, use_tqdm=False)]
     with logged() as lines:
         small = opened(
             model, num_gpu_blocks_override=16, max_model_len=128, enable_prefix_caching=False,
             scheduler_reserve_full_isl=False, disable_log_stats=False,
         )  # fmt: skip
-        found = [each.outputs[0].text for each in small.generate(prompts, params, use_tqdm=False)]
-    assert found == expected
+        result = [item.outputs[0].text for item in small.generate(prompts, params, use_tqdm=False)]
+    assert result == expected
     warning = next(line for line in lines if "PreemptionMode.RECOMPUTE" in line)  # at most one per 10 s
     assert (
         "is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache space" in warning
@@ -95,7 +95,7 @@ def test_small_cache_preempts_with_the_guides_warning(model: str) -> None:
         "max_num_batched_tokens",
     ):
         assert remedy in warning
-    values = {each.name: getattr(each, "value", None) for each in small.get_metrics()}
+    values = {metric.name: getattr(metric, "value", None) for metric in small.get_metrics()}
     assert values["vllm:num_preemptions"] > 0
     assert any(f"Preemptions: {values['vllm:num_preemptions']}" in line for line in lines)
 

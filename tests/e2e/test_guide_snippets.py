@@ -133,8 +133,8 @@ memory."""
 
 
 def snippets(suffix: str) -> list[Any]:
-    found = sorted(file.name for file in SNIPPETS.glob(f"*{suffix}"))
-    return [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in found]
+    results = sorted(file.name for file in SNIPPETS.glob(f"*{suffix}"))
+    return [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in results]
 
 
 def test_every_line_of_the_guide_is_covered() -> None:
@@ -205,8 +205,8 @@ def test_script_runs_as_written(name: str, place: Path, expected: dict[str, list
     model = model_of(name)
     try:
         for _ in range(2):  # once when images are new, once when they may be cached
-            found = described(llm) if model in SEEING else texts(llm)
-            assert found == reference_answers(model, place, expected)
+            result = described(llm) if model in SEEING else texts(llm)
+            assert result == reference_answers(model, place, expected)
         check_config(llm, name)
     finally:
         llm.llm_engine.close()
@@ -231,7 +231,9 @@ def check_config(llm: LLM, name: str) -> None:
     }
     assert seen.get(name, True), config
     if name == "04_statistics.py":
-        assert {"vllm:num_preemptions", "vllm:generation_tokens"} <= {each.name for each in llm.get_metrics()}
+        assert {"vllm:num_preemptions", "vllm:generation_tokens"} <= {
+            metric.name for metric in llm.get_metrics()
+        }
 
 
 # ---- commands
@@ -251,16 +253,16 @@ def test_command_runs_as_written(
         model = model_of(name)
         wanted = reference_answers(model, place, expected)
         for _ in range(2):
-            found = described_over_http(server) if model in SEEING else completions(server)
-            assert found == wanted or name in OTHER_NUMBERS and all(found)
+            result = described_over_http(server) if model in SEEING else completions(server)
+            assert result == wanted or name in OTHER_NUMBERS and all(result)
         check(server, name)
         server.end_cleanly()
 
 
 def check(server: ServeProcess, name: str) -> None:
     """Check the effect of each command beside its answers."""
-    found = server.metrics()
-    assert [metric for metric in NINE if metric not in found] == []
+    metrics = server.metrics()
+    assert [metric for metric in NINE if metric not in metrics] == []
     if name == "05_prefix_caching.sh":
         for _ in range(2):
             server.complete(model=DENSE[0], prompt=[7] * 100, max_tokens=1)
@@ -273,7 +275,7 @@ def check(server: ServeProcess, name: str) -> None:
     if name.startswith("14_xformers"):
         assert "XFORMERS" in server.text()
     if name.startswith("20_"):
-        names = {each["id"] for each in server.client.get("/v1/models").json()["data"]}
+        names = {entry["id"] for entry in server.client.get("/v1/models").json()["data"]}
         adapters = {"customer-support", "finance"} if name == "20_adapters.sh" else {"customer-support"}
         assert names == {DENSE[0], *adapters}
         answers = {completions(server, adapter)[0] for adapter in names}

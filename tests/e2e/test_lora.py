@@ -46,13 +46,13 @@ def test_adapters_are_served_loaded_and_unloaded_in_all_processes(
     assert server.client.post("/v1/load_lora_adapter", json=change).status_code == 200
     assert {fresh("late") for _ in range(6)} == {200}
     with server.streaming(model="late", max_tokens=600) as stream, ThreadPoolExecutor() as threads:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         gone = threads.submit(server.client.post, "/v1/unload_lora_adapter", json={"lora_name": "late"})
         eventually("nobody gets it any more", lambda: fresh("late") == 404)
         assert {fresh("late") for _ in range(6)} == {404}
-        found += stream
+        stream_events += stream
         assert gone.result(PATIENCE_S).status_code == 200
-    assert found[-1] == "[DONE]" and isinstance(last := found[-2], dict)
+    assert stream_events[-1] == "[DONE]" and isinstance(last := stream_events[-2], dict)
     assert last["choices"][0]["finish_reason"] == "length"
     eventually("nothing runs", lambda: server.metrics()["num_requests_running"] == 0)
     server.end_cleanly()

@@ -88,7 +88,7 @@ class Soak:
 
     async def look_until(self, end: float) -> None:
         while time.monotonic() < end:
-            self.num_bytes.append(sum(_resident(each) for each in self.server.members()))
+            self.num_bytes.append(sum(_resident(member) for member in self.server.members()))
             await asyncio.sleep(min(LOOK_S, SECONDS / 8))
 
     async def run(self) -> None:

@@ -19,14 +19,14 @@ def unlimited_client(server: ServeProcess) -> httpx.AsyncClient:
 
 
 async def streamed(client: httpx.AsyncClient, **body: Any) -> list[dict[str, Any] | str]:
-    found: list[dict[str, Any] | str] = []
+    results: list[dict[str, Any] | str] = []
     async with client.stream("POST", "/v1/completions", json=greedy(**body, stream=True)) as reply:
         assert reply.status_code == 200, await reply.aread()
         async for line in reply.aiter_lines():
             if line.startswith("data: "):
                 data = line.removeprefix("data: ")
-                found.append(data if data == "[DONE]" else json.loads(data))
-    return found
+                results.append(data if data == "[DONE]" else json.loads(data))
+    return results
 
 
 def test_64_streams_equal_their_solo_outputs(server: ServeProcess) -> None:
@@ -35,12 +35,12 @@ def test_64_streams_equal_their_solo_outputs(server: ServeProcess) -> None:
 
     async def together() -> list[list[dict[str, Any] | str]]:
         async with unlimited_client(server) as client:
-            return await asyncio.gather(*(streamed(client, prompt=each, max_tokens=20) for each in PROMPTS))
+            return await asyncio.gather(*(streamed(client, prompt=item, max_tokens=20) for item in PROMPTS))
 
-    found = asyncio.run(together())
+    result = asyncio.run(together())
     assert len(set(alone)) > 32, "prompts that say the same prove nothing"
-    assert [joined(each) for each in found] == alone
-    assert {each[-1] for each in found} == {"[DONE]"}
+    assert [joined(item) for item in result] == alone
+    assert {item[-1] for item in result} == {"[DONE]"}
 
 
 def test_500_connections_all_finish(server: ServeProcess) -> None:

@@ -55,9 +55,9 @@ def test_batches_of_token_ids(client: OpenAI, tiny: TextModel) -> None:
         temperature=0,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    found = [choice.model_dump()["token_ids"] for choice in reply.choices]
+    token_ids = [choice.model_dump()["token_ids"] for choice in reply.choices]
     assert [choice.index for choice in reply.choices] == [0, 1]
-    assert found == [tiny.greedy(prompt, 4) for prompt in prompts]
+    assert token_ids == [tiny.greedy(prompt, 4) for prompt in prompts]
 
 
 def test_streamed_completion_equals_the_complete_one(client: OpenAI, lenient: OpenAI) -> None:
@@ -111,7 +111,7 @@ def test_chat_logprobs(client: OpenAI) -> None:
     assert len(choice.logprobs.content) == 6
     for token in choice.logprobs.content:
         assert len(token.top_logprobs) == 3
-        assert token.logprob == max(each.logprob for each in token.top_logprobs) <= 0
+        assert token.logprob == max(top_logprob.logprob for top_logprob in token.top_logprobs) <= 0
 
 
 def test_completion_logprobs_with_echo(lenient: OpenAI) -> None:
@@ -219,12 +219,16 @@ def test_tokenize_round_trip(server: ServeProcess, tiny: TextModel) -> None:
     """Catches a tokenizer that is not the engine's."""
     text = "naïve café, 日本語, 🙂"
     expected = load_tokenizer(tiny.path, "hf").encode(text)
-    found = server.client.post("/tokenize", json={"model": "tiny", "prompt": text}).json()
-    assert (found["tokens"], found["count"], found["max_model_len"]) == (expected, len(expected), 8192)
-    back = server.client.post("/detokenize", json={"model": "tiny", "tokens": found["tokens"]}).json()
+    reply_body = server.client.post("/tokenize", json={"model": "tiny", "prompt": text}).json()
+    assert (reply_body["tokens"], reply_body["count"], reply_body["max_model_len"]) == (
+        expected,
+        len(expected),
+        8192,
+    )
+    back = server.client.post("/detokenize", json={"model": "tiny", "tokens": reply_body["tokens"]}).json()
     assert back["prompt"] == "<s>" + text
     chat = server.client.post("/tokenize", json={"model": "tiny", "messages": SAY}).json()
-    assert chat["count"] > found["count"] // 2
+    assert chat["count"] > reply_body["count"] // 2
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ def engine(tiny: TextModel) -> Iterator[LocalEngine]:
 
 
 def finished(engine: LocalEngine) -> dict[str, RequestOutput]:
-    found: dict[str, RequestOutput] = {}
+    results: dict[str, RequestOutput] = {}
     for _ in range(500):
         if not engine.has_unfinished_requests():
-            return found
-        found |= {output.request_id: output for output in engine.step() if output.finished}
+            return results
+        results |= {output.request_id: output for output in engine.step() if output.finished}
     raise AssertionError("the engine does not finish")
 
 
@@ -50,9 +50,9 @@ def test_only_the_request_at_fault_fails(
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    found = finished(engine)
-    assert found.pop(str(POISONED)).outputs[0].finish_reason == "error"
-    for id, output in found.items():
+    result = finished(engine)
+    assert result.pop(str(POISONED)).outputs[0].finish_reason == "error"
+    for id, output in result.items():
         assert list(output.outputs[0].token_ids) == tiny.greedy(PROMPTS[int(id)], 8)
-    assert len(found) == 8
+    assert len(result) == 8
     assert engine.core.scheduler.kv.pool.usage == 0

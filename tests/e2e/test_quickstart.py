@@ -19,23 +19,23 @@ _FENCE = re.compile(r"^```(console|python)\n(.*?)^```", re.DOTALL | re.MULTILINE
 
 def blocks(kind: str, words: str) -> list[tuple[str, str]]:
     """Return (page, code) of the blocks of this language that contain these words."""
-    found = [
+    results = [
         (page, code)
         for page in PAGES
         for language, code in _FENCE.findall((ROOT / page).read_text(encoding="utf-8"))
         if language == kind and words in code
     ]
-    assert found, words
-    return found
+    assert results, words
+    return results
 
 
 def test_log_lines_in_docs_match_the_source() -> None:
     for page in PAGES:
         for name, line, message in _LOGGED.findall((ROOT / page).read_text(encoding="utf-8")):
-            found = [
+            results = [
                 path.read_text(encoding="utf-8").splitlines() for path in ROOT.glob(f"src/quire/**/{name}")
             ]
-            assert any(message in "".join(lines[int(line) - 1 : int(line)]) for lines in found), (
+            assert any(message in "".join(lines[int(line) - 1 : int(line)]) for lines in results), (
                 page,
                 name,
                 message,

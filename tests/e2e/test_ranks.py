@@ -33,8 +33,8 @@ def ranks(server: ServeProcess) -> list[int]:
 def at_rest(server: ServeProcess) -> bool:
     if server.health() != 200 or len(ranks(server)) != 2:
         return False
-    found = server.metrics()
-    return found["num_requests_running"] == 0 == found["kv_cache_usage_perc"]
+    metrics = server.metrics()
+    return metrics["num_requests_running"] == 0 == metrics["kv_cache_usage_perc"]
 
 
 def test_stopped_rank_is_unhealthy_and_resumes(pair: ServeProcess) -> None:
@@ -42,7 +42,7 @@ def test_stopped_rank_is_unhealthy_and_resumes(pair: ServeProcess) -> None:
     whole = pair.complete(max_tokens=400)["choices"][0]["text"]
     _, second = ranks(pair)
     with pair.streaming(max_tokens=400) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         os.kill(second, signal.SIGSTOP)
         try:
             eventually("it is unhealthy", lambda: pair.health() == 503)
@@ -50,8 +50,10 @@ def test_stopped_rank_is_unhealthy_and_resumes(pair: ServeProcess) -> None:
             assert "no progress" in refused.json()["error"]["message"]
         finally:
             os.kill(second, signal.SIGCONT)
-        found += stream
-    assert "".join(each["choices"][0]["text"] for each in found[:-1] if isinstance(each, dict)) == whole
+        stream_events += stream
+    assert (
+        "".join(item["choices"][0]["text"] for item in stream_events[:-1] if isinstance(item, dict)) == whole
+    )
     eventually("it is healthy again", lambda: at_rest(pair))
 
 
@@ -61,11 +63,11 @@ def test_killed_process_ends_the_engine_and_it_restarts(pair: ServeProcess, vict
     whole = pair.complete(max_tokens=150)["choices"][0]["text"]
     before, core = ranks(pair), pair.core
     with pair.streaming(max_tokens=150) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         os.kill(before[1] if victim == "rank" else core, signal.SIGKILL)
         eventually("all of them end", lambda: not {core, *before} & {*psutil.pids()})
-        found += stream
-    assert found[-1] == "[DONE]" and joined(found) == whole
+        stream_events += stream
+    assert stream_events[-1] == "[DONE]" and joined(stream_events) == whole
     eventually("it is back", lambda: at_rest(pair))
     assert pair.core != core and not set(ranks(pair)) & set(before)
     assert pair.complete(max_tokens=3)["usage"]["completion_tokens"] == 3

@@ -109,9 +109,9 @@ def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess,
 
     def disturbed(kind: str) -> dict[str, Any]:
         with stream(single, *kinds[kind]) as chunks:
-            found = [next(chunks) for _ in range(5)]
+            result = [next(chunks) for _ in range(5)]
             ready.wait(PATIENCE_S)
-            return whole([*found, *chunks])
+            return whole([*result, *chunks])
 
     def undisturbed(kind: str) -> dict[str, Any]:
         with stream(single, *kinds[kind]) as chunks:
@@ -127,16 +127,16 @@ def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess,
         os.kill(dead, signal.SIGKILL)
         eventually("it is unhealthy", lambda: single.health() == 503)
         refused = single.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
-        found = dict(zip(kinds, answers, strict=True))
+        result = dict(zip(kinds, answers, strict=True))
         expected = dict(zip(kinds, pool.map(undisturbed, kinds), strict=True))
     assert refused.status_code == 503, "a new request can be sent elsewhere"
     for kind in kinds:
-        for answer in (found[kind], expected[kind]):
+        for answer in (result[kind], expected[kind]):
             answer["usage"].pop(
                 "prompt_tokens_details", None
             )  # later requests find their prompt in the cache
-        assert found[kind] == expected[kind], kind
-    assert len(json.loads(found["schema"]["choices"][0]["text"])) == LIST["minItems"]
+        assert result[kind] == expected[kind], kind
+    assert len(json.loads(result["schema"]["choices"][0]["text"])) == LIST["minItems"]
     assert single.core != dead and single.health() == 200
     numbers = single.metrics()
     assert numbers["request_resumed_total"] == len(kinds)
@@ -162,13 +162,17 @@ def test_sigterm_during_the_pause_lets_answers_finish(start: Start) -> None:
     server = start("--shutdown-timeout", "100")
     server.until_healthy()
     with server.streaming(max_tokens=LENGTH) as chunks:
-        found = [next(chunks)]
+        stream_events = [next(chunks)]
         os.kill(server.core, signal.SIGKILL)
         eventually("it is unhealthy", lambda: server.health() == 503)
         server.process.send_signal(signal.SIGTERM)
-        found += chunks
-    assert found[-1] == "[DONE]" and isinstance(found[-2], dict) and "error" not in found[-2], found[-2]
-    assert found[-2]["choices"][0]["finish_reason"] == "length"
+        stream_events += chunks
+    assert (
+        stream_events[-1] == "[DONE]"
+        and isinstance(stream_events[-2], dict)
+        and "error" not in stream_events[-2]
+    ), stream_events[-2]
+    assert stream_events[-2]["choices"][0]["finish_reason"] == "length"
     assert server.exit_code() == 0, server.text()
     assert "Traceback" not in server.text(), server.text()
 
@@ -183,9 +187,9 @@ def test_core_that_cannot_restart_ends_its_streams(start: Start, tiny: TextModel
         next(chunks)
         (copy / "model.safetensors").rename(tmp_path / "aside")
         os.kill(server.core, signal.SIGKILL)
-        found = list(chunks)
-    assert found[-1] == "[DONE]" and isinstance(found[-2], dict)
-    assert found[-2]["error"]["code"] == 503 and "is not back" in found[-2]["error"]["message"]
+        results = list(chunks)
+    assert results[-1] == "[DONE]" and isinstance(results[-2], dict)
+    assert results[-2]["error"]["code"] == 503 and "is not back" in results[-2]["error"]["message"]
     server.end_cleanly()
 
 
@@ -199,11 +203,11 @@ def test_resumption_can_be_disabled(start: Start) -> None:
         eventually("both run", lambda: server.metrics()["num_requests_running"] == 2)
         next(chunks)
         os.kill(server.core, signal.SIGKILL)
-        found = list(chunks)
+        results = list(chunks)
         assert hidden.result()["choices"][0]["text"] == expected
-    assert found[-1] == "[DONE]" and joined(found[:-2])
-    assert isinstance(found[-2], dict) and found[-2]["error"]["code"] == 503
-    assert "died" in found[-2]["error"]["message"]
+    assert results[-1] == "[DONE]" and joined(results[:-2])
+    assert isinstance(results[-2], dict) and results[-2]["error"]["code"] == 503
+    assert "died" in results[-2]["error"]["message"]
     assert server.metrics()["request_resumed_total"] == 0
     server.end_cleanly()
 
@@ -243,7 +247,7 @@ def test_twenty_core_failures_under_sixteen_streams(
                 eventually("all cores work", lambda: len(server.with_role("EngineCore")) == num_cores)
                 eventually("it is healthy", lambda: server.health() == 200)
                 time.sleep(random.uniform(0.5, 3.0))
-                assert not any(each.done() for each in streams), [each.exception() for each in streams]
+                assert not any(item.done() for item in streams), [item.exception() for item in streams]
                 began = time.monotonic()
                 os.kill(server.with_role("EngineCore")[number % num_cores], signal.SIGKILL)
                 time.sleep(0.5)
@@ -252,7 +256,7 @@ def test_twenty_core_failures_under_sixteen_streams(
                 longest = max((pause for at, pause in pauses if at >= began), default=0.0)
                 print(f"death {number + 1}: longest pause {longest:.2f} s")
             is_over.set()
-            counts = [each.result() for each in streams]
+            counts = [item.result() for item in streams]
         print(f"{sum(counts)} answers, {server.metrics()['request_resumed_total']:.0f} resumed")
         server.end_cleanly()
 
@@ -287,14 +291,14 @@ def read_answer(
                 time.sleep(0.1)
                 continue
             assert reply.status_code == 200, reply.read()
-            found, last = [], 0.0
+            result, last = [], 0.0
             for event in events(reply.iter_lines()):
                 now = time.monotonic()
                 if last and now - last > 0.1:
                     pauses.append((now, now - last))
-                found.append(event)
+                result.append(event)
                 last = now
-        return whole(found)
+        return whole(result)
 
 
 def without_cached(answer: dict[str, Any]) -> dict[str, Any]:

@@ -67,12 +67,12 @@ def judge(name: str, schema: Any, reply: httpx.Response) -> Counter[str]:
         assert reply.json()["error"]["message"], name
         return Counter(refused=1)
     assert reply.status_code == 200, f"{name}: {reply.text}"
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for choice in reply.json()["choices"]:
         text, reason = choice["message"]["content"], choice["finish_reason"]
         assert reason in ("stop", "length"), f"{name}: {reason}: {text!r}"
-        found["cut" if reason == "length" else validate(name, schema, text)] += 1
-    return found
+        result["cut" if reason == "length" else validate(name, schema, text)] += 1
+    return result
 
 
 def validate(name: str, schema: Any, text: str) -> str:

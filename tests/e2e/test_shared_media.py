@@ -120,5 +120,5 @@ def test_image_streams_resume_in_the_restarted_core(server: ServeProcess) -> Non
 
 
 def _is_replaced(server: ServeProcess, role: str, gone: int) -> bool:
-    found = server.with_role(role)
-    return len(found) == 1 and found[0] != gone and server.health() == 200
+    result = server.with_role(role)
+    return len(result) == 1 and result[0] != gone and server.health() == 200

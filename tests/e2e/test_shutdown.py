@@ -54,15 +54,15 @@ def test_sigterm_lets_running_requests_finish(start: Start) -> None:
     os.kill(core, signal.SIGSTOP)  # no stream ends before new connections are refused
     server.process.send_signal(signal.SIGTERM)
     eventually("new connections are refused", server.refuses)
-    still_running = "[DONE]" not in [found[-1] for found in crowd.found]
+    still_running = "[DONE]" not in [result[-1] for result in crowd.found]
     os.kill(core, signal.SIGCONT)
     crowd.join()
     assert server.exit_code() == 0, server.text()
     assert still_running, "new ones were refused only when the old ones had finished"
-    for found in crowd.found:
-        assert found[-1] == "[DONE]"
-        assert isinstance(found[-2], dict)
-        assert found[-2]["usage"]["completion_tokens"] == LENGTH
+    for result in crowd.found:
+        assert result[-1] == "[DONE]"
+        assert isinstance(result[-2], dict)
+        assert result[-2]["usage"]["completion_tokens"] == LENGTH
     assert "Traceback" not in server.text()
 
 
@@ -74,9 +74,9 @@ def test_shutdown_timeout_0_aborts_at_once(start: Start) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.exit_code() == 0, server.text()
     crowd.join()
-    for found in crowd.found:
-        assert found[-1] == "[DONE]"
-        assert isinstance(found[-2], dict) and "shutting down" in found[-2]["error"]["message"]
+    for result in crowd.found:
+        assert result[-1] == "[DONE]"
+        assert isinstance(result[-2], dict) and "shutting down" in result[-2]["error"]["message"]
     assert "Traceback" not in server.text(), server.text()
 
 
@@ -90,7 +90,7 @@ def test_second_sigint_ends_at_once(start: Start) -> None:
     server.process.send_signal(signal.SIGINT)
     assert server.exit_code() == 130, server.text()
     crowd.join()
-    assert "[DONE]" not in [found[-1] for found in crowd.found], "there was nothing to hurry"
+    assert "[DONE]" not in [result[-1] for result in crowd.found], "there was nothing to hurry"
 
 
 def test_killed_supervisor_leaves_no_orphan(start: Start) -> None:

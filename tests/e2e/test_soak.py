@@ -232,14 +232,14 @@ def test_half_an_hour_of_mixed_traffic_leaks_nothing(tmp_path: Path) -> None:
         pytest.skip(f"the default model cannot be fetched: {error}")
     with ServeProcess(None, *FLAGS, log=tmp_path / "log") as server:
         server.until_healthy()
-        found = asyncio.run(soak(server))
-        print(dict(found.counts), [f"{rate:.1f}" for rate in found.rates], found.num_bytes)
-        assert not found.wrong, found.wrong[:10]
-        assert all(found.counts[kind] for kind in ("whole", "streamed", "aborted", "refused", "health"))
+        result = asyncio.run(soak(server))
+        print(dict(result.counts), [f"{rate:.1f}" for rate in result.rates], result.num_bytes)
+        assert not result.wrong, result.wrong[:10]
+        assert all(result.counts[kind] for kind in ("whole", "streamed", "aborted", "refused", "health"))
         for name in ("core", "API"):
-            first, last = quarters([each[name] for each in found.num_bytes])
+            first, last = quarters([num_byte[name] for num_byte in result.num_bytes])
             assert last < GROWTH * first + SLACK_BYTES, f"{name} grew from {first} to {last} bytes"
-        first, last = quarters(found.rates)
+        first, last = quarters(result.rates)
         assert last > SLOWER * first, f"one stream: {first:.1f} tokens a second, then {last:.1f}"
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             eventually(f"{name} is 0", lambda name=name: server.metrics()[name] == 0)  # type: ignore[misc]

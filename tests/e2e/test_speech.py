@@ -78,8 +78,8 @@ def test_audio_is_transcribed(tmp_path: Path, preloaded: Preloaded) -> None:
         verbose = {"response_format": "verbose_json", "timestamp_granularities": ["word", "segment"]}
         zero = model.generation_config.no_timestamps_token_id + 1
         end_id = model.generation_config.eos_token_id
-        found = client.audio.transcriptions.create(**fields, **verbose)
-        check_timestamps(found, timed, list(starts), zero, end_id)
+        result = client.audio.transcriptions.create(**fields, **verbose)
+        check_timestamps(result, timed, list(starts), zero, end_id)
         stream: Any = client.audio.transcriptions.create(**fields, stream=True)
         assert "".join(chunk.choices[0]["delta"]["content"] for chunk in stream) == expected.lstrip()
         with (

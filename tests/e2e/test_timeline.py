@@ -52,4 +52,4 @@ def test_page_shows_the_slowest_requests(server: ServeProcess) -> None:
         line = next(line for line in events.iter_lines() if line.startswith("data: "))
     slowest = json.loads(line.removeprefix("data: "))["slowest"]
     assert slowest and {"id", "total_ms", "queue_ms", "prefill_ms", "decode_ms"} <= slowest[0].keys()
-    assert slowest == sorted(slowest, key=lambda each: -each["total_ms"])
+    assert slowest == sorted(slowest, key=lambda item: -item["total_ms"])

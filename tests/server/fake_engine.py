@@ -244,10 +244,10 @@ class FakeEngine:
             if position == 0:
                 step.admitted[request.id] = FirstRun(num_cached=3, queued_at=0.0, scheduled_at=0.0)
                 self._add_prompt_logprobs(step, request)
-            count, asked = request.params.logprobs, request.params.logprob_token_ids
-            if count is not None or asked is not None:
+            count, labels = request.params.logprobs, request.params.logprob_token_ids
+            if count is not None or labels is not None:
                 step.logprobs[request.id] = [
-                    self._logprobs(token, count or 0) if asked is None else labels_logprobs(token, asked)
+                    self._logprobs(token, count or 0) if labels is None else labels_logprobs(token, labels)
                 ]
             if token == request.eos_id:
                 step.finished[request.id] = FinishReason("stop")

@@ -19,10 +19,12 @@ def test_health_reports_the_cause() -> None:
 def test_models_lists_every_served_name() -> None:
     engine = FakeEngine()
     engine.facts.model_names = ("org/name", "other")
-    found = ask("GET", "/v1/models", engine=engine).json()
-    assert [card["id"] for card in found["data"]] == ["org/name", "other"] and found["object"] == "list"
+    reply_body = ask("GET", "/v1/models", engine=engine).json()
+    assert [card["id"] for card in reply_body["data"]] == ["org/name", "other"] and reply_body[
+        "object"
+    ] == "list"
     card = ask("GET", "/v1/models/org/name", engine=engine).json()
-    assert card == found["data"][0] and card["max_model_len"] == 512 and card["root"] == "models/fake"
+    assert card == reply_body["data"][0] and card["max_model_len"] == 512 and card["root"] == "models/fake"
     assert card["permission"][0]["id"].startswith("modelperm-")
     for name in ("none", "a%0Ab", "none%0A"):
         refused(ask("GET", f"/v1/models/{name}", engine=engine), 404)

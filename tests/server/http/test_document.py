@@ -182,4 +182,4 @@ def test_audio_routes_match_the_document(stride: int) -> None:
 
 def test_no_request_is_left_running() -> None:
     engines = (plain, talker, stopped, other, scorer, embedder, writer)
-    assert [each.num_in_flight for each in engines] == [0] * len(engines)
+    assert [engine.num_in_flight for engine in engines] == [0] * len(engines)

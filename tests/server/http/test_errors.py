@@ -85,9 +85,9 @@ TURN = {"role": "user", "content": "a"}
 )
 def test_one_of_many_invalid_items_is_reported(path: str, body: dict[str, Any]) -> None:
     """An error takes far more memory than the invalid item."""
-    found = ask("POST", path, json=body)
-    assert found.status_code == 400
-    assert found.json()["error"]["message"].startswith("1 validation error:")
+    response = ask("POST", path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("1 validation error:")
 
 
 def test_one_of_many_invalid_biases_is_reported() -> None:

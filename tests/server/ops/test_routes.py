@@ -147,9 +147,9 @@ def test_world_size() -> None:
 
 def test_tokenizer_info_needs_its_flag() -> None:
     assert ask("GET", "/tokenizer_info").status_code == 404
-    found = ask("GET", "/tokenizer_info", settings={"enable_tokenizer_info_endpoint": True}).json()
-    assert found["eos_token"] == "</s>" and "messages" in found["chat_template"]
-    assert {"content": "</s>", "special": True} in found["added_tokens_decoder"].values()
+    reply_body = ask("GET", "/tokenizer_info", settings={"enable_tokenizer_info_endpoint": True}).json()
+    assert reply_body["eos_token"] == "</s>" and "messages" in reply_body["chat_template"]
+    assert {"content": "</s>", "special": True} in reply_body["added_tokens_decoder"].values()
 
 
 def test_profile_routes_need_a_profiler_config() -> None:

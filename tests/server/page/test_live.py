@@ -49,7 +49,7 @@ def test_slowest_requests_have_bars(serve: Open, open_page: Open) -> None:
     assert page.inner_text("#slowest .row") == "chatcmpl-<b>1</b>\n2,000 ms"
     assert "1,200 (16 cached) + 30 tokens · preempted 2 times, 120 ms" in page.inner_text("#slowest .fine")
     whole = page.locator("#slowest .times").bounding_box()["width"]
-    widths = [each.bounding_box()["width"] for each in page.locator("#slowest .times i").all()]
+    widths = [item.bounding_box()["width"] for item in page.locator("#slowest .times i").all()]
     assert [round(width / whole, 2) for width in widths] == [0.5, 0.25, 0.2]
 
 

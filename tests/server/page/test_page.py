@@ -32,8 +32,8 @@ def test_every_asset_has_its_content_type(serve: Callable[..., Any]) -> None:
     """Catches a module served as text/plain, which browsers refuse."""
     url = serve().url
     types = {name: httpx.get(f"{url}/page/{name}").headers["content-type"] for name in page.ASSETS}
-    for name, found in types.items():
-        assert found.startswith(page.TYPES[Path(name).suffix]), name
+    for name, result in types.items():
+        assert result.startswith(page.TYPES[Path(name).suffix]), name
     assert {"page.js", "page.css", "icon.svg"} <= types.keys()
 
 

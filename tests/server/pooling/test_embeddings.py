@@ -32,8 +32,8 @@ def ids_of(text: str) -> list[int]:
 def vectors(response: httpx.Response) -> list[Any]:
     assert response.status_code == 200, response.text
     data = response.json()["data"]
-    assert [each["index"] for each in data] == list(range(len(data)))
-    return [each["embedding"] for each in data]
+    assert [entry["index"] for entry in data] == list(range(len(data)))
+    return [entry["embedding"] for entry in data]
 
 
 @pytest.mark.parametrize("value", [TEXTS[0], TEXTS, IDS[0], IDS])
@@ -41,7 +41,7 @@ def test_every_input_form_keeps_its_order(value: Any) -> None:
     engine = embedder()
     response = pool(EMBEDDINGS, engine, input=value)
     several = isinstance(value[0], list) or value is TEXTS
-    wanted = [ids_of(each) if isinstance(each, str) else each for each in (value if several else [value])]
+    wanted = [ids_of(item) if isinstance(item, str) else item for item in (value if several else [value])]
     assert vectors(response) == [numbers(ids, 6).tolist() for ids in wanted]
     reply = response.json()
     count = sum(map(len, wanted))
@@ -67,8 +67,8 @@ def test_conversation_is_one_input() -> None:
 def test_base64_and_bytes_encodings(options: dict[str, str], dtype: str) -> None:
     wanted = [numbers(ids, 6) for ids in IDS]
     body = {"input": IDS, **options}
-    found = vectors(pool(EMBEDDINGS, embedder(), encoding_format="base64", **body))
-    for text, vector in zip(found, wanted, strict=True):
+    result = vectors(pool(EMBEDDINGS, embedder(), encoding_format="base64", **body))
+    for text, vector in zip(result, wanted, strict=True):
         assert np.array_equal(np.frombuffer(base64.b64decode(text), dtype), vector.astype(dtype))
     raw = pool(EMBEDDINGS, embedder(), encoding_format="bytes", **body)
     assert raw.headers["content-type"] == "application/octet-stream"
@@ -87,8 +87,8 @@ def test_bfloat16_rounds_to_even() -> None:
 def test_parameters_reach_the_engine() -> None:
     engine = embedder()
     body = {"input": TEXTS, "dimensions": 2, "normalize": False, "priority": 3, "request_id": "r"}
-    found = pool(EMBEDDINGS, engine, cache_salt="s", truncate_prompt_tokens=2, user="u", **body)
-    assert [len(each) for each in vectors(found)] == [2, 2, 2]
+    response = pool(EMBEDDINGS, engine, cache_salt="s", truncate_prompt_tokens=2, user="u", **body)
+    assert [len(vector) for vector in vectors(response)] == [2, 2, 2]
     assert [(id, params.use_activation, priority) for id, _, params, priority in engine.pooled] == [
         (f"embd-r-{place}", False, 3) for place in range(3)
     ]
@@ -175,10 +175,10 @@ def test_classes_have_labels() -> None:
     response = pool("/classify", FakeEngine(pooling=CLASSIFIER), input=TEXTS)
     reply = response.json()
     assert reply["id"].startswith("classify-") and reply["usage"]["prompt_tokens"] > 0
-    for place, (each, text) in enumerate(zip(reply["data"], TEXTS, strict=True)):
+    for place, (entry, text) in enumerate(zip(reply["data"], TEXTS, strict=True)):
         probs = numbers(ids_of(text), 3)
         label = CLASSIFIER.labels[int(probs.argmax())]
-        assert each == {"index": place, "label": label, "probs": probs.tolist(), "num_classes": 3}
+        assert entry == {"index": place, "label": label, "probs": probs.tolist(), "num_classes": 3}
 
 
 def test_data_parallel_rank_and_api_key_are_checked() -> None:

@@ -72,7 +72,7 @@ def test_cohere_content_parts_and_images() -> None:
     assert reply["meta"]["billed_units"] == {"input_tokens": 23, "image_tokens": 4}
     send(engine, "/v2/embed", images=[URL, OTHER], input_type="query")
     wanted = [("user:", SPAN, "\nq: ab\n"), ("user:q: ab\n",), *[("user:", SPAN, "\n")] * 2]
-    assert read_prompts(engine) == [ids(*each) for each in wanted]
+    assert read_prompts(engine) == [ids(*item) for item in wanted]
     keys = [prompt.media.items[0].key for _, prompt, *_ in engine.pooled if prompt.media]
     assert keys[0] == keys[1] != keys[2]
     assert engine.inputs.tokenizer is not None
@@ -89,15 +89,18 @@ def test_embeddings_of_texts_and_images_are_compared(path: str) -> None:
     reply = send(engine, path, **dict(zip(names, (query, documents), strict=True))).json()
     prompts = [SPAN, ids("ab"), ids(SPAN, "\nab")]
     assert read_prompts(engine) == prompts
-    vectors = [numbers(each, 6).astype(float) for each in prompts]
-    wanted = [float(vectors[0] @ each / (vectors[0] @ vectors[0] * (each @ each)) ** 0.5) for each in vectors]
+    vectors = [numbers(prompt, 6).astype(float) for prompt in prompts]
+    wanted = [
+        float(vectors[0] @ vector / (vectors[0] @ vectors[0] * (vector @ vector)) ** 0.5)
+        for vector in vectors
+    ]
     if path == "/score":
-        assert [each["score"] for each in reply["data"]] == pytest.approx(wanted[1:])
+        assert [entry["score"] for entry in reply["data"]] == pytest.approx(wanted[1:])
     else:
-        found = {each["index"]: each for each in reply["results"]}
-        assert [found[at]["relevance_score"] for at in (0, 1)] == pytest.approx(wanted[1:])
-        assert found[0]["document"] == {"text": "ab"}
-        assert found[1]["document"] == {"multi_modal": documents[1]["content"]}  # type: ignore[index]
+        results = {result["index"]: result for result in reply["results"]}
+        assert [results[at]["relevance_score"] for at in (0, 1)] == pytest.approx(wanted[1:])
+        assert results[0]["document"] == {"text": "ab"}
+        assert results[1]["document"] == {"multi_modal": documents[1]["content"]}  # type: ignore[index]
 
 
 def test_pairs_with_images_are_one_prompt() -> None:

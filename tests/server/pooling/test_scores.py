@@ -28,14 +28,14 @@ def test_scores_one_to_many_and_pairwise(path: str, facts: Any, score: Any) -> N
     engine = FakeEngine(pooling=facts)
     reply = pool(path, engine, text_1=QUERY, text_2=DOCUMENTS).json()
     wanted = [score(QUERY, text) for text in DOCUMENTS]
-    assert [each["score"] for each in reply["data"]] == pytest.approx(wanted)
+    assert [entry["score"] for entry in reply["data"]] == pytest.approx(wanted)
     assert reply["data"][1].keys() == {"index", "object", "score"} and reply["data"][1]["index"] == 1
     count = sum(len(QUERY) + len(text) for text in DOCUMENTS)
     assert reply["id"].startswith("score-") and reply["object"] == "list"
     assert reply["usage"] == {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0}
     for first, second in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
         both = {first: DOCUMENTS, second: DOCUMENTS[::-1]}
-        scores = [each["score"] for each in pool(path, engine, **both).json()["data"]]
+        scores = [entry["score"] for entry in pool(path, engine, **both).json()["data"]]
         assert scores == pytest.approx(list(map(score, DOCUMENTS, DOCUMENTS[::-1])))
 
 
@@ -46,9 +46,11 @@ def test_rerank_sorts_by_relevance(path: str, facts: Any, score: Any) -> None:
     reply = pool(path, engine, query=QUERY, documents=DOCUMENTS).json()
     scores = [score(QUERY, text) for text in DOCUMENTS]
     order = sorted(range(len(DOCUMENTS)), key=lambda place: -scores[place])
-    assert [each["index"] for each in reply["results"]] == order
-    assert [each["document"] for each in reply["results"]] == [{"text": DOCUMENTS[place]} for place in order]
-    assert [each["relevance_score"] for each in reply["results"]] == pytest.approx(sorted(scores)[::-1])
+    assert [result["index"] for result in reply["results"]] == order
+    assert [result["document"] for result in reply["results"]] == [
+        {"text": DOCUMENTS[place]} for place in order
+    ]
+    assert [result["relevance_score"] for result in reply["results"]] == pytest.approx(sorted(scores)[::-1])
     assert reply["id"].startswith("rerank-") and reply["usage"].keys() == {"prompt_tokens", "total_tokens"}
     best = pool(path, engine, query=QUERY, documents=DOCUMENTS, top_n=2).json()
     assert best["results"] == reply["results"][:2]
