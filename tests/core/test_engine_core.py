@@ -3,7 +3,7 @@
 import threading
 from itertools import count
 
-from library import Library, lora
+from library import FakeLoader, lora
 from symbolic import Engine
 
 from quire.data.params import SamplingParams
@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 def test_a_disk_that_never_answers_ends_its_request_though_nothing_else_happens() -> None:
     """A caller without a time limit of its own would wait for ever."""
     moments = count(0.0, READ_S / 4)
-    gate = LoRAScheduler(Library(at_once=False), max_slots=1, max_read=1, clock=lambda: next(moments))
+    gate = LoRAScheduler(FakeLoader(at_once=False), max_slots=1, max_read=1, clock=lambda: next(moments))
     core = Engine(adapters=gate).core
     params = SamplingParams(max_tokens=4)
     core.add(Request(id="a", tokens=[1, 2, 3], params=params, prompt_len=3, limit=7, seed=0, lora=lora("x")))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import zmq
-from library import Library, digest, lora
+from library import FakeLoader, digest, lora
 from symbolic import Engine, continuation
 
 from quire.core import process
@@ -246,14 +246,14 @@ def test_a_core_whose_requests_wait_for_an_adapter_does_not_stand_still(
     make_bench: Callable[..., Bench],
 ) -> None:
     """Catches a server that calls itself dead while a disk is slow."""
-    library = Library(at_once=False)
+    library = FakeLoader(at_once=False)
     bench = make_bench(adapters=LoRAScheduler(library, max_slots=1, max_read=1))
     bench.engine.worker.host = library.host
     client = bench.join()
     request = make_request("a", prompt(1), 6)
     request.lora = lora("x")
     client.send(Add([request]))
-    bench.turn_until(lambda: bool(library.asked), client)
+    bench.turn_until(lambda: bool(library.requested), client)
     client.beats.clear()
     bench.turn_until(lambda: len(client.beats) >= 4, client)
     assert client.beats[-1].stats.waiting_adapters == ["x"]
@@ -263,7 +263,7 @@ def test_a_core_whose_requests_wait_for_an_adapter_does_not_stand_still(
         return client.beats[-1].stalled_s < len(client.beats) * process.BEAT_S / 2
 
     bench.turn_until(gets_on, client, max_turns=500)
-    library.bring()
+    library.complete_next()
     bench.turn_until(lambda: "a" in client.reasons, client)
     assert client.tokens["a"] == continuation(prompt(1), 6, digest("/adapters/x"))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from library import Library, digest, lora
+from library import FakeLoader, digest, lora
 from symbolic import Engine, continuation
 
 from quire.core.rpc import CoreRpc
@@ -300,8 +300,8 @@ def test_requests_end_by_the_ids_that_users_know(room: Room) -> None:
 # ---- adapters
 
 
-def with_adapters(**limits: Any) -> tuple[Room, Library]:
-    library = Library(at_once=False)
+def with_adapters(**limits: Any) -> tuple[Room, FakeLoader]:
+    library = FakeLoader(at_once=False)
     room = Room(adapters=LoRAScheduler(library, max_slots=1, max_read=2), **limits)
     room.engine.worker.host = library.host
     return room, library
@@ -312,11 +312,11 @@ def test_an_adapter_is_there_when_it_was_read_or_it_is_said_what_is_wrong_with_i
     number = room.ask("add_adapter", lora={"lora_name": "x", "lora_int_id": 1, "lora_path": "/x"})
     room.turn()
     assert number not in room.replies and room.answer("list_adapters").value == []
-    library.bring(RequestError("No adapter found for /x"))
+    library.complete_next(RequestError("No adapter found for /x"))
     room.until(lambda: number in room.replies)
     assert room.replies[number].is_request and room.replies[number].error == "No adapter found for /x"
     number = room.ask("add_adapter", lora={"lora_name": "x", "lora_int_id": 1, "lora_path": "/x"})
-    library.bring()
+    library.complete_next()
     room.until(lambda: number in room.replies)
     assert room.replies[number].value.digest == digest("/x")
     assert room.answer("list_adapters").value == ["x"]
@@ -325,7 +325,7 @@ def test_an_adapter_is_there_when_it_was_read_or_it_is_said_what_is_wrong_with_i
 def test_an_adapter_stays_until_its_requests_have_ended() -> None:
     room, library = with_adapters()
     room.engine.add("a", [1, 5, 7, 11], 20, lora=lora("x"))
-    library.bring()
+    library.complete_next()
     room.until(lambda: "a" in room.tokens)
     number = room.ask("remove_adapter", name="x")
     room.turn()
@@ -340,7 +340,7 @@ def test_an_adapter_stays_until_its_requests_have_ended() -> None:
 def test_who_wakes_up_has_its_adapter_put_again_and_after_a_deep_sleep_read_again(level: int) -> None:
     room, library = with_adapters()
     room.engine.add("a", [1, 5, 7, 11], 20, lora=lora("x"))
-    library.bring()
+    library.complete_next()
     room.until(lambda: "a" in room.tokens)
     room.answer("pause", mode="keep")
     assert not room.answer("sleep", level=level).error
@@ -352,7 +352,7 @@ def test_who_wakes_up_has_its_adapter_put_again_and_after_a_deep_sleep_read_agai
     wake_up(room)
     if level == 2:
         room.core.scheduler.settle()
-        library.bring()
+        library.complete_next()
     room.until(lambda: "a" in room.ended)
     assert room.tokens["a"] == continuation([1, 5, 7, 11], 20, digest("/adapters/x"))
     assert library.names == ["x"] * level
@@ -364,6 +364,6 @@ def test_no_one_sleeps_while_an_adapter_is_read() -> None:
     number = room.ask("pause", mode="keep")
     room.turn()
     assert number not in room.replies
-    library.bring()
+    library.complete_next()
     room.until(lambda: number in room.replies)
     assert not room.replies[number].error

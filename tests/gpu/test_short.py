@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafted import Eager
+from drafted import EagerPolicy
 from on_gpu import SETTINGS
 from oracle import make_tiny
 from PIL import Image
@@ -68,7 +68,7 @@ def test_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -> None:
 
 def test_with_drafts(tiny: Path, loaded: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts beside rows that have drafts, some of which hold: there are three tokens to draw."""
-    pace = Eager()
+    pace = EagerPolicy()
     monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
     lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     settings = SETTINGS | {"dtype": "float32", "max_num_batched_tokens": 128}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafted import Eager
+from drafted import EagerPolicy
 from heads import HIDDEN, add_prediction, layer_weights, norm_weights, save_head
 from on_gpu import SETTINGS, opened
 from oracle import make_tiny
@@ -52,7 +52,7 @@ def test_outputs_are_those_without_drafts(
 ) -> None:
     """Lengths that only the device knows, graphs with padded places, two steps in flight, tokens that were
     counted for a penalty and did not hold."""
-    pace, asked = Eager(), DRAFTS if method == "ngram" else {"method": method, "num_speculative_tokens": 3}
+    pace, asked = EagerPolicy(), DRAFTS if method == "ngram" else {"method": method, "num_speculative_tokens": 3}
     monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
     assert answers(tiny, speculative_config=asked, enforce_eager=enforce_eager) == plain
     assert pace.num_drafts > 0 and (method == "suffix" or 10 < pace.num_held < pace.num_drafts)
@@ -122,7 +122,7 @@ def test_so_are_those_with_a_model_that_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Drafts that are captured, padded, made beside prompts, of rows that had none for a while."""
-    name, pace = kind if kind in targets else "llama", Eager()
+    name, pace = kind if kind in targets else "llama", EagerPolicy()
     monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
     asked = {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, targets[name])
     llm = opened_for(targets[name], speculative_config=asked)

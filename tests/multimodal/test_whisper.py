@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import pretend_device
+from cuda_on_cpu import use_fake_device
 from hearing import RATE, SECONDS, STARTS, Heard, save_whisper, sound
 from oracle import load_tiny, run_paged
 from seeing import close
@@ -233,7 +233,7 @@ def test_devices_share_its_layers(twin: Twin) -> None:
 
 def test_a_device_that_runs_ahead_hears_alike(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes in graphs, some padded, whose rows get other sounds while the step before is under way."""
-    pretend_device(monkeypatch)
+    use_fake_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
     llm.llm_engine.core.pipeline.depth = 2
     plain = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)

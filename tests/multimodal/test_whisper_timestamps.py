@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import pretend_device
+from cuda_on_cpu import use_fake_device
 from hearing import RATE, SECONDS, save_scribe, sound
 
 from quire import LLM, SamplingParams
@@ -104,7 +104,7 @@ def test_preempted_rows_tell_the_time_beside_others(twin: Twin) -> None:
 
 def test_a_device_that_runs_ahead_waits_for_moments(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     """What may come next depends on tokens that only the device would know."""
-    pretend_device(monkeypatch)
+    use_fake_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
     llm.llm_engine.core.pipeline.depth = 2
     told = asked(twin)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import NEEDS_KERNELS, WithGraphs, pretend_graphs
+from cuda_on_cpu import NEEDS_KERNELS, WithGraphs, use_fake_graphs
 from lora_oracle import save_adapter
 from oracle import make_tiny, run_hf
 from torch import Tensor
@@ -171,7 +171,7 @@ def test_graphs_with_adapters_and_without(tiny: Tiny, monkeypatch: pytest.Monkey
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
         return WithGraphs(model, all_rows, lambda logits, *asked: logits.argmax(-1), device)
 
-    pretend_graphs(monkeypatch)
+    use_fake_graphs(monkeypatch)
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)
     worker, put = tiny.start(), [LoRAAssignment(slot, tiny.adapters[slot]) for slot in (0, 1)]
     for slots in ({3: -1, 0: 1, 2: 0}, {3: -1, 0: -1}, {2: 1}):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, WithPrompts, pretend_graphs
+from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, WithPrompts, use_fake_graphs
 from oracle import make_tiny, run_hf
 from staged import Engine
 from threads import groups, run_threads
@@ -170,7 +170,7 @@ def test_a_step_is_drawn_once_the_one_before_is_known(
 ) -> None:
     """Masks that come late: the layers of a step run before, and those of the next read what was drawn."""
     if with_graphs:
-        pretend_graphs(monkeypatch)
+        use_fake_graphs(monkeypatch)
     worker = started(WithGraphs if with_graphs else OnCPU, tiny, monkeypatch)
     new, constrained = [admission(row, PROMPTS[row], TABLES[row]) for row in (3, 1)], np.array([3], np.int32)
     first = worker.submit(plan(1, {3: 5, 1: 2}, admitted=new, constrained=constrained))
@@ -199,7 +199,7 @@ def test_blocks_that_rows_gain_reach_the_device(tiny: Any, worker: Worker) -> No
 @NEEDS_KERNELS
 def test_steps_with_prompts_through_graphs(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes beside whole prompts and parts of them, in steps that leave more room and less."""
-    pretend_graphs(monkeypatch)
+    use_fake_graphs(monkeypatch)
     worker = started(WithPrompts, tiny, monkeypatch)
     played: list[tuple[int, int]] = []
     replay = Graph.replay
@@ -230,7 +230,7 @@ def test_steps_with_prompts_through_graphs(tiny: Any, monkeypatch: pytest.Monkey
 @NEEDS_KERNELS
 def test_steps_of_changing_rows_through_graphs(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding that is taken for a sequence, inputs of an earlier step or of a row's earlier request."""
-    pretend_graphs(monkeypatch)
+    use_fake_graphs(monkeypatch)
     worker = started(WithGraphs, tiny, monkeypatch)
     prompts = dict(PROMPTS)
     found: dict[int, list[int]] = {row: [] for row in prompts}
@@ -266,7 +266,7 @@ def test_each_group_of_layers_has_blocks_of_its_own(
     windows = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5}
     tiny = make_tiny("qwen3", tmp_path, layer_types=layer_types, **windows)
     if kind is WithGraphs:
-        pretend_graphs(monkeypatch)
+        use_fake_graphs(monkeypatch)
     worker = started(kind, tiny, monkeypatch, num_blocks=200)
     size = CacheSize(60, 256, 0, worker.layout.windows)
     core = EngineCore(worker, build_scheduler(worker.config, size), depth=2)  # type: ignore[arg-type]
@@ -303,7 +303,7 @@ def test_stages_of_a_pipeline(
     has been sent on; the values of tokens come with the plans."""
     tiny = make_tiny("qwen3", tmp_path, num_hidden_layers=3)
     if kind is WithGraphs:
-        pretend_graphs(monkeypatch)
+        use_fake_graphs(monkeypatch)
     use(kind, monkeypatch)
     engine = Engine(tiny[0], in_threads=False, pipeline_parallel_size=3, max_num_seqs=4)
     prompts = [list(range(start, start + length)) for start, length in ((5, 9), (40, 14), (40, 2), (60, 11))]

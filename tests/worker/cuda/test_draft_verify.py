@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, WithPrompts, pretend_graphs
-from drafted import Eager
+from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, WithPrompts, use_fake_graphs
+from drafted import EagerPolicy
 from heads import HIDDEN, layer_weights, norm_weights, save_head
 from oracle import make_tiny
 from torch import Tensor
@@ -68,7 +68,7 @@ def core_of(
     kind: type[CudaDevice],
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    pace: Eager | None,
+    pace: EagerPolicy | None,
     num_blocks: int,
     asked: dict[str, Any] = DRAFTS,
     shown: int = 6,
@@ -78,7 +78,7 @@ def core_of(
     ) -> CudaDevice:
         return kind(model, all_rows, partial(draw, shown), device, drafts)
 
-    pretend_graphs(monkeypatch)
+    use_fake_graphs(monkeypatch)
     # Lengths that a GPU's attention would read there.
     monkeypatch.setattr("quire.worker.worker.choose", choose)
     # Kernels are held against these elsewhere, and take their time on a CPU.
@@ -149,7 +149,7 @@ def plain(tiny: Path) -> dict[str, Any]:
         return outputs(core_of(OnCPU, tiny, patched, None, 60))
 
 
-class Pausing(Eager):
+class Pausing(EagerPolicy):
     """Now and then no row has drafts, and a model that drafts has to catch up."""
 
     def lengths(self, rows: Any, available: Any, budget: int) -> Any:
@@ -203,7 +203,7 @@ def test_a_head_drafts(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
     asked = {"model": str(save_head(tmp_path / "head", weights, **named)), "num_speculative_tokens": 3}
     plain = outputs(core_of(OnCPU, full, monkeypatch, None, 60))
-    paces = {kind: Eager() for kind in (OnCPU, WithGraphs, WithPrompts)}
+    paces = {kind: EagerPolicy() for kind in (OnCPU, WithGraphs, WithPrompts)}
     for kind, pace in paces.items():
         assert outputs(core_of(kind, full, monkeypatch, pace, 60, asked)) == plain
         assert 3 < pace.num_held < pace.num_drafts
@@ -238,7 +238,7 @@ def test_outputs_are_those_without_drafts(
 ) -> None:
     """Lengths that the host knows too late, drafts beside prompts, a padded place that counts, a draw by the
     number of another position; one run has too few blocks for all."""
-    pace = Eager()
+    pace = EagerPolicy()
     core = core_of(kind, tiny, monkeypatch, pace, num_blocks)
     assert outputs(core) == plain
     assert plain["logprobs 1"] == plain["1"]
@@ -256,7 +256,7 @@ def test_penalties_count_what_holds(full: Path, monkeypatch: pytest.MonkeyPatch)
         few | {"temperature": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.2},
         few | {"temperature": 0.5},
     ]
-    found, pace = [], Eager()
+    found, pace = [], EagerPolicy()
     for each in (None, pace):
         core = core_of(WithGraphs, full, monkeypatch, each, 60, shown=128)
         sampler = core.executor._runner.sampler  # type: ignore[attr-defined]
