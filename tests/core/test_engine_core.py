@@ -1,4 +1,4 @@
-"""Steps of a core: what it does where nobody can run."""
+"""Tests of core steps in which no request can run."""
 
 import threading
 from itertools import count
@@ -14,8 +14,8 @@ from quire.sched.lora import READ_S, LoRAScheduler
 PATIENCE_S = 60.0
 
 
-def test_a_disk_that_never_answers_ends_its_request_though_nothing_else_happens() -> None:
-    """A caller without a time limit of its own would wait for ever."""
+def test_adapter_timeout_ends_its_request_in_an_idle_engine() -> None:
+    """Check that a caller without its own timeout does not wait forever."""
     moments = count(0.0, READ_S / 4)
     gate = LoRAScheduler(FakeLoader(at_once=False), max_slots=1, max_read=1, clock=lambda: next(moments))
     core = Engine(adapters=gate).core
