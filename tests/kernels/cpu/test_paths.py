@@ -38,7 +38,7 @@ KERNELS = [
     "tests/kernels/reference/test_ssm.py::test_gates_in_c",
     "tests/attention/test_cpu_attn.py::test_sinks",
     "tests/attention/test_cpu_attn.py::test_prompts_longer_than_a_block_of_rows",
-    "tests/attention/test_cpu_attn.py::test_sequences_of_many_tiles_and_ranges",
+    "tests/attention/test_cpu_attn.py::test_sequences_of_many_tiles_and_splits",
     "tests/attention/test_cpu_attn.py::test_bfloat16_is_summed_in_float32",
 ]
 """Tests that need the C library."""
