@@ -96,11 +96,11 @@ GUIDE: dict[int, dict[str, str]] = {
     },
     21: {"swap_space": "21_memory.py", "cpu_offload_gb": "21_offload.py"},
     22: {"nine metrics": "test_guide_snippets.py::test_a_command_is_answered_as_written"},
-    23: {"the memory formula": "../plan/test_plan.py::test_the_weights_of_70b_are_what_the_guide_says"},
+    23: {"the memory formula": "../plan/test_plan.py::test_weights_of_70b_match_the_guide"},
     24: {"HPA": "test_deploy.py::test_replicas_follow_those_who_wait"},
     25: {"alerts": "test_deploy.py::test_alerts_fire_when_they_should"},
     26: {"VLLM_ENGINE_READY_TIMEOUT_S": "../executor/test_nodes.py::test_missing_machines_are_named"},
-    27: {"threads": "../dist/test_platform.py::test_two_hardware_threads_for_each_process_of_a_gpu_engine"},
+    27: {"threads": "../dist/test_platform.py::test_two_hardware_threads_per_process_of_a_gpu_engine"},
     28: {"Ray": "../executor/test_ray.py::test_"},
     29: {"client": "test_openai_client.py::test_"},
 }

@@ -52,7 +52,7 @@ def test_work_cannot_swallow_the_interrupt() -> None:
 class ManualTimer:
     """A timer that expires when the test fires it."""
 
-    made: "list[TimerByHand]" = []
+    made: "list[ManualTimer]" = []
 
     def __init__(self, seconds: float, interrupt: Callable[[], None]) -> None:
         self.interrupt = interrupt
