@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from serve_process import PATIENCE_S, Start, eventually, greedy
-from tiny_adapter import write_adapter, write_own
+from tiny_adapter import write_adapter, write_adapter_with_tokens
 from tiny_text import TextModel
 
 SLOTS = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "64", "--lora-extra-vocab-size", "256")
@@ -71,8 +71,8 @@ def test_added_tokens_of_an_adapter_are_its_own(
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     new = [f"<new-{number}>" for number in range(9)]
-    write_own(tmp_path / "own", tiny.path, new)
-    write_own(tmp_path / "many", tiny.path, [f"<many-{number}>" for number in range(40)])
+    write_adapter_with_tokens(tmp_path / "own", tiny.path, new)
+    write_adapter_with_tokens(tmp_path / "many", tiny.path, [f"<many-{number}>" for number in range(40)])
     server = start("--enable-lora", "--lora-extra-vocab-size", "16", "--lora-modules", f"own={tmp_path}/own")
     server.until_healthy()
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import pretend_device
+from cuda_on_cpu import use_fake_device
 from hearing import RATE, SECONDS, STARTS, Heard, save_whisper, sound
 from oracle import load_tiny, run_paged
 from seeing import close
@@ -233,10 +233,9 @@ def test_tensor_parallel_whisper_equals_one_device(twin: Twin) -> None:
         torch.testing.assert_close(run_thread, twin.logprobs(ids, SOUNDS[1]), atol=1e-3, rtol=0)
 
 
-def test_async_steps_on_a_device_give_the_same_answers(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes run in graphs, some padded, with rows that get other audio while the previous step is in
-    flight."""
-    pretend_device(monkeypatch)
+def test_a_device_that_runs_ahead_hears_alike(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes in graphs, some padded, whose rows get other sounds while the step before is under way."""
+    use_fake_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
     llm.llm_engine.core.pipeline.depth = 2
     plain = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import pretend_device
+from cuda_on_cpu import use_fake_device
 from hearing import RATE, SECONDS, save_scribe, sound
 
 from quire import LLM, SamplingParams
@@ -102,9 +102,9 @@ def test_preempted_rows_keep_their_timestamps(twin: Twin) -> None:
     check(twin, [outputs[str(number)] for number in range(len(outputs))])
 
 
-def test_asynchronous_steps_wait_for_timestamps(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allowed tokens depend on tokens that only the device has."""
-    pretend_device(monkeypatch)
+def test_a_device_that_runs_ahead_waits_for_moments(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may come next depends on tokens that only the device would know."""
+    use_fake_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
     llm.llm_engine.core.pipeline.depth = 2
     all_cases = cases(twin)

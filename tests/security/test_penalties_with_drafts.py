@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from oracle import make_tiny
-from test_drafts import Always
+from test_drafts import AlwaysDraft
 from tiny import open_tiny
 
 from quire import SamplingParams
@@ -27,7 +27,7 @@ DRAFTS: list[dict[str, Any]] = [
 ]
 
 
-def answers(path: Path, pace: Always | None = None, **settings: Any) -> list[list[int]]:
+def answers(path: Path, pace: AlwaysDraft | None = None, **settings: Any) -> list[list[int]]:
     llm = open_tiny(path, max_model_len=64, max_num_seqs=8, **settings)
     drafting = llm.llm_engine.core.scheduler.admitter.drafting
     if pace is not None:
@@ -45,6 +45,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("config", DRAFTS, ids=lambda config: config["method"])
 def test_penalties_are_the_same_with_drafts(path: Path, config: dict[str, Any]) -> None:
-    pace = Always()
+    pace = AlwaysDraft()
     assert answers(path, pace, speculative_config=config) == answers(path)
     assert 10 < pace.num_held < pace.num_drafts, "some drafts are accepted, and some are rejected"
