@@ -89,15 +89,15 @@ def test_draft_needs_the_vocabulary_of_its_target(tmp_path: Path) -> None:
     target = checkpoint(tmp_path, LLAMA).facts
     larger = read(tmp_path, "draft_model", vocab_size=160)
     vocabulary = {"a": 0, "b": 1, "c": 2}
-    check_tokens(larger, target, vocabulary, {"a": 0, "b": 1})
-    check_tokens(read(tmp_path, "draft_model"), target, None, None)
+    check_vocabulary(larger, target, vocabulary, {"a": 0, "b": 1})
+    check_vocabulary(read(tmp_path, "draft_model"), target, None, None)
     with pytest.raises(ConfigError, match="has a vocabulary of 160 tokens and the target of 128"):
-        check_tokens(larger, target, vocabulary, None)
+        check_vocabulary(larger, target, vocabulary, None)
     with pytest.raises(
         ConfigError, match="token 1 is 'x' in the draft's tokenizer and is 'b' in the target's"
     ):
-        check_tokens(larger, target, vocabulary, {"a": 0, "x": 1})
+        check_vocabulary(larger, target, vocabulary, {"a": 0, "x": 1})
     with pytest.raises(
         ConfigError, match="token 3 is 'd' in the draft's tokenizer and does not exist in the target's"
     ):
-        check_tokens(larger, target, vocabulary, {"d": 3})
+        check_vocabulary(larger, target, vocabulary, {"d": 3})

@@ -60,20 +60,20 @@ def test_size_that_does_not_divide_names_those_that_do(facts: ArchFacts, size: i
 def test_valid_sizes_are_accepted() -> None:
     for facts in (FACTS, MOE, STATE):
         for size in (1, 2, 4, 8):
-            check_shares(facts, size)
-    check_shares(FACTS, 16)  # key and value heads are replicated
-    check_shares(MOE, 16, with_experts=False)
+            check_divisible(facts, size)
+    check_divisible(FACTS, 16)  # key and value heads are replicated
+    check_divisible(MOE, 16, with_experts=False)
     latent = replace(FACTS, kv_heads=3, layers=(replace(PLAIN, mixer="latent"),), mla=MlaFacts(16, 4, 4, 4))
     check_divisible(latent, 4)
 
 
 def test_facts_of_one_rank() -> None:
-    assert of_one(FACTS, 1) is FACTS
-    shard = of_one(FACTS, 4)
+    assert shard_facts(FACTS, 1) is FACTS
+    shard = shard_facts(FACTS, 4)
     assert (shard.heads, shard.kv_heads, shard.intermediate, shard.vocab) == (8, 2, 24, 1001)
     assert [spec.numbers for spec in cache_specs(shard) if spec] == [8, 8]
-    assert [spec.numbers for spec in cache_specs(of_one(FACTS, 32)) if spec] == [4, 4]
-    state = of_one(STATE, 4).state
+    assert [spec.numbers for spec in cache_specs(shard_facts(FACTS, 32)) if spec] == [4, 4]
+    state = shard_facts(STATE, 4).state
     assert state is not None and (state.heads, state.groups) == (6, 1)
     moe = shard_facts(MOE, 4).moe
     assert moe is not None and (moe.intermediate, moe.shared_intermediate) == (6, 8)

@@ -22,7 +22,7 @@ def parser() -> FlagParser:
 
 
 def parse(*args: str) -> dict[str, Any]:
-    return given_from(parser().parse_args(list(args)))
+    return engine_args_from(parser().parse_args(list(args)))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -139,9 +139,9 @@ def test_every_flag_value_is_accepted_by_resolve() -> None:
         flag = f"--{option.name.replace('_', '-')}"
         samples = {bool: [], int: ["4"], float: ["0.5"], str: ["x"], tuple: ["x"], dict: ['{"a": 1}']}
         values = [option.choices[0]] if option.choices else samples[option.kind]
-        if option.name in UNBUILT["engine argument"]:
-            values = [str(UNBUILT["engine argument"][option.name][0])]
-        assert option.name in checked(parse(flag, *values)), option.name
+        if option.name in UNSUPPORTED["engine argument"]:
+            values = [str(UNSUPPORTED["engine argument"][option.name][0])]
+        assert option.name in check_args(parse(flag, *values)), option.name
 
 
 def test_command_line_overrides_the_config_file(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_command_line_overrides_the_config_file(tmp_path: Path) -> None:
         ["--config", str(file), "MODEL", "--max-num-seqs", "8", "--hf-overrides.x.z", "2"]
     )
     assert (result.model_tag, result.port) == ("MODEL", 9)
-    assert given_from(result) == {
+    assert engine_args_from(result) == {
         "max_num_seqs": 8,
         "max_model_len": 4096,
         "enforce_eager": True,
@@ -215,7 +215,7 @@ def test_subcommand_has_its_own_help_errors_and_config(
     add_engine_flags(serve)
     (tmp_path / "c.yaml").write_text("max-num-seqs: 4")
     result = top.parse_args(["serve", "--config", str(tmp_path / "c.yaml"), "--hf_overrides.a_b", "1"])
-    assert given_from(result) == {"max_num_seqs": 4, "hf_overrides": {"a_b": 1}}
+    assert engine_args_from(result) == {"max_num_seqs": 4, "hf_overrides": {"a_b": 1}}
     with pytest.raises(SystemExit):
         top.parse_args(["serve", "--help=max-num-seqs"])
     assert "Most requests running" in capsys.readouterr().out

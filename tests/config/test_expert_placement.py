@@ -8,10 +8,10 @@ from quire.config.expert_placement import Placement, balance, copies_between, im
 
 
 def test_linear_and_round_robin_placement() -> None:
-    assert placed(7, 3).by_rank == ((0, 1, 2), (3, 4), (5, 6))
-    assert placed(7, 3, "round_robin").by_rank == ((0, 3, 6), (1, 4), (2, 5))
-    assert placed(4, 2, num_redundant=2).by_rank == ((0, 1, 2), (0, 1, 3))
-    assert placed(7, 3).replicas(7) == [[0], [1], [2], [3], [4], [6], [7]]
+    assert initial_placement(7, 3).by_rank == ((0, 1, 2), (3, 4), (5, 6))
+    assert initial_placement(7, 3, "round_robin").by_rank == ((0, 3, 6), (1, 4), (2, 5))
+    assert initial_placement(4, 2, num_redundant=2).by_rank == ((0, 1, 2), (0, 1, 3))
+    assert initial_placement(7, 3).replicas(7) == [[0], [1], [2], [3], [4], [6], [7]]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -32,15 +32,15 @@ def test_balanced_placement(seed: int) -> None:
         assert all(len(experts) == len(set(experts)) == num_slots for experts in placement.by_rank)
     assert imbalance(after, loads) <= imbalance(before, loads) + 1e-9
     places = [list(experts) for experts in before.by_rank]
-    for source, source_slot, target, target_slot in moves(before, after):
+    for source, source_slot, target, target_slot in copies_between(before, after):
         places[target][target_slot] = before.by_rank[source][source_slot]
     assert Placement(tuple(map(tuple, places))) == after
 
 
 def test_overloaded_expert_is_replicated_everywhere() -> None:
-    before = placed(8, 4, num_redundant=4)
+    before = initial_placement(8, 4, num_redundant=4)
     loads = [0.0] * 7 + [100.0]
-    after = balanced(loads, 4, 3, before)
+    after = balance(loads, 4, 3, before)
     assert all(7 in experts for experts in after.by_rank)
     assert imbalance(before, loads) == 4 and imbalance(after, loads) == pytest.approx(1)
     assert balance(loads, 4, 3, after) == after and not copies_between(after, after)

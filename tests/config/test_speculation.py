@@ -20,7 +20,7 @@ def facts(config: dict[str, Any], draft: dict[str, Any] | None = None, **values:
 
 def test_speculation_is_off_by_default() -> None:
     for settings in ({}, {"speculative_config": {}, "spec_tokens": None}):
-        assert SpecFacts.of(checked(settings), max_model_len=64) is None
+        assert SpecFacts.of(check_args(settings), max_model_len=64) is None
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_speculation_is_off_by_default() -> None:
     ],
 )
 def test_prompt_lookup_settings(settings: dict[str, Any]) -> None:
-    spec = SpecFacts.of(checked(settings), max_model_len=64)
+    spec = SpecFacts.of(check_args(settings), max_model_len=64)
     assert spec is not None and (spec.method, spec.num_speculative_tokens) == ("ngram", 3)
     assert (spec.prompt_lookup_min, spec.prompt_lookup_max, spec.model) == (5, 5, None)
 

@@ -8,9 +8,9 @@ from quire.config.unsupported import UNSUPPORTED, Place, check_supported, is_swi
 from quire.errors import ConfigError, RequestError
 
 
-@pytest.mark.parametrize("place", UNBUILT)
+@pytest.mark.parametrize("place", UNSUPPORTED)
 def test_default_values_are_accepted(place: Place) -> None:
-    for name, off in UNBUILT[place].items():
+    for name, off in UNSUPPORTED[place].items():
         for value in (None, *off):
             check_supported(place, name, value)
 

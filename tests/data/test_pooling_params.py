@@ -68,7 +68,7 @@ def test_token_types_begin_with_the_second_text() -> None:
 def test_task_of_a_model(
     stored: dict[str, Any], value: dict[str, Any], task: str | None, kind: str | None
 ) -> None:
-    facts = settle(StoredPooling(**stored), **({"is_encoder": False, "hidden": 8} | value))
+    facts = resolve_pooling(StoredPooling(**stored), **({"is_encoder": False, "hidden": 8} | value))
     assert (facts and facts.task, facts and facts.type) == (task, kind)
 
 
@@ -96,7 +96,7 @@ STEPS = {"pooling_type": "STEP", "step_tag_id": 9}
 def test_supported_and_default_tasks(
     stored: dict[str, Any], value: dict[str, Any], tasks: tuple[str, ...]
 ) -> None:
-    facts = settle(StoredPooling(labels=("a", "b"), **stored), is_encoder=False, hidden=8, **value)
+    facts = resolve_pooling(StoredPooling(labels=("a", "b"), **stored), is_encoder=False, hidden=8, **value)
     assert facts is not None and facts.tasks == tasks
     assert completed(PoolingParams(), facts, None).task == tasks[0]
     if "classify" not in tasks:

@@ -44,7 +44,7 @@ class Replayed:
         for old, new in zip(self.done, _flat(self.again()), strict=True):
             old.copy_(new)
 
-    def remember(self, second: Callable[[], Any], done: ForwardResult | Passed | Tensor) -> None:
+    def remember(self, second: Callable[[], Any], done: ForwardResult | IntermediateTensors | Tensor) -> None:
         self.again, self.done = second, _flat(done)
 
 

@@ -80,7 +80,7 @@ class Twin:
         """Return the tokens of the same prompt in our implementation, after checking its items."""
         processed = [self.ours.process("image", image, {}) for image in images]
         ready = [PreparedItem("image", b"%d" % i, entry) for i, entry in enumerate(processed)]
-        if spells(self.ours):
+        if rewrites_text(self.ours):
             text = self.ours.spelled(text)
         tokens, media = place(self.tokenizer.encode(text), ready, self.ours)
         places = [at for item in media.items for first, n in item.places() for at in range(first, first + n)]

@@ -53,7 +53,7 @@ class Twin:
             partly=True,
         )
 
-    def inputs(self, text: str, sounds: list[Sound]) -> Any:
+    def inputs(self, text: str, sounds: list[Audio]) -> Any:
         samples = [item.samples[: SECONDS * RATE] for item in sounds]
         if not samples:
             return self.processor.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
@@ -87,7 +87,7 @@ def test_resampling_keeps_a_tone(rate: int) -> None:
         return np.sin(2 * np.pi * hertz * np.arange(count) / rate).astype(np.float32)
 
     for hertz in (50, 0.44 * min(rate, RATE)):
-        result = resampled(Sound(tone(hertz, rate, rate // 4), rate), RATE, RATE)
+        result = resampled(Audio(tone(hertz, rate, rate // 4), rate), RATE, RATE)
         assert len(result) == -(-(rate // 4) * RATE // rate)
         middle = slice(len(result) // 4, -len(result) // 4)
         close(result[middle], tone(hertz, RATE, len(result))[middle], within)
@@ -144,7 +144,7 @@ def test_audio_embeddings_equal_transformers(twin: Twin) -> None:
 
 
 @torch.inference_mode()
-def generate_reference(twin: Twin, text: str, sounds: list[Sound]) -> list[int]:
+def generate_reference(twin: Twin, text: str, sounds: list[Audio]) -> list[int]:
     inputs = twin.inputs(text, sounds)
     out = twin.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False)
     token_ids: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
@@ -192,7 +192,7 @@ def test_answers_about_audio_equal_transformers(twin: Twin, llm: LLM) -> None:
     slow = Audio(noise(8000), 8000)
     one = {"prompt": f"{MARK} so", "multi_modal_data": {"audio": (slow.samples, slow.rate)}}
     (output,) = llm.generate([one], PARAMS, use_tqdm=False)
-    same = Sound(resampled(slow, RATE, SECONDS * RATE), RATE)
+    same = Audio(resampled(slow, RATE, SECONDS * RATE), RATE)
     assert output.outputs[0].token_ids == generate_reference(twin, f"{MARK} so", [same])
 
 
@@ -214,7 +214,7 @@ def test_audio_in_a_conversation(twin: Twin, llm: LLM) -> None:
         [{"role": "user", "content": [audio_part, {"type": "text", "text": "so"}]}] for audio_part in same
     ]
     answers = llm.chat(conversations, PARAMS, use_tqdm=False)
-    expected = generate_reference(twin, f"{MARK}\nso", [Sound(samples / np.float32(2**15), RATE)])
+    expected = generate_reference(twin, f"{MARK}\nso", [Audio(samples / np.float32(2**15), RATE)])
     assert [answer.outputs[0].token_ids for answer in answers] == [expected] * len(same)
     loud = np.full((900, 2), 3e38, np.float32)
     for wrong, message in (
@@ -250,7 +250,7 @@ def test_long_audio_is_split_into_windows(tmp_path: Path) -> None:
         reference = twin.model.model.get_audio_features(*features).pooler_output
         torch.testing.assert_close(vector, reference, atol=1e-4, rtol=1e-4)
     numbers = sum(audio.numel() for audio in tower.parameters())
-    assert weights.count(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
+    assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
     assert len(blank) == 77 and len(vectors[-1]) == twin.ours.most_vectors("audio") == 150
     generated = [twin.model.generate(**audio, max_new_tokens=COUNT, do_sample=False) for audio in inputs]
@@ -285,7 +285,7 @@ def test_voxtral_pads_to_whole_windows(tmp_path: Path) -> None:
     whole = {"pad_to_multiple_of": SECONDS * RATE, "padding": True, "truncation": False}
     options = {"sampling_rate": RATE, "return_tensors": "pt", **whole}
 
-    def compute_features(sounds: list[Sound]) -> torch.Tensor:
+    def compute_features(sounds: list[Audio]) -> torch.Tensor:
         processor = SimpleNamespace(feature_extractor=extractor)
         samples = [audio.samples for audio in sounds]
         return VoxtralProcessor._retrieve_input_features(processor, samples, SECONDS * 100, **options)
@@ -302,7 +302,7 @@ def test_voxtral_pads_to_whole_windows(tmp_path: Path) -> None:
         torch.testing.assert_close(processor, reference, atol=1e-4, rtol=1e-4)
         assert len(item.token_ids) == len(processor)
     numbers = sum(audio.numel() for audio in tower.parameters())
-    assert weights.count(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
+    assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
     assert len(blank) == 77 and twin.ours.most_vectors("audio") == 25 * 2400 // SECONDS
     llm, mark = engine(twin), "[BEGIN_AUDIO][AUDIO]"

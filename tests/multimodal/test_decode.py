@@ -32,9 +32,9 @@ def video(*parts: bytes, max_pixels: int = MAX_PIXELS, media_type: str = "", **o
     return decoded
 
 
-def sound(data: bytes) -> Sound:
+def sound(data: bytes) -> Audio:
     decoded = decode("audio", Blob((data,)), {}, DecodeLimits(1))
-    assert isinstance(decoded, Sound) and decoded.samples.dtype == np.float32
+    assert isinstance(decoded, Audio) and decoded.samples.dtype == np.float32
     return decoded
 
 

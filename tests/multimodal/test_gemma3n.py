@@ -177,7 +177,7 @@ def test_audio_embeddings_equal_transformers(twin: Twin) -> None:
     for embedding, count in zip(embeddings, LENGTHS, strict=True):
         torch.testing.assert_close(embedding, twin.vectors(count), atol=1e-4, rtol=1e-4)
     numbers = sum(parameter.numel() for parameter in tower.parameters())
-    assert weights.count(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
+    assert weights.count_parameters(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 13)])
     assert len(blank) == twin.ours.most_vectors("audio") == 13
 

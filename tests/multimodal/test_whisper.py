@@ -38,7 +38,7 @@ class Twin:
         self.model, self.heard = save_whisper(path, **settings)
 
     @torch.inference_mode()
-    def generate_reference(self, text: str, audio: Sound, **settings: Any) -> list[int]:
+    def generate_reference(self, text: str, audio: Audio, **settings: Any) -> list[int]:
         """Generate as `generate` does, after the tokens of the prompt."""
         from transformers import GenerationMixin
 
@@ -54,7 +54,7 @@ class Twin:
         return generated
 
     @torch.inference_mode()
-    def logprobs(self, token_ids: list[int], audio: Sound) -> torch.Tensor:
+    def logprobs(self, token_ids: list[int], audio: Audio) -> torch.Tensor:
         features = self.features(audio.samples)
         logits = self.model(input_features=features, decoder_input_ids=torch.tensor([token_ids])).logits
         return logits[0].log_softmax(-1)
@@ -89,11 +89,11 @@ def llm(twin: Twin) -> LLM:
     return engine(twin)
 
 
-def request_of(text: str, audio: Sound) -> dict[str, Any]:
+def request_of(text: str, audio: Audio) -> dict[str, Any]:
     return {"prompt": text, "multi_modal_data": {"audio": tuple(audio)}}
 
 
-def check(twin: Twin, output: Any, text: str, audio: Sound) -> None:
+def check(twin: Twin, output: Any, text: str, audio: Audio) -> None:
     """Check that every token is the best one of transformers' model, and its logprobs."""
     prompt_ids = twin.ids(text)[0].tolist()
     answer = output.outputs[0]
@@ -111,7 +111,7 @@ def test_features_equal_transformers(twin: Twin) -> None:
     media = checkpoint.facts.media
     assert media is not None and media.transcribes and media.crossed == SECONDS * 50
     numbers = sum(parameter.numel() for parameter in twin.model.parameters())
-    assert weights.count(checkpoint.facts).total == pytest.approx(numbers, rel=0.06)
+    assert weights.count_parameters(checkpoint.facts).total == pytest.approx(numbers, rel=0.06)
     processor = PROCESSORS["whisper"](twin.path, media, load_tokenizer(twin.path, "hf"))
     for count in (1, RATE, SECONDS * RATE, SECONDS * RATE + 777):
         made = processor.process("audio", sound(count), {})

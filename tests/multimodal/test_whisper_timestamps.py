@@ -34,7 +34,7 @@ class Twin:
         return prompt_ids_found
 
     @torch.inference_mode()
-    def generate_reference(self, prompt_ids: list[int], audio: Sound, timed: bool) -> list[int]:
+    def generate_reference(self, prompt_ids: list[int], audio: Audio, timed: bool) -> list[int]:
         from transformers import GenerationMixin, LogitsProcessorList, WhisperTimeStampLogitsProcessor
 
         config = self.model.generation_config
@@ -65,7 +65,7 @@ def engine(twin: Twin, **settings: Any) -> LLM:
     return LLM(str(twin.path), dtype="float32", block_size=4, use_tqdm_on_load=False, **options)
 
 
-def cases(twin: Twin) -> list[tuple[list[int], Sound, bool]]:
+def cases(twin: Twin) -> list[tuple[list[int], Audio, bool]]:
     return [
         (twin.prompt(text, timed), audio, timed)
         for audio in SOUNDS
@@ -74,7 +74,7 @@ def cases(twin: Twin) -> list[tuple[list[int], Sound, bool]]:
     ]
 
 
-def request(prompt_ids: list[int], audio: Sound) -> dict[str, Any]:
+def request(prompt_ids: list[int], audio: Audio) -> dict[str, Any]:
     return {"prompt_token_ids": prompt_ids, "multi_modal_data": {"audio": tuple(audio)}}
 
 

@@ -123,17 +123,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_ranks_have_symmetric_memory(group: TorchGroup, ways: list[str], gpu: None) -> None:
-    assert isinstance(symmetric.with_quick_sums(group, CUDA), SymmetricGroup) and ways == ["met"]
+    assert isinstance(symmetric.with_symmetric_memory(group, CUDA), SymmetricGroup) and ways == ["met"]
 
 
 def test_no_rank_uses_symmetric_memory_if_one_fails(
     group: TorchGroup, ways: list[str], gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check that a rank that fails to map memory does not leave the others waiting for its signals."""
-    ask = symmetric._ask_all
+    ask = symmetric._gather_objects
     monkeypatch.setattr(
         symmetric,
-        "_ask_all",
+        "_gather_objects",
         lambda group, own_item: [
             *ask(group, own_item),
             own_item if isinstance(own_item, PeerAddress) else "broken",
@@ -153,8 +153,8 @@ def test_no_symmetric_memory(
 
 
 def test_no_symmetric_memory_on_a_cpu(group: TorchGroup, ways: list[str]) -> None:
-    assert symmetric.with_quick_sums(group, torch.device("cpu")) is group
-    assert symmetric.with_quick_sums(ALONE, CUDA) is ALONE and not ways
+    assert symmetric.with_symmetric_memory(group, torch.device("cpu")) is group
+    assert symmetric.with_symmetric_memory(ALONE, CUDA) is ALONE and not ways
 
 
 @pytest.mark.parametrize("disabled", [False, True])

@@ -96,6 +96,6 @@ def test_flag_must_agree_with_the_checkpoint() -> None:
 
 
 def test_borrowed_weights_take_no_memory() -> None:
-    weight = lent(64, 8, dtype=torch.float32, device=torch.device("cpu"))
+    weight = placeholder_parameter(64, 8, dtype=torch.float32, device=torch.device("cpu"))
     assert weight.shape == (64, 8) and weight.untyped_storage().nbytes() == 4
     assert materialize(weight).untyped_storage().nbytes() == weight.nbytes

@@ -285,7 +285,7 @@ class SymbolicWorker:
                 )
             for position in range(start, end):
                 self.cache[self._slot(row, group, position)] = group, row.fingerprint_at(position)
-        if has_states(self.layout.specs):
+        if has_ssm_state(self.layout.specs):
             assert not start or self.states[row.number] == row.fingerprint_at(start - 1), (
                 f"not the state of {row}"
             )

@@ -64,7 +64,7 @@ def test_server_and_engine_flags_are_separated() -> None:
         3.0,
         True,
     )
-    assert given_from(namespace) == {"max_num_seqs": 4}
+    assert engine_args_from(namespace) == {"max_num_seqs": 4}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_several_lora_modules_are_parsed() -> None:
         ("a", "x"),
         ("b", "y"),
     ]
-    assert namespace.model_tag == "m" and given_from(namespace) == {"enable_lora": True, "max_loras": 4}
+    assert namespace.model_tag == "m" and engine_args_from(namespace) == {"enable_lora": True, "max_loras": 4}
 
 
 def test_every_vllm_server_flag_is_known() -> None:

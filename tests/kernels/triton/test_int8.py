@@ -31,7 +31,7 @@ def random(*shape: int) -> Tensor:
 
 def weight_of(*shape: int) -> Int8Codes:
     """Return a weight with outputs of very different magnitudes."""
-    made = narrow(torch.randn(*shape, device=DEVICE) * torch.rand(shape[0], 1, device=DEVICE) * 0.1)
+    made = quantize(torch.randn(*shape, device=DEVICE) * torch.rand(shape[0], 1, device=DEVICE) * 0.1)
     if CUDA:
         torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
     return made

@@ -88,7 +88,7 @@ def test_language_is_detected() -> None:
 
 
 def test_english_models_have_no_language_token() -> None:
-    speech = Speech(ENGINE.tokenizer, max_len=448, at_once=30 * RATE, is_english=True)
+    speech = WhisperTranscriber(ENGINE.tokenizer, max_len=448, at_once=30 * RATE, is_english=True)
     assert [*speech.languages] == ["en"] and speech.prompt("transcribe", "en") == [START, UNTIMED]
     usual, ENGINE.inputs.media.speech = ENGINE.inputs.media.speech, speech
     try:

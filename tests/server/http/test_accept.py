@@ -47,7 +47,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.listener = bind(make_settings({"host": "127.0.0.1", "port": 0}).http)
         self.address = self.listener.getsockname()
-        self.dealer = Dealer(self.listener, folder / "closed", NUM_HANDS)
+        self.dealer = ConnectionDealer(self.listener, folder / "closed", NUM_HANDS)
         self.players = [FakeProcess(self.dealer.open(index)) for index in range(NUM_HANDS)]
         self.clients: list[socket.socket] = []
 
@@ -152,7 +152,7 @@ def test_connection_without_a_descriptor_counts_as_closed(cluster: Cluster) -> N
 
     async def go() -> None:
         sender, receiver = socket.socketpair()
-        taker = Taker(replace(cluster.players[2].hand, channel=receiver))
+        taker = ConnectionReceiver(replace(cluster.players[2].hand, channel=receiver))
         taker.start(asyncio.Protocol, None)
         sender.send(b"c")  # the kernel drops a descriptor that does not fit
         async with asyncio.timeout(60):
@@ -177,7 +177,7 @@ def test_servers_answer_the_connections_they_receive(tmp_path: Path) -> None:
         servers = []
         for index in range(2):
             hand = dealer.open(index)
-            server_hand = Hand(hand.channel.dup(), hand.closed_file, index)
+            server_hand = ConnectionHandle(hand.channel.dup(), hand.closed_file, index)
             engine = FakeEngine("abc")
             engine.facts = replace(engine.facts, model_names=(f"m{index}",))
             run = serve(

@@ -76,7 +76,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_lora_modules_are_parsed_in_every_form() -> None:
     modules = read_modules(["a=./x", '{"name": "b", "path": "/y=z", "base_model_name": "m"}', "c=s3://k/v"])
-    assert modules == (Module("a", "./x"), Module("b", "/y=z", base="m"), Module("c", "s3://k/v"))
+    assert modules == (LoRAModule("a", "./x"), LoRAModule("b", "/y=z", base="m"), LoRAModule("c", "s3://k/v"))
 
 
 @pytest.mark.parametrize(

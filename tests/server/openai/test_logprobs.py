@@ -11,7 +11,7 @@ POSITION = {5: Logprob(-2.0, 3, "f"), 1: Logprob(-0.1, 1, "b"), 2: Logprob(-math
 
 
 def test_chat_top_logprobs_may_omit_the_sampled_token() -> None:
-    (entry,) = chat_logprobs([5], [POSITION], 1, Speller(byte_tokenizer()))["content"]
+    (entry,) = chat_logprobs([5], [POSITION], 1, TokenFormatter(byte_tokenizer()))["content"]
     assert entry["logprob"] == -2.0 and [top["token"] for top in entry["top_logprobs"]] == ["b"]
     (entry,) = chat_logprobs([5], [POSITION], -1, TokenFormatter(None))["content"]
     assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.1, -2.0, -9999.0]
@@ -19,7 +19,7 @@ def test_chat_top_logprobs_may_omit_the_sampled_token() -> None:
 
 
 def test_completion_offsets_count_characters_and_columns_reset() -> None:
-    columns = LogprobColumns(1, Speller(byte_tokenizer(), as_ids=True))
+    columns = LogprobColumns(1, TokenFormatter(byte_tokenizer(), as_ids=True))
     columns.add([5, 5], [None, POSITION])
     taken = columns.take()
     assert taken["text_offset"] == [0, len("token_id:5")] and taken["tokens"] == ["token_id:5"] * 2

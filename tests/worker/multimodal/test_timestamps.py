@@ -28,5 +28,5 @@ def test_median_filter_matches_transformers(num_states: int) -> None:
     weights = torch.rand(3, 6, num_states, generator=torch.Generator().manual_seed(0)).softmax(-1)
     spread = torch.std(weights, dim=-2, keepdim=True, unbiased=False)
     expected = _median_filter((weights - weights.mean(-2, keepdim=True)) / spread, 7)
-    torch.testing.assert_close(followed(weights), expected)
-    assert torch.isfinite(followed(weights[:, :1])).all()  # a single token has no peak
+    torch.testing.assert_close(smooth_weights(weights), expected)
+    assert torch.isfinite(smooth_weights(weights[:, :1])).all()  # a single token has no peak
