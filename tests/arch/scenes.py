@@ -152,7 +152,9 @@ def timeline() -> str:
     parts.append(
         words(at["first token"] + 126 + away, 111, "within decode_ms: its row was another's", "start")
     )
-    parts.append(box(at["first step"], 124, share, 22, COLOURS[4], f"step_share_ms {times.step_share_ms:.0f}"))
+    parts.append(
+        box(at["first step"], 124, share, 22, COLOURS[4], f"step_share_ms {times.step_share_ms:.0f}")
+    )
     parts.append(words(at["first step"] + share + 6, 139, "of its steps its own part, put together", "start"))
     total = times.total_ms * scale
     parts.append(box(left, 152, total, 22, PALE, f"total_ms {times.total_ms:.0f}"))
@@ -227,7 +229,7 @@ def ranks() -> str:
     sizes, layers = _Sizes(), stage_layers(80, 2)
     parts = [words(12, 22, "quire serve MODEL -tp 4 -pp 2 --nnodes 2 ..., 80 layers", "start", mono=True)]
     every = [Rank.of(index, sizes) for index in range(8)]
-    for machine, (pp, own) in enumerate(groupby(every, key=lambda rank: rank.pp)):
+    for machine, (pp, machine_ranks) in enumerate(groupby(every, key=lambda rank: rank.pp)):
         y = 36 + 150 * machine
         parts.append(f'<rect x="12" y="{y}" width="836" height="136" fill="{PAPER}" stroke="#999" rx="6"/>')
         span = f"layers {layers[pp][0]} to {layers[pp][-1]}"
@@ -240,7 +242,7 @@ def ranks() -> str:
             parts += [arrow(126, y + 79, 152, y + 79), box(154, y + 44, 100, 70, COLOURS[1], "core")]
         parts.append(arrow(256, y + 79, 294, y + 79))
         parts.append(words(296, y + 42, _PLANS[machine], "start"))
-        for rank in own:
+        for rank in machine_ranks:
             x = 296 + 136 * rank.tp
             parts.append(box(x, y + 50, 128, 40, COLOURS[2], f"Worker_PP{rank.pp}_TP{rank.tp}"))
         parts.append(f'<path d="M296 {y + 104}H832" stroke="{COLOURS[5]}" stroke-width="3"/>')
