@@ -130,7 +130,7 @@ def timeline() -> str:
     stations = {
         "arrives": _ARRIVED, "in the line": _STATS.queued_ts, "first step": _STATS.scheduled_ts,
         "first token": _STATS.first_token_ts, "last token": _STATS.last_token_ts,
-        "times": _ARRIVED + _STATS.latency,
+        "told": _ARRIVED + _STATS.latency,
     }  # fmt: skip
     at = {name: left + 1000 * (when - _ARRIVED) * scale for name, when in stations.items()}
     parts = []
