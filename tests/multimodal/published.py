@@ -189,7 +189,7 @@ def step(config: dict[str, Any]) -> Any:
             inner = self.mlp.c_fc(self.ln_2(x))
             return x + self.ls_2.gamma * self.mlp.c_proj(inner * torch.sigmoid(1.702 * inner))
 
-        def turned(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        def rotate(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
             """Rotate adjacent pairs together."""
             numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
             return torch.view_as_real(numbers * torch.polar(torch.ones_like(turns), turns)).flatten(-2)

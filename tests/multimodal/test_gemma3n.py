@@ -137,8 +137,8 @@ class Twin:
                 places = (input_ids[0] == self.audio) | (input_ids[0] == self.end)
                 places[len(ids) :] = False
                 embeds[0, places] = torch.cat([self.vectors(count) for count in counts])
-            audio_config = self.model.model.get_per_layer_inputs(input_ids)
-            states = self.model.model(inputs_embeds=embeds, per_layer_inputs=audio_config).last_hidden_state
+            per_layer = self.model.model.get_per_layer_inputs(input_ids)
+            states = self.model.model(inputs_embeds=embeds, per_layer_inputs=per_layer).last_hidden_state
             logits = self.model.lm_head(states[0, -1])
             cap = self.model.config.final_logit_softcapping
             logits = (torch.tanh(logits / cap) * cap).log_softmax(-1)
