@@ -36,7 +36,7 @@ from quire.metrics import MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
 from quire.server.main import serve
 from quire.server.settings import make_settings
-from quire.system.process import calm_allocator, calm_collector
+from quire.system.process import tune_allocator, tune_garbage_collector
 
 ROUNDS, TURNS = 15, 20
 MAX_LEN = 4096
@@ -126,7 +126,7 @@ async def main(folder: Path, sides: list[int]) -> None:
     engine = make_engine(config, addresses={0: address}, metrics=pages, health_timeout_s=30)
     engine.start()
     await engine.ready()
-    calm_collector()
+    tune_garbage_collector()
     stop, file = asyncio.Event(), os.environ.get("TURNS_PROFILE")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         settings = make_settings({"disable_uvicorn_access_log": True})
@@ -143,6 +143,6 @@ async def main(folder: Path, sides: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    calm_allocator()
+    tune_allocator()
     with tempfile.TemporaryDirectory() as name:
         uvloop.run(main(Path(name), [*map(int, sys.argv[1:])] or [0, 336, 1024, 1536, -1536]))

@@ -15,7 +15,7 @@ import torch
 from kernel_decode_layer import graph_us, random
 from torch import Tensor
 
-from quire.kernels.reference.fp8 import Scaled, linear_reference, narrowed
+from quire.kernels.reference.fp8 import Scaled, linear_reference, quantize_weight
 from quire.kernels.triton import matmul
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.fp8 import Plan, gated, linear, multiply, quantize
@@ -31,7 +31,7 @@ HELD_BYTES = 960 << 20
 def weights_of(size_out: int, size_in: int, *, blocked: bool = False) -> list[Scaled]:
     made = []
     for _ in range(max(HELD_BYTES // (size_out * size_in), 2)):
-        data, scale = narrowed(random(size_out, size_in))
+        data, scale = quantize_weight(random(size_out, size_in))
         if blocked:
             scale = torch.rand(-(-size_out // 128), -(-size_in // 128), device="cuda") * 1e-4 + 1e-5
         made.append(Scaled(data, scale))

@@ -102,7 +102,7 @@ def chosen() -> None:
     x = torch.randn(16384, 3 * HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     angles = torch.randn(16384, DIM // 2, device="cuda")
     turned = x[:, : 2 * HEADS]
-    time_s = seconds(lambda: encoder.turn(turned, (angles, angles)))
+    time_s = seconds(lambda: encoder.rotate(turned, (angles, angles)))
     print(f"turn 16384  {time_s * 1e6:8.1f} us, floor {2 * turned.numel() * 2 / BANDWIDTH * 1e6:.1f} us")
 
 

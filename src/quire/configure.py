@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from quire.checkpoint.draft import METHODS as DRAFT_METHODS
-from quire.checkpoint.draft import Draft, check_alike, check_target, check_tokens, read_draft
+from quire.checkpoint.draft import Draft, check_draft_settings, check_target, check_vocabulary, read_draft
 from quire.checkpoint.hub import DEFAULT_MODEL, DEFAULT_MODEL_NAMES, locate
 from quire.checkpoint.model import read_checkpoint
 from quire.checkpoint.reader import read_json
-from quire.checkpoint.tensor_parallel import check_shares
-from quire.config.args import checked
+from quire.checkpoint.tensor_parallel import check_divisible
+from quire.config.args import check_args
 from quire.config.engine import EngineConfig, resolve
 from quire.config.env import Env, warn_unknown
 from quire.config.expert_parallel import steps_together
 from quire.config.mm_caches import check_cache
-from quire.config.mm_limits import check_crossed, limits_of, without_unused
+from quire.config.mm_limits import check_cross_attention, drop_unused_encoder, limits_of
 from quire.config.sections import SECTIONS
-from quire.config.speculation import asked
+from quire.config.speculation import read_settings
 from quire.errors import ConfigError
 from quire.logs import get_logger
 from quire.system.platform import detect
@@ -37,12 +37,12 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     """
     env = Env.read(os.environ)
     warn_unknown(os.environ)
-    values = checked(settings)
+    values = check_args(settings)
     limits = limits_of(
         values.get("limit_mm_per_prompt"), language_model_only=values.get("language_model_only", False)
     )
     check_cache(values)
-    drafts = asked(values)  # raises a ConfigError if it is invalid
+    drafts = read_settings(values)  # raises a ConfigError if it is invalid
     if ids := values.get("device_ids"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)  # before the driver enumerates devices
     machine = detect(values.get("device", "auto"))
@@ -55,8 +55,8 @@ def configure(settings: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
             model_impl=values.get("model_impl", "auto"),
             trust_remote_code=values.get("trust_remote_code", False),
         )
-        checkpoint = replace(checkpoint, facts=without_unused(checkpoint.facts, limits))
-        check_crossed(checkpoint.facts, values)
+        checkpoint = replace(checkpoint, facts=drop_unused_encoder(checkpoint.facts, limits))
+        check_cross_attention(checkpoint.facts, values)
         if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
             checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
         draft_config = _read_draft_config(drafts, draft or config_path or path)
@@ -148,10 +148,12 @@ def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
         "attention_backend": config.attention.attention_backend,
         "draft_tensor_parallel_size": tp_size,
     }
-    check_alike(draft, {name: getattr(speculation, name) for name in ("quantization", *alike)}, alike)
-    check_shares(draft.facts, tp_size)
+    check_draft_settings(
+        draft, {name: getattr(speculation, name) for name in ("quantization", *alike)}, alike
+    )
+    check_divisible(draft.facts, tp_size)
     vocabs = [None if x is None else x.get_vocab() for x in _tokenizers(config, draft)]
-    check_tokens(draft, target.facts, *vocabs)
+    check_vocabulary(draft, target.facts, *vocabs)
     return replace(config, draft=draft)
 
 

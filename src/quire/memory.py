@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.layout import DTYPE_BYTES as DTYPE_BYTES
 from quire.checkpoint.layout import CacheLayout
-from quire.checkpoint.weights import count
+from quire.checkpoint.weights import count_parameters
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 
@@ -69,7 +69,7 @@ def short_shapes(largest: int, most_tokens: int) -> list[tuple[int, int]]:
 def longest_short(config: EngineConfig) -> int:
     """Return the maximum tokens of a captured step with prompts: the GPU finishes it before the host would
     have launched it."""
-    flops = 2 * count(config.checkpoint.facts).active // config.parallel.tensor_parallel_size
+    flops = 2 * count_parameters(config.checkpoint.facts).active // config.parallel.tensor_parallel_size
     return min(config.scheduler.max_num_batched_tokens, _LAUNCH_FLOPS // flops)
 
 

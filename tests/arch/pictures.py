@@ -15,7 +15,7 @@ from canvas import COLOURS, INK, arrow, box, frame, words
 from quire.bench.bars import BarGroup, svg
 from quire.bench.sched import add_requests
 from quire.cli import main as quire
-from quire.config.expert_placement import balanced, placed
+from quire.config.expert_placement import balance, initial_placement
 from quire.data.params import SamplingParams
 from quire.data.plan import StepResult
 from quire.data.request import Request
@@ -279,8 +279,8 @@ def experts() -> str:
     """Experts over four devices: dealt in order, and after they were moved with four places more."""
     parts, y = [], 36
     for title, places in (
-        ("Neighbours together: all wait for device 0", placed(16, 4)),
-        ("Balanced, with a place more on each device", balanced(_LOADS, 4, 5)),
+        ("Neighbours together: all wait for device 0", initial_placement(16, 4)),
+        ("Balanced, with a place more on each device", balance(_LOADS, 4, 5)),
     ):
         copies = [len(each) for each in places.replicas(len(_LOADS))]
         parts.append(f'<text x="12" y="{y - 12}" font-size="14" fill="{INK}">{title}</text>')
@@ -301,9 +301,7 @@ def experts() -> str:
 
 def adapters() -> str:
     """What adapters cost at 64 sequences."""
-    row = next(
-        row for row in _table("performance.md", "| | no adapter | one |") if row[0].startswith("batch 64")
-    )
+    row = next(row for row in _table("lora.md", "| | no adapter | one |") if row[0].startswith("batch 64"))
     values = [float(re.findall(r"\d+\.\d+", cell)[0]) for cell in row[1:]]
     names = ("no adapter", "one adapter", "eight in the batch")
     groups = [

@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2] / "src" / "quire"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 RUNNER_RUN_STATEMENTS = 10
+MAX_TUPLE_SPLATS = 99
+"""Calls that unpack a tuple built in the same function (`rest = a, b; f(x, *rest)`); may only fall."""
 SIZES = {
     # file: (class, lines of the file, methods, attributes set in __init__)
     "worker/runner.py": ("Runner", 60, 3, 7),
@@ -81,3 +83,34 @@ def test_every_public_class_has_a_docstring() -> None:
         if node.name[0] != "_" and ast.get_docstring(node) is None
     ]
     assert not silent
+
+
+def local_tuples(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Return the names that a function assigns tuple literals to."""
+    names = set()
+    for node in ast.walk(function):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+            continue
+        target = node.targets[0]
+        if isinstance(target, ast.Name):
+            names.add(target.id)
+        elif isinstance(target, ast.Tuple):
+            pairs = zip(target.elts, node.value.elts, strict=False)
+            names |= {a.id for a, b in pairs if isinstance(a, ast.Name) and isinstance(b, ast.Tuple)}
+    return names
+
+
+def test_calls_name_their_arguments() -> None:
+    """A call unpacks a local tuple, so that a reader cannot see its arguments."""
+    splats = []
+    for path, _, module in sources():
+        for function in ast.walk(module):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            names = local_tuples(function)
+            for call in ast.walk(function):
+                if not isinstance(call, ast.Call):
+                    continue
+                starred = [arg.value for arg in call.args if isinstance(arg, ast.Starred)]
+                splats += [f"{path}:{call.lineno}" for x in starred if getattr(x, "id", "") in names]
+    assert len(splats) <= MAX_TUPLE_SPLATS, "\n".join(splats)

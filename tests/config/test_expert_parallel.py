@@ -1,4 +1,4 @@
-"""Experts over devices: what a model allows, and what is said where it does not."""
+"""Tests of expert parallelism: the layouts that a model allows, and the errors of others."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts, MoeFacts, Routing
-from quire.config.expert_parallel import Eplb, ep_size, meeting_of, rounds_of, steps_together, with_experts
+from quire.config.expert_parallel import (
+    Eplb,
+    ep_size,
+    process_group_address,
+    step_sync_address,
+    steps_together,
+    with_experts,
+)
 from quire.config.sections import ParallelSection
 from quire.errors import ConfigError
 
@@ -24,13 +31,13 @@ DENSE = ArchFacts(
 MOE = replace(DENSE, moe=MoeFacts(experts=8, intermediate=24, routing=Routing(2)))
 
 
-def settle(facts: ArchFacts = MOE, *, pools: bool = False, **given: Any) -> ParallelSection:
-    section = ParallelSection(device="cpu", cpu_threads=1, **given)
-    return with_experts(section, facts, given, pools=pools, all_local=True)
+def settle(facts: ArchFacts = MOE, *, pools: bool = False, **settings: Any) -> ParallelSection:
+    section = ParallelSection(device="cpu", cpu_threads=1, **settings)
+    return with_experts(section, facts, settings, pools=pools, all_local=True)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({"enable_eplb": True}, "enable_eplb moves experts between devices: it needs enable_expert_parallel"),
         ({"eplb_config": {"num_redundant_experts": 2}}, "num_redundant_experts needs enable_eplb"),
@@ -57,12 +64,12 @@ def settle(facts: ArchFacts = MOE, *, pools: bool = False, **given: Any) -> Para
         ),
     ],
 )
-def test_what_cannot_be_is_said(given: dict[str, Any], message: str) -> None:
+def test_impossible_layouts_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        settle(**given)
+        settle(**settings)
 
 
-def test_models_without_experts_and_pooling_models() -> None:
+def test_dense_and_pooling_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="a LlamaForCausalLM has no experts to spread"):
         settle(DENSE, enable_expert_parallel=True, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="data_parallel_size > 1 is not supported for a pooling model"):
@@ -70,19 +77,22 @@ def test_models_without_experts_and_pooling_models() -> None:
     assert settle(DENSE, tensor_parallel_size=2).tensor_parallel_size == 2
 
 
-def test_names_of_others_become_ours() -> None:
-    for name, ours in {"pplx": "allgather_reducescatter", "deepep_low_latency": "all2all"}.items():
-        assert settle(all2all_backend=name).all2all_backend == ours
+def test_vllm_backend_names_are_mapped() -> None:
+    for name, backend in {"pplx": "allgather_reducescatter", "deepep_low_latency": "all2all"}.items():
+        assert settle(all2all_backend=name).all2all_backend == backend
 
 
-def test_engines_that_step_together_have_a_place_to_meet() -> None:
+def test_lockstep_engines_have_a_sync_address() -> None:
     one = settle(enable_expert_parallel=True, tensor_parallel_size=4)
     assert ep_size(one) == 4 and not steps_together(one)
     many = settle(
         enable_expert_parallel=True, tensor_parallel_size=2, data_parallel_size=2, data_parallel_rpc_port=500
     )
     assert ep_size(many) == 4 and steps_together(many)
-    assert (meeting_of(many), rounds_of(many)) == ("tcp://127.0.0.1:501", "tcp://127.0.0.1:502")
+    assert (process_group_address(many), step_sync_address(many)) == (
+        "tcp://127.0.0.1:501",
+        "tcp://127.0.0.1:502",
+    )
     free = settle(enable_expert_parallel=True, data_parallel_size=2)
     assert free.data_parallel_rpc_port != one.data_parallel_rpc_port, "two engines on one machine would meet"
     eplb = Eplb.of(settle(eplb_config={"window_size": 7}))

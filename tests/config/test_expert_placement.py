@@ -1,22 +1,22 @@
-"""Which device has which experts."""
+"""Tests of the placement of experts on devices."""
 
 import random
 
 import pytest
 
-from quire.config.expert_placement import Placement, balanced, imbalance, moves, placed
+from quire.config.expert_placement import Placement, balance, copies_between, imbalance, initial_placement
 
 
-def test_neighbours_and_every_nth() -> None:
-    assert placed(7, 3).by_rank == ((0, 1, 2), (3, 4), (5, 6))
-    assert placed(7, 3, "round_robin").by_rank == ((0, 3, 6), (1, 4), (2, 5))
-    assert placed(4, 2, num_redundant=2).by_rank == ((0, 1, 2), (0, 1, 3))
-    assert placed(7, 3).replicas(7) == [[0], [1], [2], [3], [4], [6], [7]]
+def test_linear_and_round_robin_placement() -> None:
+    assert initial_placement(7, 3).by_rank == ((0, 1, 2), (3, 4), (5, 6))
+    assert initial_placement(7, 3, "round_robin").by_rank == ((0, 3, 6), (1, 4), (2, 5))
+    assert initial_placement(4, 2, num_redundant=2).by_rank == ((0, 1, 2), (0, 1, 3))
+    assert initial_placement(7, 3).replicas(7) == [[0], [1], [2], [3], [4], [6], [7]]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_better_placement(seed: int) -> None:
-    """An expert that nobody has, two copies on one device, or more load on the busiest than before."""
+def test_balanced_placement(seed: int) -> None:
+    """Catches a missing expert, two copies on one device, and a higher maximum load than before."""
     chance = random.Random(seed)
     num_ranks = chance.choice([2, 3, 4, 8])
     num_experts = num_ranks * chance.randrange(1, 9)
@@ -24,23 +24,23 @@ def test_a_better_placement(seed: int) -> None:
     num_redundant = min(num_redundant, num_experts * (num_ranks - 1))
     loads = [chance.paretovariate(1) for _ in range(num_experts)]
     strategy = chance.choice(["linear", "round_robin"])
-    before = placed(num_experts, num_ranks, strategy, num_redundant)  # type: ignore[arg-type]
+    before = initial_placement(num_experts, num_ranks, strategy, num_redundant)  # type: ignore[arg-type]
     num_slots = (num_experts + num_redundant) // num_ranks
-    after = balanced(loads, num_ranks, num_slots, before)
+    after = balance(loads, num_ranks, num_slots, before)
     for placement in (before, after):
-        assert {expert for own in placement.by_rank for expert in own} == set(range(num_experts))
-        assert all(len(own) == len(set(own)) == num_slots for own in placement.by_rank)
+        assert {expert for experts in placement.by_rank for expert in experts} == set(range(num_experts))
+        assert all(len(experts) == len(set(experts)) == num_slots for experts in placement.by_rank)
     assert imbalance(after, loads) <= imbalance(before, loads) + 1e-9
-    places = [list(own) for own in before.by_rank]
-    for source, source_slot, target, target_slot in moves(before, after):
+    places = [list(experts) for experts in before.by_rank]
+    for source, source_slot, target, target_slot in copies_between(before, after):
         places[target][target_slot] = before.by_rank[source][source_slot]
     assert Placement(tuple(map(tuple, places))) == after
 
 
-def test_one_expert_that_all_want_is_everywhere() -> None:
-    before = placed(8, 4, num_redundant=4)
+def test_overloaded_expert_is_replicated_everywhere() -> None:
+    before = initial_placement(8, 4, num_redundant=4)
     loads = [0.0] * 7 + [100.0]
-    after = balanced(loads, 4, 3, before)
-    assert all(7 in own for own in after.by_rank)
+    after = balance(loads, 4, 3, before)
+    assert all(7 in experts for experts in after.by_rank)
     assert imbalance(before, loads) == 4 and imbalance(after, loads) == pytest.approx(1)
-    assert balanced(loads, 4, 3, after) == after and not moves(after, after)
+    assert balance(loads, 4, 3, after) == after and not copies_between(after, after)

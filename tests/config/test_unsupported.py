@@ -1,18 +1,18 @@
-"""The one refusal of what is not built."""
+"""Tests of the refusal of unsupported features."""
 
 from typing import Any
 
 import pytest
 
-from quire.config.unsupported import UNBUILT, Place, is_switch, refuse
+from quire.config.unsupported import UNSUPPORTED, Place, check_supported, is_switch
 from quire.errors import ConfigError, RequestError
 
 
-@pytest.mark.parametrize("place", UNBUILT)
-def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
-    for name, off in UNBUILT[place].items():
+@pytest.mark.parametrize("place", UNSUPPORTED)
+def test_default_values_are_accepted(place: Place) -> None:
+    for name, off in UNSUPPORTED[place].items():
         for value in (None, *off):
-            refuse(place, name, value)
+            check_supported(place, name, value)
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,17 @@ def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
         ("call argument", "structured_outputs", 1, RequestError, "`structured_outputs` is not supported yet"),
     ],
 )
-def test_each_place_refuses_in_the_same_words(
+def test_each_place_refuses_with_the_same_message(
     place: Place, name: str, value: Any, kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind) as refused:
-        refuse(place, name, value)
+        check_supported(place, name, value)
     assert words in str(refused.value) and "\n" not in str(refused.value)
     if isinstance(refused.value, RequestError):
         assert refused.value.param == name
 
 
-def test_a_number_is_no_switch() -> None:
+def test_number_is_not_a_switch() -> None:
     """Catches `(0,) == (False,)`."""
     assert is_switch("engine argument", "return_sampling_mask") and is_switch("server flag", "grpc")
     for name in ("cpu_offload_gb", "kv_offloading_size", "offload_group_size"):

@@ -17,7 +17,7 @@ from staged import Engine
 from threads import Table, ThreadGroup
 
 from quire.config.expert_parallel import _free_ports
-from quire.config.expert_placement import placed
+from quire.config.expert_placement import initial_placement
 from quire.config.parallel import Rank
 from quire.configure import configure
 from quire.core import build
@@ -249,6 +249,8 @@ def test_expert_parallel_engines_match_each_engine_alone(case: str, tmp_path: Pa
         assert engine.tokens == expected
         if "eplb_config" in CASES[case]:
             layers = engine.balancer.layers
-            first = placed(4, 2, "linear", CASES[case]["eplb_config"].get("num_redundant_experts", 0))
+            first = initial_placement(
+                4, 2, "linear", CASES[case]["eplb_config"].get("num_redundant_experts", 0)
+            )
             assert any(layer.places.placement != first for layer in layers), "no expert moved"
     assert any(not step.request_ids for engine in engines for step in engine.steps), "nobody rested"

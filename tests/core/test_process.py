@@ -22,13 +22,13 @@ from quire.data.request import Request
 from quire.data.wire import (
     Abort,
     Add,
-    Beat,
     ControlCall,
     FromCore,
+    Heartbeat,
     Hello,
     Missing,
     Ready,
-    Stepped,
+    StepDone,
     ToCore,
     decode_from_core,
     encode,
@@ -50,7 +50,7 @@ class Client:
         self.socket.connect(address)
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
-        self.beats: list[Beat] = []
+        self.beats: list[Heartbeat] = []
         self.missing: list[str] = []
         self.is_ready = False
 
@@ -64,11 +64,11 @@ class Client:
 
     def take(self, message: FromCore) -> None:
         match message:
-            case Stepped(output):
+            case StepDone(output):
                 for id, token_id in zip(output.request_ids, output.token_ids, strict=True):
                     self.tokens.setdefault(id, []).append(token_id)
                 self.reasons |= {id: finish.reason for id, finish in output.finished.items()}
-            case Beat():
+            case Heartbeat():
                 self.beats.append(message)
             case Missing():
                 self.missing.append(message.request_id)
@@ -355,7 +355,7 @@ def test_finish_lost_in_a_dropped_queue_is_reported_as_an_error(make_bench: Call
     num_ended = 0
     while not given_up:
         finished = {f"{num_ended}-{'x' * 1000}": FinishReason("stop")}
-        clients.send(identity, Stepped(StepOutput([], [], finished=finished)))
+        clients.send(identity, StepDone(StepOutput([], [], finished=finished)))
         num_ended += 1
     assert given_up == [[]], "none of them was still there"
     for _ in range(6000):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from quire.checkpoint.pooling import PoolingFacts, StoredPooling, settle
+from quire.checkpoint.pooling import PoolingFacts, StoredPooling, resolve_pooling
 from quire.data.pooling import PoolingParams
 from quire.errors import ConfigError, RequestError
 from quire.frontend.pooling import completed, second_start
@@ -68,16 +68,16 @@ def test_token_types_begin_with_the_second_text() -> None:
 def test_task_of_a_model(
     stored: dict[str, Any], overrides: dict[str, Any], task: str | None, kind: str | None
 ) -> None:
-    facts = settle(StoredPooling(**stored), **({"is_encoder": False, "hidden": 8} | overrides))
+    facts = resolve_pooling(StoredPooling(**stored), **({"is_encoder": False, "hidden": 8} | overrides))
     assert (facts and facts.task, facts and facts.type) == (task, kind)
 
 
 def test_single_class_uses_a_sigmoid() -> None:
     stored = StoredPooling("LlamaForSequenceClassification", labels=("yes",))
-    facts = settle(stored, is_encoder=False, hidden=8)
+    facts = resolve_pooling(stored, is_encoder=False, hidden=8)
     assert facts is not None and (facts.size, facts.activation) == (1, "sigmoid")
     with pytest.raises(ConfigError, match="does not generate"):
-        settle(stored, is_encoder=False, hidden=8, runner="generate")
+        resolve_pooling(stored, is_encoder=False, hidden=8, runner="generate")
 
 
 STEPS = {"pooling_type": "STEP", "step_tag_id": 9}
@@ -96,7 +96,9 @@ STEPS = {"pooling_type": "STEP", "step_tag_id": 9}
 def test_supported_and_default_tasks(
     stored: dict[str, Any], overrides: dict[str, Any], tasks: tuple[str, ...]
 ) -> None:
-    facts = settle(StoredPooling(labels=("a", "b"), **stored), is_encoder=False, hidden=8, **overrides)
+    facts = resolve_pooling(
+        StoredPooling(labels=("a", "b"), **stored), is_encoder=False, hidden=8, **overrides
+    )
     assert facts is not None and facts.tasks == tasks
     assert completed(PoolingParams(), facts, None).task == tasks[0]
     if "classify" not in tasks:
@@ -107,7 +109,7 @@ def test_supported_and_default_tasks(
 
 def test_step_token_ids_are_filled_in() -> None:
     pooler = STEPS | {"returned_token_ids": [7, 4]}
-    facts = settle(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)
+    facts = resolve_pooling(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)
     assert facts is not None and facts.needs_all_states == "STEP"
     assert (facts.label_ids, facts.labels, facts.returned_token_ids) == ((7, 4), ("7", "4"), ())
     plain = completed(PoolingParams(), facts, None)
@@ -135,4 +137,4 @@ def test_step_token_ids_are_filled_in() -> None:
 )
 def test_invalid_pooler_configs_are_rejected(pooler: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"pooler_config: (pooling_type|step_tag_id|returned_token_ids)"):
-        settle(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)
+        resolve_pooling(StoredPooling(), is_encoder=False, hidden=8, runner="pooling", pooler=pooler)

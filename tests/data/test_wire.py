@@ -7,7 +7,7 @@ from quire.checkpoint.pooling import PoolingFacts
 from quire.data.params import SamplingParams
 from quire.data.plan import FinishReason, StepOutput
 from quire.data.pooling import Pooled, PoolingParams
-from quire.data.wire import Add, Stepped, decode_from_core, decode_to_core, encode
+from quire.data.wire import Add, StepDone, decode_from_core, decode_to_core, encode
 from quire.frontend.inputs import InputProcessor, Prompt
 
 
@@ -51,6 +51,6 @@ def test_pooling_request_and_vectors_round_trip() -> None:
     )
     matrix = np.random.default_rng(0).random((3, 4), np.float32)
     sent = StepOutput([], [], finished={"a": FinishReason("stop")}, pooled={"a": Pooled.of(matrix)})
-    arrived = decode_from_core(encode(Stepped(sent)))
-    assert isinstance(arrived, Stepped)
+    arrived = decode_from_core(encode(StepDone(sent)))
+    assert isinstance(arrived, StepDone)
     assert (arrived.output.pooled["a"].array() == matrix).all()

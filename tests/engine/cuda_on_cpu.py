@@ -17,7 +17,7 @@ from quire.config.engine import EngineConfig
 from quire.sampling.sampler import Sampler
 from quire.worker.cuda.device import CudaDevice
 from quire.worker.cuda.draft_graphs import DraftGraphs
-from quire.worker.device import ForwardResult, Model, Passed
+from quire.worker.device import ForwardResult, IntermediateTensors, Model
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 
@@ -44,11 +44,13 @@ class Replayed:
         for old, new in zip(self.done, _flat(self.again()), strict=True):
             old.copy_(new)
 
-    def remember(self, recompute: Callable[[], Any], done: ForwardResult | Passed | Tensor) -> None:
+    def remember(
+        self, recompute: Callable[[], Any], done: ForwardResult | IntermediateTensors | Tensor
+    ) -> None:
         self.again, self.done = recompute, _flat(done)
 
 
-def _flat(done: ForwardResult | Passed | Tensor) -> list[Tensor]:
+def _flat(done: ForwardResult | IntermediateTensors | Tensor) -> list[Tensor]:
     if isinstance(done, Tensor):
         return [done]
     if not isinstance(done, ForwardResult):
@@ -69,7 +71,7 @@ def captured(graph: Replayed, pool: object, capture_error_mode: str) -> Iterator
 class WithGraphs(OnCPU):
     captures_prompts = False
 
-    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | Passed:
+    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
         compute = functools.partial(super().compute, batch, sheet)
         done = compute()
         if Replayed.capturing:

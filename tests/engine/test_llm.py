@@ -384,7 +384,7 @@ def test_template_kwargs_reach_the_template_but_cannot_replace_messages(llm: LLM
     template = "{{ mood }}{{ messages[0].content }}{% if add_generation_prompt %}!{% endif %}"
     kwargs = {"mood": "gay ", "add_generation_prompt": False}
     assert prompt_of(llm, TURN, chat_template=template, chat_template_kwargs=kwargs) == "gay One two"
-    with pytest.raises(RequestError, match="chat_template_kwargs may not hold messages"):
+    with pytest.raises(RequestError, match="chat_template_kwargs may not contain messages"):
         llm.chat(TURN, chat_template_kwargs={"messages": []})
 
 

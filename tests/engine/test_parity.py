@@ -9,7 +9,7 @@ from tiny import check_against, generate, generate_preempted, open_tiny, prompts
 from zoo import LLAMA3, ZOO
 
 from quire import SamplingParams
-from quire.checkpoint.layout import cache_specs, has_states
+from quire.checkpoint.layout import cache_specs, has_ssm_state
 from quire.logs import warn_once
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,7 +50,7 @@ def test_logits_after_chunks_prefix_hits_and_preemption(variant: str, tmp_path: 
     assert llm.llm_engine.core.scheduler.num_preemptions >= 3
     second = generate(llm, prompts[:3], count=1)
     check_against(hf_model, second)
-    states = has_states(cache_specs(llm.config.checkpoint.facts))
+    states = has_ssm_state(cache_specs(llm.config.checkpoint.facts))
     assert llm.config.cache.enable_prefix_caching is not states
     if None in llm.llm_engine.core.scheduler.kv.windows:
         assert [output.num_cached_tokens for output in second] == ([0] * 3 if states else [8, 16, 12])
@@ -83,7 +83,7 @@ def test_prefix_hits(tiny: Tiny) -> None:
     check_against(hf_model, generate(llm, prompts))
     second = generate(llm, prompts)
     check_against(hf_model, second)
-    states = has_states(cache_specs(llm.config.checkpoint.facts))
+    states = has_ssm_state(cache_specs(llm.config.checkpoint.facts))
     expected = [0] * 6 if states else [16, 20, 20, 24, 16, 4]
     assert [output.num_cached_tokens for output in second] == expected
 

@@ -174,7 +174,7 @@ def test_failed_sleep_wakes_up_again(alone: LLM, monkeypatch: pytest.MonkeyPatch
         raise MemoryError("no room")
 
     before, full = said(alone), alone.collective_rpc(cache_bytes)[0]
-    monkeypatch.setattr("quire.worker.worker.Stowed", fail)
+    monkeypatch.setattr("quire.worker.worker.OffloadedWeights", fail)
     alone.collective_rpc(lambda worker: monkeypatch.setattr(worker, "device", FakeCudaDevice("cpu")))
     with pytest.raises(EngineError, match="no room"):
         alone.sleep(1)

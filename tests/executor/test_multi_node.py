@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.config.engine import EngineConfig
 from quire.configure import configure
 from quire.errors import ConfigError, EngineDead
-from quire.executor.multi_node import NodeAgent, NodesCrew
+from quire.executor.multi_node import MultiNodeRanks, NodeAgent
 
 PATIENCE_S = 150.0
 SETTINGS: dict[str, Any] = {
@@ -67,7 +67,7 @@ def ends_of(config: EngineConfig, *others: EngineConfig, timeout_s: float = PATI
     for thread in threads:
         thread.start()
     with pytest.raises(ConfigError) as problem:
-        NodesCrew(config, timeout_s)
+        MultiNodeRanks(config, timeout_s)
     for thread in threads:
         thread.join(PATIENCE_S)
     return [str(problem.value), *(output[number] for number in range(len(others)))]
@@ -129,15 +129,15 @@ def test_port_in_use_and_unauthenticated_connections(
         (head,) = ends_of(config)
         assert f"cannot listen for other machines on 127.0.0.2:{where[1]} (Address already in use)" in head
 
-    await_all = NodesCrew.await_all
+    await_all = MultiNodeRanks.await_all
 
-    def pestered(worker_group: NodesCrew, deadline: float) -> bool:
+    def pestered(worker_group: MultiNodeRanks, deadline: float) -> bool:
         for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\5hello"):
             with socket.create_connection(where) as stranger:
                 stranger.sendall(noise)
         return await_all(worker_group, deadline)
 
-    monkeypatch.setattr(NodesCrew, "await_all", pestered)
+    monkeypatch.setattr(MultiNodeRanks, "await_all", pestered)
     (head,) = ends_of(config, timeout_s=0.5)
     assert head.startswith("no word from node 1")
 

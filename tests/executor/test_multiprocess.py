@@ -21,8 +21,8 @@ from quire.executor import multiprocess
 from quire.executor import worker_group as worker_group
 from quire.executor.messages import Returned, decode_call
 from quire.executor.multiprocess import MultiprocessExecutor, RankedExecutor
-from quire.executor.worker_group import LocalCrew
-from quire.executor.worker_process import RankAddress, own_places
+from quire.executor.worker_group import LocalRanks
+from quire.executor.worker_process import RankAddress, local_ranks
 
 PATIENCE_S = 60.0
 """Timeout of a test that hangs."""
@@ -162,13 +162,13 @@ class OneBroken(MultiprocessExecutor):
 
     folder: Path
 
-    def muster(self) -> LocalCrew:
+    def muster(self) -> LocalRanks:
         def broken(place: RankAddress) -> RankAddress:
             nowhere = replace(place.config.checkpoint, path=Path("/nowhere"))
             return replace(place, config=replace(place.config, checkpoint=nowhere))
 
-        first, second = own_places(self.config, 0, f"file://{self.folder}/meeting")
-        return LocalCrew([first, broken(second)])
+        first, second = local_ranks(self.config, 0, f"file://{self.folder}/meeting")
+        return LocalRanks([first, broken(second)])
 
 
 def test_rank_that_fails_to_start_is_reported_and_ends_all(tiny: Path, tmp_path: Path) -> None:

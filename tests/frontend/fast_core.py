@@ -13,14 +13,14 @@ from quire.data.stats import StepStats
 from quire.data.wire import (
     Abort,
     Add,
-    Beat,
     ControlCall,
     FromCore,
+    Heartbeat,
     Hello,
     Missing,
     Ready,
     Reply,
-    Stepped,
+    StepDone,
     ToCore,
     decode_to_core,
     encode,
@@ -105,7 +105,7 @@ class FastCore:
         self.num_steps += 1
         ended = self.num_steps >= min(self.ends.values())
         if self.usual is None or self.new or ended:
-            self.usual = [(client, encode(Stepped(output))) for client, output in self.outputs().items()]
+            self.usual = [(client, encode(StepDone(output))) for client, output in self.outputs().items()]
         for message in self.usual:
             self.socket.send_multipart(message)
         if self.new or ended:
@@ -130,7 +130,7 @@ class FastCore:
         if time.monotonic() >= self.next_beat:
             self.next_beat = time.monotonic() + BEAT_S
             for client in self.clients:
-                self.send(client, Beat(StepStats(num_running=len(self.owners))))
+                self.send(client, Heartbeat(StepStats(num_running=len(self.owners))))
 
 
 def run_fast_core(address: str, token_id: int, max_model_len: int) -> None:

@@ -59,7 +59,7 @@ def test_special_tokens_are_added_only_if_requested(inputs: InputProcessor) -> N
     ("settings", "message"),
     [
         ({"chat_template_content_format": "html"}, "known: auto, string, openai"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "may not hold tokenize"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "may not contain tokenize"),
         ({"chat_template": "{% if %}"}, "not valid Jinja"),
         ({"chat_template": "{{ raise_exception('no system role') }}"}, "no system role"),
         ({"chat_template": "{{ messages[5].content.x }}"}, "chat template"),

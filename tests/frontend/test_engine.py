@@ -18,7 +18,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import FinishReason
 from quire.data.stats import StepStats
-from quire.data.wire import Beat, ToCore, encode
+from quire.data.wire import Heartbeat, ToCore, encode
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
@@ -218,10 +218,10 @@ def test_missing_core_is_waited_for_up_to_the_health_limit(with_cores: Run) -> N
         cores.kill(0)
         await until(lambda: engine._links[0].core is None)
         cores.clock.ahead_s += 0.5 * HEALTH_TIMEOUT_S
-        engine._send_the_lost()
+        engine._send_waiting()
         assert engine.num_in_flight == 1 and not waiting.done(), "it is waited for until the time is up"
         cores.clock.ahead_s += HEALTH_TIMEOUT_S
-        with pytest.raises(EngineDead, match="is not back"):
+        with pytest.raises(EngineDead, match="was not restarted"):
             await asyncio.wait_for(waiting, PATIENCE_S)
         assert engine.num_in_flight == 0
         assert engine.metrics.pages.value("request_success:error") == 1
@@ -287,12 +287,12 @@ def test_core_with_heartbeats_but_no_progress_is_unhealthy(with_cores: Run) -> N
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         (link,) = engine._links
         engine.check()
-        link.handle(Beat(StepStats(), stalled_s=0.9 * HEALTH_TIMEOUT_S))
+        link.handle(Heartbeat(StepStats(), stalled_s=0.9 * HEALTH_TIMEOUT_S))
         engine.check()
-        link.handle(Beat(StepStats(), stalled_s=1.1 * HEALTH_TIMEOUT_S))
+        link.handle(Heartbeat(StepStats(), stalled_s=1.1 * HEALTH_TIMEOUT_S))
         with pytest.raises(EngineDead, match=r"no progress for 11\d\d\.\d s; the limit is 1000 s"):
             engine.check()
-        link.handle(Beat(StepStats()))
+        link.handle(Heartbeat(StepStats()))
         engine.check()
 
     with_cores(test)
@@ -308,8 +308,8 @@ def test_loaded_adapters_follow_core_reports_and_are_empty_if_dead() -> None:
         return actual.labels["running_lora_adapters"], actual.labels["waiting_lora_adapters"]
 
     first, second = engine._links
-    first.handle(Beat(StepStats(running_adapters=["a"], waiting_adapters=["c"])))
-    second.handle(Beat(StepStats(running_adapters=["a", "b"])))
+    first.handle(Heartbeat(StepStats(running_adapters=["a"], waiting_adapters=["c"])))
+    second.handle(Heartbeat(StepStats(running_adapters=["a", "b"])))
     assert told() == ("a,b", "c")
     engine.on_death(first)
     assert told() == ("a,b", "")
@@ -450,9 +450,9 @@ def test_cache_reset_by_another_client_is_applied() -> None:
     engine.inputs = inputs(media(processor_cache=processor_cache))
     engine.inputs.parse({"prompt": MARKS["image"], "multi_modal_data": {"image": picture()}})
     (link,) = engine._links
-    link.handle(Beat(StepStats()))
+    link.handle(Heartbeat(StepStats()))
     assert len(processor_cache) == 1
-    link.handle(Beat(StepStats(), num_resets=1))
+    link.handle(Heartbeat(StepStats(), num_resets=1))
     assert not len(processor_cache)
 
 

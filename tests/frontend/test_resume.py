@@ -13,7 +13,7 @@ from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import FinishReason, FirstRun, RowLogprobs, StepOutput
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
-from quire.data.wire import Abort, Add, Missing, Ready, Stepped, ToCore, decode_to_core, encode
+from quire.data.wire import Abort, Add, Missing, Ready, StepDone, ToCore, decode_to_core, encode
 from quire.errors import EngineDead, EngineError
 from quire.frontend.engine import STARTS, AsyncEngine
 from quire.frontend.in_flight import MAX_DEATHS, MAX_SENT, PROGRESS
@@ -53,7 +53,7 @@ class Cores:
 
     def die(self, place: int = 0) -> None:
         self.sent[place].clear()
-        self.engine._links[place]._died()
+        self.engine._links[place]._handle_death()
 
     def requests(self, place: int = 0) -> dict[str, Request]:
         """Return the requests sent to a core, by the test's request name."""
@@ -68,7 +68,7 @@ class Cores:
         }
         ids = [known[id].id for id in tokens]
         output = StepOutput(ids, list(tokens.values()), at=self.now, **message)
-        self.engine._links[place].handle(Stepped(output))
+        self.engine._links[place].handle(StepDone(output))
         self.engine.on_turn(self.engine._links[place])
 
     def count(self, name: str) -> float:
@@ -270,7 +270,7 @@ def test_outputs_before_the_death_are_not_generated_again() -> None:
         await settle()
         id = cores.requests()["a"].id
         output = StepOutput([id], [50], finished={id: FinishReason("stop")}, at=cores.now)
-        cores.engine._links[0].handle(Stepped(output))
+        cores.engine._links[0].handle(StepDone(output))
         cores.die()
         cores.come()
         await reader.task
@@ -309,12 +309,12 @@ def test_slow_restart_is_waited_for_up_to_a_limit() -> None:
         cores.step({"a": 50}, admitted={"a": FIRST})
         cores.die()
         cores.now += HEALTH_TIMEOUT_S + STARTS * 40.0 - 1.0
-        cores.engine._send_the_lost()
+        cores.engine._send_waiting()
         await settle()
         assert not reader.task.done()
         cores.now += 2.0
-        cores.engine._send_the_lost()
-        with pytest.raises(EngineDead, match="is not back"):
+        cores.engine._send_waiting()
+        with pytest.raises(EngineDead, match="was not restarted"):
             await reader.task
         assert reader.token_ids() == [50] and cores.engine.num_in_flight == 0
         assert cores.count("request_success:error") == 1 and cores.count("request_resumed") == 0
@@ -372,7 +372,7 @@ def test_request_that_kills_its_cores_is_isolated(poison: str) -> None:
         num_deaths = 0
         for _ in range(200):
             await settle()
-            cores.engine._send_the_lost()
+            cores.engine._send_waiting()
             running = [
                 flight.requests[0].id.rpartition("-")[0]
                 for flight in cores.engine._flights.values()

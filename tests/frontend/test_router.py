@@ -63,12 +63,12 @@ def test_equal_prefixes_go_to_one_core_until_it_is_busy() -> None:
     router, shared = make(), prompt(2, 64)
     placed = [router.place(str(i), [*shared, *prompt(i, 16)], among=ALL) for i in range(40)]
     assert len(set(placed[:3])) == 1
-    busy = [core.own for core in router.cores]
+    busy = [core.num_local for core in router.cores]
     assert max(busy) - min(busy) <= 6, "a prefix that all share must not fill one core"
     for i in range(40):
         router.end(str(i))
         router.end(str(i))
-    assert [core.own for core in router.cores] == [0, 0, 0]
+    assert [core.num_local for core in router.cores] == [0, 0, 0]
 
 
 def test_other_prompts_go_to_the_least_busy_core_in_turn() -> None:
@@ -99,9 +99,9 @@ def test_prefixes_of_a_dead_core_are_forgotten() -> None:
     router, shared = make(), prompt(3, 64)
     home = router.place("a", [*shared, 1], among=ALL)
     router.lose(home)
-    assert router.cores[home].own == 0
+    assert router.cores[home].num_local == 0
     router.end("a")
-    assert router.cores[home].own == 0
+    assert router.cores[home].num_local == 0
     others = [core for core in ALL if core != home]
     elsewhere = router.place("b", [*shared, 2], among=others)
     assert router.place("c", [*shared, 3], among=ALL) == elsewhere, "it is cached there now"
@@ -269,7 +269,7 @@ def test_load_stays_balanced_through_deaths_and_restarts(num_requests: int) -> N
     for had, fair in ((fleet.busy, fleet.fair_busy), (fleet.work_s, fleet.fair_work_s)):
         shares = [item / its_due for item, its_due in zip(had, fair, strict=True)]
         assert max(shares) <= 1.1 * min(shares), shares
-    assert all(core.own == 0 for router in fleet.routers for core in router.cores)
+    assert all(core.num_local == 0 for router in fleet.routers for core in router.cores)
     assert all(not router._placed for router in fleet.routers)
 
 

@@ -12,7 +12,7 @@ from oracle import make_tiny
 from tiny import check_against, expected_of, logits_of
 from zoo import ZOO
 
-from quire.checkpoint.layout import cache_specs, has_states
+from quire.checkpoint.layout import cache_specs, has_ssm_state
 from quire.data.outputs import RequestOutput
 from quire.worker.cuda.graphs import Graph, Graphs
 
@@ -50,7 +50,7 @@ def test_bfloat16_decodes_match_with_and_without_graphs(tiny: Tiny, monkeypatch:
     eager = answers(llm)
     assert not sizes
     facts = llm.config.checkpoint.facts
-    rough = facts.moe is not None or has_states(cache_specs(facts))
+    rough = facts.moe is not None or has_ssm_state(cache_specs(facts))
     alike = sum(num_alike(*pair, strict=not rough) for pair in zip(played, eager, strict=True))
     assert alike > 0.6 * sum(COUNTS)
     off = [distances(logits_of(output), expected_of(hf_model, output)) for output in (*played, *eager)]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from quire.parallel.group import TorchGroup
-from quire.parallel.symmetric import SymmetricGroup, with_quick_sums
+from quire.parallel.symmetric import SymmetricGroup, with_symmetric_memory
 
 pytestmark = pytest.mark.gpu
 SHAPES = ((1, 4096), (3, 136), (32, 4096), (128, 4096), (255, 4104))
@@ -21,7 +21,7 @@ def add(rank: int, size: int, meeting: str, answer: Connection) -> None:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
-    group = with_quick_sums(TorchGroup(dist.group.WORLD), torch.device("cuda", 0))
+    group = with_symmetric_memory(TorchGroup(dist.group.WORLD), torch.device("cuda", 0))
     assert isinstance(group, SymmetricGroup)
     generator, wrong = torch.Generator().manual_seed(0), []
     for dtype in (torch.bfloat16, torch.float32):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.checkpoint.quant.schemes import Grouped
-from quire.kernels.reference.fp8 import E4M3, Scaled, narrowed, widened
+from quire.kernels.reference.fp8 import E4M3, Scaled, dequantize, quantize_weight
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256},
@@ -62,7 +62,7 @@ def pack_int8(by: str, static: bool, name: str, weight: Tensor) -> tuple[dict[st
 
 
 def pack_fp8(by: str, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    data, scale = narrowed(weight)
+    data, scale = quantize_weight(weight)
     stored = {"weight_scale": scale[:, None]}
     if by == "tensor":
         full = scale.amax()
@@ -74,7 +74,7 @@ def pack_fp8(by: str, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Ten
         scale = blocks.abs().amax((1, 3)) / 448
         data = (blocks / scale[:, None, :, None]).view_as(weight).to(E4M3)
         stored = {"weight_scale_inv": scale}
-    return {"weight": data} | stored, widened(Scaled(data, scale), torch.float32)
+    return {"weight": data} | stored, dequantize(Scaled(data, scale), torch.float32)
 
 
 def pack_groups(scheme: Grouped, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

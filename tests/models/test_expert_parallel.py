@@ -14,7 +14,7 @@ from threads import groups, run_threads
 from torch import Tensor
 
 from quire.checkpoint.model import read_checkpoint
-from quire.config.expert_placement import balanced
+from quire.config.expert_placement import balance
 from quire.config.parallel import Rank
 from quire.layers.moe import Experts
 from quire.parallel.all2all import open_dispatch
@@ -127,7 +127,7 @@ def shuffled(model: torch.nn.Module, world: World) -> None:
         assert layer.places is not None
         before = layer.places.placement
         loads = [((expert + number) * 7) % 5 for expert in range(layer.num_experts)]
-        after = balanced(loads, world.ep.size, before.num_slots)
+        after = balance(loads, world.ep.size, before.num_slots)
         assert after != before
         move(layer, world.ep, before, after)
         layer.places.set(after)

@@ -126,7 +126,7 @@ def test_fully_sharded_adapters(tmp_path: Path) -> None:
     check_ranks(parts, worlds, expected)
     for one, other in zip(parts[0].slots.points.values(), full[0].slots.points.values(), strict=True):
         assert one.size < 0.8 * other.size, one.name
-        halves = zip(one.own_shapes, other.own_shapes, strict=True)
+        halves = zip(one.slot_shapes, other.slot_shapes, strict=True)
         assert sum(math.prod(small) <= 0.6 * math.prod(large) for small, large in halves) == 1
 
 
@@ -184,5 +184,5 @@ def _noted(used: list[str], product: Callable[[Tensor], Tensor], ops: Ops, x: Te
 def test_transformers_backend_rejects_adapters() -> None:
     facts: Any = SimpleNamespace(borrowed=object(), architecture="Odd")
     scope = Scope(torch.float32, torch.device("cpu"), TorchSDPA(), 8, adapters=slots_for(1, 8))
-    with pytest.raises(ConfigError, match="takes no adapters"):
+    with pytest.raises(ConfigError, match="enable_lora is not supported with Odd"):
         TransformersModel(facts, scope)

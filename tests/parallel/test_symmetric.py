@@ -16,7 +16,13 @@ from quire.config.parallel import Rank
 from quire.config.sections import ParallelSection
 from quire.parallel import symmetric, world
 from quire.parallel.group import ALONE, TorchGroup
-from quire.parallel.symmetric import LARGEST_BYTES, ONE_SHOT_BYTES, PeerAddress, SymmetricGroup, why_not
+from quire.parallel.symmetric import (
+    LARGEST_BYTES,
+    ONE_SHOT_BYTES,
+    PeerAddress,
+    SymmetricGroup,
+    why_no_symmetric_memory,
+)
 
 CUDA = torch.device("cuda", 0)
 
@@ -92,14 +98,20 @@ def test_shared_memory_is_viewed_as_the_tensor(
 
 def test_ranks_exchange_their_memory_handles() -> None:
     links = [[0, 18, 0], [18, 0, 18], [0, 18, 0]]
-    assert why_not([PeerAddress("a", 0), PeerAddress("a", 1)], links) is None
+    assert why_no_symmetric_memory([PeerAddress("a", 0), PeerAddress("a", 1)], links) is None
     assert (
-        why_not([PeerAddress("a", 0), PeerAddress("a", 1), PeerAddress("a", 2)], links)
+        why_no_symmetric_memory([PeerAddress("a", 0), PeerAddress("a", 1), PeerAddress("a", 2)], links)
         == "no NVLink between GPUs 0 and 2"
     )
-    assert why_not([PeerAddress("a", 0), PeerAddress("b", 1)], links) == "the GPUs are on several machines"
-    assert why_not([PeerAddress("a", 0), PeerAddress("a", 3)], links) == "GPU 3 is not visible here"
-    assert why_not([PeerAddress("a", 0)], []) == "GPU 0 is not visible here"
+    assert (
+        why_no_symmetric_memory([PeerAddress("a", 0), PeerAddress("b", 1)], links)
+        == "the GPUs are on several machines"
+    )
+    assert (
+        why_no_symmetric_memory([PeerAddress("a", 0), PeerAddress("a", 3)], links)
+        == "GPU 3 is not visible here"
+    )
+    assert why_no_symmetric_memory([PeerAddress("a", 0)], []) == "GPU 0 is not visible here"
 
 
 @pytest.fixture
@@ -111,23 +123,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_ranks_have_symmetric_memory(group: TorchGroup, ways: list[str], gpu: None) -> None:
-    assert isinstance(symmetric.with_quick_sums(group, CUDA), SymmetricGroup) and ways == ["met"]
+    assert isinstance(symmetric.with_symmetric_memory(group, CUDA), SymmetricGroup) and ways == ["met"]
 
 
 def test_no_rank_uses_symmetric_memory_if_one_fails(
     group: TorchGroup, ways: list[str], gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check that a rank that fails to map memory does not leave the others waiting for its signals."""
-    ask = symmetric._ask_all
+    ask = symmetric._gather_objects
     monkeypatch.setattr(
         symmetric,
-        "_ask_all",
+        "_gather_objects",
         lambda group, value: [
             *ask(group, value),
             value if isinstance(value, PeerAddress) else "broken",
         ],
     )
-    assert symmetric.with_quick_sums(group, CUDA) is group
+    assert symmetric.with_symmetric_memory(group, CUDA) is group
 
 
 def test_no_symmetric_memory(
@@ -137,20 +149,20 @@ def test_no_symmetric_memory(
         raise RuntimeError("not supported\nby this driver")
 
     monkeypatch.setattr(symmetric.symm_mem, "rendezvous", refuse)
-    assert symmetric.with_quick_sums(group, CUDA) is group
+    assert symmetric.with_symmetric_memory(group, CUDA) is group
 
 
 def test_no_symmetric_memory_on_a_cpu(group: TorchGroup, ways: list[str]) -> None:
-    assert symmetric.with_quick_sums(group, torch.device("cpu")) is group
-    assert symmetric.with_quick_sums(ALONE, CUDA) is ALONE and not ways
+    assert symmetric.with_symmetric_memory(group, torch.device("cpu")) is group
+    assert symmetric.with_symmetric_memory(ALONE, CUDA) is ALONE and not ways
 
 
 @pytest.mark.parametrize("disabled", [False, True])
 def test_symmetric_memory_flag(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = object()
     monkeypatch.setattr(world.dist, "init_process_group", lambda *args, **kwargs: None)
-    monkeypatch.setattr(world, "_own_group", lambda *args: ALONE)
-    monkeypatch.setattr(world, "with_quick_sums", lambda group, device: quick)
+    monkeypatch.setattr(world, "_create_group", lambda *args: ALONE)
+    monkeypatch.setattr(world, "with_symmetric_memory", lambda group, device: quick)
     parallel = ParallelSection(device="cuda", cpu_threads=1, disable_custom_all_reduce=disabled)
     joined = world.join(parallel, Rank(), "file:///nowhere", CUDA, 1.0)
     assert joined.tp is (ALONE if disabled else quick)

@@ -8,7 +8,7 @@ from oracle import make_tiny
 from zoo import ZOO
 
 from quire.checkpoint.model import Checkpoint
-from quire.checkpoint.weights import count
+from quire.checkpoint.weights import count_parameters
 from quire.cli import main
 from quire.config.env import Env
 from quire.configure import configure
@@ -59,7 +59,7 @@ def test_tp_divides_the_heads_of_70b() -> None:
 
 def test_405b_in_bf16_does_not_fit_eight_h100() -> None:
     model = of("layers=126,hidden=16384,heads=128,kv_heads=8,intermediate=53248,vocab=128256")
-    assert count(model.facts).total / 1e9 == pytest.approx(405, rel=0.01)
+    assert count_parameters(model.facts).total / 1e9 == pytest.approx(405, rel=0.01)
     eight = smallest(model, device("h100").machine(8), Wanted(8192, 1, {}), ("bf16",), most=8, per_node=8)
     assert all(fit.why_not for fit in eight)
     narrow = smallest(model, device("h100").machine(8), Wanted(8192, 1, {}), ("fp8",), most=8, per_node=8)
@@ -93,7 +93,7 @@ def test_rates_stay_below_the_bounds(name: str) -> None:
     one = rates(fit, kind, batch=1, context=1)
     read = weight_bytes(model, "int4") - 2 * model.facts.vocab * model.facts.hidden
     assert one.decode_ms > 1e3 * read / kind.bytes_s
-    assert one.prefill_tok_s < kind.flops / (2 * count(model.facts).active)
+    assert one.prefill_tok_s < kind.flops / (2 * count_parameters(model.facts).active)
     many = rates(fit, kind, batch=64, context=1)
     assert many.decode_tok_s > 20 * one.decode_tok_s
 

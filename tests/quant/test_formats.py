@@ -14,7 +14,7 @@ from quire.quant.experts import ExpertShape
 from quire.quant.formats import SchemeFormat
 from quire.quant.mixed import MixedWeight
 from quire.quant.plain import PlainFormat, PlainWeight
-from quire.quant.weight import LinearShape, lend, lent
+from quire.quant.weight import LinearShape, materialize, placeholder_parameter
 
 SHAPE = LinearShape(32, (16,), False, torch.float32, torch.device("cpu"))
 INT4 = Grouped(4, 32, symmetric=True, act_order=False, layout="gptq")
@@ -96,6 +96,6 @@ def test_flag_must_agree_with_the_checkpoint() -> None:
 
 
 def test_borrowed_weights_take_no_memory() -> None:
-    weight = lent(64, 8, dtype=torch.float32, device=torch.device("cpu"))
+    weight = placeholder_parameter(64, 8, dtype=torch.float32, device=torch.device("cpu"))
     assert weight.shape == (64, 8) and weight.untyped_storage().nbytes() == 4
-    assert lend(weight).untyped_storage().nbytes() == weight.nbytes
+    assert materialize(weight).untyped_storage().nbytes() == weight.nbytes

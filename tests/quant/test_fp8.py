@@ -15,7 +15,7 @@ from quire.checkpoint.quant.schemes import Fp8
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
-from quire.kernels.reference.fp8 import E4M3, Scaled, linear_reference, narrowed, widened
+from quire.kernels.reference.fp8 import E4M3, Scaled, dequantize, linear_reference, quantize_weight
 from quire.quant.experts import ExpertShape
 from quire.quant.fp8 import Fp8Experts, Fp8Format, Fp8Weight
 from quire.quant.plain import PlainFormat
@@ -101,10 +101,10 @@ def filled(scheme: Fp8, *, bias: bool = False) -> tuple[Fp8Weight, Scaled]:
         part[scheme.scale_name].tensor.copy_(torch.rand_like(part[scheme.scale_name].tensor) * 10.0**-i)
         scale = part[scheme.scale_name].tensor
         scale = scale if scheme.weights == "block" else scale.reshape(-1).expand(shape.sizes_out[i])
-        made.append(widened(Scaled(part["weight"].tensor, scale), torch.float32))
+        made.append(dequantize(Scaled(part["weight"].tensor, scale), torch.float32))
     if weight.bias is not None:
         weight.bias.normal_()
-    return weight, narrowed(torch.cat(made))._replace(data=torch.cat(made))
+    return weight, quantize_weight(torch.cat(made))._replace(data=torch.cat(made))
 
 
 SCHEMES = [Fp8("tensor"), Fp8("channel"), Fp8("block", "group")]
@@ -138,7 +138,7 @@ def test_unsupported_dtype_uses_torch() -> None:
     for made in (weight, experts):
         made.finish()
     x, ids = torch.randn(3, 64, dtype=torch.float16), torch.zeros(3, 1, dtype=torch.int32)
-    wide = widened(weight.stored.scaled, torch.float32)
+    wide = dequantize(weight.stored.scaled, torch.float32)
     assert weight.bias is not None and apart(weight(x), x.float() @ wide.t() + weight.bias.float()) < 5e-3
     assert experts(x, ids, torch.ones(3, 1)).isfinite().all()
 

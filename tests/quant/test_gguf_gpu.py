@@ -68,8 +68,8 @@ def test_logits_match_the_converted_model(
     family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check for swapped gate and up, experts, and rows of the embedding or head."""
-    monkeypatch.setattr(gguf, "Packed", GGUFWeightOnGPU)
-    monkeypatch.setattr(gguf, "PackedExperts", GGUFExpertsOnGPU)
+    monkeypatch.setattr(gguf, "GGUFWeight", GGUFWeightOnGPU)
+    monkeypatch.setattr(gguf, "GGUFExperts", GGUFExpertsOnGPU)
     overrides: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 64, "tie_word_embeddings": True}
     path, hf_model = make_tiny_gguf(family, tmp_path, kind, **overrides)
     model = load_tiny(path, packed=True)

@@ -15,7 +15,7 @@ from quire.checkpoint.quant import ONLINE
 from quire.checkpoint.quant.schemes import Int8
 from quire.errors import ConfigError
 from quire.kernels.cpu import native
-from quire.kernels.reference.int8 import Int8Codes, fits_blocks, narrow, product_reference
+from quire.kernels.reference.int8 import Int8Codes, fits_blocks, product_reference, quantize
 from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape
 from quire.quant.int8 import Int8Format, Int8Quantized, Int8QuantizedExperts, Int8Stored
@@ -85,7 +85,7 @@ def test_scale_below_float16_is_not_packed_in_blocks() -> None:
 def test_online_quantization_keeps_small_and_large_outputs() -> None:
     torch.manual_seed(0)
     weight = torch.randn(6, 64) * torch.tensor([1e-6, 1e-3, 0.0, 1.0, 10.0, 1e4])[:, None]
-    codes = narrow(weight)
+    codes = quantize(weight)
     assert fits_blocks(codes)
     error = (codes.widened(torch.float32) - weight).norm(dim=1) / weight.norm(dim=1).clamp(min=1e-30)
     assert (error[1:] < 1e-2).all() and error[0] < 0.2
@@ -107,7 +107,7 @@ def test_only_one_layer_is_wide_at_a_time() -> None:
         cache_dtype
     }
     x = torch.randn(2, 64)
-    torch.testing.assert_close(weight(x), product_reference(x, narrow(values)), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(weight(x), product_reference(x, quantize(values)), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("native_kernels", [True, False])

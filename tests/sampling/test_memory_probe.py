@@ -14,7 +14,7 @@ from quire.data.plan import Masks
 from quire.kernels.cpu import native, sampling
 from quire.sampling import memory_probe, sampler
 from quire.sampling.constrain import HostMasks
-from quire.sampling.memory_probe import everything, rehearse
+from quire.sampling.memory_probe import everything, probe_memory
 from quire.sampling.random import SamplingTensors
 from quire.sampling.rows import (
     ALLOWED,
@@ -57,7 +57,7 @@ def sampled(sampler: Sampler, logits: Tensor, num_logprobs: int = 20) -> Sampled
     tokens = np.arange(3 * num_rows, dtype=np.int32).reshape(num_rows, 3)
     lens = np.full(num_rows, 3, np.int32), np.full(num_rows, 2, np.int32)
     rows = np.arange(num_rows, dtype=np.int32)
-    return sampler(logits, rows, state, tokens, *lens, asked=asked_by(num_rows))
+    return sampler(logits, rows, state, tokens, *lens, tensors=asked_by(num_rows))
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
@@ -119,9 +119,9 @@ def test_profiling_run_uses_every_feature(monkeypatch: pytest.MonkeyPatch) -> No
             masked.append(len(masks.rows))
             return super().__call__(logits, masks, places)
 
-    monkeypatch.setattr(sampler, "open_confiner", lambda device: Confining())
+    monkeypatch.setattr(sampler, "open_masks", lambda device: Confining())
     monkeypatch.setattr(memory_probe, "POSITIONS_AT_ONCE", 16)
     logits, hidden = torch.zeros(3 * AT_ONCE, VOCAB), torch.zeros(100, 8)
-    rehearse(Watched(VOCAB, CPU), head, hidden, logits, asked_by(3 * AT_ONCE), 20)
+    probe_memory(Watched(VOCAB, CPU), head, hidden, logits, asked_by(3 * AT_ONCE), 20)
     every = RANDOM | LIMITED | PENALTIES | ALLOWED | BANNED | HELD | BIASED | LOGPROBS | TIMED
     assert seen == [1, every, AT_ONCE, every] and positions == [16] and masked == [3 * AT_ONCE]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from quire.checkpoint.layout import CacheLayout, CacheSpec, has_states, layout
+from quire.checkpoint.layout import CacheLayout, CacheSpec, has_ssm_state, layout
 from quire.core.engine_core import EngineCore
 from quire.data.multimodal import Media
 from quire.data.params import SamplingParams
@@ -285,7 +285,7 @@ class SymbolicWorker:
                 )
             for position in range(start, end):
                 self.cache[self._slot(row, group, position)] = group, row.fingerprint_at(position)
-        if has_states(self.layout.specs):
+        if has_ssm_state(self.layout.specs):
             assert not start or self.states[row.number] == row.fingerprint_at(start - 1), (
                 f"not the state of {row}"
             )
@@ -452,7 +452,7 @@ class Engine:
         drafts: str | None = None,
         **limits: Any,
     ) -> None:
-        states = has_states(LAYOUTS[layout].specs) or limits.get("num_stages", 1) > 1
+        states = has_ssm_state(LAYOUTS[layout].specs) or limits.get("num_stages", 1) > 1
         self.drafts = None if drafts is None or states else drafts
         limits["drafting"] = DRAFTING[self.drafts]() if self.drafts else None
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 4096} | limits
@@ -460,7 +460,7 @@ class Engine:
             num_blocks=num_blocks,
             block_size=block_size,
             max_rows=limits["max_num_seqs"],
-            share_prefixes=share and not has_states(LAYOUTS[layout].specs),
+            share_prefixes=share and not has_ssm_state(LAYOUTS[layout].specs),
             windows=LAYOUTS[layout].windows,
             max_chunk=max_chunk(limits),
         )

@@ -1,6 +1,6 @@
-"""Penalties with speculative decoding (CVE-2026-44223): a request with a penalty ended vLLM's engine where
-tokens were drafted. Quire counts the tokens that were accepted: the answers are those without drafts, and the
-engine goes on."""
+"""Penalties with speculative decoding (CVE-2026-44223): a request with a penalty ended vLLM's engine when
+tokens were drafted. Quire counts the accepted tokens: the answers equal those without drafts, and the engine
+continues."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tiny import open_tiny
 from quire import SamplingParams
 
 FEW = {"allowed_token_ids": [3, 4, 5, 6], "max_tokens": 24, "ignore_eos": True}
-"""Of four tokens much repeats: some drafts are accepted, others are not."""
+"""Four tokens repeat often: some drafts are accepted, others are not."""
 PENALTIES: list[dict[str, Any]] = [
     {"temperature": 0, "repetition_penalty": 1.3},
     {"temperature": 0, "repetition_penalty": 1e-9},

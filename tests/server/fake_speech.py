@@ -1,4 +1,4 @@
-"""An engine without a model that is asked as Whisper is, through the real readers of media."""
+"""Engine without a model with Whisper's prompts, through the real media readers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,15 +11,15 @@ from quire.config.env import MediaEnv
 from quire.config.sections import MultimodalSection
 from quire.data.multimodal import Array
 from quire.frontend.multimodal import MediaInputReader
-from quire.frontend.speech import RATE, Speech
+from quire.frontend.speech import RATE, WhisperTranscriber
 from quire.multimodal.processing import MediaProcessor
-from quire.multimodal.processors import Content, ProcessedItem, Sound
+from quire.multimodal.processors import Audio, Content, ProcessedItem
 from quire.text.tokenizer import Tokenizer
 
 NAMES = ["startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "notimestamps"]
 START, EN, DE, TRANSLATE, TRANSCRIBE, BEFORE, UNTIMED = range(258, 265)
 TIME = UNTIMED + 1
-"""The first moment, of 0 seconds."""
+"""Token id of the timestamp of 0 seconds."""
 VOCAB = TIME + 1501
 
 
@@ -38,20 +38,20 @@ class Ear(FakeProcessor):
         return []
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Sound) and content.rate == RATE
+        assert isinstance(content, Audio) and content.rate == RATE
         self.seen.append(content)
         return ProcessedItem([], [(0, 4)], {"count": 4}, {"mel": Array.of(content.samples)})
 
 
 class Writer(FakeEngine):
-    """Hears nothing, and writes its script; asked for the language, German."""
+    """Engine that ignores its audio and answers with a script; a language detection gives German."""
 
     def __init__(self) -> None:
         super().__init__(" Hallo.")
         self.tokenizer = self.inputs.tokenizer = whisper_tokenizer()
         self.inputs.vocab = self.facts.vocab = VOCAB
         self.ear = Ear()
-        speech = Speech(self.tokenizer, max_len=448, at_once=30 * RATE)
+        speech = WhisperTranscriber(self.tokenizer, max_len=448, at_once=30 * RATE)
         media_processor = MediaProcessor(self.ear, MultimodalSection(), MediaEnv())
         self.inputs.media = MediaInputReader("fake", media_processor, {"audio": 1}, speech=speech)
         self.usual = self.script
@@ -69,7 +69,7 @@ class Writer(FakeEngine):
         finally:
             self.script = script
         for request in requests:
-            if (asked := request.params.aligning) is not None:  # a token each fifth of a second
-                count = request.prompt_len - 1 - asked.first
-                step.aligned[request.id] = [min(10 * k, asked.num_states - 1) for k in range(count)]
+            if (alignment := request.params.aligning) is not None:  # one token per fifth of a second
+                count = request.prompt_len - 1 - alignment.first
+                step.aligned[request.id] = [min(10 * k, alignment.num_states - 1) for k in range(count)]
         return step

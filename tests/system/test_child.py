@@ -66,7 +66,7 @@ def test_child_that_never_started_ends_everything(act: Act, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "words"), [(refuses, "no weights"), (dies, "the thing could not start; the log says why")]
+    ("act", "words"), [(refuses, "no weights"), (dies, "the thing could not start; see the log")]
 )
 def test_waiting_for_a_child_that_cannot_start(act: Act, words: str) -> None:
     watched = child(act)

@@ -76,7 +76,7 @@ def test_multi_node_without_a_token_starts_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert cluster_token(env_of(tmp_path), "10.77.0.1") == ""
-    assert "QUIRE_CLUSTER_TOKEN is not set: whoever reaches the ports" in caplog.text
+    assert "QUIRE_CLUSTER_TOKEN is not set: any host that reaches the ports" in caplog.text
 
 
 def test_tokens_are_compared_completely() -> None:

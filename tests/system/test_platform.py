@@ -237,7 +237,7 @@ def test_two_hardware_threads_per_process_of_a_gpu_engine(
     sizes = {"num_threads": num_threads, "num_api": num_api, "num_workers": num_workers}
     advice = thread_advice("cuda", **sizes)
     assert (advice is None) == (wanted is None)
-    assert advice is None or (f"{num_threads} hardware threads" in advice and f"want {wanted} " in advice)
+    assert advice is None or (f"{num_threads} hardware threads" in advice and f"need {wanted} " in advice)
     assert advice is None or "\n" not in advice
     assert thread_advice("cpu", **sizes) is None
 

@@ -41,7 +41,7 @@ def test_object_is_read_by_other_processes() -> None:
         for way in (stored, sent):
             assert bytes(window.read(way)) == data == bytes(arena.read(stored))
     assert arena.put(bytes(4096)) is None, "with its head it is larger than one may be"
-    with pytest.raises(EngineError, match="something else lies"):
+    with pytest.raises(EngineError, match="was overwritten"):
         window.read(StoredArrays(arena.path, kept[1].start, 1, 77))
     assert not borrower.take(StoredArrays("/proc/1/fd/999999", 0, 1, 0))
 
@@ -164,8 +164,8 @@ def test_core_without_shared_memory_gets_the_arrays() -> None:
 
 OWNER = """
     import sys
-    from quire.system.shared_arena import Arena
-    arena = Arena(1 << 20, 1 << 20)
+    from quire.system.shared_arena import SharedArena
+    arena = SharedArena(1 << 20, 1 << 20)
     stored = arena.share(arena.put(b"seen" * 1000))
     print(stored.memory, stored.start, stored.length, stored.generation, flush=True)
     sys.stdin.read()

@@ -75,8 +75,8 @@ def test_writer_does_not_wait_forever_for_a_dead_reader() -> None:
 
 SLEEPER = """
 import sys, time
-from quire.system.shm import Reader
-reader = Reader(int(sys.argv[1]))
+from quire.system.shm import ShmReader
+reader = ShmReader(int(sys.argv[1]))
 print("there", flush=True)
 print(reader.receive(60), flush=True)
 """

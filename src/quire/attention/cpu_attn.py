@@ -21,7 +21,7 @@ class CPUAttention:
             return f"computes float32 and bfloat16, not {named(spec.dtype)}"
         if spec.head_dim % attention.HEAD_DIM_STEP:
             return f"needs a head size that is a multiple of {attention.HEAD_DIM_STEP}, not {spec.head_dim}"
-        if spec.cache_dtype is not None and spec.cache_dtype not in attention.KEPT:
+        if spec.cache_dtype is not None and spec.cache_dtype not in attention.CACHE_DTYPES:
             return f"cannot read a KV cache of {named(spec.cache_dtype)}"
         return None if native.library() else "the native kernels are not available"
 

@@ -29,7 +29,7 @@ class CPUMLA(TorchMLA):
     needs_transposed_lora = True
 
     def enter(self, q: Tensor, kv: Tensor, entry: MLAEntry, spec: MLASpec) -> None:
-        mla.enter(
+        mla.rotate_and_write_latents(
             q,
             kv,
             entry.cache,

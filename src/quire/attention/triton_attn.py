@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionSpec, named, why_no_gpu
 from quire.attention.batch import Batch
 from quire.config.machine import Machine
-from quire.kernels.host_to_device import sent
+from quire.kernels.host_to_device import copy_to_device
 
 if TYPE_CHECKING:
     from quire.kernels.triton.attention_launch import AttentionLayer
@@ -63,7 +63,7 @@ def _split_on_host(query_lens: bytes, few: int, tile: int, device: torch.device)
     firsts = (np.repeat(ends, counts) - 1 - np.arange(ends[-1])) * tile
     tiles = np.stack((np.repeat(many, counts), firsts), axis=1)
     short = np.flatnonzero(lens <= few)
-    work = sent(np.concatenate((tiles.ravel(), short)).astype(np.int32), device)
+    work = copy_to_device(np.concatenate((tiles.ravel(), short)).astype(np.int32), device)
     return _Split(work[tiles.size :], len(short), work[: tiles.size].view(-1, 2))
 
 
@@ -80,7 +80,7 @@ def _split_on_device(query_starts: Tensor, num_tokens: int, few: int, tile: int)
     most = num_tokens // tile + 1 + min(last, num_tokens // (few + 1))
     tiles = torch.arange(most, device=lens.device)
     seqs = torch.searchsorted(ends, tiles, right=True).clamp_(max=last)
-    # An unused tile starts behind all tokens, so it is empty.
+    # An unused tile starts after the last token, so it is empty.
     firsts = torch.where(tiles < ends[-1], (ends[seqs] - 1 - tiles) * tile, num_tokens)
     short = torch.where((lens > 0) & (lens <= few) & ~pads, index, last)
     return _Split(short.int(), last + 1, torch.stack((seqs, firsts), 1).int())

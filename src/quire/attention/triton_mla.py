@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.attention.mla import MLAEntry, MLALoRA, MLASpec, absorb, release
-from quire.kernels.host_to_device import sent
+from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton import mla_launch as launch
 from quire.kernels.triton.attention import AttentionSeqs
 from quire.kernels.triton.attention_launch import AttentionShape, sms
@@ -173,10 +173,10 @@ def _build_round(
     # The last tile of a sequence comes first: it has the most keys.
     tiles = _build_tiles(seqs, queries[seqs], tile)[::-1].copy()
     tiles[:, 2] = begins[tiles[:, 2]]
-    work = sent(np.concatenate((gathered, tiles)).astype(np.int32), device)
+    work = copy_to_device(np.concatenate((gathered, tiles)).astype(np.int32), device)
     owners = np.repeat((np.cumsum(queries) - queries)[seqs], keys[seqs])
     parts = work[: len(gathered)], work[len(gathered) :]
-    return _Round(int(keys[seqs].sum()), *parts, sent(owners, device))
+    return _Round(int(keys[seqs].sum()), *parts, copy_to_device(owners, device))
 
 
 def _build_tiles(seqs: NDArray[np.intp], lens: NDArray[np.int32], tile: int) -> NDArray[np.intp]:
@@ -192,5 +192,5 @@ def _build_few(queries: NDArray[np.int32], seqs: NDArray[np.intp], device: torch
     starts = np.concatenate(([0], np.cumsum(lens)))
     firsts = np.cumsum(queries)[seqs] - lens
     tokens = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], lens)
-    query_starts = sent(starts.astype(np.int32), device)
-    return _Few(sent(seqs, device), sent(tokens, device), query_starts, int(lens.max()))
+    query_starts = copy_to_device(starts.astype(np.int32), device)
+    return _Few(copy_to_device(seqs, device), copy_to_device(tokens, device), query_starts, int(lens.max()))

@@ -15,14 +15,14 @@ from tqdm import tqdm
 from quire.batch.journal import Journal
 from quire.batch.lines import Line, answer_line, error_line, index, read_request
 from quire.batch.transport import AsgiTransport, BatchAnswer, HttpTransport, Transport
-from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.configure import configure
 from quire.entrypoints.child_cores import private_engine
 from quire.errors import ConfigError
 from quire.remote.http import HttpClient, ServerGone
 from quire.remote.openai import bearer
 from quire.server.app import Application
-from quire.server.settings import add_api_flags, server_settings, settings_given
+from quire.server.settings import add_api_flags, server_flags, server_settings
 
 FIRST_WAIT_S = 0.25
 _RETRIED = (429, 500, 502, 503, 504)
@@ -86,14 +86,14 @@ def run(args: argparse.Namespace) -> int:
 @asynccontextmanager
 async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
     """Open the transport to the server or to an engine of this process."""
-    engine_args, settings = given_from(args), server_settings(args)
+    engine_args, settings = engine_args_from(args), server_settings(args)
     if args.url is None:
         async with private_engine(configure(engine_args, usage="server")) as engine:
             application = Application(engine, settings)
             await application.api.adapters.read_all()
             yield AsgiTransport(application.asgi)
         return
-    engine_args |= settings_given(args)
+    engine_args |= server_flags(args)
     if engine_args:
         flag = "--" + next(iter(engine_args)).replace("_", "-")
         raise ConfigError(f"{flag} has no meaning with --url: the server has its own settings")

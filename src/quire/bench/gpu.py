@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.data.params import SamplingParams
 from quire.entrypoints.llm import LLM
 
@@ -66,7 +66,7 @@ def open_engine(args: argparse.Namespace) -> LLM:
         "gpu_memory_utilization": 0.9,
         "disable_log_stats": True,
     }
-    llm = LLM(**(settings | given_from(args)))
+    llm = LLM(**(settings | engine_args_from(args)))
     generate(llm, [[1, 2, 3]], 1)
     return llm
 

@@ -9,7 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from quire.bench.datasets import random_samples
-from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.entrypoints.llm import LLM
 
@@ -31,7 +31,7 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    llm = LLM(**({"enable_prefix_caching": False} | given_from(args)))
+    llm = LLM(**({"enable_prefix_caching": False} | engine_args_from(args)))
     samples = random_samples(
         args.batch_size,
         vocab=llm.config.checkpoint.facts.vocab,

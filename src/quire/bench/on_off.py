@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from quire.bench.bars import BarGroup, svg
 from quire.bench.on_off_media import images, open_seeing
-from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.configure import configure
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     names = args.parts.split(",") if args.parts else list(PARTS)
     if unknown := [name for name in names if name not in PARTS]:
         raise ConfigError(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    engine_args = given_from(args)
+    engine_args = engine_args_from(args)
     if engine_args.get("load_format") == "dummy":
         engine_args["skip_tokenizer_init"] = True
     began = time.perf_counter()

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from quire.checkpoint.gguf import split_parts
 from quire.checkpoint.hub import locate
-from quire.config.args import checked
-from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.args import check_args
+from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.config.env import Env
 from quire.errors import ConfigError
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     counts = (args.num_iters_cold, args.num_iters_warmup, args.num_iters_warm)
     if min(counts) < 0 or not args.num_iters_cold + args.num_iters_warm:
         raise ConfigError(f"there is nothing to measure with {counts} cold, warm-up and warm starts")
-    engine_args = given_from(args)
+    engine_args = engine_args_from(args)
     files = model_files(engine_args)
     cold = _repeat("Cold starts", args.num_iters_cold, lambda: cold_start(engine_args, files))
     _repeat("Warmup starts", args.num_iters_warmup, lambda: start(engine_args, {}))
@@ -97,7 +97,7 @@ def cold_start(engine_args: Mapping[str, Any], files: Sequence[Path]) -> Start:
 
 def model_files(engine_args: Mapping[str, Any]) -> list[Path]:
     """Return the model's files, downloading them if needed, which does not count as startup."""
-    values = checked(engine_args)
+    values = check_args(engine_args)
     path = locate(
         values.get("model"),
         revision=values.get("revision"),

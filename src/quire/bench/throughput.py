@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from quire.bench.datasets import Sample, random_samples, sharegpt_samples
-from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.data.params import SamplingParams
 from quire.entrypoints.llm import LLM
 from quire.errors import ConfigError
@@ -33,7 +33,7 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    llm = LLM(**given_from(args))
+    llm = LLM(**engine_args_from(args))
     samples = _samples(args, llm)
     params = [
         SamplingParams(

@@ -8,10 +8,10 @@ from typing import Any
 from quire.checkpoint.facts import ArchFacts, HeadFacts
 from quire.checkpoint.families import Family
 from quire.checkpoint.families.dense import llama
-from quire.checkpoint.layout import cache_specs, has_states
+from quire.checkpoint.layout import cache_specs, has_ssm_state
 from quire.checkpoint.model import Checkpoint, read_checkpoint
 from quire.checkpoint.reader import ConfigReader
-from quire.checkpoint.tensor_parallel import of_one
+from quire.checkpoint.tensor_parallel import shard_facts
 from quire.errors import ConfigError
 
 _MTP_ARCHITECTURES = (
@@ -51,7 +51,7 @@ class Draft:
 
     def of_one(self, num_devices: int) -> ArchFacts:
         """Return the draft's facts on one tensor-parallel rank."""
-        return of_one(self.facts, num_devices)
+        return shard_facts(self.facts, num_devices)
 
 
 def read_draft(method: str, target: Checkpoint, num_tokens: int, path: Path | None = None) -> Draft:
@@ -71,14 +71,14 @@ def read_draft(method: str, target: Checkpoint, num_tokens: int, path: Path | No
 
 def check_target(facts: ArchFacts) -> None:
     """Raise if no draft can be verified with this target model."""
-    if has_states(cache_specs(facts)):
+    if has_ssm_state(cache_specs(facts)):
         raise ConfigError(
             f"{facts.architecture} has layers with recurrent state, which cannot be rolled back after draft "
             "tokens are rejected: run it without speculation"
         )
 
 
-def check_alike(draft: Draft, requested: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+def check_draft_settings(draft: Draft, requested: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Raise if a `requested` setting of speculative_config differs from the target's, or the draft
     checkpoint's."""
     quant = draft.checkpoint.quant
@@ -91,7 +91,7 @@ def check_alike(draft: Draft, requested: Mapping[str, Any], target: Mapping[str,
             )
 
 
-def check_tokens(
+def check_vocabulary(
     draft: Draft,
     target: ArchFacts,
     target_vocab: Mapping[str, int] | None,
@@ -123,7 +123,7 @@ def _check_draft_model(draft: ArchFacts) -> None:
     cannot = {
         "attends in both directions": draft.encoder is not None,
         "is run by transformers": draft.borrowed is not None,
-        "has recurrent state that cannot be rolled back": has_states(cache_specs(draft)),
+        "has recurrent state that cannot be rolled back": has_ssm_state(cache_specs(draft)),
     }
     for reason in (reason for reason, applies in cannot.items() if applies):
         raise ConfigError(f"the draft model is a {draft.architecture}, which {reason}: it cannot draft")

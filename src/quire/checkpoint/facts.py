@@ -278,7 +278,7 @@ class MediaFacts:
     """The multimodal inputs of a model."""
 
     family: str
-    """Key of the tables in `multimodal/families/` and `models/towers/`."""
+    """Key of the tables in `multimodal/processors/` and `models/towers/`."""
     modalities: tuple[str, ...]
     """image | video | audio"""
     tower: Any
@@ -301,7 +301,7 @@ class MediaFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
+class TransformersFacts:
     """A model that runs through the code of transformers or of its checkpoint."""
 
     config: str
@@ -400,7 +400,7 @@ class ArchFacts:
     """The MTP layer, if it is not like the last layer."""
     drafts: HeadFacts | None = None
     """Set for draft heads only."""
-    borrowed: Borrowed | None = None
+    borrowed: TransformersFacts | None = None
     """Set if transformers runs the model."""
 
     def of_layer(self, layer: LayerFacts) -> "ArchFacts":

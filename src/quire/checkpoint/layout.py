@@ -14,9 +14,9 @@ _MAX_WASTE = 1.25
 """Groups have the size of the largest kind of layer if it has fewer than this factor times the smallest's
 layers."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
-OF_ROWS = ("state", "crossed")
+ROW_KINDS = ("state", "crossed")
 """Kinds of cache with a fixed size per row."""
-CROSSED_BLOCK = 16
+CROSS_BLOCK_SIZE = 16
 """Block size of cross-attention states: their number is rounded up to a multiple of it."""
 
 
@@ -37,7 +37,7 @@ class CacheSpec:
 
     @property
     def is_paged(self) -> bool:
-        return self.kind not in OF_ROWS
+        return self.kind not in ROW_KINDS
 
     def row_bytes(self, bytes_per_number: int) -> int:
         """Return the bytes of one row: SSM state and cross-attention states."""
@@ -176,7 +176,7 @@ def most_blocks(num_tokens: int, window: int | None, *, block_size: int, max_chu
     return blocks if window is None else min(blocks, (window + max_chunk - 3) // block_size + 2)
 
 
-def has_states(specs: Sequence[CacheSpec | None]) -> bool:
+def has_ssm_state(specs: Sequence[CacheSpec | None]) -> bool:
     return any(spec is not None and spec.bytes_per_row for spec in specs)
 
 
@@ -255,12 +255,12 @@ def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
     specs = tuple(_spec(facts, layer) for layer in facts.layers)
     if facts.media is None or not facts.media.crossed:
         return specs
-    return (*specs, crossed_spec(len(specs), facts.media.crossed, facts.kv_heads * facts.head_dim))
+    return (*specs, cross_attention_spec(len(specs), facts.media.crossed, facts.kv_heads * facts.head_dim))
 
 
-def crossed_spec(num_layers: int, num_vectors: int, numbers: int) -> CacheSpec:
+def cross_attention_spec(num_layers: int, num_vectors: int, numbers: int) -> CacheSpec:
     """Return the cache of cross-attention states: keys and values of each layer, in whole blocks."""
-    rounded = -(-num_vectors // CROSSED_BLOCK) * CROSSED_BLOCK
+    rounded = -(-num_vectors // CROSS_BLOCK_SIZE) * CROSS_BLOCK_SIZE
     return CacheSpec("crossed", numbers=num_layers * rounded * numbers)
 
 

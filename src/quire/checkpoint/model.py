@@ -15,7 +15,7 @@ from quire.checkpoint.pooling import GENERATIVE, RETRIEVAL, StoredPooling, read_
 from quire.checkpoint.quant import read_quant
 from quire.checkpoint.quant.facts import QuantFacts
 from quire.checkpoint.reader import ConfigReader, read_json
-from quire.checkpoint.transformers_backend import is_installed, read_borrowed, source_of
+from quire.checkpoint.transformers_backend import is_installed, read_transformers_model, source_of
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
 
@@ -190,7 +190,7 @@ def _read_facts(keys: ConfigReader, path: Path, model_impl: str, trusted: bool) 
     if source is None:
         raise ConfigError(f"{keys.source}: {_unsupported_message(keys, name, model_impl)}")
     try:
-        return name, read_borrowed(keys, path, remote=source == "checkpoint")
+        return name, read_transformers_model(keys, path, remote=source == "checkpoint")
     except ConfigError as error:
         raise ConfigError(f"the architecture {name!r} is not supported: {error}") from error
 

@@ -259,7 +259,7 @@ def _read_activation(keys: ConfigReader) -> str | None:
     return function
 
 
-def settle(
+def resolve_pooling(
     stored: StoredPooling,
     *,
     is_encoder: bool,
@@ -369,7 +369,7 @@ def _check_dense_sizes(dense: tuple[DenseFacts, ...], hidden: int) -> tuple[Dens
     return dense
 
 
-def both_ways_error(stored: StoredPooling, facts: ArchFacts, max_len: int) -> str | None:
+def bidirectional_error(stored: StoredPooling, facts: ArchFacts, max_len: int) -> str | None:
     """Return why this decoder cannot attend in both directions, or None."""
     windowed = any(layer.window is not None and layer.window < max_len for layer in facts.layers)
     is_gemma = facts.architecture == "Gemma3ForCausalLM" and stored.both_ways == "use_bidirectional_attention"

@@ -49,7 +49,7 @@ def _has_dense(facts: ArchFacts) -> bool:
     return any(not layer.moe and (layer.mixer == "none" or not has_split_layers) for layer in facts.layers)
 
 
-def check_shares(facts: ArchFacts, size: int, *, with_experts: bool = True) -> None:
+def check_divisible(facts: ArchFacts, size: int, *, with_experts: bool = True) -> None:
     """Raise if the number of ranks does not divide every layer; `with_experts`: each expert, too."""
     if size == 1:
         return
@@ -70,7 +70,7 @@ def check_shares(facts: ArchFacts, size: int, *, with_experts: bool = True) -> N
     )
 
 
-def of_one(facts: ArchFacts, size: int, *, with_experts: bool = True) -> ArchFacts:
+def shard_facts(facts: ArchFacts, size: int, *, with_experts: bool = True) -> ArchFacts:
     """Return the facts of one rank's shard of the model; `with_experts`: each expert is divided, too."""
     if size == 1:
         return facts

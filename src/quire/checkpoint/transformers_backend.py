@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoint.facts import ArchFacts, Borrowed, LayerFacts
+from quire.checkpoint.facts import ArchFacts, LayerFacts, TransformersFacts
 from quire.checkpoint.reader import ConfigReader
 from quire.checkpoint.rope import max_len_of
 from quire.errors import ConfigError
@@ -49,7 +49,7 @@ def _read_model_tables() -> str:
     return "".join((tables / name).read_text(encoding="utf-8") for name in names if (tables / name).is_file())
 
 
-def read_borrowed(whole: ConfigReader, path: Path, *, remote: bool) -> ArchFacts:
+def read_transformers_model(whole: ConfigReader, path: Path, *, remote: bool) -> ArchFacts:
     """Read the facts that the engine needs of a decoder; transformers reads the rest of config.json."""
     keys = _text_part(whole)
     if keys.flag("is_encoder_decoder"):
@@ -69,7 +69,7 @@ def read_borrowed(whole: ConfigReader, path: Path, *, remote: bool) -> ArchFacts
         layers=tuple(LayerFacts(None, window) for window in windows),
         max_len=_max_len(keys),
         tied=whole.flag("tie_word_embeddings") or keys.flag("tie_word_embeddings"),
-        borrowed=Borrowed(json.dumps(dict(whole.values)), str(path), remote),
+        borrowed=TransformersFacts(json.dumps(dict(whole.values)), str(path), remote),
     )
 
 

@@ -72,7 +72,7 @@ class Weights(NamedTuple):
         return met + (self.head or self.embedding)
 
 
-def count(facts: ArchFacts) -> Weights:
+def count_parameters(facts: ArchFacts) -> Weights:
     """Count the parameters, including norms and biases if the facts describe them: exact to one percent."""
     table = facts.vocab * facts.hidden
     positions = facts.max_len * facts.hidden if facts.learned_positions else 0

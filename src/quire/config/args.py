@@ -7,8 +7,8 @@ from dataclasses import field, make_dataclass
 from typing import Any
 
 from quire.config.sections import Option, options
-from quire.config.unsupported import UNBUILT, refuse
-from quire.config.vllm_names import IGNORED_SWITCHES, IGNORED_VALUES, foreign, translated
+from quire.config.unsupported import UNSUPPORTED, check_supported
+from quire.config.vllm_names import IGNORED_SWITCHES, IGNORED_VALUES, other_names, translate
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
 
@@ -41,7 +41,7 @@ def _args_fields() -> list[tuple[str, Any, Any]]:
         listed.append(
             (option.name, Any, field(default_factory=make) if make else field(default=option.default))
         )
-    return listed + [(name, Any, field(default=None)) for name in sorted(foreign())]
+    return listed + [(name, Any, field(default=None)) for name in sorted(other_names())]
 
 
 EngineArgs: Any = make_dataclass(
@@ -51,32 +51,32 @@ EngineArgs.__module__ = __name__
 EngineArgs.__doc__ = "Every engine argument by name, all optional; `given()` holds those that were changed."
 
 
-def checked(args: Mapping[str, Any]) -> dict[str, Any]:
+def check_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """Validate arguments and return them under their current names; None counts as not set.
 
     It needs no model, so that a mistyped flag is reported before any download.
     """
-    known, unbuilt = options(), UNBUILT["engine argument"]
+    known, unbuilt = options(), UNSUPPORTED["engine argument"]
     values: dict[str, Any] = {}
-    for name, value in translated(args).items():
+    for name, value in translate(args).items():
         if value is None:
             continue
         if name in known:
-            value = values[name] = checked_value(known[name], value)
+            value = values[name] = check_value(known[name], value)
         if name in unbuilt:
-            refuse("engine argument", name, value)
+            check_supported("engine argument", name, value)
         elif name in IGNORED_SWITCHES or name in IGNORED_VALUES:
             if value:
                 warn_once(logger, f"{name}={value!r} has no effect in Quire and is ignored")
         elif name not in known:
-            near = nearest(name, sorted([*known, *foreign()]))
+            near = nearest(name, sorted([*known, *other_names()]))
             raise ConfigError(
                 f"unknown engine argument {name!r}{near or '; `quire serve --help=all` lists them'}"
             )
     return values
 
 
-def checked_value(option: Option, value: Any) -> Any:
+def check_value(option: Option, value: Any) -> Any:
     """Return `value` in the option's type, or raise if it is out of bounds."""
     name, kind, rule = option.name, option.kind, option.rule
     if rule.auto and value in ("auto", -1):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from quire.config.sections import SECTIONS, Option, options, options_of
 from quire.config.unsupported import is_switch
-from quire.config.vllm_names import IGNORED_SWITCHES, LISTS, SHORT, foreign
+from quire.config.vllm_names import IGNORED_SWITCHES, LISTS, SHORT, other_names
 from quire.errors import nearest
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -44,7 +44,7 @@ def human_int(text: str) -> int:
     return int(value)
 
 
-def loose(text: str) -> Any:
+def parse_json_or_text(text: str) -> Any:
     """Parse a JSON value (numbers may have a unit), or return the text itself if it is not JSON."""
 
     def expand(match: re.Match[str]) -> str:
@@ -67,7 +67,7 @@ class JsonFlag(argparse.Action):
         option: str | None = None,
     ) -> None:
         if not values.startswith(_DOTTED_VALUE):
-            setattr(namespace, self.dest, loose(values))
+            setattr(namespace, self.dest, parse_json_or_text(values))
             return
         path, _, text = values[1:].partition("=")
         before = getattr(namespace, self.dest, None)
@@ -79,9 +79,9 @@ class JsonFlag(argparse.Action):
             inner[name] = dict(inner[name]) if isinstance(inner.get(name), dict) else {}
             inner = inner[name]
         if leaf.endswith("+"):
-            inner[leaf[:-1]] = [*inner.get(leaf[:-1], []), loose(text)]
+            inner[leaf[:-1]] = [*inner.get(leaf[:-1], []), parse_json_or_text(text)]
         else:
-            inner[leaf] = loose(text)
+            inner[leaf] = parse_json_or_text(text)
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -234,7 +234,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _config_value(self, action: argparse.Action, key: str, value: Any, path: str) -> Any:
         if isinstance(action, JsonFlag):
-            return loose(value) if isinstance(value, str) else value
+            return parse_json_or_text(value) if isinstance(value, str) else value
         if action.nargs == 0:
             if not isinstance(value, bool):
                 self.error(f"--config {path}: {key} must be true or false, not {value!r}")
@@ -258,7 +258,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_section_flags(parser, SECTIONS)
     hidden = parser.add_argument_group(HIDDEN_TITLE)
     taken = parser._option_string_actions
-    for name in sorted(name for name in foreign() if _flags(name, "")[0] not in taken):
+    for name in sorted(name for name in other_names() if _flags(name, "")[0] not in taken):
         switch = name in IGNORED_SWITCHES or is_switch("engine argument", name)
         add_foreign_flag(hidden, name, switch=switch, several=name in LISTS)
 
@@ -277,9 +277,9 @@ def add_section_flags(
         _add_flag(groups[option.section], option, text, prefix)
 
 
-def given_from(namespace: argparse.Namespace) -> dict[str, Any]:
+def engine_args_from(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the engine arguments that the user set: the first argument of `resolve()`."""
-    known = options().keys() | foreign()
+    known = options().keys() | other_names()
     return {name: value for name, value in vars(namespace).items() if name in known}
 
 
@@ -313,7 +313,7 @@ def add_foreign_flag(group: Any, name: str, *, switch: bool, several: bool = Fal
     if switch:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **shared)
     elif several:
-        group.add_argument(*flags, nargs="+", type=loose, **shared)
+        group.add_argument(*flags, nargs="+", type=parse_json_or_text, **shared)
     else:
         group.add_argument(*flags, action=JsonFlag, **shared)
 

@@ -8,13 +8,13 @@ from typing import Any
 from quire.checkpoint.draft import Draft
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.hub import DEFAULT_MODEL_ID, DEFAULT_MODEL_NAMES
-from quire.checkpoint.layout import DTYPE_BYTES, cache_specs, has_states, row_bytes
+from quire.checkpoint.layout import DTYPE_BYTES, cache_specs, has_ssm_state, row_bytes
 from quire.checkpoint.model import Checkpoint
-from quire.checkpoint.pooling import PoolingFacts, both_ways_error, settle
+from quire.checkpoint.pooling import PoolingFacts, bidirectional_error, resolve_pooling
 from quire.checkpoint.quant import choose_quant
 from quire.checkpoint.quant.facts import QuantFacts
-from quire.checkpoint.tensor_parallel import check_shares, of_one
-from quire.config.args import checked
+from quire.checkpoint.tensor_parallel import check_divisible, shard_facts
+from quire.config.args import check_args
 from quire.config.cpu_kernels import Cpu, check_cpu_kernels
 from quire.config.data_parallel import local_ranks
 from quire.config.env import Env
@@ -94,7 +94,7 @@ class EngineConfig:
         """Return the facts of one tensor-parallel rank's shard."""
         parallel = self.parallel
         with_experts = not parallel.enable_expert_parallel
-        return of_one(self.checkpoint.facts, parallel.tensor_parallel_size, with_experts=with_experts)
+        return shard_facts(self.checkpoint.facts, parallel.tensor_parallel_size, with_experts=with_experts)
 
 
 def resolve(
@@ -110,11 +110,11 @@ def resolve(
     differ in batch sizes and logging. `draft` is the config.json of the draft model."""
     env = env or Env.read(os.environ)
     check_cpu_kernels(env.cpu_kernels, Cpu.read())
-    values = checked(args)
+    values = check_args(args)
     parallel = _resolve_parallel(values, machine)
     tp_size = parallel.tensor_parallel_size
-    check_shares(checkpoint.facts, tp_size, with_experts=not parallel.enable_expert_parallel)
-    pooling = settle(
+    check_divisible(checkpoint.facts, tp_size, with_experts=not parallel.enable_expert_parallel)
+    pooling = resolve_pooling(
         checkpoint.pooling,
         is_encoder=checkpoint.facts.encoder is not None,
         hidden=checkpoint.facts.hidden,
@@ -131,7 +131,7 @@ def resolve(
     model = _resolve_model(values, checkpoint, machine, env, pools=pooling is not None)
     values = _disable_for_pooling(values, pooling, checkpoint, model.max_model_len)
     cache = _divide_cpu_memory(_resolve_cache(values, model.dtype, machine, env, checkpoint), parallel)
-    values = _limit_seqs_for_states(values, cache, machine, of_one(checkpoint.facts, tp_size), usage)
+    values = _limit_seqs_for_states(values, cache, machine, shard_facts(checkpoint.facts, tp_size), usage)
     return EngineConfig(
         model=model,
         load=LoadSection(**_section_args("load", values)),
@@ -191,7 +191,7 @@ def _disable_for_pooling(
     if facts.encoder is not None or pooling.both_ways:
         whole = "an encoder" if facts.encoder is not None else "attention in both directions"
         off |= dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), whole)
-        if pooling.both_ways and (reason := both_ways_error(checkpoint.pooling, facts, max_model_len)):
+        if pooling.both_ways and (reason := bidirectional_error(checkpoint.pooling, facts, max_model_len)):
             raise ConfigError(reason)
         for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
             if values.get(name, max_model_len) < max_model_len:
@@ -351,7 +351,7 @@ def _resolve_cache(
     if args.get("prefix_caching_hash_algo") == "sha256_cbor":
         warn_once(logger, "prefix_caching_hash_algo='sha256_cbor' is read as 'sha256'")
         args["prefix_caching_hash_algo"] = "sha256"
-    if args.get("enable_prefix_caching", True) and has_states(cache_specs(checkpoint.facts)):
+    if args.get("enable_prefix_caching", True) and has_ssm_state(cache_specs(checkpoint.facts)):
         warn_once(
             logger, "Prefix caching is off: this model has layers with SSM state, which has no prefix blocks"
         )

@@ -76,12 +76,12 @@ def steps_together(parallel: ParallelSection) -> bool:
     return parallel.enable_expert_parallel and parallel.data_parallel_size > 1
 
 
-def meeting_of(parallel: ParallelSection) -> str:
+def process_group_address(parallel: ParallelSection) -> str:
     """Return the address of the process group of all devices of such engines."""
     return f"tcp://{parallel.data_parallel_address}:{parallel.data_parallel_rpc_port + 1}"
 
 
-def rounds_of(parallel: ParallelSection) -> str:
+def step_sync_address(parallel: ParallelSection) -> str:
     """Return the address where such engines synchronize their steps with the first one."""
     return f"tcp://{parallel.data_parallel_address}:{parallel.data_parallel_rpc_port + 2}"
 

@@ -27,7 +27,7 @@ class Placement(NamedTuple):
         return slots
 
 
-def placed(
+def initial_placement(
     num_experts: int, num_ranks: int, strategy: Strategy = "linear", num_redundant: int = 0
 ) -> Placement:
     """Build the initial placement: consecutive experts (the first devices get one more if needed), or every
@@ -42,11 +42,11 @@ def placed(
         owned = [range(*pair) for pair in zip(firsts, firsts[1:], strict=False)]
     experts = [sorted({number % num_experts for number in numbers}) for numbers in owned]
     if any(len(unique) < len(numbers) for unique, numbers in zip(experts, owned, strict=True)):
-        return balanced([1] * num_experts, num_ranks, total // num_ranks)
+        return balance([1] * num_experts, num_ranks, total // num_ranks)
     return Placement(tuple(map(tuple, experts)))
 
 
-def balanced(
+def balance(
     loads: Sequence[float], num_ranks: int, num_slots: int, before: Placement | None = None
 ) -> Placement:
     """Return a placement with greedily balanced load.
@@ -133,7 +133,7 @@ class Move(NamedTuple):
     target_slot: int
 
 
-def moves(before: Placement, after: Placement) -> list[Move]:
+def copies_between(before: Placement, after: Placement) -> list[Move]:
     """Return the copies to make, by target. Each comes from the target itself if it has the expert, else from
     one of the devices that have it, spread over them."""
     slots_of: dict[int, list[tuple[int, int]]] = {}

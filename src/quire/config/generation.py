@@ -25,7 +25,7 @@ _SUPPRESS_KEYS = ("suppress_tokens", "begin_suppress_tokens")
 _FIRST_KEY, _HEADS_KEY = "max_initial_timestamp_index", "alignment_heads"
 
 
-def unsaid(config: EngineConfig) -> tuple[tuple[int, ...], ...]:
+def suppressed_tokens(config: EngineConfig) -> tuple[tuple[int, ...], ...]:
     """Return the suppressed tokens of speech-to-text models: those of any position, and those of the
     first."""
     media, vocab = config.checkpoint.facts.media, config.checkpoint.facts.vocab
@@ -35,7 +35,7 @@ def unsaid(config: EngineConfig) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(id for id in merged.get(key) or () if 0 <= id < vocab) for key in _SUPPRESS_KEYS)
 
 
-def max_first_moment(config: EngineConfig) -> int | None:
+def max_initial_timestamp(config: EngineConfig) -> int | None:
     """Return the latest timestamp index that a transcription may begin with; None: any."""
     index = _merge_generation(config).get(_FIRST_KEY)
     return index if isinstance(index, int) and index >= 0 else None

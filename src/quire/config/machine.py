@@ -1,4 +1,4 @@
-"""Properties of the machine. `dist.platform.detect()` reads them; `resolve()` uses them."""
+"""Properties of the machine. `system.platform.detect()` reads them; `resolve()` uses them."""
 
 from dataclasses import dataclass
 

@@ -24,14 +24,14 @@ def cache_kind(
     return "shm" if is_shared else "replicated"
 
 
-def keeps_values(
+def engine_holds_values(
     section: MultimodalSection, parallel: ParallelSection, *, num_api: int, num_engines: int
 ) -> bool:
     """Return whether the engine holds the values for its API process."""
     return cache_kind(section, parallel, num_api=num_api, num_engines=num_engines) == "replicated"
 
 
-def cache_alone(section: MultimodalSection, parallel: ParallelSection) -> CacheKind:
+def in_process_cache_kind(section: MultimodalSection, parallel: ParallelSection) -> CacheKind:
     """Return the kind for an engine in the same process as its caller."""
     kind = cache_kind(section, parallel, num_api=1, num_engines=1)
     return "processor" if kind == "replicated" else kind

@@ -40,7 +40,7 @@ def _check_limit(name: str, value: object) -> int:
     return count
 
 
-def without_unused(facts: ArchFacts, limits: Mapping[str, int]) -> ArchFacts:
+def drop_unused_encoder(facts: ArchFacts, limits: Mapping[str, int]) -> ArchFacts:
     """Return the model without its encoder if no prompt may have items for it."""
     if facts.media is None or any(limits[name] for name in facts.media.modalities):
         return facts
@@ -52,7 +52,7 @@ def without_unused(facts: ArchFacts, limits: Mapping[str, int]) -> ArchFacts:
     return replace(facts, media=None)
 
 
-def check_crossed(facts: ArchFacts, settings: Mapping[str, Any]) -> None:
+def check_cross_attention(facts: ArchFacts, settings: Mapping[str, Any]) -> None:
     """Raise if a setting is not supported for a decoder with cross-attention."""
     if facts.media is None or not facts.media.crossed:
         return

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from quire.config.args import checked_value
+from quire.config.args import check_value
 from quire.config.sections import FieldRule, options_of
-from quire.config.unsupported import UNBUILT, refuse
+from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
 
@@ -79,11 +79,11 @@ class SpecFacts:
     ) -> "SpecFacts | None":
         """Resolve the settings; None if speculation is off. `draft` is the config.json of the draft model, if
         there is one."""
-        known = asked(values)
+        known = read_settings(values)
         if not known:
             return None
         method = known["method"] = known["method"] or _detect_method(draft or {})
-        refuse("speculative key", "speculative_config.method", method)
+        check_supported("speculative key", "speculative_config.method", method)
         if method == "ngram":
             _resolve_lookup(known)
         num_tokens = known["num_speculative_tokens"] = _num_tokens(known, draft or {})
@@ -104,7 +104,7 @@ class SpecFacts:
         return self.num_speculative_tokens
 
 
-def asked(values: Mapping[str, Any]) -> dict[str, Any]:
+def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Validate the keys as far as possible without the draft model. If the method depends on the draft's
     config.json, `method` is None and `model` is its location."""
     config = _merge_settings(values)
@@ -112,8 +112,8 @@ def asked(values: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     known = _check_keys(config)
     known["method"] = _resolve_method(known)
-    for name in UNBUILT["speculative key"]:
-        refuse("speculative key", name, known.get(name.removeprefix("speculative_config.")))
+    for name in UNSUPPORTED["speculative key"]:
+        check_supported("speculative key", name, known.get(name.removeprefix("speculative_config.")))
     return known
 
 
@@ -140,7 +140,7 @@ def _check_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         if name in IGNORED:
             warn_once(log, f"speculative_config.{name}={value!r} has no effect in Quire and is ignored")
         elif name in known:
-            checked[name] = checked_value(replace(known[name], name=f"speculative_config.{name}"), value)
+            checked[name] = check_value(replace(known[name], name=f"speculative_config.{name}"), value)
         elif name in listed:
             checked[name] = value
         else:

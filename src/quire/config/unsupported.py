@@ -13,7 +13,7 @@ Place = Literal[
     "call argument",
 ]
 
-UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
+UNSUPPORTED: dict[Place, dict[str, tuple[Any, ...]]] = {
     "engine argument": {
         "config_format": ("auto", "hf"),
         "cpu_offload_gb": (0,),
@@ -79,9 +79,9 @@ _ALTERNATIVES = {
 _AT_START: tuple[Place, ...] = ("engine argument", "speculative key", "server flag")
 
 
-def refuse(place: Place, name: str, value: Any) -> None:
+def check_supported(place: Place, name: str, value: Any) -> None:
     """Raise if `value` is not supported: a ConfigError at start, a RequestError for one request."""
-    allowed = UNBUILT[place][name]
+    allowed = UNSUPPORTED[place][name]
     if value is None or value in allowed:
         return
     choices = " or ".join(repr(choice) for choice in allowed)
@@ -95,4 +95,4 @@ def refuse(place: Place, name: str, value: Any) -> None:
 
 def is_switch(place: Place, name: str) -> bool:
     """Return whether the setting is a boolean switch."""
-    return [type(value) for value in UNBUILT[place].get(name, ())] == [bool]
+    return [type(value) for value in UNSUPPORTED[place].get(name, ())] == [bool]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.config.sections import options
-from quire.config.unsupported import UNBUILT
+from quire.config.unsupported import UNSUPPORTED
 from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -108,13 +108,13 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
 """Names that are mapped to other fields; to none if Quire behaves that way anyway."""
 
 
-def foreign() -> frozenset[str]:
+def other_names() -> frozenset[str]:
     """Return every accepted name outside the sections."""
-    unbuilt = UNBUILT["engine argument"].keys() - options().keys()
+    unbuilt = UNSUPPORTED["engine argument"].keys() - options().keys()
     return IGNORED_SWITCHES | IGNORED_VALUES | unbuilt | MAPPED.keys()
 
 
-def translated(args: Mapping[str, Any]) -> dict[str, Any]:
+def translate(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with the names of MAPPED translated; explicit settings take precedence over mapped
     ones."""
     values = {name: value for name, value in args.items() if name not in MAPPED}

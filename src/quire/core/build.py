@@ -15,7 +15,7 @@ from quire.sched.proposers import SORTS, proposer_of
 from quire.sched.proposers.pace import Pace
 from quire.sched.scheduler import Scheduler
 from quire.sched.spec import Drafting
-from quire.system.process import calm_threads
+from quire.system.process import limit_thread_spinning
 from quire.text.grammar import Grammars
 
 
@@ -24,7 +24,7 @@ def build_core(
 ) -> tuple[EngineCore, CacheSize]:
     """Start the executor, then build a scheduler over its blocks. `grammars` may be shared with the request
     validation; `token` is the secret of engines that step together."""
-    calm_threads()
+    limit_thread_spinning()
     config = with_largest(config)
     lockstep = open_lockstep(config.parallel, token)
     try:

@@ -8,7 +8,7 @@ import msgspec
 import zmq
 
 from quire.data.plan import FinishReason, StepOutput
-from quire.data.wire import FromCore, Stepped, ToCore, decode_hello, decode_to_core, encode
+from quire.data.wire import FromCore, StepDone, ToCore, decode_hello, decode_to_core, encode
 from quire.logs import FirstWarning, get_logger
 from quire.system.cluster_token import is_same, secure
 
@@ -121,7 +121,7 @@ class Clients:
         if client not in self.queues and self._offer(client, data):
             return
         queue = self.queues.setdefault(client, Queue())
-        queue.push(data, list(message.output.finished) if isinstance(message, Stepped) else [])
+        queue.push(data, list(message.output.finished) if isinstance(message, StepDone) else [])
         if queue.num_bytes > self._max_queued_bytes:
             self._overflow(client, queue)
 
@@ -154,7 +154,7 @@ class Clients:
         )
         lost = {request_id: FinishReason("error") for request_id in [*queue.ended, *owned]}
         queue = self.queues[client] = Queue()
-        queue.push(encode(Stepped(StepOutput([], [], finished=lost, at=time.monotonic()))), list(lost))
+        queue.push(encode(StepDone(StepOutput([], [], finished=lost, at=time.monotonic()))), list(lost))
         self._give_up(owned)
 
     def _forget(self, client: bytes) -> None:

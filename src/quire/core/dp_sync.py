@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from quire.config.env import Env
-from quire.config.expert_parallel import rounds_of, steps_together
+from quire.config.expert_parallel import step_sync_address, steps_together
 from quire.config.sections import ParallelSection
 from quire.data.plan import StepPlan
 from quire.errors import ConfigError, EngineDead
@@ -358,7 +358,7 @@ def open_lockstep(parallel: ParallelSection, token: str | None = None) -> Lockst
     return Lockstep(
         parallel.data_parallel_rank or 0,
         parallel.data_parallel_size,
-        rounds_of(parallel),
+        step_sync_address(parallel),
         token=token,
         timeout_s=parallel.distributed_timeout_seconds,
     )

@@ -49,8 +49,7 @@ class EngineCore:
         return self.gate.drop(ids) | self.scheduler.abort(ids)
 
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
-        """Return the output of the oldest step, once the next ones are launched. Return None if no step can
-        be planned, or if it is not done in time."""
+        """Launch the next steps and return the output of the oldest, or None if it is not done in time."""
         while True:
             if refused := self.scheduler.settle():
                 return StepOutput([], [], finished=refused, at=time.monotonic())
@@ -114,8 +113,7 @@ class EngineCore:
     def clear(self) -> None:
         """Drop all requests and prefixes after a step that failed halfway.
 
-        Blocks enter the prefix cache when the plan that fills them is made, and a failed step may have filled
-        none.
+        Blocks enter the prefix cache with the plan that fills them, and a failed step may have filled none.
         """
         scheduler = self.scheduler
         self.pipeline.clear()

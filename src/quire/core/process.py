@@ -20,13 +20,13 @@ from quire.core.stats_log import StatsLog
 from quire.data.plan import FinishReason, StepOutput
 from quire.data.request import Request
 from quire.data.stats import FrontStats, StepStats
-from quire.data.wire import Abort, Add, Beat, ControlCall, Hello, Missing, Ready, Stepped, ToCore
+from quire.data.wire import Abort, Add, ControlCall, Heartbeat, Hello, Missing, Ready, StepDone, ToCore
 from quire.errors import EngineDead, QuireError
 from quire.logs import get_logger
 from quire.metrics import MetricsLayout, MetricsPages
 from quire.sched.mm_receiver_cache import ReceiverCache
 from quire.system.platform import devices_of
-from quire.system.process import adopt, calm_collector
+from quire.system.process import adopt, tune_garbage_collector
 from quire.system.shared_arena import ArenaReader
 
 log = get_logger(__name__)
@@ -92,7 +92,7 @@ def run_core(config: EngineConfig, seat: CoreAddress, parent: Connection) -> Non
     kept_bytes = max_bytes(config.multimodal) if seat.keeps_media else 0
     server = CoreServer(core, seat.address, ready, metrics, stats_log, kept_bytes, token=seat.token)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    calm_collector()
+    tune_garbage_collector()
     parent.send(None)
     try:
         server.run()
@@ -242,7 +242,7 @@ class CoreServer:
 
     def _send_output(self, step: StepOutput) -> None:
         for client, part in split_by_client(step, self.clients.owner).items():
-            self.clients.send(client, Stepped(part))
+            self.clients.send(client, StepDone(part))
         for request_id in step.finished:
             self.clients.owner.pop(request_id, None)
 
@@ -258,7 +258,7 @@ class CoreServer:
         self._observe(stats)  # update the gauges after the loss of a client or a restart of the core
         self.stats_log.tick(stats)
         stalled_s = now - self._progress_at if self.core.has_work else 0.0
-        beat = Beat(stats, stalled_s, self.receiver_cache.num_resets)
+        beat = Heartbeat(stats, stalled_s, self.receiver_cache.num_resets)
         if now >= self._next_page:
             self._next_page = now + PAGE_S
             beat.page = self.metrics.own.tobytes()

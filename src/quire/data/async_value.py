@@ -1,11 +1,11 @@
-"""Coming: what another thread is making."""
+"""A value that another thread computes."""
 
 import threading
 from collections.abc import Callable
 
 
 class AsyncValue:
-    """Something that is being made, for those who wait for it and for what is to follow at once."""
+    """Signals that a value is complete: threads can wait for it, and a callback can follow."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -15,7 +15,7 @@ class AsyncValue:
         self.is_there = False
 
     def then(self, follow: Callable[[], None]) -> None:
-        """Done once, by who has made it; here, if it is there already."""
+        """Call `follow` once when the value is complete, in the thread that completes it, or now if it is."""
         with self._lock:
             if not self.is_there:
                 self._next = follow
@@ -23,7 +23,7 @@ class AsyncValue:
         follow()
 
     def arrive(self) -> None:
-        """It is there, or will never be."""
+        """Mark the value as complete, or as failed."""
         with self._lock:
             self.is_there = True
         if self._next is not None:

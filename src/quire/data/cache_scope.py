@@ -1,10 +1,10 @@
-"""Cache scopes: which requests may share what is cached of their prompts and media."""
+"""Cache scopes: groups of requests that share cached prefixes and media."""
 
 from contextvars import ContextVar
 
 CACHE_SCOPE: ContextVar[str] = ContextVar("cache_scope", default="")
-"""The scope of the HTTP exchange that is being answered: its API key, or the group of keys that it shares
-caches with. Empty where keys have no names, and offline: then all requests share."""
+"""Scope of the current HTTP request: its API key, or the group of keys that share caches. Empty where keys
+have no names, and offline: then all requests share."""
 _ESCAPE = "\0"
 
 

@@ -1,4 +1,4 @@
-"""Steps on their way between processes: plans and results in msgpack, arrays as their bytes."""
+"""Serialization of plans and results between processes: msgpack, with arrays as bytes."""
 
 from functools import cache
 from typing import Any, get_args
@@ -10,36 +10,36 @@ from quire.data.plan import Masks, StepPlan, StepResult
 
 
 class Outcome(msgspec.Struct):
-    """How a step went on a rank."""
+    """Result or error of a step on a rank."""
 
     step: int
     result: StepResult | None = None
     error: str = ""
-    """In place of a result: the type of what was raised, and its message."""
+    """Type and message of the exception, in place of a result."""
 
 
-def _array_out(value: Any) -> Any:
+def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return (value.tobytes(), *value.shape)
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"{type(value)} does not travel")
+    raise NotImplementedError(f"{type(value)} cannot be serialized")
 
 
 @cache
 def _dtype(kind: Any) -> np.dtype[Any]:
-    """Of an annotation like `NDArray[np.int32]`."""
+    """Return the dtype of an annotation like `NDArray[np.int32]`."""
     (scalar,) = get_args(get_args(kind)[1])
-    found: np.dtype[Any] = np.dtype(scalar)
-    return found
+    dtype: np.dtype[Any] = np.dtype(scalar)
+    return dtype
 
 
-def _array_in(kind: Any, value: Any) -> Any:
+def _decode_array(kind: Any, value: Any) -> Any:
     data, *shape = value
     return np.frombuffer(bytearray(data), _dtype(kind)).reshape(shape)
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=_array_out).encode
+_encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 
 
 def encode_plan(plan: StepPlan) -> bytes:
@@ -47,7 +47,7 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 
 def encode_masks(masks: Masks) -> bytes:
-    """Once they are there."""
+    """Encode masks, after waiting until they are complete."""
     masks.wait()
     return _encode(masks)
 
@@ -56,6 +56,6 @@ def encode_outcome(outcome: Outcome) -> bytes:
     return _encode(outcome)
 
 
-decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=_array_in).decode
-decode_masks = msgspec.msgpack.Decoder(Masks, dec_hook=_array_in).decode
-decode_outcome = msgspec.msgpack.Decoder(Outcome, dec_hook=_array_in).decode
+decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=_decode_array).decode
+decode_masks = msgspec.msgpack.Decoder(Masks, dec_hook=_decode_array).decode
+decode_outcome = msgspec.msgpack.Decoder(Outcome, dec_hook=_decode_array).decode

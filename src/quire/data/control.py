@@ -1,4 +1,4 @@
-"""What operators can ask of an engine, by the names that vLLM's users know."""
+"""Choices of operator calls, under the names of vLLM."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,13 +6,14 @@ from typing import Any
 from quire.errors import RequestError
 
 MODES = ("abort", "wait", "keep")
-"""What becomes of the requests inside: they end, they are waited for, or they stay and go on later."""
+"""Handling of running requests on a pause: abort them, wait for them, or keep and resume them later."""
 LEVELS = (0, 1, 2)
-"""Of sleep: 0, nothing runs; 1, weights go to host memory, the cache is dropped; 2, both are dropped."""
+"""Sleep levels. 0: nothing runs; 1: weights move to host memory, the KV cache is dropped; 2: both are
+dropped."""
 MEMORY = ("weights", "kv_cache")
-"""What a worker gives back and takes again."""
+"""Memory that a worker releases and allocates again."""
 TAGS = (*MEMORY, "scheduling")
-"""What can be woken up."""
+"""Tags of `wake_up`."""
 
 
 def check_choice(name: str, value: Any, known: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""`LoRARequest`: the adapter that a request wants to be answered with."""
+"""`LoRARequest`: the LoRA adapter of a request."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from quire.errors import RequestError
 
 
 class LoRARequest(msgspec.Struct, kw_only=False, omit_defaults=True, eq=False):
-    """An adapter by name, number and place. Who has the same name is the same."""
+    """A LoRA adapter by name, number and path. Adapters with equal names are equal."""
 
     lora_name: str
     lora_int_id: int
@@ -16,10 +16,10 @@ class LoRARequest(msgspec.Struct, kw_only=False, omit_defaults=True, eq=False):
     base_model_name: str | None = None
     tensorizer_config_dict: dict[str, Any] | None = None
     load_inplace: bool = False
-    """Whether an adapter of this name is read again, since what lies there has changed."""
+    """Whether to reload an adapter of this name, because its files changed."""
     is_3d_lora_weight: bool = False
     within: tuple[str, ...] = ()
-    """Directories that its files must lie in whenever they are opened; empty: anywhere."""
+    """Directories that must contain its files whenever they are opened; empty: any."""
 
     def __post_init__(self) -> None:
         if self.lora_int_id < 1:
@@ -45,12 +45,12 @@ class LoRARequest(msgspec.Struct, kw_only=False, omit_defaults=True, eq=False):
 
 
 class AdapterFacts(msgspec.Struct, frozen=True):
-    """What is known of an adapter once it was read."""
+    """Facts of a loaded LoRA adapter."""
 
     digest: bytes
-    """Of its contents: what the prefix cache tells it by."""
+    """Digest of its contents, part of prefix-cache keys."""
     rank: int
     num_bytes: int
-    """In host memory, on one device."""
+    """Bytes in host memory, for one device."""
     num_own: int = 0
-    """Tokens that it brings beyond the model's vocabulary."""
+    """Tokens that it adds to the model's vocabulary."""

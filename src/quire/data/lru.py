@@ -1,4 +1,4 @@
-"""Lru: values by key, as many as fit into so many bytes."""
+"""Lru: a cache of values by key, limited in bytes."""
 
 import threading
 from collections.abc import Callable
@@ -8,34 +8,34 @@ V = TypeVar("V")
 
 
 class Lru(Generic[V]):
-    """The value that nobody asked for the longest goes first. Two of them that are told the same in the same
-    order keep the same keys."""
+    """Evicts the least recently used value. Two caches with the same calls in the same order have the same
+    keys."""
 
     def __init__(self, max_bytes: int, on_drop: Callable[[V], None] = lambda value: None) -> None:
-        """`on_drop` is told of each value that is not kept any more."""
+        """Build it. `on_drop` is called for each removed value."""
         self.max_bytes = max_bytes
         self._on_drop = on_drop
         self.num_bytes = 0
         self._kept: dict[bytes, tuple[V, int]] = {}
-        """Oldest first."""
+        """Values and sizes, the oldest first."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __contains__(self, key: bytes) -> bool:
-        """Asking so does not make it newer."""
+        """Return whether the key is cached, without marking it as used."""
         return key in self._kept
 
     def get(self, key: bytes) -> V | None:
         with self._lock:
-            if (found := self._kept.pop(key, None)) is None:
+            if (entry := self._kept.pop(key, None)) is None:
                 return None
-            self._kept[key] = found
-            return found[0]
+            self._kept[key] = entry
+            return entry[0]
 
     def put(self, key: bytes, value: V, num_bytes: int) -> bool:
-        """False: it alone is larger than all may be, and is not kept."""
+        """Store a value; return False if it is larger than the whole cache."""
         if num_bytes > self.max_bytes:
             return False
         with self._lock:
@@ -47,16 +47,16 @@ class Lru(Generic[V]):
         return True
 
     def _drop(self, key: bytes) -> None:
-        if (found := self._kept.pop(key, None)) is not None:
-            self.num_bytes -= found[1]
-            self._on_drop(found[0])
+        if (entry := self._kept.pop(key, None)) is not None:
+            self.num_bytes -= entry[1]
+            self._on_drop(entry[0])
 
     def drop(self, key: bytes) -> None:
         with self._lock:
             self._drop(key)
 
     def oldest(self) -> list[tuple[bytes, V]]:
-        """All of them, oldest first."""
+        """Return all keys and values, the oldest first."""
         with self._lock:
             return [(key, value) for key, (value, _) in self._kept.items()]
 

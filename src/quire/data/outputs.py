@@ -1,4 +1,4 @@
-"""What a caller gets back: completions, their logprobs and their times."""
+"""Outputs of requests: completions with their logprobs and times."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +24,10 @@ LogprobsOnePosition = dict[int, Logprob]
 
 @dataclass(slots=True)
 class FlatLogprobs(Sequence[LogprobsOnePosition | None]):
-    """Logprobs of many positions in flat lists: a few objects for the garbage collector, not one per token.
+    """Logprobs of many positions in flat lists, which are cheap for the garbage collector.
 
-    Reads like a list of dicts; a dict is built only for the position asked for. An empty position reads
-    as None, like the first one of prompt logprobs.
+    It is used like a list of dicts; a dict is built on access. An empty position is None, like the first one
+    of prompt logprobs.
     """
 
     start_indices: list[int] = field(default_factory=list)
@@ -97,7 +97,7 @@ PromptLogprobs = list[LogprobsOnePosition | None] | FlatLogprobs
 
 @dataclass
 class RequestStateStats:
-    """When a request passed its stations. `arrival_time` is wall time, the `_ts` are monotonic."""
+    """Times and counts of a request. `arrival_time` is wall time, the `_ts` fields are monotonic."""
 
     num_generation_tokens: int = 0
     arrival_time: float = 0.0
@@ -110,13 +110,13 @@ class RequestStateStats:
     latency: float = 0.0
     """Seconds from arrival to the end."""
     preempted_s: float = 0.0
-    """Of all sequences together, as are the next two."""
+    """Seconds that it was preempted; like the following fields, the sum of all sequences."""
     num_preemptions: int = 0
     step_share_s: float = 0.0
-    """What its tokens took of the steps; 0 unless it was asked for."""
+    """Share of the step times; 0 unless it was requested."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Of those; of all sequences together, too."""
+    """Accepted draft tokens."""
 
 
 @dataclass
@@ -132,11 +132,11 @@ class CompletionOutput:
     finish_reason: str | None = None
     """stop | length | abort | error | repetition; None while it runs"""
     stop_reason: int | str | None = None
-    """The stop string or token id that ended it; None for the end-of-sequence token."""
+    """Stop string or token id that ended it; None for the eos token."""
     lora_request: Any = field(default=None, repr=False)
     sampling_mask: Any = field(default=None, repr=False)
     spec_decode_metrics: dict[str, int] | None = field(default=None, repr=False)
-    """Of a sequence that had drafts, at its end: num_drafts, num_draft_tokens, num_accepted_tokens."""
+    """num_drafts, num_draft_tokens and num_accepted_tokens of a finished sequence with draft tokens."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -144,7 +144,7 @@ class CompletionOutput:
 
 @dataclass(init=False)
 class RequestOutput:
-    """A request and what has been generated for it."""
+    """A request and its completions so far."""
 
     request_id: str
     prompt: str | None
@@ -161,9 +161,9 @@ class RequestOutput:
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     aligned: list[int] | None = None
-    """Of a prompt that was: the state of its sound at which each token begins."""
+    """Encoder state at which each token of an aligned prompt begins."""
     error: Exception | None = None
-    """Why the request failed; None for one that did not. `LLM` raises it."""
+    """Error of a failed request, which `LLM` raises; else None."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class RequestOutput:
         ec_transfer_params: dict[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        """Unknown keywords are ignored with a warning: code written for a later version still runs."""
+        """Build it; unknown keywords are ignored with a warning, for code written for a later version."""
         if unknown:
             warn_once(logger, f"RequestOutput: ignoring unknown arguments {', '.join(sorted(unknown))}")
         self.request_id = request_id
@@ -203,16 +203,16 @@ class RequestOutput:
         self.ec_transfer_params = ec_transfer_params
 
 
-def light(kind: type[T], **values: Any) -> T:
-    """An instance with these attributes, the others at their defaults: what streams make of every token."""
-    made = object.__new__(kind)
-    made.__dict__ = values
-    return made
+def fast_instance(kind: type[T], **values: Any) -> T:
+    """Build an instance with these attributes without calling `__init__`, which is too slow per token."""
+    instance = object.__new__(kind)
+    instance.__dict__ = values
+    return instance
 
 
 @dataclass
 class BeamSearchSequence:
-    """One beam: the prompt and what was added to it."""
+    """One beam: the prompt and its continuation."""
 
     tokens: list[int]
     logprobs: list[LogprobsOnePosition]
@@ -225,6 +225,6 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """The best beams of one prompt, best first."""
+    """The best beams of one prompt, the best first."""
 
     sequences: list[BeamSearchSequence]

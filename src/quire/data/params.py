@@ -1,4 +1,4 @@
-"""SamplingParams and its friends: what a request may ask for, validated once, here."""
+"""SamplingParams and related parameters of a request, which are validated on construction."""
 
 import copy
 import math
@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import msgspec
 
-from quire.config.unsupported import UNBUILT, refuse
+from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.data.timestamps import AlignmentHeads, TimestampTokens
 from quire.errors import RequestError
 from quire.logs import get_logger, warn_once
@@ -24,7 +24,7 @@ MAX_STOP_TOKEN_IDS = 4096
 MAX_PATTERN_SIZE = 256
 """Largest `repetition_detection.max_pattern_size`: every new token is compared with this many before it."""
 MAX_SALT_CHARS = 256
-"""Of a `cache_salt`: every sequence of a call carries a copy."""
+"""Maximum length of a `cache_salt`: every sequence of a call has a copy."""
 MIN_TEMPERATURE = 0.01
 MIN_BIAS, MAX_BIAS = -100.0, 100.0
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -33,18 +33,18 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class RequestOutputKind(Enum):
-    """What each output of a running request carries."""
+    """Content of each output of a running request."""
 
     CUMULATIVE = 0
     """Everything so far."""
     DELTA = 1
-    """What is new since the last output."""
+    """Only what is new since the last output."""
     FINAL_ONLY = 2
     """Everything, once, at the end."""
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
-    """What the text must look like: exactly one constraint, and how to read it."""
+    """Constraint of the generated text: exactly one kind, with options."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -59,10 +59,10 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     def __post_init__(self) -> None:
         where = "structured_outputs"
         constraints = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-        given = [name for name in constraints if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            _fail(where, f"must have exactly one of {', '.join(constraints)}, but has {found}")
+        present = [name for name in constraints if getattr(self, name) is not None]
+        if len(present) != 1:
+            listed = " and ".join(present) or "none"
+            _fail(where, f"must have exactly one of {', '.join(constraints)}, but has {listed}")
         for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -86,7 +86,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
 
 
 class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True):
-    """Stop a generation that ends in `min_count` copies of a pattern of so many tokens. Size 0 is off."""
+    """Stop a generation that ends in `min_count` copies of a token pattern. Size 0 disables it."""
 
     max_pattern_size: int = 0
     min_pattern_size: int = 0
@@ -108,16 +108,16 @@ class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True):
 
 
 class ReasoningIds(msgspec.Struct, frozen=True):
-    """How the reasoning of an answer begins and ends, in tokens."""
+    """Tokens that begin and end the reasoning of an answer."""
 
     start: tuple[int, ...]
     end: tuple[int, ...]
     open: bool
-    """Whether the prompt ends inside of it."""
+    """Whether the prompt ends inside the reasoning."""
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
-    """A beam search: how many beams, how long, and how finished ones are scored."""
+    """Parameters of beam search: width, length and scoring."""
 
     beam_width: int
     max_tokens: int
@@ -140,7 +140,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True):
-    """How one request is sampled. Construction validates and normalises; `verify` checks against a model."""
+    """Sampling parameters of a request, validated on construction; `verify` checks against a model."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -162,7 +162,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """None fills the model's context."""
     min_tokens: int = 0
     logprobs: int | None = None
-    """How many of the best at each new token, -1 for the whole vocabulary."""
+    """Number of best logprobs for each new token; -1: the whole vocabulary."""
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     """Report these ids instead of the best."""
@@ -174,7 +174,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
     skip_clone: bool = False
-    """The caller promises not to change these params, so that `clone` may return them."""
+    """Whether `clone` may return this object, because the caller does not modify it."""
     structured_outputs: StructuredOutputsParams | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
@@ -188,25 +188,25 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: list[int] | None = None
     bad_words_token_ids: list[list[int]] | None = None
-    """Internal: `bad_words` as the frontend's tokenizer spells them, with and without a leading space."""
+    """Internal: `bad_words` as token ids, with and without a leading space."""
     reasoning: ReasoningIds | None = None
-    """Internal: what comes before the text that `structured_outputs` is about, and is counted by
-    `thinking_token_budget`."""
+    """Internal: tokens of the reasoning, which `structured_outputs` does not constrain and
+    `thinking_token_budget` limits."""
     timestamps: bool = False
-    """Tell the time, by Whisper's rules; the prompt does without `<|notimestamps|>` then."""
+    """Whether to sample timestamps by Whisper's rules; the prompt has no `<|notimestamps|>` then."""
     moments: TimestampTokens | None = None
-    """Internal: the tokens of which these rules are."""
+    """Internal: timestamp tokens of the model."""
     aligning: AlignmentHeads | None = None
-    """Internal: find out when the tokens of the prompt were said."""
+    """Internal: align the tokens of the prompt with the audio."""
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """As an HTTP body gives them: None stands for the default (but max_tokens None stays None),
-        logit_bias may have string keys and is clamped to [-100, 100]."""
-        given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
-        if "logit_bias" in given:
-            given["logit_bias"] = _clamped_bias(given["logit_bias"])
-        return cls(**given)
+        """Build params from an HTTP body: None means the default (but max_tokens None stays None); logit_bias
+        may have string keys and is clamped to [-100, 100]."""
+        values = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+        if "logit_bias" in values:
+            values["logit_bias"] = _clamped_bias(values["logit_bias"])
+        return cls(**values)
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -222,27 +222,27 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return self.temperature == 0.0
 
     def clone(self) -> Self:
-        """A copy that shares nothing with this one that changes."""
+        """Return a copy without shared mutable values."""
         if self.skip_clone:
             return self
-        made = copy.copy(self)
+        params = copy.copy(self)
         for name in _MUTABLE:
             if getattr(self, name) is not None:
-                setattr(made, name, copy.deepcopy(getattr(self, name)))
-        return made
+                setattr(params, name, copy.deepcopy(getattr(self, name)))
+        return params
 
     @property
     def top_id(self) -> int:
-        """The largest token id that it names; 0: none."""
+        """Return the largest token id in the parameters; 0 if there is none."""
         listed = (self.logprob_token_ids, self.allowed_token_ids, self.logit_bias, self.stop_token_ids)
         words = self.bad_words_token_ids or ()
         return max((id for ids in (*listed, *words) for id in ids or ()), default=0)
 
     def verify(self, *, vocab: int, max_logprobs: int, num_own: int = 0) -> None:
-        """Check what only the model can tell. `max_logprobs` -1 means the whole vocabulary. Its adapter may
-        bring `num_own` tokens."""
-        for name in UNBUILT["sampling field"]:
-            refuse("sampling field", name, getattr(self, name))
+        """Check against the model. `max_logprobs` -1 means the whole vocabulary. A LoRA adapter may add
+        `num_own` tokens."""
+        for name in UNSUPPORTED["sampling field"]:
+            check_supported("sampling field", name, getattr(self, name))
         limit = vocab if max_logprobs == -1 else max_logprobs
         for name, kind in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
             wanted = getattr(self, name)
@@ -250,7 +250,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             if wanted is not None and wanted > limit:
                 raise RequestError(
                     f"Requested {kind} logprobs of {wanted}, which is greater than max allowed: {limit}. "
-                    f"Ask for fewer or raise --max-logprobs.",
+                    f"Request fewer or raise --max-logprobs.",
                     name,
                 )
         end = vocab + num_own
@@ -261,7 +261,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 _fail("reasoning", ".end must not be empty")
             _check_in_vocab("reasoning", (*self.reasoning.start, *self.reasoning.end), end)
         elif self.thinking_token_budget is not None:
-            _fail("thinking_token_budget", "needs to know what reasoning looks like: set a reasoning parser")
+            _fail("thinking_token_budget", "needs a reasoning parser: set one")
         words = self.bad_words_token_ids or ()
         if len(words) > MAX_BAD_WORDS:
             _fail("bad_words", f"may be at most {MAX_BAD_WORDS} once tokenized, got {len(words)}")
@@ -314,7 +314,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             _fail("extra_args", "must be an object", self.extra_args)
         try:
             msgspec.msgpack.encode(self.extra_args)
-        except Exception as error:  # whatever is in it
+        except Exception as error:  # any value may be in it
             _fail("extra_args", f"cannot be sent to the engine: {error}")
         if self.structured_outputs is not None:
             self.structured_outputs = _struct(
@@ -362,7 +362,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
-                _fail("allowed_token_ids", "is not None and empty! Give at least one id or leave it out")
+                _fail("allowed_token_ids", "is not None and empty! Set at least one id or remove it")
         if self.logit_bias is not None:
             self.logit_bias = _bias(self.logit_bias)
         if self.trace_decode_token_ids is not None:
@@ -384,11 +384,11 @@ _MUTABLE = (
     *("stop", "stop_token_ids", "logprob_token_ids", "structured_outputs", "logit_bias", "allowed_token_ids"),
     *("bad_words", "extra_args", "repetition_detection", "trace_decode_token_ids", "bad_words_token_ids"),
 )
-"""The fields whose values can be changed in place."""
+"""Fields with mutable values."""
 
 
 def _fail(name: str, rule: str, *got: object) -> NoReturn:
-    """`name rule, got value.`; a rule that starts with a dot goes on naming the field."""
+    """Raise a RequestError `name rule, got value.`; a rule that begins with a dot names a subfield."""
     gap = "" if rule.startswith(".") else " "
     suffix = f", got {reprlib.repr(got[0])}" if got else ""
     raise RequestError(f"{name}{gap}{rule}{suffix}.", param=name.partition(".")[0])
@@ -466,7 +466,7 @@ def _clamped_bias(value: Any) -> dict[int, float]:
 
 
 def _struct(name: str, value: Any, kind: type[S]) -> S | None:
-    """The struct itself, or the object that an HTTP body has in its place."""
+    """Return the struct, built from a dict if the value comes from an HTTP body."""
     if value is None or isinstance(value, kind):
         return value
     if not isinstance(value, dict):

@@ -1,10 +1,10 @@
-"""Neutral pieces of an answer: what parsers make of its text, and what the encoder of each API consumes."""
+"""API-independent pieces of an answer, from the output parsers to the encoder of each API."""
 
 import msgspec
 
 
 class TextPiece(msgspec.Struct, frozen=True):
-    """Text for the reader."""
+    """Text of the answer."""
 
     text: str
 
@@ -16,7 +16,7 @@ class ReasoningPiece(msgspec.Struct, frozen=True):
 
 
 class ToolStart(msgspec.Struct, frozen=True):
-    """A tool call begins; `index` counts the calls of the answer."""
+    """Start of a tool call; `index` counts the calls of the answer."""
 
     index: int
     id: str
@@ -24,7 +24,7 @@ class ToolStart(msgspec.Struct, frozen=True):
 
 
 class ToolArguments(msgspec.Struct, frozen=True):
-    """The next part of a call's arguments, in JSON."""
+    """The next part of the JSON arguments of a call."""
 
     index: int
     text: str

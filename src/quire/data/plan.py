@@ -1,4 +1,4 @@
-"""What a step is: the plan that goes to the worker, and the result that comes back."""
+"""The plan of a step, which goes to the worker, and its result."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -23,74 +23,75 @@ _NO_BITS: NDArray[np.uint32] = np.empty((0, 0), np.uint32)
 
 
 def spread(starts: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.int64]:
-    """From each of `starts` on, so many numbers in succession."""
+    """Return the concatenated ranges of `counts[i]` consecutive numbers from `starts[i]` on."""
     firsts = np.cumsum(counts) - counts
-    found: NDArray[np.int64] = np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)
-    return found
+    numbers: NDArray[np.int64] = np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)
+    return numbers
 
 
 Verdict = Literal["", "complete", "eos", "error", "limit"]
-"""What a grammar makes of a token: go on, the text is whole with it, it is the one that ends it, it does not
-fit, or the grammar has grown beyond the limits of the library that follows it."""
+"""Result of a grammar for a token: continue, the text is complete, it is the end token, it is invalid, or the
+grammar exceeds the limits of the grammar library."""
 
 
 class Masks(msgspec.Struct):
-    """What some rows of a step may sample; the others what they like."""
+    """Token masks of the constrained rows of a step; other rows are not constrained."""
 
     rows: Ints = _NONE
     bits: NDArray[np.uint32] = _NO_BITS
-    """[rows, words] token t is bit t % 32 of word t // 32; there may be fewer or more bits than tokens."""
+    """Bit masks [rows, words]: token t is bit t % 32 of word t // 32; there may be fewer or more bits than
+    tokens."""
     draws: Ints = _NONE
-    """For which of its draws, from 0 on, each row has this mask; empty: each for its first."""
+    """Index of the sample of the row that each mask is for, from 0; empty: always the first."""
     coming: AsyncValue | None = None
-    """The bits, which are still being filled; None: they are there."""
+    """Set while `bits` are still being computed; None: they are complete."""
 
     def wait(self) -> None:
-        """Until they are."""
+        """Wait until the bits are complete."""
         if self.coming is not None:
             self.coming.wait()
             self.coming = None
 
 
 class Admission(msgspec.Struct):
-    """A request that takes a row: everything the worker needs to know of it, sent once."""
+    """A request that is assigned to a row: everything that the worker needs, sent once."""
 
     row: int
     request_id: str
     token_ids: list[int]
-    """Prompt, and for a request that was preempted the output so far."""
+    """Prompt tokens, followed by the output so far if the request was preempted."""
     prompt_len: int
     num_computed: int
-    """How many of them the prefix cache already holds."""
+    """Number of these tokens that are in the prefix cache."""
     block_ids: list[list[int]]
-    """By group of layers, as many in each; 0 is none: no token will look there."""
+    """Block ids by group of layers, equally many in each; 0: no block, because no token attends to it."""
     params: SamplingParams
     seed: int
-    """The request's own random stream; every sample is a function of (seed, position)."""
+    """Random seed of the request; every sample is a function of (seed, position)."""
     stop_ids: tuple[int, ...] = ()
-    """What `min_tokens` must hold back: the end-of-sequence ids and stop_token_ids."""
+    """Tokens that `min_tokens` forbids: eos ids and stop_token_ids."""
     embeds: PromptEmbeds | None = None
-    """The prompt as vectors, in place of its token ids."""
+    """Prompt embeddings, in place of token ids."""
     media: Media | None = None
-    """Images, videos and sounds of the prompt, without arrays: what the plans encode is told by key."""
+    """Images, videos and audio of the prompt, without arrays; `StepPlan.encodes` refers to them by key."""
     pooling: PoolingParams | None = None
-    """Instead of a new token, what the request wants of its hidden states."""
+    """Pooling parameters, for a pooling model."""
     adapter: int = -1
-    """The slot of its adapter; -1: it has none."""
+    """Slot of its LoRA adapter; -1: none."""
 
 
 class LoRAAssignment(msgspec.Struct):
-    """An adapter on its way into a slot of the device; whatever was there goes."""
+    """A LoRA adapter to load into a slot of the device, replacing the one that is there."""
 
     slot: int
     adapter: LoRARequest
 
 
 class StepPlan(msgspec.Struct):
-    """One step. Apply in this order: release rows, admit rows, append blocks, learn values, then compute.
+    """One step. The order is: release rows, admit rows, append blocks, set values, then compute.
 
-    The step before it may still run: a row that got a token there counts it, and computes it here, before
-    anybody on the host knows which one it is. Not so with pipeline stages: there a row waits for its value.
+    The previous step may still run: a row that samples a token there computes it here, before the host has
+    its value. With pipeline stages a row waits for its value instead.
     """
 
     step: int
@@ -101,163 +102,163 @@ class StepPlan(msgspec.Struct):
     block_ids: Ints
     """[groups of layers, len(block_rows)]"""
     rows: Ints
-    """The rows that compute in this step, in batch order."""
+    """Rows that compute in this step, in batch order."""
     num_tokens: Ints
-    """How many tokens each of `rows` computes, from its num_computed on."""
+    """Number of tokens that each of `rows` computes, from its num_computed on."""
     samples: NDArray[np.bool_]
-    """Whether the row's last token is computed, so that it gets a new one, or more."""
+    """Whether the row's last token is computed, so that it samples one or more new tokens."""
     num_drafts: Ints = _NONE
-    """How many of the tokens of each of `rows`, the last of them, are drafts: each is kept if the row draws
-    the same there. Empty: none has any."""
+    """Number of draft tokens among the last tokens of each of `rows`; a draft token is accepted if the row
+    samples the same. Empty: there are none."""
     drafts: Ints = _NONE
-    """Those of all rows, one after the other. Empty: the worker has made them itself."""
+    """Draft tokens of all rows, concatenated. Empty: the worker has proposed them itself."""
     values: Ints = _NO_VALUES
-    """[2, rows]: rows and the last token of each, where a stage that has not sampled it needs to know it."""
+    """Rows and their last tokens, [2, rows], for pipeline stages that did not sample them."""
 
     constrained: Ints = _NONE
-    """The rows that sample by a grammar. What they may sample depends on tokens that may still be under way:
-    it follows, as `Masks`, and no row samples before."""
+    """Rows that are constrained by a grammar. Their masks depend on tokens that may not be sampled yet:
+    `Masks` are sent later, and no row samples before."""
 
     adapters: list[LoRAAssignment] = []
-    """What goes into slots before anything is computed; each worker has read it by now."""
+    """LoRA adapters to put into slots before computing; each worker has loaded them from disk."""
 
     forgotten: list[bytes] = []
-    """Keys of items whose vectors are not needed any more; before anything is encoded."""
+    """Keys of items to remove from the encoder cache, before anything is encoded."""
     encodes: list[MediaItem] = []
-    """Items that go through their towers first, each once; their vectors stay until they are forgotten."""
+    """Items to encode first; their vectors stay in the encoder cache until they are `forgotten`."""
 
     counts: tuple[int, ...] = ()
-    """Tokens of this step on each of the engines that step together; empty: there are no others. Without rows
-    it is a step for the sake of the others."""
+    """Tokens of this step on each engine of the data-parallel group; empty: there is only one. A plan without
+    rows is a dummy step for the others."""
 
     total_tokens: int = 0
     sampling_rows: Ints = _NONE
-    """The rows that get new tokens."""
+    """Rows that sample new tokens."""
     logit_rows: Ints = _NONE
-    """The row of each draw: one for each row that samples, and one more for each of its drafts."""
+    """Row of each sample: one for each sampling row, and one more for each of its draft tokens."""
     query_len: int = 0
-    """How many tokens each row computes, and draws behind each of them; 0 if they are not alike."""
+    """Number of tokens that each row computes and samples after; 0 if rows differ."""
 
     def __post_init__(self) -> None:
-        """Asked for in many places of a step, and counted here once."""
+        """Compute the derived fields once."""
         all_sample = bool(self.samples.all())
         self.total_tokens = int(self.num_tokens.sum())
         self.sampling_rows = self.logit_rows = self.rows if all_sample else self.rows[self.samples]
         if len(self.num_drafts):
             self.logit_rows = np.repeat(self.sampling_rows, 1 + self.num_drafts[self.samples])
         if all_sample and len(self.logit_rows) == self.total_tokens and len(self.rows):
-            each, rest = divmod(self.total_tokens, len(self.rows))
-            self.query_len = each if not rest and (self.num_tokens == each).all() else 0
+            per_row, rest = divmod(self.total_tokens, len(self.rows))
+            self.query_len = per_row if not rest and (self.num_tokens == per_row).all() else 0
 
     def drafts_by_row(self) -> dict[int, list[int]]:
-        """Those that the planner made."""
+        """Return the draft tokens of `drafts` by row."""
         tokens = iter(self.drafts.tolist())
         counts = zip(self.rows.tolist(), self.num_drafts.tolist(), strict=True)
         return {row: list(islice(tokens, count)) for row, count in counts if count}
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row computes one token and gets one."""
+        """Whether each row computes one token and samples one."""
         return self.query_len == 1
 
     @staticmethod
     def idle(step: int) -> "StepPlan":
-        """One without rows."""
+        """Return a plan without rows."""
         return StepPlan(step, [], [], _NONE, _NONE.reshape(1, 0), _NONE, _NONE, np.empty(0, np.bool_))
 
 
 class RowLogprobs(msgspec.Struct):
-    """Logprobs of one position: the sequence's own token first, then the requested best in falling order."""
+    """Logprobs of one position: the sampled token first, then the best in descending order."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Rank of that token in the whole vocabulary, 1 is best."""
+    """Rank of the sampled token in the vocabulary; 1 is best."""
 
 
 class StepResult(msgspec.Struct):
-    """What the worker computed for a plan."""
+    """Result of the worker for a plan."""
 
     token_ids: Ints
-    """The new tokens of each row of the plan with `samples`, in the plan's order; none of a pooling model."""
+    """New tokens of the sampling rows, in the plan's order; empty for a pooling model."""
     counts: Ints = _NONE
-    """How many they are: what a row drew up to the first draft that it did not. Empty: one each."""
+    """Number of new tokens of each sampling row: the accepted draft tokens and one more. Empty: one each."""
     logprobs: dict[int, list[RowLogprobs]] = {}
-    """By row, for the rows that asked, and by new token."""
+    """Logprobs of the new tokens, by row that requested them."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = {}
-    """By row: the positions that this step's chunk covered, in order."""
+    """Logprobs of the prompt positions of this step's chunk, by row."""
     pooled: dict[int, Pooled] = {}
-    """Of a pooling model, by row: for each row with `samples` what has come of its prompt."""
+    """Output of a pooling model by sampling row."""
     drafted: Ints = _NONE
-    """How many of its planned drafts each row with `samples` had; empty: all of them."""
+    """Number of planned draft tokens that each sampling row had; empty: all of them."""
     aligned: dict[int, list[int]] = {}
-    """By row whose prompt was aligned: the state of its sound at which each token begins."""
+    """Encoder state at which each token begins, by row with an aligned prompt."""
 
 
 class Pending(Protocol):
     """A step that was launched."""
 
     def ready(self, timeout_s: float) -> bool:
-        """Wait for it up to so long; whether it is done."""
+        """Wait for the step for at most `timeout_s`; return whether it is done."""
 
     def wait(self) -> StepResult:
-        """Blocks until the step is done; raises what the step raised."""
+        """Block until the step is done; raise its exception."""
 
 
 DEAD_END = "grammar"
-"""The stop_reason of an error whose cause is the request's own grammar."""
+"""stop_reason of an error that the grammar of the request caused."""
 TOO_COMPLEX = "grammar limit"
-"""The stop_reason of an error for a grammar that the grammar library could not follow to its end."""
+"""stop_reason of an error for a grammar that exceeds the limits of the grammar library."""
 
 
 class FinishReason(msgspec.Struct):
-    """Why a sequence ended."""
+    """Reason for which a sequence ended."""
 
     reason: str
     """stop | length | abort | error | repetition"""
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     keeps_last: bool = False
-    """It stopped, and not by its last token: the text was whole."""
+    """Whether a stopped sequence keeps its last token: the grammar was complete, without a stop token."""
 
 
 class FirstRun(msgspec.Struct):
-    """A request ran for the first time. Times are monotonic seconds."""
+    """First run of a request. Times are monotonic seconds."""
 
     num_cached: int
-    """Prompt tokens that the prefix cache held."""
+    """Prompt tokens found in the prefix cache."""
     queued_at: float
     scheduled_at: float
 
 
 class StepOutput(msgspec.Struct, omit_defaults=True):
-    """What a step means to the requests, in columns: `token_ids[i]` is the new token of `request_ids[i]`."""
+    """Output of a step by request, in columns: `token_ids[i]` is the new token of `request_ids[i]`."""
 
     request_ids: list[str]
     token_ids: list[int]
     counts: list[int] = []
-    """How many of the tokens, one after the other, each of the requests got. Empty: one each."""
+    """Number of consecutive tokens of each request. Empty: one each."""
     finished: dict[str, FinishReason] = {}
     logprobs: dict[str, list[RowLogprobs]] = {}
-    """By new token."""
+    """Logprobs of the new tokens."""
     drafted: dict[str, int] = {}
-    """Of requests that had drafts: how many. The tokens that they got, but the last, are those that held."""
+    """Number of draft tokens by request. All of its new tokens but the last are accepted ones."""
     prompt_logprobs: dict[str, list[RowLogprobs]] = {}
     aligned: dict[str, list[int]] = {}
     pooled: dict[str, Pooled] = {}
-    """What came of the prompts of a pooling model; each such request is among `finished`."""
+    """Outputs of a pooling model; these requests are also in `finished`."""
     admitted: dict[str, FirstRun] = {}
     """Requests that ran for the first time."""
     resumed: dict[str, float] = {}
-    """Requests that were preempted and run again: the seconds that they were away."""
+    """Seconds that resumed requests were preempted."""
     shares: dict[str, float] = {}
-    """Of requests that are timed: the seconds of this step that their tokens took, of all its tokens."""
+    """Share of the step's seconds by timed request, in proportion to its tokens."""
     at: float = 0.0
-    """When the step ended, monotonic."""
+    """Monotonic time of the end of the step."""
     stats: StepStats = msgspec.field(default_factory=StepStats)
 
     def by_request(self) -> Iterator[tuple[str, list[int]]]:
-        """The new tokens of each."""
+        """Yield the new tokens of each request."""
         if not self.counts:
             return zip(self.request_ids, ([token_id] for token_id in self.token_ids), strict=True)
         tokens = iter(self.token_ids)

@@ -1,4 +1,4 @@
-"""PoolingParams: what a request to a pooling model may ask for; Pooled: what comes of it."""
+"""PoolingParams: parameters of a request to a pooling model; Pooled: its output."""
 
 from typing import Any, Literal, Self, get_args
 
@@ -14,25 +14,24 @@ TASKS: tuple[str, ...] = get_args(Task)
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True):
-    """What is made of a prompt's hidden states. Construction validates; the frontend fills in what the model
-    says."""
+    """Pooling parameters, validated on construction; the frontend fills in the defaults of the model."""
 
     use_activation: bool | None = None
-    """Embeddings: their length becomes 1. Classes: logits become probabilities. None: as the model says."""
+    """Whether to normalize embeddings, or to convert logits to probabilities. None: the model's default."""
     dimensions: int | None = None
-    """Only the first so many numbers of an embedding, for models that were trained for it."""
+    """Dimensions of a shortened embedding, for Matryoshka models."""
     normalize: bool | None = None
     """The older name of `use_activation`."""
     task: Task | None = None
-    """None: what is called for (`LLM.embed`, `LLM.classify`)."""
+    """Pooling task; None: that of the call (`LLM.embed`, `LLM.classify`)."""
     step_tag_id: int | None = None
-    """Of pooling of the type STEP: only these tokens have an answer. None: as the model says."""
+    """Token with an output, for the pooling type STEP. None: the model's default."""
     returned_token_ids: list[int] | None = None
-    """Of the same: which numbers of an answer are given out, before their activation."""
+    """Logits to return for the pooling type STEP, selected before the activation."""
     skip_reading_prefix_cache: bool | None = None
-    """None means: only where tokens' own states are asked for, which are never read from there."""
+    """Whether to skip the prefix cache. None: only for tasks by token, which need all hidden states."""
     second_start: int | None = None
-    """Internal: where the second of two texts begins, for models that tell them apart."""
+    """Internal: start of the second of two texts, for models with token types."""
 
     def __post_init__(self) -> None:
         for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):
@@ -62,7 +61,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
 
     @property
     def is_by_token(self) -> bool:
-        """Whether each token has an answer of its own."""
+        """Whether each token has an output."""
         return self.task in ("token_embed", "token_classify")
 
     def clone(self) -> Self:
@@ -74,7 +73,7 @@ def _is_id(value: Any) -> bool:
 
 
 class Pooled(msgspec.Struct):
-    """Numbers on their way from the worker to whoever asked."""
+    """A serializable array of float32, from the worker to the API process."""
 
     data: bytes
     """float32"""

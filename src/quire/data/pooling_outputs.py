@@ -1,4 +1,4 @@
-"""What a caller gets back from a pooling model: vectors, embeddings, probabilities, scores."""
+"""Outputs of pooling models: vectors, embeddings, probabilities, scores."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -10,14 +10,14 @@ Out = TypeVar("Out")
 
 @dataclass
 class PoolingOutput:
-    """The numbers that were pooled: one vector, or one for each token."""
+    """The pooled data: one vector, or one for each token."""
 
     data: Floats
 
 
 @dataclass
 class EmbeddingOutput:
-    """A text as a vector."""
+    """Embedding of a text."""
 
     embedding: list[float]
 
@@ -28,7 +28,7 @@ class EmbeddingOutput:
 
 @dataclass
 class ClassificationOutput:
-    """How likely each class is; the logits where no activation was asked for."""
+    """Probability of each class; logits if no activation was requested."""
 
     probs: list[float]
 
@@ -39,14 +39,14 @@ class ClassificationOutput:
 
 @dataclass
 class ScoringOutput:
-    """How well two texts fit."""
+    """Similarity score of two texts."""
 
     score: float
 
 
 @dataclass
 class PoolingRequestOutput(Generic[Out]):
-    """A request and what was pooled of it."""
+    """A request and its pooled output."""
 
     request_id: str
     outputs: Out
@@ -54,7 +54,7 @@ class PoolingRequestOutput(Generic[Out]):
     num_cached_tokens: int
     finished: bool
     error: Exception | None = None
-    """Why the request failed; None for one that did not. `LLM` raises it."""
+    """Error of a failed request, which `LLM` raises; else None."""
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):

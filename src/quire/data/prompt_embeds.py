@@ -1,4 +1,4 @@
-"""Embeds: the vectors of a prompt, which stand in place of token ids."""
+"""Prompt embeddings, which replace token ids."""
 
 import hashlib
 from typing import Any
@@ -10,24 +10,24 @@ from numpy.typing import NDArray
 KEY_BYTES = 16
 
 Rows = NDArray[Any]
-"""[tokens, hidden] of float32 or float16; numbers of bfloat16 as their bits."""
+"""Array [tokens, hidden] of float32 or float16; bfloat16 as bits in uint16."""
 
 
 class PromptEmbeds(msgspec.Struct, frozen=True, eq=False):
-    """A vector for each token of a prompt, as it goes into the first layer."""
+    """Input embedding of the first layer for each token of a prompt."""
 
     dtype: str
     """float32 | float16 | bfloat16"""
     hidden: int
     data: bytes
-    """[tokens, hidden], row by row."""
+    """Bytes of [tokens, hidden]."""
     keys: bytes
-    """KEY_BYTES for each vector, the same for the same ones: what the prefix cache knows them by."""
+    """Hash of KEY_BYTES for each vector, for the prefix cache."""
 
     @classmethod
     def of(cls, dtype: str, rows: Rows) -> "PromptEmbeds":
         rows = np.ascontiguousarray(rows)
-        person = dtype.encode()  # the same bits are other numbers in another type
+        person = dtype.encode()  # equal bits of another dtype have another hash
         keys = (hashlib.blake2b(row, digest_size=KEY_BYTES, person=person).digest() for row in rows)
         return cls(dtype, rows.shape[1], rows.tobytes(), b"".join(keys))
 
@@ -38,11 +38,11 @@ class PromptEmbeds(msgspec.Struct, frozen=True, eq=False):
         return self.keys[start * KEY_BYTES : end * KEY_BYTES]
 
     def rows(self, start: int, end: int) -> bytearray:
-        """Those vectors' numbers."""
+        """Return the bytes of these vectors."""
         row_bytes = len(self.data) // len(self)
         return bytearray(memoryview(self.data)[start * row_bytes : end * row_bytes])
 
     def marks(self) -> list[int]:
-        """A number for each vector, as a token has its id: where the like of it went is found by them."""
+        """Return a number for each vector in place of a token id, for prefix matching by the router."""
         marks: list[int] = (np.frombuffer(self.keys, np.uint64)[::2] >> np.uint64(32)).tolist()
         return marks

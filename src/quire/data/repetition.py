@@ -12,9 +12,9 @@ _MAX_COPIES = 1 << 40
 
 
 def find_repetition(token_ids: Sequence[int], params: RepetitionDetectionParams) -> bool:
-    """Return whether the tokens end in `min_count` copies of one pattern of the wanted sizes.
+    """Return whether the tokens end in `min_count` copies of one pattern of the requested sizes.
 
-    This is the definition. `RepetitionCounts` gives the same answers with less work per token.
+    This is the reference. `RepetitionCounts` returns the same results with less work per token.
     """
     sizes = range(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
     for size in sizes:
@@ -48,7 +48,7 @@ class RepetitionCounts:
 
     def is_repetition(self, output: NDArray[np.integer]) -> bool:
         """Return whether the output, which usually has one more token than at the last call, ends in a
-        repetition. Any other output, such as the first behind `min_tokens`, is counted from its start."""
+        repetition. Any other output, such as the first after `min_tokens`, is counted from its start."""
         num_seen = self._num_seen
         if len(output) == num_seen + 1 and (not num_seen or output[-2] == self._last):
             self._add_last(output)

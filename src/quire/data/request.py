@@ -1,4 +1,4 @@
-"""Request: one sequence to continue, as it travels to the core and as the scheduler keeps it."""
+"""Request: one sequence, as it is sent to the engine core and stored by the scheduler."""
 
 import msgspec
 
@@ -11,62 +11,62 @@ from quire.data.repetition import RepetitionCounts
 
 
 class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
-    """One sequence, and where the scheduler stands with it."""
+    """One sequence with its scheduling state."""
 
     id: str
     tokens: list[int]
-    """Prompt, then output. Sequences of one prompt share the list until they have output of their own: it is
-    replaced, never changed."""
+    """Prompt, then output. Sequences of one prompt share the list until they have output: it is replaced,
+    never modified."""
     params: SamplingParams
     prompt_len: int
     limit: int
-    """The sequence ends when it has this many tokens (max_tokens and max_model_len, whichever is first)."""
+    """Number of tokens at which the sequence ends (the minimum of max_tokens and max_model_len)."""
     seed: int
     eos_id: int = -1
-    """The id that ends the sequence without being named as stop_reason; -1 with ignore_eos."""
+    """eos token id, which is not reported as stop_reason; -1 with ignore_eos."""
     priority: int = 0
     arrived_at: float = 0.0
-    """Wall clock, at the front."""
+    """Wall-clock time of arrival in the API process."""
     cache_salt: str | None = None
     timed: bool = False
-    """Whether its share of every step is told."""
+    """Whether its share of every step time is reported."""
     embeds: PromptEmbeds | None = None
-    """The prompt as vectors; its tokens are zeros then, and stand for nothing."""
+    """Prompt embeddings; the prompt tokens are zeros then."""
     media: Media | None = None
-    """Images, videos and sounds of the prompt; its tokens have their spans."""
+    """Images, videos and audio of the prompt, with placeholders among the tokens."""
     lora: LoRARequest | None = None
-    """The adapter that it is answered with."""
+    """LoRA adapter of the request."""
     top_id: int = 0
-    """The largest token id that it names, if the model does not have it: its adapter must."""
+    """Largest token id of the request if it exceeds the model's vocabulary: the adapter must have it."""
     tenant: int = 0
-    """Whose it is, where tokens are shared by key; 0: nobody's in particular."""
+    """Tenant of the request, where tokens are shared fairly by API key; 0: none."""
     weight: float = 1.0
-    """What that tenant's share is measured by."""
+    """Weight of the tenant's share."""
     pooling: PoolingParams | None = None
-    """For a pooling model: the sequence ends with its prompt, and a vector comes of it in place of tokens."""
+    """Parameters for a pooling model: the sequence ends with its prompt and has a pooled output."""
 
-    # What follows belongs to the scheduler. A request that a dead core began brings `has_run`, `num_cached`,
-    # `num_prompt_logprobs` and, in `tokens`, its output so far.
+    # The fields below belong to the scheduler. A request that is resumed after the death of its core has
+    # `has_run`, `num_cached`, `num_prompt_logprobs` and, in `tokens`, its output so far.
     row: int = -1
     num_preemptions: int = 0
     preempted_at: float = 0.0
-    """Monotonic; 0 unless it waits to come back."""
+    """Monotonic time of its preemption; 0 unless it waits to be resumed."""
     has_run: bool = False
-    """Whether it had a row before, and its front knows."""
+    """Whether it had a row before, which was reported to the API process."""
     num_cached: int = 0
-    """Prompt tokens that the prefix cache held when it first ran."""
+    """Prompt tokens found in the prefix cache when it first ran."""
     num_prompt_logprobs: int = 0
-    """Prompt positions whose logprobs have been delivered."""
+    """Prompt positions with delivered logprobs."""
     adapter_digest: bytes = b""
-    """Of its adapter's contents, once that was read."""
+    """Digest of its LoRA adapter, once that is loaded."""
     block_keys: list[bytes] = []
     """Prefix-cache keys of the full blocks hashed so far."""
     queued_at: float = 0.0
-    """Monotonic."""
+    """Monotonic time at which it was queued."""
     stop_ids: frozenset[int] = frozenset()
-    """`params.stop_token_ids`, for a lookup per token."""
+    """`params.stop_token_ids` as a set, for a fast lookup per token."""
     repetition: RepetitionCounts | None = None
-    """What `params.repetition_detection` has counted."""
+    """State of `params.repetition_detection`."""
 
     def prepare_stops(self) -> None:
         """Set the two fields above from the params, once."""
@@ -82,6 +82,6 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
 
     @property
     def held_ids(self) -> tuple[int, ...]:
-        """The ids that must not be sampled before min_tokens: whatever could end the sequence."""
+        """Return the ids that must not be sampled before min_tokens: those that end the sequence."""
         ids = list(self.params.stop_token_ids or ())
         return tuple(ids if self.eos_id < 0 else [self.eos_id, *ids])

@@ -1,4 +1,4 @@
-"""Numbers about the engine and its requests: what metrics and log lines are made of."""
+"""Statistics of the engine and its requests, for metrics and log lines."""
 
 from dataclasses import dataclass, field
 
@@ -8,40 +8,40 @@ from quire.data.params import SamplingParams
 
 
 class StepStats(msgspec.Struct):
-    """The engine after a step; what metrics and the log line are made of."""
+    """Statistics of the engine after a step, for metrics and the log line."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_deferred: int = 0
-    """Of these, the ones that wait for something of their own: a grammar, an adapter."""
+    """Waiting requests that are not ready: they wait for a grammar or a LoRA adapter."""
     kv_usage: float = 0.0
     sleep_level: int = 0
     num_computed_tokens: int = 0
-    """Tokens that went through the model in this step."""
+    """Tokens that the model computed in this step."""
     num_prompt_tokens: int = 0
-    """Prompt tokens of the requests that got their first token, cached ones counted in."""
+    """Prompt tokens of the requests that got their first token, including cached ones."""
     num_cached_tokens: int = 0
-    """Of these, tokens that the prefix cache held."""
+    """Prompt tokens of these that were found in the prefix cache."""
     num_sampled_tokens: int = 0
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache, counted when a request is first admitted."""
     prefix_hits: int = 0
     num_preempted: int = 0
     num_drafts: int = 0
-    """Rows that had drafts in this step."""
+    """Rows with draft tokens in this step."""
     num_draft_tokens: int = 0
     held_by_place: list[int] = []
-    """Of those rows: how many kept their first draft, their second, ..."""
+    """Number of these rows that accepted their first draft token, their second, ..."""
     running_adapters: list[str] = []
-    """Names of those that requests run with,"""
+    """Names of LoRA adapters of running requests."""
     waiting_adapters: list[str] = []
-    """and of those that requests wait for."""
+    """Names of LoRA adapters of waiting requests."""
 
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """When a sequence passed its stations, monotonic seconds; 0.0 where it never came. How long it had to
-    make way, and what it took of the steps."""
+    """Times of a sequence in monotonic seconds (0.0: not reached), and its preemptions, step share and draft
+    tokens."""
 
     queued_at: float = 0.0
     scheduled_at: float = 0.0
@@ -50,23 +50,23 @@ class SequenceTimes:
     preempted_s: float = 0.0
     num_preemptions: int = 0
     step_share_s: float = 0.0
-    """Of a sequence that is timed."""
+    """Share of the step times, if the sequence is timed."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_held: int = 0
-    """Of those."""
+    """Accepted draft tokens."""
 
 
 @dataclass(slots=True)
 class FinishedSequence:
-    """The facts of a sequence that ended, for the metrics."""
+    """Facts of a finished sequence, for the metrics."""
 
     reason: str
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached: int
     longest: int | None
-    """Most tokens of any sequence of the request, set on the last of them to end."""
+    """Largest number of tokens of any sequence of the request, set on the last one to end."""
     params: SamplingParams
     arrived_at: float
     times: SequenceTimes
@@ -74,11 +74,11 @@ class FinishedSequence:
 
 @dataclass(slots=True)
 class FrontStats:
-    """What a step meant to the requests, seen from the front."""
+    """Statistics of steps in the API process."""
 
     num_tokens: int = 0
-    """Tokens that reached a request; those computed behind a stop string do not."""
+    """Tokens that were delivered; those computed after a stop string are not."""
     first_token_s: list[float] = field(default_factory=list)
-    """From arrival to first token, of the requests that got theirs."""
+    """Times from arrival to the first token."""
     between_tokens_s: list[float] = field(default_factory=list)
     finished: list[FinishedSequence] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Where the time of a request went."""
+"""Timeline of a request for users."""
 
 from collections.abc import Iterable
 
@@ -8,26 +8,26 @@ from quire.data.outputs import RequestStateStats
 
 
 class RequestTimeline(msgspec.Struct):
-    """The time of a request, from arrival to end, as it is told to users."""
+    """Times of a request from arrival to end, as reported to users."""
 
     total_ms: float
     queue_ms: float
-    """In the scheduler's line, before it first ran."""
+    """Time in the queue before it was first scheduled."""
     prefill_ms: float
-    """From then to its first token."""
+    """Time from there to the first token."""
     decode_ms: float
-    """From its first token to its last."""
+    """Time from the first to the last token."""
     preempted_ms: float
-    """Of prefill and decode: without its row, which another took. Of all sequences together."""
+    """Part of prefill and decode for which it was preempted; the sum of all sequences."""
     num_preemptions: int
     cached_tokens: int
-    """Of the prompt, found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     step_share_ms: float
-    """What its tokens took of the steps that they were in, which others shared."""
+    """Share of the step times, in proportion to its tokens."""
     draft_tokens: int = 0
-    """That were guessed ahead,"""
+    """Proposed draft tokens."""
     accepted_tokens: int = 0
-    """and those of them that held."""
+    """Accepted draft tokens."""
 
     @classmethod
     def of(cls, stats: RequestStateStats, num_cached: int) -> "RequestTimeline":
@@ -46,26 +46,26 @@ class RequestTimeline(msgspec.Struct):
 
     @classmethod
     def joined(cls, parts: Iterable["RequestTimeline"]) -> "RequestTimeline":
-        """Of requests that ran side by side: the longest of each wait, the sum of what they had."""
+        """Merge the timelines of concurrent requests: the maximum of each time, the sum of each count."""
         first, *others = parts
-        for each in others:
+        for other in others:
             first = cls(
-                max(first.total_ms, each.total_ms),
-                max(first.queue_ms, each.queue_ms),
-                max(first.prefill_ms, each.prefill_ms),
-                max(first.decode_ms, each.decode_ms),
-                first.preempted_ms + each.preempted_ms,
-                first.num_preemptions + each.num_preemptions,
-                first.cached_tokens + each.cached_tokens,
-                first.step_share_ms + each.step_share_ms,
-                first.draft_tokens + each.draft_tokens,
-                first.accepted_tokens + each.accepted_tokens,
+                max(first.total_ms, other.total_ms),
+                max(first.queue_ms, other.queue_ms),
+                max(first.prefill_ms, other.prefill_ms),
+                max(first.decode_ms, other.decode_ms),
+                first.preempted_ms + other.preempted_ms,
+                first.num_preemptions + other.num_preemptions,
+                first.cached_tokens + other.cached_tokens,
+                first.step_share_ms + other.step_share_ms,
+                first.draft_tokens + other.draft_tokens,
+                first.accepted_tokens + other.accepted_tokens,
             )
         return first
 
 
 def _between(start: float, end: float) -> float:
-    """0 where it never came to one of them."""
+    """Return the difference in ms; 0 if one of the times was never reached."""
     return _ms(end - start) if start and end else 0.0
 
 

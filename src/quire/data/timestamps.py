@@ -1,23 +1,23 @@
-"""Moments: the tokens by which a model tells the time."""
+"""Timestamp tokens, and the alignment of tokens with audio."""
 
 import msgspec
 
 
 class TimestampTokens(msgspec.Struct, frozen=True):
-    """Where they are in the vocabulary, all behind whatever else there is, and how the first is limited."""
+    """Timestamp tokens, which are the last of the vocabulary, and the limit of the first one."""
 
     zero: int
-    """That of 0 seconds; the token before it says that none is told."""
+    """Token of 0 seconds; the token before it is `<|notimestamps|>`."""
     end: int
-    """What ends an answer: texts are below it."""
+    """eos token; text tokens are below it."""
     max_first: int | None = None
-    """How many moments after 0 seconds the first may be at most; None: any number."""
+    """Largest first timestamp, as a number of timestamp tokens after 0 seconds; None: no limit."""
 
 
 class AlignmentHeads(msgspec.Struct, frozen=True):
-    """A prompt of which somebody wants to know when each of its tokens was said."""
+    """Request to align the tokens of a prompt with the audio."""
 
     first: int
-    """Where these begin; those in front are what the model was asked."""
+    """Start of the tokens to align; those before are the transcription prompt."""
     num_states: int
-    """Of its sound: what is behind is silence."""
+    """Number of encoder states of the audio; later ones are silence."""

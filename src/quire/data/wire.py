@@ -1,4 +1,4 @@
-"""What crosses the socket between API processes and core: tagged structs in msgpack, never a pickle."""
+"""Messages between API processes and the engine core: tagged structs in msgpack, never a pickle."""
 
 from typing import Any
 
@@ -11,27 +11,27 @@ from quire.data.stats import StepStats
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """An API process is there and wants to know when the core is."""
+    """First message of an API process, which the core answers with Ready."""
 
     token: str = ""
-    """The secret of the deployment: without it, nothing else that the process sends is read."""
+    """Secret of the deployment; without it the core ignores the process."""
 
 
 class Add(msgspec.Struct, tag="add", omit_defaults=True):
-    """Sequences to continue. Those of one prompt share it: it travels once, and is stored once."""
+    """Sequences to run. Those of one prompt share it: it is sent and stored once."""
 
     requests: list[Request]
     siblings: list[tuple[str, int]] = []
     """Id and seed of further sequences of the first request's prompt."""
     sibling_params: SamplingParams | None = None
-    """Their params, where those are not the first's."""
+    """Params of the siblings, if they differ from the first's."""
 
     @classmethod
     def of(cls, requests: list[Request]) -> "Add":
-        """The sequences of one prompt."""
+        """Build the message for the sequences of one prompt."""
         first, *others = requests
         differ = bool(others) and others[0].params is not first.params
-        return cls([first], [(each.id, each.seed) for each in others], others[0].params if differ else None)
+        return cls([first], [(r.id, r.seed) for r in others], others[0].params if differ else None)
 
     def all(self) -> list[Request]:
         if not self.siblings:
@@ -46,13 +46,13 @@ class Add(msgspec.Struct, tag="add", omit_defaults=True):
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """Nobody waits for these any more."""
+    """End requests that have no client any more."""
 
     request_ids: list[str]
 
 
 class ControlCall(msgspec.Struct, tag="call"):
-    """Ask the core for something that is no request; answered by a Reply with the same number."""
+    """Call of a control method, which the core answers with a Reply of the same number."""
 
     number: int
     method: str
@@ -60,56 +60,56 @@ class ControlCall(msgspec.Struct, tag="call"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The core runs. Sent once to every API process that said Hello."""
+    """The core is ready. Sent once to every API process that sent Hello."""
 
     pid: int
     max_model_len: int
     num_blocks: int
     num_tokens: int
-    """That fit into the cache."""
+    """Number of tokens that fit into the KV cache."""
     start_s: float = 0.0
     """Seconds that the core took to load the model and to warm up."""
 
 
-class Stepped(msgspec.Struct, tag="stepped"):
-    """A step's outputs, as far as they concern this API process."""
+class StepDone(msgspec.Struct, tag="stepped"):
+    """Output of a step for this API process."""
 
     output: StepOutput
 
 
-class Beat(msgspec.Struct, tag="beat"):
-    """The core is alive: sent when nothing else was for a while."""
+class Heartbeat(msgspec.Struct, tag="beat"):
+    """Heartbeat of the core, sent when there was no other message for a while."""
 
     stats: StepStats
     stalled_s: float = 0.0
-    """For how long there was work and no step ended; 0 when there is none."""
+    """Seconds for which there was work and no step ended; 0 without work."""
     num_resets: int = 0
-    """How often all were told to forget what they keep of images, videos and sounds."""
+    """Number of resets of the multimodal caches so far."""
     page: bytes = b""
-    """The core's page of metrics, now and then, where the API process has none of it: on another machine."""
+    """Metrics page of the core, sent periodically to API processes on other machines."""
 
 
 class Reply(msgspec.Struct, tag="reply"):
-    """The answer to a Call."""
+    """Answer to a ControlCall."""
 
     number: int
     value: Any = None
     error: str = ""
-    """In place of a value."""
+    """Error message, in place of a value."""
     is_request: bool = False
-    """Whether the error is the caller's."""
+    """Whether the error is a RequestError."""
     param: str | None = None
 
 
 class Missing(msgspec.Struct, tag="missing"):
-    """A request that was not added: it has items whose arrays are not here, though they were to be."""
+    """A request was not added, because the core lacks the arrays of its items."""
 
     request_id: str
-    """The first of its prompt."""
+    """Id of the first sequence of its prompt."""
 
 
 ToCore = Hello | Add | Abort | ControlCall
-FromCore = Ready | Stepped | Beat | Reply | Missing
+FromCore = Ready | StepDone | Heartbeat | Reply | Missing
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode

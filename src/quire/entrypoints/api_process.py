@@ -29,10 +29,10 @@ from quire.logs import get_logger
 from quire.metrics import EngineMetrics, MetricsLayout, MetricsPages
 from quire.metrics.keys import KeyPages
 from quire.server.api_keys import key_names
-from quire.server.http.accept import Hand
+from quire.server.http.accept import ConnectionHandle
 from quire.server.lora.registry import LoRARegistry
 from quire.server.settings import ServerSettings
-from quire.system.process import adopt, calm_allocator, calm_collector
+from quire.system.process import adopt, tune_allocator, tune_garbage_collector
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ def make_engine(
     keys: KeyPages | None = None,
     num_api: int = 1,
 ) -> AsyncEngine:
-    """Build the engine client of one of `num_api` API processes; the cores at `addresses`, by rank, expect
-    the `token`."""
+    """Build the engine client of an API process; the cores at `addresses`, by rank, expect the `token`."""
     model, tokenizer = config.model, open_tokenizer(config)
     facts = _build_facts(config, num_cores=len(addresses))
     inputs = InputProcessor(
@@ -128,7 +127,7 @@ def run_api(
     index: int,
     config: EngineConfig,
     settings: ServerSettings,
-    entrance: socket.socket | Hand,
+    entrance: socket.socket | ConnectionHandle,
     addresses: Mapping[int, str | Path],
     token: str,
     metrics_file: Path,
@@ -140,7 +139,7 @@ def run_api(
     """Run an API process, which accepts on a socket or receives connections. Send None to `parent` when it is
     ready, or a one-line error."""
     adopt(f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer")
-    calm_allocator()
+    tune_allocator()
     try:
         names = key_names(settings.keys)
         keys = KeyPages(names, key_file, process=index) if names else None
@@ -183,7 +182,7 @@ def run_api(
 async def _serve(
     engine: AsyncEngine,
     settings: ServerSettings,
-    entrance: socket.socket | Hand,
+    entrance: socket.socket | ConnectionHandle,
     *,
     is_first: bool,
     parent: connection.Connection,
@@ -200,8 +199,8 @@ async def _serve(
         serve(
             settings,
             engine,
-            None if isinstance(entrance, Hand) else [entrance],
-            hand=entrance if isinstance(entrance, Hand) else None,
+            None if isinstance(entrance, ConnectionHandle) else [entrance],
+            hand=entrance if isinstance(entrance, ConnectionHandle) else None,
             announce=is_first,
             on_serving=began.set_result,
             keys=keys,
@@ -227,7 +226,7 @@ async def _report_ready(
 ) -> None:
     """Report to `parent` that this process is ready: it serves, and `reader` has loaded all adapters."""
     application = await began
-    calm_collector()
+    tune_garbage_collector()
     if reader is not None:
         await reader.ready()
         await application.api.adapters.read_all()

@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 
 from quire.config.data_parallel import local_ranks
 from quire.config.engine import EngineConfig
-from quire.config.mm_caches import keeps_values
+from quire.config.mm_caches import engine_holds_values
 from quire.core.process import CoreAddress, config_of_rank, core_name, run_core
 from quire.entrypoints.api_process import make_engine
 from quire.errors import ConfigError
@@ -35,7 +35,9 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
         if len(ranks) != config.parallel.data_parallel_size:
             raise ConfigError("without a server all data-parallel ranks must run on this machine")
         MetricsPages.create(metrics_file, layout, num_api=1, num_engines=len(ranks))
-        keeps_media = keeps_values(config.multimodal, config.parallel, num_api=1, num_engines=len(ranks))
+        keeps_media = engine_holds_values(
+            config.multimodal, config.parallel, num_api=1, num_engines=len(ranks)
+        )
         token = new_token()
         core_addresses = {
             rank: CoreAddress(

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.config.mm_caches import cache_alone
+from quire.config.mm_caches import in_process_cache_kind
 from quire.configure import cache_info, eos_ids, open_grammars, open_tokenizer
 from quire.core.build import build_core
 from quire.core.control import Operator, done
@@ -47,7 +47,9 @@ class LocalEngine:
             max_prompt_len=config.scheduler.max_prompt_len,
             pooling=config.pooling,
             embeds=embeds_reader(config),
-            media=media_reader(config, self.tokenizer, cache=cache_alone(config.multimodal, config.parallel)),
+            media=media_reader(
+                config, self.tokenizer, cache=in_process_cache_kind(config.multimodal, config.parallel)
+            ),
             grammars=grammars,
             enable_lora=config.lora.enable_lora,
             num_own=config.lora.lora_extra_vocab_size,

@@ -13,12 +13,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.config.data_parallel import Topology, lay_out
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.expert_parallel import steps_together
-from quire.config.mm_caches import keeps_values
+from quire.config.mm_caches import engine_holds_values
 from quire.configure import configure
 from quire.core.process import CoreAddress, config_of_rank, core_name, run_core
 from quire.entrypoints.api_process import run_api
@@ -29,7 +29,7 @@ from quire.logs import get_logger
 from quire.metrics import MetricsLayout, MetricsPages
 from quire.metrics.keys import KeyPages
 from quire.server.api_keys import key_names
-from quire.server.http.accept import Dealer
+from quire.server.http.accept import ConnectionDealer
 from quire.server.http.sockets import bind
 from quire.server.lora.modules import check_modules
 from quire.server.lora.registry import LoRARegistry
@@ -63,9 +63,9 @@ class Supervisor:
         if self.listener is not None and not settings.http.uds:
             taken = replace(self.settings.http, port=self.listener.getsockname()[1])
             self.settings = replace(self.settings, http=taken)
-        self.dealer: Dealer | None = None
+        self.dealer: ConnectionDealer | None = None
         if self.listener is not None and topology.num_api > 1:
-            self.dealer = Dealer(self.listener, self.folder / "closed", topology.num_api)
+            self.dealer = ConnectionDealer(self.listener, self.folder / "closed", topology.num_api)
         self.context = multiprocessing.get_context("spawn")
         self.token = self._choose_token()
         self.addresses = self._local_addresses()
@@ -156,7 +156,7 @@ class Supervisor:
             num_pages=len(engines),
             index=rank - self.topology.local.start,
             num_local=len(self.topology.local),
-            keeps_media=keeps_values(
+            keeps_media=engine_holds_values(
                 self.config.multimodal,
                 self.config.parallel,
                 num_api=self.topology.num_api,
@@ -282,7 +282,7 @@ class Supervisor:
             layout, address.metrics_file, engine=address.page, num_engines=address.num_pages
         ).clear_gauges()
 
-    def _deal_connections(self, dealer: Dealer) -> None:
+    def _deal_connections(self, dealer: ConnectionDealer) -> None:
         """Distribute connections to the API processes that are serving."""
         for index, child in enumerate(self.apis):
             if child.is_up:
@@ -342,7 +342,7 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    values = given_from(args)
+    values = engine_args_from(args)
     if args.model_tag is not None and values.setdefault("model", args.model_tag) != args.model_tag:
         raise ConfigError(f"two models: {args.model_tag!r} and --model {values['model']!r}; give one")
     settings = server_settings(args, Env.read(os.environ))

@@ -11,7 +11,7 @@ import msgspec
 from quire.config.args import EngineArgs
 from quire.config.engine import EngineConfig
 from quire.config.generation import default_sampling
-from quire.config.unsupported import refuse
+from quire.config.unsupported import check_supported
 from quire.configure import configure
 from quire.data.lora import LoRARequest
 from quire.data.outputs import BeamSearchOutput, RequestOutput
@@ -32,7 +32,7 @@ from quire.frontend.inputs import Prompt, PromptType
 from quire.frontend.outputs import AnyOutput
 from quire.frontend.pooling import NO_TASK, cosine, pairs, pools, reads_pairs
 from quire.frontend.progress import Progress, TokenBar, with_bar
-from quire.frontend.score_inputs import called, compared, embedded
+from quire.frontend.score_inputs import cross_encoder_prompts, embed_prompt, named_inputs
 from quire.logs import get_logger
 from quire.metrics import Metric
 from quire.text.tokenizer import Tokenizer
@@ -289,12 +289,13 @@ class LLM:
         pooling, inputs = pools(self.config.pooling, "LLM.score()"), self.llm_engine.inputs
         firsts, seconds = _as_list(data_1), _as_list(data_2)
         if not reads_pairs(pooling):
-            bar = with_bar(called(firsts, seconds), "Rendering prompts", use_tqdm)
-            parsed = [embedded(inputs, name, item, tokenization_kwargs) for name, item in bar]
+            bar = with_bar(named_inputs(firsts, seconds), "Rendering prompts", use_tqdm)
+            parsed = [embed_prompt(inputs, name, item, tokenization_kwargs) for name, item in bar]
             outputs = self._pool(parsed, pooling_params, "embed", use_tqdm, lora_request)
             closest = pairs(outputs[: len(firsts)], outputs[len(firsts) :])
             return [ScoringRequestOutput.from_base(cosine(*item)) for item in closest]
-        parsed = compared(inputs, firsts, seconds, read_template(chat_template) or self._template)
+        template = read_template(chat_template) or self._template
+        parsed = cross_encoder_prompts(inputs, firsts, seconds, template)
         outputs = self._pool(parsed, pooling_params, "classify", use_tqdm, lora_request)
         return [ScoringRequestOutput.from_base(item) for item in outputs]
 
@@ -373,8 +374,7 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the defaults for requests without params: the model's generation_config.json, or neutral
-        values."""
+        """Return the default params: the model's generation_config.json, or neutral values."""
         return SamplingParams(**self._defaults)
 
     def get_metrics(self) -> list[Metric]:
@@ -451,7 +451,7 @@ def _open_engine(config: EngineConfig) -> "LocalEngine | MultiCoreEngine":
 
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
-        refuse("call argument", name, value)
+        check_supported("call argument", name, value)
 
 
 def _as_list(prompts: Any) -> list[Any]:

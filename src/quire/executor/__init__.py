@@ -1,4 +1,4 @@
-"""Executors: how plans reach the workers. Importing this imports no torch."""
+"""Executors send plans to the workers. Importing this package does not import torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,13 +11,13 @@ from quire.registry import LazyTable
 
 
 class Executor(Protocol):
-    """What the engine asks of the workers."""
+    """The interface of the engine core to its workers."""
 
     def start(self) -> CacheSize: ...
 
     def submit(self, plan: StepPlan) -> Pending:
-        """Launch a step; it may still run when this returns. Plans take effect in the order of submission,
-        and what this raises is the failure of the step."""
+        """Launch a step; it may still run when this returns. Plans take effect in the order of submission. An
+        exception is the failure of the step."""
 
     def call(
         self,
@@ -26,18 +26,18 @@ class Executor(Protocol):
         kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a public method of every worker, behind the plans that were submitted; what they returned, in
-        the order of ranks. A function, which is given the worker, only reaches one of this process."""
+        """Call a public method of every worker, after the submitted plans, and return the results by rank. A
+        function, which gets the worker as argument, works only with a worker in this process."""
 
     def draw(self, masks: Masks) -> None:
-        """What the confined rows of the last plan may sample. It comes before the next plan, and before
-        anybody waits for the step."""
+        """Sample the constrained rows of the last plan under `masks`. Must be called before the next plan,
+        and before the step is waited for."""
 
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
-        """Have every worker read an adapter while steps go on. Somebody watches until it is done."""
+        """Read an adapter on every worker while steps run. `watch` must be called until it is done."""
 
     def drop(self, name: str) -> None:
-        """Have them forget one, behind what was fetched before."""
+        """Drop an adapter on every worker, after earlier reads of it."""
 
     def watch(self) -> None:
         """Raise EngineDead if a worker is gone."""
@@ -47,7 +47,7 @@ class Executor(Protocol):
 
 
 class Refused:
-    """A step that failed when it was submitted."""
+    """A step that failed at submission."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

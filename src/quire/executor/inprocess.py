@@ -1,4 +1,4 @@
-"""The executor of a single device: the worker lives in this very process."""
+"""The executor of a single device, with the worker in this process."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quire.config.engine import EngineConfig
-from quire.config.expert_parallel import meeting_of, steps_together
+from quire.config.expert_parallel import process_group_address, steps_together
 from quire.config.parallel import Rank
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, StepPlan
@@ -30,7 +30,7 @@ class InProcessExecutor:
         self._worker = Worker(config, _meet(config))
 
     def start(self) -> CacheSize:
-        """Load the model and set up its cache; how large the cache came out."""
+        """Load the model, allocate its cache, and return the size of the cache."""
         return self._worker.start()
 
     def submit(self, plan: StepPlan) -> Pending:
@@ -43,7 +43,7 @@ class InProcessExecutor:
         kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """However long it takes."""
+        """Call a method or function without a time limit."""
         if callable(method):
             return [method(self._worker, *args, **(kwargs or {}))]
         return [invoke(self._worker, method, args, kwargs or {})]
@@ -58,7 +58,7 @@ class InProcessExecutor:
         self._reading.drop(name)
 
     def watch(self) -> None:
-        """It is here."""
+        """Return: a worker in this process cannot be gone."""
 
     @cached_property
     def _reading(self) -> AdapterReading:
@@ -71,18 +71,18 @@ class InProcessExecutor:
 
 
 def _meet(config: EngineConfig) -> World:
-    """Alone, or with the devices of other engines that have some of the experts."""
+    """Return a world of one rank, or join the engines that share experts."""
     parallel = config.parallel
     if not steps_together(parallel):
         return World()
     if interface := interface_to(parallel.data_parallel_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rank, device = Rank(dp=parallel.data_parallel_rank or 0), torch.device(config.machine.device)
-    meeting, timeout_s = meeting_of(parallel), parallel.distributed_timeout_seconds
+    meeting, timeout_s = process_group_address(parallel), parallel.distributed_timeout_seconds
     try:
         return join(parallel, rank, meeting, device, timeout_s)
     except RuntimeError as error:
         raise EngineDead(
-            f"engine {rank.dp} did not meet those with the other experts at {meeting} within {timeout_s} s: "
+            f"engine {rank.dp} did not reach the other engines at {meeting} within {timeout_s} s: "
             f"{str(error).splitlines()[0]}"
         ) from error

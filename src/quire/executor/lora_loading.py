@@ -1,4 +1,4 @@
-"""Adapters that a worker reads beside its steps."""
+"""Loading of LoRA adapters on a worker while steps run."""
 
 import threading
 import time
@@ -17,26 +17,25 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 AT_ONCE = 4
-"""Adapters that are read at the same time."""
+"""Number of adapters read at the same time."""
 MAX_HUNG = 16
-"""Reads that may take longer than READ_S before further adapters are refused: each is a thread that cannot be
+"""Most hanging reads (longer than READ_S) before further adapters are refused: their threads cannot be
 ended."""
 _LOOK_S = 1.0
 _LAST_S = 5.0
 
 
 class ReadSlots:
-    """Room for a few reads at a time, entered by `with`.
+    """A limit of concurrent reads, entered by `with`.
 
-    A read that takes longer than READ_S gives its place to the next one: a disk that does not answer holds up
-    its own adapters alone.
+    A read that takes longer than READ_S no longer counts: a hanging disk blocks only its own adapters.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._changed = threading.Condition()
         self._began: dict[int, float] = {}
-        """When each read got its place, by the number of its thread."""
+        """Start of each read, by thread id."""
         self._hung: set[int] = set()
 
     def __enter__(self) -> None:
@@ -56,7 +55,7 @@ class ReadSlots:
         if late - self._hung:
             self._hung |= late
             log.warning(
-                "%d reads of adapters have not ended within %g s; others go on without waiting for them",
+                "%d reads of adapters have not ended within %g s; other adapters no longer wait for them",
                 len(self._hung),
                 READ_S,
             )
@@ -70,53 +69,53 @@ class ReadSlots:
 
 
 class AdapterReading:
-    """A worker's adapters, read and dropped: what is told of one name happens in order, and one whose disk
-    never answers holds up those of its name. Threads that hang end with the process."""
+    """Reads and drops the adapters of a worker. Operations on one name run in order, so a hanging disk blocks
+    only the adapters of that name. Hanging threads end with the process."""
 
     def __init__(self, worker: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._worker = worker
         self._last: dict[str, Future[Any]] = {}
-        """By name, what was told last and is not over."""
-        self._telling = threading.Lock()
-        self._places = ReadSlots(clock)
+        """The last unfinished operation, by name."""
+        self._lock = threading.Lock()
+        self._read_slots = ReadSlots(clock)
 
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
         def read() -> AdapterFacts:
-            with self._places:
+            with self._read_slots:
                 return read_adapter(self._worker, lora)
 
-        return self._behind(lora.lora_name, read)
+        return self._enqueue(lora.lora_name, read)
 
     def drop(self, name: str) -> None:
-        self._behind(name, lambda: self._worker.drop_adapter(name))
+        self._enqueue(name, lambda: self._worker.drop_adapter(name))
 
     def close(self) -> None:
-        """What is being read comes to its end, if it can."""
-        with self._telling:
-            left = list(self._last.values())
-        wait(left, _LAST_S)
+        """Wait a while for the reads in progress."""
+        with self._lock:
+            unfinished = list(self._last.values())
+        wait(unfinished, _LAST_S)
 
-    def _behind(self, name: str, work: Callable[[], T]) -> Future[T]:
-        """Do it in a thread, which begins when what was told of this name before is over."""
+    def _enqueue(self, name: str, work: Callable[[], T]) -> Future[T]:
+        """Run an operation in a thread, after the previous one on this name."""
         future = Future[T]()
-        with self._telling:
+        with self._lock:
             before = self._last.get(name)
             self._last[name] = future
 
         def begin(_: object = None) -> None:
             args = name, work, future
-            threading.Thread(target=self._do, args=args, name="quire-adapters", daemon=True).start()
+            threading.Thread(target=self._run, args=args, name="quire-adapters", daemon=True).start()
 
         begin() if before is None else before.add_done_callback(begin)
         return future
 
-    def _do(self, name: str, work: Callable[[], T], future: Future[T]) -> None:
+    def _run(self, name: str, work: Callable[[], T], future: Future[T]) -> None:
         try:
             self._enter_device()
             future.set_result(work())
         except Exception as error:
             future.set_exception(error)
-        with self._telling:
+        with self._lock:
             if self._last.get(name) is future:
                 del self._last[name]
 
@@ -124,4 +123,4 @@ class AdapterReading:
         if self._worker.device.type == "cuda":
             import torch
 
-            torch.cuda.set_device(self._worker.device.index or 0)  # each thread has its own
+            torch.cuda.set_device(self._worker.device.index or 0)  # the current device is per thread

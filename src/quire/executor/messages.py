@@ -1,4 +1,4 @@
-"""What an executor and its ranks say to each other beside plans and results: structs in msgpack."""
+"""Messages between an executor and its ranks besides plans and results, in msgpack."""
 
 from typing import Any, Literal
 
@@ -9,49 +9,49 @@ from quire.memory import CacheSize
 
 Phase = Literal["load", "measure", "allocate", "warm_up", "run"]
 Aside = Literal["fetch", "drop"]
-"""What a rank that takes steps does beside them."""
+"""Work of a running rank besides steps."""
 DOING = {"load": "loading", "measure": "measuring", "allocate": "allocating", "warm_up": "warming up"}
 DONE = {"load": "loaded", "measure": "measured", "allocate": "allocated", "warm_up": "warm", "run": "ready"}
 
 
 class Order(msgspec.Struct, omit_defaults=True):
-    """To a rank: the next phase; behind the last one, what to do with an adapter."""
+    """Message to a rank: the next phase of the start, or after it the work on an adapter."""
 
     phase: Phase | Aside
     size: CacheSize | None = None
-    """Of the cache to allocate."""
+    """Size of the cache to allocate."""
     number: int = 0
-    """Of a fetch, which is answered by a Returned."""
+    """Number of a fetch, which is answered with Returned."""
     adapter: LoRARequest | None = None
-    """To fetch."""
+    """Adapter to fetch."""
     name: str = ""
-    """Of the adapter to drop."""
+    """Name of the adapter to drop."""
 
 
 class Doing(msgspec.Struct, tag="doing"):
-    """From a rank: where it is."""
+    """Message of a rank: its progress."""
 
     what: str
     share: float | None = None
-    """How much of it is done, where that is known."""
+    """Finished share, if it is known."""
 
     def __str__(self) -> str:
         return self.what if self.share is None else f"{self.what} {self.share:.0%}"
 
 
 class Did(msgspec.Struct, tag="did"):
-    """From a rank: the phase is over."""
+    """Message of a rank: the phase is finished."""
 
     size: CacheSize | None = None
-    """Of the cache that it could have, if it measured."""
+    """Size of the cache that fits, after the measure phase."""
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """From a rank: it could not."""
+    """Message of a rank: a phase or a step failed."""
 
     error: str
     is_cause: bool = True
-    """Whether the error is its own, rather than the end of somebody it waited for."""
+    """Whether the error is its own, not the loss of another rank."""
     step: int | None = None
     """The step that failed; None for a phase, after which the rank ends."""
     is_fatal: bool = False
@@ -59,7 +59,7 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class WorkerCall(msgspec.Struct):
-    """To a rank, among its plans: a method of its worker to call."""
+    """Message to a rank in the order of its plans: a call of a worker method."""
 
     number: int
     method: str
@@ -68,30 +68,30 @@ class WorkerCall(msgspec.Struct):
 
 
 class Returned(msgspec.Struct, tag="returned"):
-    """From a rank: what came of a call."""
+    """Message of a rank: the result of a call."""
 
     number: int
     value: Any = None
     error: str = ""
-    """In place of a value."""
+    """Error message instead of a value."""
     is_request: bool = False
-    """Whether the error is the caller's."""
+    """Whether the caller caused the error."""
 
 
 class Gone(msgspec.Struct, tag="gone"):
-    """Of a rank, by those who watch over it: it has ended."""
+    """Event of a rank that has ended, from the code that watches it."""
 
     why: str
 
 
-Word = Doing | Did | Failed | Returned | Gone
+RankWord = Doing | Did | Failed | Returned | Gone
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
-decode_word = msgspec.msgpack.Decoder(Word).decode
+decode_word = msgspec.msgpack.Decoder(RankWord).decode
 _decode_call = msgspec.msgpack.Decoder(WorkerCall).decode
 _CALL = b"\xc1"
-"""Tells a call from a plan: no msgpack begins so."""
+"""Prefix that distinguishes a call from a plan: no msgpack message begins with it."""
 
 
 def encode_call(call: WorkerCall) -> bytes:
@@ -99,5 +99,5 @@ def encode_call(call: WorkerCall) -> bytes:
 
 
 def decode_call(data: bytes) -> WorkerCall | None:
-    """None: it is a plan."""
+    """Decode a call; return None if the data is a plan."""
     return _decode_call(data[1:]) if data[:1] == _CALL else None

@@ -1,4 +1,4 @@
-"""An engine on several machines: the crew of the first one, and what the others run in place of a server."""
+"""An engine on several machines: the worker group of the first one, and the agent on the others."""
 
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ from quire.executor.tcp import (
     Join,
     PlanMessage,
     RankMessage,
-    RemoteCrew,
+    RemoteRanks,
     StepAnswer,
     Tell,
     Welcome,
@@ -31,8 +31,8 @@ from quire.executor.tcp import (
     interface_to,
     tuned,
 )
-from quire.executor.worker_group import LocalCrew
-from quire.executor.worker_process import own_places, world_size
+from quire.executor.worker_group import LocalRanks
+from quire.executor.worker_process import local_ranks, world_size
 from quire.logs import get_logger
 from quire.system.cluster_token import cluster_token
 from quire.version import __version__
@@ -43,7 +43,7 @@ RETRY_S = 0.5
 
 
 def shared_settings(config: EngineConfig) -> dict[str, str]:
-    """What must be the same on every machine, in words that can be compared and shown."""
+    """Return the settings that must be the same on every machine, as text."""
     parallel = {
         name: getattr(config.parallel, name)
         for name in ("nnodes", "tensor_parallel_size", "pipeline_parallel_size", "pp_layer_partition")
@@ -69,17 +69,17 @@ def shared_settings(config: EngineConfig) -> dict[str, str]:
 # ---- the first machine
 
 
-class NodesCrew(RemoteCrew):
-    """Own ranks as children, those of other machines through their agents."""
+class MultiNodeRanks(RemoteRanks):
+    """Runs local ranks as child processes, and those of other machines through their agents."""
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
         parallel = config.parallel
         self._settings = shared_settings(config)
-        self._local: LocalCrew | None = None
+        self._local: LocalRanks | None = None
         count, others = world_size(parallel) // parallel.nnodes, range(1, parallel.nnodes)
         where = parallel.master_addr, parallel.master_port
         token = cluster_token(Env.read(os.environ), parallel.master_addr)
-        super().__init__(_listen(*where), others, count, token=token, check=self._differs)
+        super().__init__(_listen(*where), others, count, token=token, check=self._check_settings)
         log.info("Waiting for %d other machines at %s:%d", len(others), *where)
         try:
             if not self.await_all(time.monotonic() + timeout_s):
@@ -96,20 +96,20 @@ class NodesCrew(RemoteCrew):
             free.bind((parallel.master_addr, 0))
             meeting = f"tcp://{parallel.master_addr}:{free.getsockname()[1]}"
         interface = interface_to(parallel.master_addr)
-        places = [own_places(config, rank, meeting, interface) for rank in range(parallel.nnodes)]
-        self.names = [place.name for each in places for place in each]
+        places = [local_ranks(config, rank, meeting, interface) for rank in range(parallel.nnodes)]
+        self.names = [place.name for node in places for place in node]
         self._answers_here = any(place.answers for place in places[0])
         self.welcome(meeting)
-        self._local = LocalCrew(places[0], self.heard)
+        self._local = LocalRanks(places[0], self.heard)
 
-    def _differs(self, join: Join) -> str | None:
-        own, theirs = self._settings, join.settings
-        differ = [name for name in own | theirs if own.get(name) != theirs.get(name)]
+    def _check_settings(self, join: Join) -> str | None:
+        local, remote = self._settings, join.settings
+        differ = [name for name in local | remote if local.get(name) != remote.get(name)]
         if not differ:
             return None if join.node_rank in self._awaited else f"is not one of 1 to {len(self._awaited)}"
-        name = min(differ, key=lambda each: (each != "version", each != "nnodes", each))
+        name = min(differ, key=lambda name: (name != "version", name != "nnodes", name))
         return (
-            f"was started with {name}={theirs.get(name)}, and the first with {name}={own.get(name)}: start"
+            f"was started with {name}={remote.get(name)}, and the first with {name}={local.get(name)}: start"
             " all with the same"
         )
 
@@ -148,7 +148,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class NodeAgent:
-    """Runs this machine's ranks for the engine on the first one; comes again when that is started again."""
+    """Runs this machine's ranks for the engine on the first one; reconnects after a restart of the engine."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -157,15 +157,15 @@ class NodeAgent:
         self._token = cluster_token(env, config.parallel.master_addr)
         self.was_up = False
         self.stopping = False
-        self._worker_group: LocalCrew | None = None
+        self._worker_group: LocalRanks | None = None
 
     def run(self) -> int:
-        """Until the engine ends, or a signal. The exit code."""
+        """Run until the engine ends, or a signal arrives; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
-            while (end := self._serve(self._connect())) is None or self._may_come_again(end):
-                log.error("The engine at the first machine ended%s", f": {end.problem}" if end else "")
+            while (end := self._serve(self._connect())) is None or self._may_reconnect(end):
+                log.error("The engine on the first machine ended%s", f": {end.problem}" if end else "")
                 time.sleep(RETRY_S)
             if end.problem:
                 raise ConfigError(end.problem)
@@ -175,18 +175,18 @@ class NodeAgent:
         finally:
             self._end_ranks()
 
-    def _may_come_again(self, end: HeadEnd) -> bool:
-        """Whether the engine ended after it was up, and is started again."""
+    def _may_reconnect(self, end: HeadEnd) -> bool:
+        """Whether the engine ended after it was up, and may be restarted."""
         return bool(end.problem) and self.was_up and not end.is_final
 
     def _on_signal(self, *_: object) -> None:
         raise KeyboardInterrupt
 
     def _connect(self) -> Connection:
-        """However long the first machine takes, up to the deadline."""
+        """Connect to the first machine, and retry until the deadline."""
         parallel, deadline = self.config.parallel, time.monotonic() + self.timeout_s
         where = parallel.master_addr, parallel.master_port
-        log.info("Node %d looks for the engine at %s:%d", parallel.node_rank, *where)
+        log.info("Node %d connects to the engine at %s:%d", parallel.node_rank, *where)
         while time.monotonic() < deadline:
             try:
                 return tuned(socket.create_connection(where, timeout=GREETING_S))
@@ -198,7 +198,7 @@ class NodeAgent:
         )
 
     def _serve(self, head: Connection) -> HeadEnd | None:
-        """Until it ends; None if it went away."""
+        """Serve the engine until it ends; return None if the connection is lost."""
         sending = threading.Lock()
 
         def send(message: Any) -> None:
@@ -218,7 +218,7 @@ class NodeAgent:
                         self._ranks.send(data, self.timeout_s)
                     case HeadEnd() as end:
                         return end
-        except (EOFError, OSError) as error:  # a machine without power is silent until the system gives it up
+        except (EOFError, OSError) as error:  # also after the TCP timeout of a machine without power
             log.debug("The connection to the first machine ends: %r", error)
             return None
         finally:
@@ -226,16 +226,16 @@ class NodeAgent:
             head.close()
 
     @property
-    def _ranks(self) -> LocalCrew:
+    def _ranks(self) -> LocalRanks:
         assert self._worker_group is not None, "Welcome comes first"
         return self._worker_group
 
     def _start_ranks(self, meeting: str, send: Any) -> None:
         parallel = self.config.parallel
-        places = own_places(self.config, parallel.node_rank, meeting, interface_to(parallel.master_addr))
-        worker_group = self._worker_group = LocalCrew(places)
+        places = local_ranks(self.config, parallel.node_rank, meeting, interface_to(parallel.master_addr))
+        worker_group = self._worker_group = LocalRanks(places)
 
-        def relay_words() -> None:
+        def relay_messages() -> None:
             while self._worker_group is worker_group:
                 with contextlib.suppress(queue.Empty):
                     send(RankMessage(*worker_group.heard.get(timeout=LOOK_S)))
@@ -245,7 +245,7 @@ class NodeAgent:
                 if (data := worker_group.receive(LOOK_S)) is not None:
                     send(StepAnswer(data))
 
-        threading.Thread(target=relay_words, daemon=True).start()
+        threading.Thread(target=relay_messages, daemon=True).start()
         if any(place.answers for place in places):
             threading.Thread(target=relay_answers, daemon=True).start()
 
@@ -256,5 +256,5 @@ class NodeAgent:
 
 
 def run_node(config: EngineConfig) -> int:
-    """`quire serve --headless` on a machine that is not the first."""
+    """Run `quire serve --headless` on a machine that is not the first."""
     return NodeAgent(config).run()

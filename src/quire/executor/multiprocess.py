@@ -1,4 +1,4 @@
-"""The executor over ranks: brings them up together, hands them plans, and knows when one is gone."""
+"""The executor of several ranks: starts them together, sends them plans, and detects lost ones."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.config.expert_parallel import meeting_of, steps_together
+from quire.config.expert_parallel import process_group_address, steps_together
 from quire.data.codec import decode_outcome, encode_masks, encode_plan
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, StepPlan, StepResult
@@ -32,16 +32,16 @@ from quire.executor.messages import (
     Gone,
     Order,
     Phase,
+    RankWord,
     Returned,
-    Word,
     WorkerCall,
     encode,
     encode_call,
 )
-from quire.executor.multi_node import NodesCrew
+from quire.executor.multi_node import MultiNodeRanks
 from quire.executor.tcp import interface_to
-from quire.executor.worker_group import LocalCrew, WorkerGroup
-from quire.executor.worker_process import own_places
+from quire.executor.worker_group import LocalRanks, WorkerGroup
+from quire.executor.worker_process import local_ranks
 from quire.logs import get_logger
 from quire.memory import CacheSize
 from quire.system.scratch import Scratch
@@ -49,53 +49,55 @@ from quire.system.scratch import Scratch
 log = get_logger(__name__)
 
 SLICE_S = 0.25
-"""How often a wait for a step looks whether all ranks are there."""
+"""Seconds between two checks for lost ranks during a wait for a step."""
 ALIKE_S = 5.0
-"""For all ranks to say that a step failed, when one has."""
+"""Seconds for all ranks to report a failed step, after the first has."""
 CAUSE_S = 1.0
-"""For the rank whose error is the cause, when another was cut off by its end."""
+"""Seconds for the rank that caused an error to report it, after another was cut off by its end."""
 TOGETHER_S = 60.0
-"""For the other ranks to end a warm-up, when one has failed in it: they may wait for it in a collective."""
+"""Seconds for the other ranks to end a warm-up in which one has failed: they may wait for it in a
+collective."""
 REPORT_S = 5.0
 _LOOK_S = 0.002
-"""How often a call looks for what was returned."""
+"""Seconds between two checks for the results of a call."""
 _FOREVER_S = float("inf")
 _CAUSE = 2
 
 
 def _blame(word: Failed | Gone) -> int:
-    """Order what ranks said by how much it tells: a rank without an error of its own waited for another."""
+    """Rank messages by their information: a rank without an error of its own waited for another."""
     if isinstance(word, Gone):
         return 1
     return _CAUSE if word.is_cause else 0
 
 
 class RankedExecutor:
-    """Ranks that are reached through a crew."""
+    """An executor over a worker group."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         env = Env.read(os.environ)
         self._start_s, self._step_s = env.engine_ready_timeout_s, env.execute_model_timeout_seconds
         self._failed: dict[int, dict[int, Failed]] = {}
-        """By step, then by rank."""
+        """Failures by step, then by rank."""
         self._failed_at = 0.0
         self._warm_at = 0.0
-        """When no rank had failed in the warm-up that runs."""
+        """Last time at which no rank had failed in the current warm-up."""
         self._passed = -1
         """The last step that counts as done."""
         self._returned: dict[int, dict[int, Returned]] = {}
-        """By call, then by rank."""
+        """Results by call, then by rank."""
         self._numbers = itertools.count()
         self._fetching: dict[int, Future[AdapterFacts]] = {}
-        """By number: of those that not all ranks have read."""
-        self._hearing = threading.Lock()
-        """Calls are waited for in another thread than steps are, and either hears what the ranks say."""
+        """Fetches that not all ranks have finished, by number."""
+        self._lock = threading.Lock()
+        """Held while messages of ranks are handled, since calls and steps are waited for in different
+        threads."""
         self._dead: str | None = None
         self._end: Callable[[], object] = lambda: None
 
     def muster(self) -> WorkerGroup:
-        """Start all ranks."""
+        """Start all ranks and return their group."""
         raise NotImplementedError
 
     # ---- start
@@ -106,22 +108,22 @@ class RankedExecutor:
         self._end = weakref.finalize(self, self.worker_group.end)
         try:
             with Report(self.worker_group.names) as report:
-                self._all("load", report, deadline)
-                measured = self._all("measure", report, deadline)
+                self._run_phase("load", report, deadline)
+                measured = self._run_phase("measure", report, deadline)
                 size = min((did.size for did in measured if did.size), key=lambda size: size.num_blocks)
-                self._all("allocate", report, deadline, size)
-                self._all("warm_up", report, deadline)
-                self._all("run", report, deadline)
+                self._run_phase("allocate", report, deadline, size)
+                self._run_phase("warm_up", report, deadline)
+                self._run_phase("run", report, deadline)
         except BaseException as error:
             self.worker_group.farewell = str(error) or type(error).__name__
             self.close()
             raise
         return size
 
-    def _all(
+    def _run_phase(
         self, phase: Phase, report: "Report", deadline: float, size: CacheSize | None = None
     ) -> list[Did]:
-        """Have every rank do it; what they said when it was done."""
+        """Run a phase on every rank and return their messages when it is done."""
         self.worker_group.tell(encode(Order(phase, size)))
         done: dict[int, Did] = {}
         while len(done) < len(self.worker_group.names):
@@ -132,7 +134,7 @@ class RankedExecutor:
             except Empty:
                 report.tick()
                 if time.monotonic() > deadline:
-                    raise EngineDead(self._late(report, done)) from None
+                    raise EngineDead(self._timeout_message(report, done)) from None
                 continue
             match word:
                 case Doing():
@@ -141,30 +143,30 @@ class RankedExecutor:
                     report.note(index, DONE[phase])
                     done[index] = word
                 case Failed() | Gone():
-                    raise ConfigError(self._cause(index, word))
+                    raise ConfigError(self._failure_message(index, word))
         return [done[index] for index in sorted(done)]
 
-    def _late(self, report: "Report", done: dict[int, Did]) -> str:
+    def _timeout_message(self, report: "Report", done: dict[int, Did]) -> str:
         missing = [str(index) for index in range(len(self.worker_group.names)) if index not in done]
         return (
             f"the engine was not ready within {self._start_s:g} s (VLLM_ENGINE_READY_TIMEOUT_S): "
             f"waiting for rank {', '.join(missing)}; {report.text}"
         )
 
-    def _cause(self, index: int, word: Failed | Gone) -> str:
-        """Return why the start failed, by the rank whose fault it is: others only say that it went away."""
-        words, deadline = {index: word}, time.monotonic() + CAUSE_S
-        while not any(_blame(each) == _CAUSE for each in words.values()):
+    def _failure_message(self, index: int, word: Failed | Gone) -> str:
+        """Return why the start failed, from the rank that caused it: others only report that it is gone."""
+        messages, deadline = {index: word}, time.monotonic() + CAUSE_S
+        while not any(_blame(message) == _CAUSE for message in messages.values()):
             try:
                 other, heard = self.worker_group.heard.get(timeout=max(deadline - time.monotonic(), 0))
             except Empty:
                 break
             if isinstance(heard, Failed | Gone):
-                words.setdefault(other, heard)  # a rank that failed also ends
-        index = max(words, key=lambda each: _blame(words[each]))
-        word, name = words[index], self.worker_group.names[index]
+                messages.setdefault(other, heard)  # a rank that failed also ends
+        index = max(messages, key=lambda index: _blame(messages[index]))
+        word, name = messages[index], self.worker_group.names[index]
         if isinstance(word, Gone):
-            return f"rank {index} ({name}) ended while it was starting: {word.why}; the log may say more"
+            return f"rank {index} ({name}) ended while it was starting: {word.why}; see the log"
         return f"rank {index} ({name}) cannot start: {word.error}"
 
     # ---- steps
@@ -184,7 +186,7 @@ class RankedExecutor:
             self._die(f"the ranks take no more plans: {error}")
 
     def outcome(self, step: int, timeout_s: float) -> StepResult | None:
-        """Of this step, if it comes in time. What the ranks say of those before it, nobody waits for."""
+        """Return the result of this step, if it comes in time. Results of earlier steps are dropped."""
         until = time.monotonic() + timeout_s
         while (left := until - time.monotonic()) >= 0:
             data = self.worker_group.receive(min(left, SLICE_S))
@@ -200,7 +202,7 @@ class RankedExecutor:
         return None
 
     def _fail(self, step: int, error: str) -> NoReturn:
-        """Raise what a step failed with, once it is known whether the ranks stand where they did before."""
+        """Raise the error of a step, once it is known whether all ranks are in the same state."""
         until = time.monotonic() + ALIKE_S
         while not self._is_alike(step) and time.monotonic() < until:
             time.sleep(0.005)
@@ -212,7 +214,7 @@ class RankedExecutor:
         raise EngineError(error or next(iter(failed.values())).error)
 
     def _is_alike(self, step: int) -> bool:
-        """Whether all ranks of a stage have failed or none: who did its part has nothing to undo."""
+        """Whether all ranks of a stage have failed, or none: a rank that succeeded has nothing to undo."""
         size = self.config.parallel.tensor_parallel_size
         counts = Counter(index // size for index in self._failed.get(step, ()))
         return bool(counts) and set(counts.values()) == {size}
@@ -231,7 +233,7 @@ class RankedExecutor:
     ) -> list[Any]:
         if not isinstance(method, str):
             raise RequestError(
-                "a function cannot be sent to workers in other processes: name a method of theirs", "method"
+                "a function cannot be sent to workers in other processes: pass the name of a method", "method"
             )
         number = next(self._numbers)
         until = time.monotonic() + (_FOREVER_S if timeout_s is None else timeout_s)
@@ -239,25 +241,25 @@ class RankedExecutor:
             data = encode_call(WorkerCall(number, method, list(args), dict(kwargs or {})))
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(f"{method}: its arguments cannot be sent: {error}", param="args") from None
-        found = self._returned[number] = {}
+        returned = self._returned[number] = {}
         try:
             self._send(data)
-            while len(found) < len(self.worker_group.names):
+            while len(returned) < len(self.worker_group.names):
                 if time.monotonic() > until:
                     raise RequestError(
-                        f"{method} was not over within {timeout_s:g} s, and still runs", param="timeout"
+                        f"{method} did not end within {timeout_s:g} s, and still runs", param="timeout"
                     )
                 time.sleep(_LOOK_S)
                 self.watch()
                 if method == "warm_up":
-                    self._check_together(found)
+                    self._check_together(returned)
         finally:
             del self._returned[number]
-        return [self._value(index, found[index]) for index in sorted(found)]
+        return [self._value(index, returned[index]) for index in sorted(returned)]
 
     def _check_together(self, returned: dict[int, Returned]) -> None:
-        """Give up ranks that wait in a warm-up for one that has failed in it."""
-        failed = {index: each for index, each in returned.items() if each.error}
+        """Give up if ranks wait in a warm-up for one that has failed."""
+        failed = {index: result for index, result in returned.items() if result.error}
         if not failed:
             self._warm_at = time.monotonic()
         elif time.monotonic() - self._warm_at > TOGETHER_S:
@@ -282,46 +284,46 @@ class RankedExecutor:
     def drop(self, name: str) -> None:
         self.worker_group.tell(encode(Order("drop", name=name)))
 
-    def _read(self, number: int) -> None:
-        """All ranks have answered."""
-        future, found = self._fetching.pop(number), self._returned.pop(number)
+    def _finish_fetch(self, number: int) -> None:
+        """Resolve a fetch after all ranks have answered."""
+        future, returned = self._fetching.pop(number), self._returned.pop(number)
         try:
-            values = [self._value(index, found[index]) for index in sorted(found)]
-            future.set_result(united([msgspec.convert(each, AdapterFacts) for each in values]))
+            values = [self._value(index, returned[index]) for index in sorted(returned)]
+            future.set_result(combine_facts([msgspec.convert(value, AdapterFacts) for value in values]))
         except RequestError as error:
             future.set_exception(RequestError(str(error), param="lora_request"))
         except QuireError as error:
             future.set_exception(error)
 
-    # ---- who is there
+    # ---- health
 
     def watch(self) -> None:
         """Raise EngineDead if a rank is gone, or has failed alone."""
         if self._dead is not None:
             raise EngineDead(self._dead)
-        with self._hearing:
+        with self._lock:
             with contextlib.suppress(Empty):
                 while True:
-                    self._hear(*self.worker_group.heard.get_nowait())
+                    self._handle(*self.worker_group.heard.get_nowait())
             if self._failed and time.monotonic() - self._failed_at > ALIKE_S:
                 self._check_failed()
 
     def _check_failed(self) -> None:
-        """Steps that nobody waits for any more."""
+        """Check failed steps that are no longer waited for."""
         for step, failed in self._failed.items():
             if not self._is_alike(step):
                 error = next(iter(failed.values())).error
                 self._die(f"step {step} failed on {self._names(failed)} only: {error}")
         self._failed.clear()
 
-    def _hear(self, index: int, word: Word) -> None:
+    def _handle(self, index: int, word: RankWord) -> None:
         name = self.worker_group.names[index]
         if isinstance(word, Gone):
             self._die(f"{name} is gone: {word.why}")
-        if isinstance(word, Returned) and (found := self._returned.get(word.number)) is not None:
-            found[index] = word
-            if word.number in self._fetching and len(found) == len(self.worker_group.names):
-                self._read(word.number)
+        if isinstance(word, Returned) and (returned := self._returned.get(word.number)) is not None:
+            returned[index] = word
+            if word.number in self._fetching and len(returned) == len(self.worker_group.names):
+                self._finish_fetch(word.number)
         if not isinstance(word, Failed):
             return
         if word.step is None or word.is_fatal or word.step <= self._passed:
@@ -342,16 +344,17 @@ class RankedExecutor:
         self._end()
 
 
-def united(facts: list[AdapterFacts]) -> AdapterFacts:
-    """An adapter as all ranks have it. Where they have read different contents, it is all of these."""
-    digests = [each.digest for each in facts]
-    one = digests[0] if len({*digests}) == 1 else hashlib.sha256(b"".join(digests)).digest()
-    most = (max(getattr(each, name) for each in facts) for name in ("rank", "num_bytes", "num_own"))
-    return AdapterFacts(one, *most)
+def combine_facts(facts: list[AdapterFacts]) -> AdapterFacts:
+    """Combine the facts of an adapter on all ranks. If they have read different contents, the digest covers
+    all."""
+    digests = [rank.digest for rank in facts]
+    digest = digests[0] if len({*digests}) == 1 else hashlib.sha256(b"".join(digests)).digest()
+    most = (max(getattr(rank, name) for rank in facts) for name in ("rank", "num_bytes", "num_own"))
+    return AdapterFacts(digest, *most)
 
 
 class Remote:
-    """A step that the ranks have."""
+    """A step that runs on the ranks."""
 
     def __init__(self, executor: RankedExecutor, step: int, deadline: float) -> None:
         self._executor = executor
@@ -383,11 +386,11 @@ class Remote:
 
 
 class Report:
-    """How far the ranks have come: one line that is rewritten on a terminal, or a line now and then."""
+    """The progress of the ranks: one line that is rewritten on a terminal, or a log line now and then."""
 
     def __init__(self, names: list[str]) -> None:
         self._doing = ["starting"] * len(names)
-        self._said = ""
+        self._last_text = ""
         self._next = time.monotonic() + REPORT_S
         self._bar = tqdm(bar_format="{desc}", disable=not sys.stderr.isatty(), leave=False)
 
@@ -408,29 +411,29 @@ class Report:
     def tick(self) -> None:
         if not self._bar.disable:
             self._bar.set_description_str(self.text)
-        elif time.monotonic() > self._next and self.text != self._said:
-            self._next, self._said = time.monotonic() + REPORT_S, self.text
+        elif time.monotonic() > self._next and self.text != self._last_text:
+            self._next, self._last_text = time.monotonic() + REPORT_S, self.text
             log.info("%s", self.text)
 
 
 class MultiprocessExecutor(RankedExecutor):
-    """Each rank is a process, of this machine or of those that join it."""
+    """Runs each rank as a process, on this machine or on other nodes."""
 
     def muster(self) -> WorkerGroup:
         if self.config.parallel.nnodes > 1:
-            return NodesCrew(self.config, self._start_s)
+            return MultiNodeRanks(self.config, self._start_s)
         return LocalWorkerGroup(self.config)
 
 
-class LocalWorkerGroup(LocalCrew):
-    """All ranks of an engine on this machine; they meet in a file."""
+class LocalWorkerGroup(LocalRanks):
+    """All ranks of an engine on this machine, with a file as rendezvous."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._scratch = Scratch()
         meeting, head = f"file://{self._scratch.path}/meeting", "127.0.0.1"
         if steps_together(config.parallel):  # with the ranks of other engines
-            meeting, head = meeting_of(config.parallel), config.parallel.data_parallel_address
-        super().__init__(own_places(config, 0, meeting, interface_to(head)))
+            meeting, head = process_group_address(config.parallel), config.parallel.data_parallel_address
+        super().__init__(local_ranks(config, 0, meeting, interface_to(head)))
 
     def end(self) -> None:
         super().end()

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors: Ray finds them a place and starts them; plans go over a connection of their own."""
+"""Ranks as Ray actors: Ray places and starts them; plans use separate TCP connections."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
-from quire.executor.messages import Order, Word, decode_order
+from quire.executor.messages import Order, RankWord, decode_order
 from quire.executor.multiprocess import RankedExecutor
 from quire.executor.tcp import (
     LONGEST,
@@ -20,7 +20,7 @@ from quire.executor.tcp import (
     Node,
     PlanMessage,
     RankMessage,
-    RemoteCrew,
+    RemoteRanks,
     StepAnswer,
     Tell,
     Welcome,
@@ -29,7 +29,7 @@ from quire.executor.tcp import (
     tuned,
 )
 from quire.executor.worker_group import WorkerGroup
-from quire.executor.worker_process import Port, RankAddress, own_places, serve
+from quire.executor.worker_process import Port, RankAddress, local_ranks, serve
 from quire.logs import get_logger, name_process
 from quire.system.cluster_token import new_token
 
@@ -39,33 +39,33 @@ LOOK_S = 1.0
 
 
 class RayExecutor(RankedExecutor):
-    """Each rank is an actor of a Ray cluster."""
+    """Runs each rank as an actor of a Ray cluster."""
 
     def muster(self) -> WorkerGroup:
         return RayWorkerGroup(self.config, self._start_s)
 
 
-class RayWorkerGroup(RemoteCrew):
-    """Actors, one a bundle of a placement group; neighbours in rank share a machine."""
+class RayWorkerGroup(RemoteRanks):
+    """Actors, one per bundle of a placement group; consecutive ranks share a machine."""
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
         self._ray = _ray()
         self._owns_ray = not self._ray.is_initialized()
         self._group: Any = None
         self._actors: list[Any] = []
-        deadline, places = time.monotonic() + timeout_s, own_places(config, 0, "")
+        deadline, places = time.monotonic() + timeout_s, local_ranks(config, 0, "")
         if self._owns_ray:
             self._ray.init(logging_level="WARNING", log_to_driver=True)
-        token, own = new_token(), self._ray.util.get_node_ip_address()
-        listener = socket.create_server((own, 0), backlog=len(places))
+        token, address = new_token(), self._ray.util.get_node_ip_address()
+        listener = socket.create_server((address, 0), backlog=len(places))
         super().__init__(listener, range(len(places)), 1, token=token)
         self.names = [place.name for place in places]
         try:
-            self._place(config, places, timeout_s, deadline)
-            where = own, listener.getsockname()[1]
+            self._create_actors(config, places, timeout_s, deadline)
+            where = address, listener.getsockname()[1]
             for place, actor in zip(places, self._actors, strict=True):
                 actor.begin.remote(replace(place, local=0), *where, token)
-            if not self.await_all(deadline, self._look):
+            if not self.await_all(deadline, self._check_actors):
                 missing = ", ".join(self.names[rank] for rank in self.missing)
                 raise ConfigError(f"no word from {missing} within {timeout_s:g} s")
             self.welcome(self._ray.get(self._actors[0].meeting.remote()))
@@ -74,15 +74,15 @@ class RayWorkerGroup(RemoteCrew):
             self.end()
             raise
 
-    def _place(
+    def _create_actors(
         self, config: EngineConfig, places: list[RankAddress], timeout_s: float, deadline: float
     ) -> None:
-        """Actors in the order of ranks."""
+        """Create the actors, in the order of ranks."""
         ray, kind = self._ray, "GPU" if config.machine.device == "cuda" else "CPU"
-        has = ray.cluster_resources().get(kind, 0)
-        if has < len(places):
+        total = ray.cluster_resources().get(kind, 0)
+        if total < len(places):
             raise ConfigError(
-                f"{len(places)} ranks need as many {kind}s, and the Ray cluster has {has:g}: add machines"
+                f"{len(places)} ranks need as many {kind}s, and the Ray cluster has {total:g}: add machines"
                 " with `ray start --address`, or lower the parallel sizes"
             )
         bundles = [{kind: 1.0, "CPU": 1.0}] * len(places)
@@ -92,9 +92,9 @@ class RayWorkerGroup(RemoteCrew):
                 f"the Ray cluster had no {len(places)} free {kind}s within {timeout_s:g} s"
                 f" (VLLM_ENGINE_READY_TIMEOUT_S); free ones: {ray.available_resources().get(kind, 0):g}"
             )
-        actor = ray.remote(RayRank)
+        actor_class = ray.remote(RayRank)
         made = [
-            actor.options(
+            actor_class.options(
                 num_cpus=1,
                 num_gpus=1 if kind == "GPU" else 0,
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -105,18 +105,18 @@ class RayWorkerGroup(RemoteCrew):
         ]
         self._actors = made
         here = ray.get_runtime_context().get_node_id()
-        nodes = ray.get([each.node.remote() for each in made], timeout=max(deadline - time.monotonic(), 1))
+        nodes = ray.get([actor.node.remote() for actor in made], timeout=max(deadline - time.monotonic(), 1))
         order = sorted(range(len(made)), key=lambda index: (nodes[index] != here, nodes[index], index))
         self._actors = [made[index] for index in order]
 
-    def _look(self) -> None:
-        """Raise if an actor died before it could say anything."""
-        ready, _ = self._ray.wait([each.node.remote() for each in self._actors], timeout=0)
+    def _check_actors(self) -> None:
+        """Raise if an actor has died before it could connect."""
+        ready, _ = self._ray.wait([actor.node.remote() for actor in self._actors], timeout=0)
         try:
             self._ray.get(ready)
         except self._ray.exceptions.RayError as error:
             raise ConfigError(
-                f"an actor ended while it was starting: {' '.join(str(error).split())}"
+                f"a Ray actor ended while it was starting: {' '.join(str(error).split())}"
             ) from None
 
     def end(self) -> None:
@@ -144,26 +144,26 @@ def _ray() -> Any:
 
 
 class RayRank:
-    """The actor: a rank in a thread of the process that Ray made."""
+    """The actor: a rank in a thread of a Ray worker process."""
 
     def node(self) -> str:
         return str(_ray().get_runtime_context().get_node_id())
 
     def meeting(self) -> str:
-        """Where all ranks meet, if this is the first."""
-        own = _ray().util.get_node_ip_address()
+        """Return the rendezvous URL of all ranks, on the machine of the first one."""
+        address = _ray().util.get_node_ip_address()
         with socket.socket() as free:
-            free.bind((own, 0))
-            return f"tcp://{own}:{free.getsockname()[1]}"
+            free.bind((address, 0))
+            return f"tcp://{address}:{free.getsockname()[1]}"
 
     def begin(self, place: RankAddress, host: str, port: int, token: str) -> None:
-        """Returns at once."""
+        """Start the rank in a thread and return at once."""
         name_process(place.name)
         threading.Thread(target=_run, args=(place, host, port, token), daemon=True).start()
 
 
 def _run(place: RankAddress, host: str, port: int, token: str) -> None:
-    """The connection of a rank, whose end is that of the process."""
+    """Serve the connection of a rank; the process ends with it."""
     try:
         tp = place.config.parallel.tensor_parallel_size
         index = place.rank.pp * tp + place.rank.tp
@@ -173,8 +173,8 @@ def _run(place: RankAddress, host: str, port: int, token: str) -> None:
         while True:
             match decode_from_head(node.pipe.recv_bytes(LONGEST)):
                 case Welcome(meeting):
-                    own = replace(place, meeting=meeting, interface=interface_to(host))
-                    threading.Thread(target=_serve, args=(own, rank), daemon=True).start()
+                    placed = replace(place, meeting=meeting, interface=interface_to(host))
+                    threading.Thread(target=_serve, args=(placed, rank), daemon=True).start()
                 case Tell(data):
                     rank.orders.put(decode_order(data))
                 case PlanMessage(data):
@@ -182,7 +182,7 @@ def _run(place: RankAddress, host: str, port: int, token: str) -> None:
                 case HeadEnd():
                     break
     except (EOFError, OSError) as error:
-        log.debug("The engine is gone: %r", error)
+        log.debug("The connection to the engine is lost: %r", error)
     finally:
         os._exit(0)
 
@@ -191,12 +191,12 @@ def _serve(place: RankAddress, port: Port) -> None:
     try:
         serve(place, port)
     finally:
-        time.sleep(LOOK_S)  # for what was said last
+        time.sleep(LOOK_S)  # for the last messages to be sent
         os._exit(1)
 
 
 class NodePort:
-    """A rank's way to its executor over a connection."""
+    """The connection of a rank to its executor over TCP."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -206,7 +206,7 @@ class NodePort:
     def order(self) -> Order:
         return self.orders.get()
 
-    def say(self, word: Word) -> None:
+    def say(self, word: RankWord) -> None:
         self._node.send(RankMessage(0, word))
 
     def plan(self) -> bytes:

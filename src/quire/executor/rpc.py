@@ -1,4 +1,4 @@
-"""Calls of a worker's methods by their names, wherever the worker is."""
+"""Calls of worker methods by name."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.errors import RequestError, nearest
 
-ENGINES_OWN = frozenset(
+ENGINE_METHODS = frozenset(
     [
         "start",
         "load",
@@ -24,41 +24,42 @@ ENGINES_OWN = frozenset(
         "drop_adapter",
     ]
 )
-"""Methods that only the engine calls: it has to know what state its workers are in."""
+"""Methods that only the engine calls, since it tracks the state of its workers."""
 
 
 def open_methods(worker: Any) -> list[str]:
-    """Those that anybody may name."""
+    """Return the methods that clients may call."""
     names = (name for name in dir(type(worker)) if not name.startswith("_"))
-    return [name for name in names if name not in ENGINES_OWN and inspect.isfunction(_of(worker, name))]
+    return [
+        name for name in names if name not in ENGINE_METHODS and inspect.isfunction(_static(worker, name))
+    ]
 
 
-def _of(worker: Any, name: str) -> Any:
+def _static(worker: Any, name: str) -> Any:
     return inspect.getattr_static(type(worker), name, None)
 
 
 def check_open(method: str) -> None:
-    """That it is none that only the engine calls."""
-    if method in ENGINES_OWN:
+    """Raise if only the engine may call the method."""
+    if method in ENGINE_METHODS:
         raise RequestError(
-            f"the worker's method {method!r} is called by the engine alone: /sleep, /wake_up and their like "
-            "have it called",
+            f"the worker's method {method!r} is called by the engine alone: use /sleep, /wake_up or the like",
             param="method",
         )
 
 
 def read_adapter(worker: Any, lora: LoRARequest) -> AdapterFacts:
-    """What a worker says of an adapter once it has read it. Where there is none, the caller is wrong."""
+    """Read an adapter on a worker; a missing file is a RequestError."""
     try:
-        found: AdapterFacts = worker.fetch_adapter(lora)
-        return found
+        facts: AdapterFacts = worker.fetch_adapter(lora)
+        return facts
     except OSError as error:
         raise RequestError(str(error), param="lora_request") from error
 
 
 def invoke(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a public method. A call that cannot be made is a RequestError."""
-    if method.startswith("_") or not inspect.isfunction(_of(worker, method)):
+    """Call a public method. An unknown method, or wrong arguments, is a RequestError."""
+    if method.startswith("_") or not inspect.isfunction(_static(worker, method)):
         known = open_methods(worker)
         raise RequestError(
             f"the worker has no method {method!r:.80}; known: {', '.join(known)}{nearest(method, known)}",

@@ -1,4 +1,4 @@
-"""Ranks of other processes or machines, each group of which connects to the engine over TCP."""
+"""Ranks in other processes or on other machines, which connect to the engine over TCP."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from quire.executor.messages import Gone, Word
+from quire.executor.messages import Gone, RankWord
 from quire.executor.worker_group import Heard
 from quire.logs import FirstWarning, get_logger
 from quire.system.cluster_token import VARIABLE, is_same
@@ -27,63 +27,64 @@ LOOK_S = 0.25
 LONGEST = 1 << 30
 """Size limit of a message between admitted machines, in bytes."""
 MAX_JOIN_BYTES = 64 << 10
-"""Size limit of the first message of a connection, before which it is not known who sends it."""
+"""Size limit of the first message of a connection, before its sender is authenticated."""
 MAX_UNADMITTED = 64
-"""Connections that may be without a first message at the same time; further ones are closed."""
+"""Most connections without a first message at the same time; further ones are closed."""
 RETRY_S = 0.1
-"""Pause after a connection could not be accepted, for want of file descriptors for example."""
+"""Pause after a connection could not be accepted, for example without free file descriptors."""
 _SILENCE_MS = 10_000
-"""After which a machine that answers nothing counts as gone; the death of a process is noticed at once."""
+"""Milliseconds after which a machine that does not answer counts as lost; the end of a process is noticed at
+once."""
 _OTHER_TOKEN = f"{VARIABLE} must be the same on every machine"
 
 
 class Join(msgspec.Struct, tag="join"):
-    """Ranks somewhere are to be had."""
+    """Message of a node: it offers to run ranks."""
 
     node_rank: int
     settings: dict[str, str]
-    """What all must agree on."""
+    """Settings that must be the same on all machines."""
     token: str = ""
     """The secret of the deployment."""
 
 
 class RankMessage(msgspec.Struct, tag="said"):
-    """A rank there said something."""
+    """Message of a node: a message of one of its ranks."""
 
     index: int
-    word: Word
+    word: RankWord
 
 
 class StepAnswer(msgspec.Struct, tag="answer"):
-    """The outcome of a step."""
+    """Message of a node: the outcome of a step."""
 
     data: bytes
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
-    """All are there: start your ranks."""
+    """Message to a node: all nodes are connected, start the ranks."""
 
     meeting: str
 
 
 class Tell(msgspec.Struct, tag="tell"):
-    """An order for all ranks."""
+    """Message to a node: an order for all its ranks."""
 
     data: bytes
 
 
 class PlanMessage(msgspec.Struct, tag="plan"):
-    """A plan for all ranks."""
+    """Message to a node: a plan for all its ranks."""
 
     data: bytes
 
 
 class HeadEnd(msgspec.Struct, tag="end"):
-    """It is over, and why; the empty string where nothing is wrong."""
+    """Message to a node: the engine ends, and why; empty for a normal end."""
 
     problem: str = ""
     is_final: bool = False
-    """Whether the machine need not come again as it is: it was started with something wrong."""
+    """Whether the node must not reconnect: its configuration is wrong."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -93,29 +94,27 @@ decode_from_head = msgspec.msgpack.Decoder(Welcome | Tell | PlanMessage | HeadEn
 
 
 def interface_to(address: str) -> str:
-    """The interface from which a machine is reached; empty if it is not known."""
+    """Return the network interface that reaches an address; empty if it is not known."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 1))
-        own = probe.getsockname()[0]
-    if own.startswith("127."):
-        own = "127.0.0.1"
-    found = (
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(each.address == own for each in addresses)
-    )
-    return next(found, "")
+        source = probe.getsockname()[0]
+    if source.startswith("127."):
+        source = "127.0.0.1"
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == source for entry in addresses):
+            return name
+    return ""
 
 
 def first_message(sock: socket.socket) -> bytes:
-    """Read the first message of a connection, whose sender is not known, within limits of size and time.
+    """Read the first message of an unauthenticated connection, with limits of size and time.
 
-    The framing is the one of `Connection`: four bytes of length, then the message.
+    The framing is that of `Connection`: four bytes of length, then the message.
     """
     deadline = time.monotonic() + GREETING_S
     size = int.from_bytes(_read_exactly(sock, 4, deadline), "big")
     if size > MAX_JOIN_BYTES:
-        raise OSError(f"its first message has {size} bytes, and the limit is {MAX_JOIN_BYTES}")
+        raise OSError(f"its first message has {size} bytes, the limit is {MAX_JOIN_BYTES}")
     return _read_exactly(sock, size, deadline)
 
 
@@ -124,13 +123,13 @@ def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     while len(data) < size:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
         if not (piece := sock.recv(size - len(data))):
-            raise EOFError("it ended before its first message did")
+            raise EOFError("the connection ended within its first message")
         data += piece
     return data
 
 
 def tuned(sock: socket.socket) -> Connection:
-    """Small messages at once; a machine that went away without a word is noticed."""
+    """Configure a connection: small messages are sent at once, and a lost machine is noticed."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -144,7 +143,7 @@ def tuned(sock: socket.socket) -> Connection:
 
 @dataclass
 class Node:
-    """Who holds some of the ranks, as the engine sees it."""
+    """A node with some of the ranks, and the connection to it."""
 
     rank: int
     address: str
@@ -152,12 +151,12 @@ class Node:
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: Any) -> None:
-        with self.sending, contextlib.suppress(OSError):  # its end is heard by who listens to it
+        with self.sending, contextlib.suppress(OSError):  # the reading thread notices its end
             self.pipe.send_bytes(encode(message))
 
 
-class RemoteCrew:
-    """Ranks behind connections, as many behind each, which come when they are up."""
+class RemoteRanks:
+    """A worker group behind connections, with the same number of ranks behind each."""
 
     def __init__(
         self,
@@ -168,7 +167,7 @@ class RemoteCrew:
         token: str,
         check: Callable[[Join], str | None] = lambda join: None,
     ) -> None:
-        """`check` returns what is wrong with a machine that has the token."""
+        """Wait for the `awaited` nodes; `check` returns what is wrong with a node that has the token."""
         self.heard: Heard = queue.SimpleQueue()
         self.farewell: str | None = ""
         self.names: list[str] = []
@@ -181,7 +180,7 @@ class RemoteCrew:
         self._outcomes: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._is_complete = self._is_ended = False
         self._refusals: dict[int, str] = {}
-        """By node rank, why the last machine with the token was refused, for those that are missing."""
+        """Reason why the last node with the token was refused, by node rank."""
         self._unadmitted = threading.Semaphore(MAX_UNADMITTED)
         self._warn = FirstWarning(log, "At the port for other machines")
         self._news = threading.Condition()
@@ -193,11 +192,11 @@ class RemoteCrew:
 
     @property
     def refusals(self) -> str:
-        """What was wrong with machines that came in place of those that are missing, for an error message."""
+        """Return why nodes were refused in place of the missing ones, for an error message."""
         return "".join(f"; {self._refusals[rank]}" for rank in self.missing if rank in self._refusals)
 
     def await_all(self, deadline: float, look: Callable[[], None] = lambda: None) -> bool:
-        """Wait for all; return whether they have come in time. Raises what `look` raises."""
+        """Wait for all nodes; return whether they have connected in time. `look` may raise."""
         with self._news:
             while self.missing:
                 if time.monotonic() > deadline:
@@ -214,7 +213,7 @@ class RemoteCrew:
     # ---- one thread for each connection
 
     def _accept(self) -> None:
-        """Accept connections until the listener is closed, whatever goes wrong with one of them."""
+        """Accept connections until the listener is closed, despite errors of single connections."""
         while self._listener.fileno() >= 0:
             try:
                 sock, (address, *_) = self._listener.accept()
@@ -225,20 +224,20 @@ class RemoteCrew:
                 time.sleep(RETRY_S)
                 continue
             if not self._unadmitted.acquire(blocking=False):
-                self._warn(f"{address} is refused: {MAX_UNADMITTED} others have connected and said nothing")
+                self._warn(f"{address} is refused: {MAX_UNADMITTED} connections have not sent a message yet")
                 sock.close()
                 continue
             try:
                 threading.Thread(
-                    target=self._attend, args=(sock, address), name="quire-node", daemon=True
+                    target=self._serve, args=(sock, address), name="quire-node", daemon=True
                 ).start()
             except RuntimeError as error:
                 self._unadmitted.release()
                 self._warn(f"{address} is refused: {error}")
                 sock.close()
 
-    def _attend(self, sock: socket.socket, address: str) -> None:
-        """Serve one connection from its first message to its end."""
+    def _serve(self, sock: socket.socket, address: str) -> None:
+        """Serve a connection from its first message to its end."""
         node: Node | None = None
         try:
             node = self._greet(sock, address)
@@ -252,7 +251,8 @@ class RemoteCrew:
                 self._lose(node)
 
     def _greet(self, sock: socket.socket, address: str) -> Node | None:
-        """Read who it is; return it if it is admitted, else tell it why not and close the connection."""
+        """Read the first message; return the node if it is admitted, otherwise send it the reason and
+        close."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._unadmitted.release)
             stack.callback(sock.close)
@@ -269,14 +269,14 @@ class RemoteCrew:
             return None
 
     def _admit(self, node: Node, join: Join) -> HeadEnd | None:
-        """Return why a machine does not belong here, if so. The others that are awaited may still come."""
+        """Return why a node is refused, if so. The missing nodes may still connect."""
         if not is_same(join.token, self._token):
-            self._warn(f"{node.address} is refused: its {VARIABLE} is another")
+            self._warn(f"{node.address} is refused: its {VARIABLE} differs")
             return HeadEnd(f"the first machine refused this one: {_OTHER_TOKEN}", is_final=True)
         with self._news:
             wrong = self._check(join)
             if wrong is None and node.rank not in self._awaited:
-                wrong = "is none of those that are awaited"
+                wrong = "is not one of the expected nodes"
             if wrong is None and node.rank not in self.nodes:
                 self.nodes[node.rank] = node
                 self._news.notify_all()
@@ -299,15 +299,15 @@ class RemoteCrew:
         with self._news:
             if self.nodes.get(node.rank) is not node:
                 return
-            if not self._is_complete:  # it may come again while others are awaited
-                log.warning("Node %d (%s) went away", node.rank, node.address)
+            if not self._is_complete:  # it may reconnect before the others are complete
+                log.warning("Node %d (%s) disconnected", node.rank, node.address)
                 del self.nodes[node.rank]
                 return
         why = f"the connection to node {node.rank} ({node.address}) is lost"
         for index in range(node.rank * self._count, (node.rank + 1) * self._count):
             self.heard.put((index, Gone(why)))
 
-    # ---- as a crew
+    # ---- as a worker group
 
     def tell(self, order: bytes) -> None:
         for node in self.nodes.values():
@@ -324,7 +324,7 @@ class RemoteCrew:
 
     def end(self) -> None:
         self._is_ended = True
-        with contextlib.suppress(OSError):  # a thread that is in accept() wakes up
+        with contextlib.suppress(OSError):  # wakes up the thread in accept()
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         nodes, self.nodes = self.nodes, {}

@@ -1,4 +1,4 @@
-"""Crews: the ranks of an engine wherever they run, and those of this machine as processes."""
+"""Worker groups: the ranks of an engine, and those of this machine as child processes."""
 
 import contextlib
 import os
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Protocol
 
-from quire.executor.messages import Gone, Word, decode_word
+from quire.executor.messages import Gone, RankWord, decode_word
 from quire.executor.worker_process import RankAddress
 from quire.logs import get_logger
 from quire.system import shm
 
 log = get_logger(__name__)
 
-Heard = queue.SimpleQueue[tuple[int, Word]]
-"""What ranks said, each by its place in the crew, in the order of arrival."""
+Heard = queue.SimpleQueue[tuple[int, RankWord]]
+"""Messages of ranks, each with its index in the group, in order of arrival."""
 LOOK_S = 0.5
 END_S = 2.0
-"""For ranks to end by themselves."""
+"""Seconds for ranks to end by themselves."""
 _ENTRY = "from quire.executor.worker_process import main; main()"
 
 
@@ -38,24 +38,24 @@ class WorkerGroup(Protocol):
     def names(self) -> list[str]: ...
 
     farewell: str | None
-    """Why it ends, for those elsewhere: the empty string if it is over, None if they may come again."""
+    """Reason of the end, for ranks on other machines: empty for a normal end, None if they may reconnect."""
 
     def tell(self, order: bytes) -> None:
-        """All of them."""
+        """Send an order to all ranks."""
 
     def send(self, plan: bytes, timeout_s: float) -> None:
-        """To all of them."""
+        """Send a plan to all ranks."""
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next outcome of a step; None if there is none in time."""
+        """Return the next step outcome; None if there is none in time."""
 
     def end(self) -> None:
-        """All of them; nothing is left."""
+        """End all ranks and free all resources."""
 
 
 @dataclass
 class _Member:
-    """A child process that is a rank."""
+    """A rank as a child process."""
 
     index: int
     process: "subprocess.Popen[bytes]"
@@ -63,8 +63,8 @@ class _Member:
     is_gone: bool = field(default=False)
 
 
-class LocalCrew:
-    """Ranks of this machine: children, tied to the thread that started them, which lives until the end."""
+class LocalRanks:
+    """Ranks of this machine as child processes of one thread, which lives until the end."""
 
     def __init__(self, places: list[RankAddress], heard: Heard | None = None) -> None:
         self.places = places
@@ -76,7 +76,7 @@ class LocalCrew:
         self._members: list[_Member] = []
         self._stop, self._stopped = connection.Pipe(duplex=False)
         self._started = threading.Event()
-        self._thread = threading.Thread(target=self._tend, name="quire-ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="quire-ranks", daemon=True)
         self._thread.start()
         self._started.wait()
 
@@ -90,7 +90,7 @@ class LocalCrew:
 
     def tell(self, order: bytes) -> None:
         for member in self._members:
-            with contextlib.suppress(OSError):  # it is gone, which will be heard
+            with contextlib.suppress(OSError):  # it is gone, which the thread notices
                 member.pipe.send_bytes(order)
 
     def send(self, plan: bytes, timeout_s: float) -> None:
@@ -107,47 +107,47 @@ class LocalCrew:
 
     # ---- in the thread
 
-    def _tend(self) -> None:
+    def _run(self) -> None:
         try:
             for index, place in enumerate(self.places):
                 self._members.append(self._spawn(index, place))
             self._started.set()
-            while not self._look():
+            while not self._poll():
                 pass
         except Exception as error:
-            log.exception("The ranks cannot be started or watched")
+            log.exception("Starting or watching the ranks failed")
             self.heard.put((0, Gone(str(error))))
         finally:
             self._started.set()
             self._end_all()
 
     def _spawn(self, index: int, place: RankAddress) -> _Member:
-        """Not by multiprocessing, which would run the caller's main module once more."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fds = theirs.fileno(), *self._fds
+        """Start a rank; multiprocessing is not used, since it would import the main module again."""
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            fds = child_end.fileno(), *self._fds
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _ENTRY, *map(str, fds), str(index)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
-        pipe = connection.Connection(ours.detach())
+        pipe = connection.Connection(parent_end.detach())
         pipe.send_bytes(pickle.dumps(place))
         return _Member(index, process, pipe)
 
-    def _look(self) -> bool:
-        """Hear what is said, and see who is gone; whether the end was asked for."""
-        there = [member for member in self._members if not member.is_gone]
-        ready = connection.wait([self._stop, *(member.pipe for member in there)], LOOK_S)
-        for member in there:
+    def _poll(self) -> bool:
+        """Read the messages of ranks and detect lost ones; return whether the group is to end."""
+        alive = [member for member in self._members if not member.is_gone]
+        ready = connection.wait([self._stop, *(member.pipe for member in alive)], LOOK_S)
+        for member in alive:
             if member.pipe in ready:
-                self._hear(member)
+                self._receive(member)
             elif member.process.poll() is not None:
                 self._note_gone(member)
         return self._stop in ready
 
-    def _hear(self, member: _Member) -> None:
+    def _receive(self, member: _Member) -> None:
         try:
             self.heard.put((member.index, decode_word(member.pipe.recv_bytes())))
         except (EOFError, OSError):
@@ -157,10 +157,10 @@ class LocalCrew:
         member.is_gone = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             member.process.wait(LOOK_S)
-        self.heard.put((member.index, Gone(_how(member.process))))
+        self.heard.put((member.index, Gone(_describe_end(member.process))))
 
     def _end_all(self) -> None:
-        """They end when their pipe does; who is stopped or busy is killed."""
+        """End the ranks by closing their pipes; kill those that do not end in time."""
         for member in self._members:
             member.pipe.close()
         deadline = time.monotonic() + END_S
@@ -174,7 +174,7 @@ class LocalCrew:
             os.close(fd)
 
 
-def _how(process: "subprocess.Popen[bytes]") -> str:
+def _describe_end(process: "subprocess.Popen[bytes]") -> str:
     code = process.returncode
     if code is None:
         return f"pid {process.pid} closed its pipe"

@@ -1,4 +1,4 @@
-"""A rank: one worker in a process of its own, from its first order to its last plan."""
+"""A rank: one worker in its own process."""
 
 import os
 import pickle
@@ -29,8 +29,8 @@ from quire.executor.messages import (
     Doing,
     Failed,
     Order,
+    RankWord,
     Returned,
-    Word,
     WorkerCall,
     decode_call,
     decode_order,
@@ -43,29 +43,29 @@ from quire.system.shm import SPIN_S, ShmReader, ShmWriter
 
 log = get_logger(__name__)
 
-STEPS_UNDER_WAY = 2
-"""On a device that nobody waits for: its buffers are made for so many, or for one for each stage."""
+STEPS_IN_FLIGHT = 2
+"""Steps in flight on a GPU: its buffers are made for this number, or for one per pipeline stage."""
 _LONG_S = 3600.0
 _CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout")
-"""What a rank says that waited for another."""
+"""Error texts of a rank that was cut off while it waited for another."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankAddress:
-    """Where a rank stands, and where it meets the others."""
+    """The rank, device and rendezvous of a worker process."""
 
     config: EngineConfig
     rank: Rank
     local: int
-    """Which device of its machine it has."""
+    """Index of its device on the machine."""
     meeting: str
-    """A URL."""
+    """Rendezvous URL of all ranks."""
     interface: str = ""
-    """Of the network between ranks that are CPUs."""
+    """Network interface between CPU ranks."""
 
     @property
     def name(self) -> str:
-        """As vLLM names the process: what is not divided is left out."""
+        """Return the process name, like vLLM: dimensions of size 1 are omitted."""
         parallel, rank = self.config.parallel, self.rank
         parts = (
             ("DP", rank.dp, parallel.data_parallel_size),
@@ -76,17 +76,17 @@ class RankAddress:
 
     @property
     def answers(self) -> bool:
-        """Whether this is the rank whose results count."""
+        """Whether this rank sends the results of steps."""
         return self.rank.tp == 0 and self.rank.pp == self.config.parallel.pipeline_parallel_size - 1
 
 
 def world_size(parallel: ParallelSection) -> int:
-    """Ranks of one core."""
+    """Return the number of ranks of one core."""
     return parallel.tensor_parallel_size * parallel.pipeline_parallel_size
 
 
-def own_places(config: EngineConfig, node_rank: int, meeting: str, interface: str = "") -> list[RankAddress]:
-    """Those of one machine: neighbours."""
+def local_ranks(config: EngineConfig, node_rank: int, meeting: str, interface: str = "") -> list[RankAddress]:
+    """Return the ranks of one machine, which are consecutive."""
     parallel = config.parallel
     size, dp = world_size(parallel), parallel.data_parallel_rank or 0
     count = size // parallel.nnodes
@@ -96,21 +96,21 @@ def own_places(config: EngineConfig, node_rank: int, meeting: str, interface: st
 
 
 class Port(Protocol):
-    """A rank's way to its executor."""
+    """The connection of a rank to its executor."""
 
     def order(self) -> Order:
-        """The next one, when it comes."""
+        """Wait for the next order."""
 
-    def say(self, word: Word) -> None: ...
+    def say(self, word: RankWord) -> None: ...
 
     def plan(self) -> bytes:
-        """The next one, or the masks of the last, when it comes."""
+        """Wait for the next plan, or for the masks of the last one."""
 
     def answer(self, outcome: bytes) -> None: ...
 
 
 def serve(place: RankAddress, port: Port) -> None:
-    """All that a rank does, in whatever process. Returns when it could not do something."""
+    """Run a rank until the process ends; return only after an error."""
     try:
         worker = _join(place, port)
         phases: dict[str, Callable[[Order], Any]] = {
@@ -121,8 +121,8 @@ def serve(place: RankAddress, port: Port) -> None:
         }
         while (order := port.order()).phase != "run":
             port.say(Doing(DOING[order.phase]))
-            made = phases[order.phase](order)
-            port.say(Did(made if order.phase == "measure" else None))
+            result = phases[order.phase](order)
+            port.say(Did(result if order.phase == "measure" else None))
     except QuireError as error:
         port.say(Failed(str(error)))
         return
@@ -132,14 +132,14 @@ def serve(place: RankAddress, port: Port) -> None:
         port.say(Failed(one_line(error), is_cause))
         return
     if place.config.lora.enable_lora:
-        given = worker, port
-        threading.Thread(target=_read_adapters, args=given, name="quire-adapters", daemon=True).start()
+        args = worker, port
+        threading.Thread(target=_read_adapters, args=args, name="quire-adapters", daemon=True).start()
     port.say(Did())
     Steps(worker, place, port).run()
 
 
 def _read_adapters(worker: Any, port: Port) -> None:
-    """Orders that come beside the steps."""
+    """Handle the adapter orders that come while steps run."""
     reading = AdapterReading(worker)
     while True:
         order = port.order()
@@ -147,10 +147,10 @@ def _read_adapters(worker: Any, port: Port) -> None:
             reading.drop(order.name)
             continue
         assert order.adapter is not None
-        reading.fetch(order.adapter).add_done_callback(partial(_say_read, port, order.number))
+        reading.fetch(order.adapter).add_done_callback(partial(_send_adapter, port, order.number))
 
 
-def _say_read(port: Port, number: int, read: Future[AdapterFacts]) -> None:
+def _send_adapter(port: Port, number: int, read: Future[AdapterFacts]) -> None:
     error = read.exception()
     if isinstance(error, Exception):
         port.say(refusal(number, error))
@@ -159,14 +159,14 @@ def _say_read(port: Port, number: int, read: Future[AdapterFacts]) -> None:
 
 
 def refusal(number: int, error: Exception) -> Returned:
-    """What is said in place of a value."""
+    """Return the error answer of a call."""
     is_request = isinstance(error, RequestError | TypeError | ValueError)
     text = str(error) if isinstance(error, QuireError) else one_line(error)
     return Returned(number, error=text, is_request=is_request)
 
 
 def _join(place: RankAddress, port: Port) -> Any:
-    """The worker, once all ranks have met."""
+    """Return the worker, after all ranks have joined."""
     port.say(Doing("starting"))
     config, parallel = place.config, place.config.parallel
     import torch
@@ -182,14 +182,14 @@ def _join(place: RankAddress, port: Port) -> Any:
         return Worker(config, World(place.rank))
     if place.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
-    port.say(Doing("waiting for the others"))
+    port.say(Doing("waiting for the other ranks"))
     return Worker(
         config, join(parallel, place.rank, place.meeting, device, parallel.distributed_timeout_seconds)
     )
 
 
 def is_cut_off(error: BaseException) -> bool:
-    """Whether it says no more than that another rank is gone."""
+    """Whether the error only means that another rank is gone."""
     return any(sign in str(error) for sign in _CUT_OFF)
 
 
@@ -198,27 +198,27 @@ def one_line(error: BaseException) -> str:
 
 
 class Steps:
-    """Plans through a worker, in their order. On a GPU a second thread waits for what comes of them."""
+    """Runs plans on a worker, in order. On a GPU a second thread waits for their results."""
 
     def __init__(self, worker: Any, place: RankAddress, port: Port) -> None:
         self.worker = worker
         self.place = place
         self.port = port
         self._rows = threading.Lock()
-        """Held by who reads or writes the worker's rows."""
-        self._under_way = threading.Semaphore(
-            max(STEPS_UNDER_WAY, place.config.parallel.pipeline_parallel_size)
+        """Held while the worker's rows are read or written."""
+        self._in_flight = threading.Semaphore(
+            max(STEPS_IN_FLIGHT, place.config.parallel.pipeline_parallel_size)
         )
         self._launched: queue.SimpleQueue[tuple[int, Pending]] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Until the process is ended."""
+        """Run plans and calls until the process ends."""
         waits = self.place.config.machine.device != "cpu"
         if waits:
             import torch
 
             device = torch.cuda.current_device()
-            threading.Thread(target=self._land_all, args=(device,), name="quire-land", daemon=True).start()
+            threading.Thread(target=self._finish_all, args=(device,), name="quire-done", daemon=True).start()
         while True:
             data = self.port.plan()
             if (call := decode_call(data)) is not None:
@@ -226,14 +226,14 @@ class Steps:
                 continue
             plan = decode_plan(data)
             if waits:
-                self._under_way.acquire()
+                self._in_flight.acquire()
             pending = self._launch(plan)
             if len(plan.constrained):
                 pending = self._draw(pending, decode_masks(self.port.plan()))
             if waits:
                 self._launched.put((plan.step, pending))
             else:
-                self._land(plan.step, pending)
+                self._finish(plan.step, pending)
 
     def _launch(self, plan: StepPlan) -> Pending:
         try:
@@ -244,7 +244,7 @@ class Steps:
             return Refused(error)
 
     def _call(self, call: WorkerCall) -> Returned:
-        """Whatever comes of it, the rank goes on."""
+        """Call a worker method; after an error the rank continues."""
         try:
             with self._rows:
                 value = invoke(self.worker, call.method, call.args, call.kwargs)
@@ -256,7 +256,7 @@ class Steps:
         try:
             encode(value)
         except Exception as error:
-            text = f"{call.method} returned what cannot be sent: {one_line(error)}"
+            text = f"{call.method} returned a value that cannot be sent: {one_line(error)}"
             return Returned(call.number, error=text, is_request=True)
         return Returned(call.number, value)
 
@@ -269,21 +269,21 @@ class Steps:
         except Exception as error:
             return Refused(error)
 
-    def _land_all(self, device: int) -> None:
+    def _finish_all(self, device: int) -> None:
         import torch
 
-        torch.cuda.set_device(device)  # each thread has its own
+        torch.cuda.set_device(device)  # the current device is per thread
         while True:
-            self._land(*self._launched.get())
-            self._under_way.release()
+            self._finish(*self._launched.get())
+            self._in_flight.release()
 
-    def _land(self, step: int, pending: Pending) -> None:
+    def _finish(self, step: int, pending: Pending) -> None:
         try:
             pending.ready(_LONG_S)
             with self._rows:
                 result = pending.wait()
         except Exception as error:
-            if self.place.rank.tp == 0 and not is_cut_off(error):  # the others say the same
+            if self.place.rank.tp == 0 and not is_cut_off(error):  # the other ranks would log the same
                 log.error("Step %d failed", step, exc_info=error)
             is_fatal = isinstance(error, EngineDead)
             self.port.say(Failed(one_line(error), step=step, is_fatal=is_fatal))
@@ -298,13 +298,13 @@ class Steps:
 
 
 class PipePort:
-    """A pipe for orders, rings for plans and results. The end of the pipe is the end of the process."""
+    """A pipe for orders, shared-memory rings for plans and results. The process ends with the pipe."""
 
     def __init__(self, pipe: Connection, plans: ShmReader, outcomes: ShmWriter | None) -> None:
         self._pipe = pipe
         self._plans = plans
         self._outcomes = outcomes
-        self._saying = threading.Lock()
+        self._lock = threading.Lock()
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="quire-orders", daemon=True).start()
 
@@ -318,8 +318,8 @@ class PipePort:
     def order(self) -> Order:
         return self._orders.get()
 
-    def say(self, word: Word) -> None:
-        with self._saying:
+    def say(self, word: RankWord) -> None:
+        with self._lock:
             self._pipe.send_bytes(encode(word))
 
     def plan(self) -> bytes:
@@ -333,11 +333,12 @@ class PipePort:
 
 
 def main() -> None:
-    """Entry of the process: file descriptors of the pipe and the rings, and which reader of plans it is."""
+    """Run the process. Arguments: file descriptors of the pipe and the rings, and the reader index for
+    plans."""
     pipe_fd, plans_fd, outcomes_fd, reader = map(int, sys.argv[1:])
     pipe = Connection(pipe_fd)
     try:
-        place: RankAddress = pickle.loads(pipe.recv_bytes())  # of the parent, who made the pipe
+        place: RankAddress = pickle.loads(pipe.recv_bytes())  # trusted: the parent created the pipe
     except EOFError:
         sys.exit(1)
     adopt(place.name)

@@ -1,5 +1,4 @@
-"""Beam search as bookkeeping: each round asks the engine for one token per beam, with the best 2 * width
-logprobs."""
+"""Beam search: each round samples one token per beam, with the best 2 * beam_width logprobs."""
 
 import math
 from dataclasses import replace
@@ -16,7 +15,7 @@ from quire.frontend.inputs import Prompt
 
 
 def round_params(params: BeamSearchParams) -> SamplingParams:
-    """What every beam is run with: one token, and enough runners-up that `beam_width` of them survive an
+    """Return the params of every beam: one token, and enough logprobs that `beam_width` remain after an
     eos."""
     return SamplingParams(
         max_tokens=1,
@@ -28,24 +27,24 @@ def round_params(params: BeamSearchParams) -> SamplingParams:
 
 
 def start_of(prompt: Prompt) -> list[int]:
-    """Where the beams begin: each round sends token ids."""
+    """Return the token ids that the beams start with; raise a RequestError for prompt embeddings."""
     if prompt.embeds is not None:
         raise RequestError("beam search needs a prompt of text or token ids", param="prompt_embeds")
     return prompt.token_ids
 
 
 def continued(prompt: Prompt, token_ids: list[int]) -> Prompt:
-    """The prompt of a beam: these tokens, of which the first are its own, and all that came with it."""
+    """Return the prompt of a beam: its tokens, which begin with those of the prompt, and the media."""
     media = prompt.media
     if media is not None:
         items = [msgspec.structs.replace(item) for item in media.items]
-        positions = _further(media.positions, len(token_ids))
+        positions = _extend_positions(media.positions, len(token_ids))
         media = msgspec.structs.replace(media, items=items, positions=positions)
     return replace(prompt, token_ids=token_ids, text=None, media=media)
 
 
-def _further(positions: Array | None, num_tokens: int) -> Array | None:
-    """Of so many tokens: those behind the prompt go on behind the largest."""
+def _extend_positions(positions: Array | None, num_tokens: int) -> Array | None:
+    """Extend M-RoPE positions to `num_tokens`: new tokens continue after the largest position."""
     if positions is None:
         return None
     known = positions.numbers()
@@ -54,7 +53,7 @@ def _further(positions: Array | None, num_tokens: int) -> Array | None:
 
 
 class BeamSearch:
-    """The beams of one prompt. `live` are to be continued; `done` have met their end."""
+    """The beams of one prompt: `live` are continued, `done` have ended."""
 
     def __init__(
         self,
@@ -77,9 +76,9 @@ class BeamSearch:
         return not self.live or len(self.live[0].tokens) >= self.max_len
 
     def advance(self, continuations: list[dict[int, Logprob]]) -> None:
-        """`continuations[i]` are the likeliest next tokens of `live[i]`."""
+        """Extend the beams; `continuations[i]` are the likeliest next tokens of `live[i]`."""
         for beam in self.live:
-            if beam.lora_request is not None and beam.lora_request.load_inplace:  # once a search
+            if beam.lora_request is not None and beam.lora_request.load_inplace:  # only in the first round
                 beam.lora_request = msgspec.structs.replace(beam.lora_request, load_inplace=False)
         grown: list[BeamSearchSequence] = []
         for beam, choices in zip(self.live, continuations, strict=True):

@@ -1,4 +1,4 @@
-"""A conversation becomes a prompt: template, content format, tokens."""
+"""Conversion of a conversation to a prompt: chat template, content format, tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,26 +17,27 @@ from quire.text.chat_template import (
     shipped_templates,
 )
 
-_OWN = ("self", "messages", "tokenize", "chat_template")
-"""What `chat_template_kwargs` may not replace."""
+_RESERVED = ("self", "messages", "tokenize", "chat_template")
+"""Arguments that `chat_template_kwargs` may not override."""
 CONTENT_FORMATS = ("auto", "string", "openai")
 
 
 def read_template(argument: str | None) -> str | None:
-    """A `--chat-template`: the name of a file or of a template that comes with Quire, or the template."""
+    """Read a `--chat-template`: a file, the name of a template that comes with Quire, or the template
+    itself."""
     if argument is None:
         return None
     if any(mark in argument for mark in "{}\n"):
         return argument
-    path, own = Path(argument).expanduser(), shipped_templates()
-    if argument in own and not path.is_file():
-        path = own[argument]
+    path, shipped = Path(argument).expanduser(), shipped_templates()
+    if argument in shipped and not path.is_file():
+        path = shipped[argument]
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"chat_template {argument!r} is neither a readable file ({error.strerror}) nor a template (it "
-            f"has no braces) nor one of {', '.join(own)}"
+            f"has no braces) nor one of {', '.join(shipped)}"
         ) from None
 
 
@@ -55,8 +56,8 @@ def chat_prompt(
     prepared: Sequence[PreparedItem] | None = None,
     render_s: float | None = None,
 ) -> Prompt:
-    """Rendered in at most `render_s` seconds; what takes longer is refused. With `prepared` the messages are
-    those of `part_media`; else their media are made ready here."""
+    """Render a conversation with a chat template, within `render_s` seconds. With `prepared` the messages
+    come from `part_media`; else their media are processed here."""
     tokenizer = inputs.tokenizer
     if tokenizer is None:
         raise RequestError("a chat needs a tokenizer, and skip_tokenizer_init is set: use token ids")
@@ -67,9 +68,9 @@ def chat_prompt(
         )
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise RequestError(f"a conversation is a list of messages; got {messages!r:.80}", param="messages")
-    if taken := [name for name in _OWN if name in (chat_template_kwargs or {})]:
+    if taken := [name for name in _RESERVED if name in (chat_template_kwargs or {})]:
         raise RequestError(
-            f"chat_template_kwargs may not hold {', '.join(taken)}", param="chat_template_kwargs"
+            f"chat_template_kwargs may not contain {', '.join(taken)}", param="chat_template_kwargs"
         )
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -96,7 +97,7 @@ def chat_prompt(
 
 
 def pair_prompt(inputs: InputProcessor, query: str, document: str, template: str | None) -> Prompt:
-    """Two texts for a cross-encoder, as the tokenizer joins them, or as a template does."""
+    """Build the prompt of two texts for a cross-encoder, with the tokenizer or with a template."""
     if template is None:
         return inputs.parse_pair(query, document)
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]

@@ -1,4 +1,4 @@
-"""Sampling parameters that were checked once, for all prompts of a call; and the check of cache salts."""
+"""Sampling parameters that are checked once for all prompts of a call; check of cache salts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,18 +9,18 @@ from quire.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class CheckedParams:
-    """Sampling parameters that were checked and completed for the model, or for an adapter. All prompts of a
-    call may share them; nothing changes them any more."""
+    """Sampling parameters that were checked and completed for the model or a LoRA adapter. All prompts of a
+    call share them; they are not modified any more."""
 
     params: SamplingParams
     eos_id: int
-    """-1 with ignore_eos."""
+    """eos token id; -1 with ignore_eos."""
     top_id: int
-    """The largest token id that they name; 0 without an adapter."""
+    """Largest token id in the parameters; 0 without a LoRA adapter."""
 
 
 def check_salt(salt: Any) -> None:
-    """Refuse a `cache_salt` that is no string, empty or too long."""
+    """Refuse a `cache_salt` that is not a string, empty or too long."""
     if salt is not None and not (isinstance(salt, str) and salt):
         raise RequestError(f"cache_salt must be a non-empty string, got {salt!r:.80}", param="cache_salt")
     if salt is not None and len(salt) > MAX_SALT_CHARS:

@@ -1,4 +1,4 @@
-"""Operation: what operators ask of all cores at once."""
+"""Operator calls to all engine cores: pause, sleep, profile, collective RPC."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -9,26 +9,27 @@ from quire.data.control import LEVELS, check_choice
 from quire.errors import RequestError
 
 CallAll = Callable[..., Awaitable[list[Any]]]
-"""Takes a method of the core's desk, its arguments and how long to wait; the answers of all cores."""
+"""Calls a control method of all engine cores with arguments and a timeout; returns their answers."""
 
 
 class CoreControl:
-    """The engine as its operators see it: paused, asleep, asked for what its workers say.
+    """Operator calls to all engine cores.
 
-    Cores that share experts wait for each other in every step, so that all rest before the first of them
-    sleeps, and all have their memory before the first of them warms up.
+    Cores with expert parallelism wait for each other in every step. So all are paused before the first one
+    sleeps, and all have their memory back before the first one warms up.
     """
 
     def __init__(
         self, call_all: CallAll, forget_prefixes: Callable[[], None], settings: Mapping[str, Any]
     ) -> None:
-        """`settings` are the engine's, by section."""
+        """Build it. `settings` are those of the engine, by section."""
         self._call_all = call_all
         self._forget_prefixes = forget_prefixes
         self.settings = settings
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Until all rest. Those who are running end, are waited for, or are kept; who comes waits."""
+        """Pause all cores and wait until they are idle. By `mode`, running requests are aborted, waited for
+        or kept; new requests wait."""
         clears = clear_cache and mode != "keep"
         await self._call_all("pause", {"mode": mode, "clear_cache": clears}, None)
         if clears:
@@ -41,21 +42,22 @@ class CoreControl:
         return any(await self._call_all("is_paused", {}))
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Nothing happens if it sleeps so already; one that failed to fall asleep tries again."""
+        """Put all cores to sleep. A core that sleeps at this level does nothing; one that failed tries
+        again."""
         if not self.settings.get("model", {}).get("enable_sleep_mode", False):
             raise RequestError("sleep mode is off: start the engine with --enable-sleep-mode")
         check_choice("level", level, LEVELS)
         levels = await self._call_all("settled_level", {})
-        if level and all(each == level for each in levels):
+        if level and all(core_level == level for core_level in levels):
             return
         if max(levels) > level:
-            raise RequestError(f"the engine sleeps at level {max(levels)} already: wake it up first", "level")
+            raise RequestError(f"the engine already sleeps at level {max(levels)}: wake it up first", "level")
         await self._call_all("pause", {"mode": mode}, None)
         await self._call_all("sleep", {"level": level}, None)
         self._forget_prefixes()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """All or some of it; steps are taken again when nothing sleeps any more, on any core."""
+        """Wake up all or some parts; steps run again when all parts of all cores are awake."""
         if all(await self._call_all("wake_up", {"tags": tags}, None)):
             await self._call_all("warm_up", {}, None)
             await self._call_all("resume", {})
@@ -66,33 +68,33 @@ class CoreControl:
     async def collective_rpc(
         self, method: str, timeout: float | None, args: list[Any], kwargs: dict[str, Any]
     ) -> list[Any]:
-        """What a method returns on every worker of every core."""
-        given = {"method": method, "timeout": timeout, "args": args, "kwargs": kwargs}
-        _check_sendable("args", given)
+        """Call a method on every worker of every core; return the results."""
+        call = {"method": method, "timeout": timeout, "args": args, "kwargs": kwargs}
+        _check_sendable("args", call)
         try:
-            found = await self._call_all("collective_rpc", given, timeout)
+            results = await self._call_all("collective_rpc", call, timeout)
         except TimeoutError:
             raise RequestError(
-                f"{method} was not over within {timeout} s, and still runs", "timeout"
+                f"{method} did not end within {timeout} s and is still running", "timeout"
             ) from None
-        return [value for of_core in found for value in of_core]
+        return [value for core_results in results for value in core_results]
 
     async def profile(self, start: bool, prefix: str | None = None) -> None:
         await self._call_all("profile", {"start": start, "prefix": prefix}, None)
 
     async def reset_encoder_cache(self) -> bool:
-        """Forget vectors that no request needs; whether there are no others."""
+        """Drop encoder outputs that no request needs; return whether none is left."""
         return all(await self._call_all("reset_encoder_cache", {}))
 
     async def abort(self, names: list[str]) -> int:
-        """How many sequences were ended, of the requests with these ids."""
+        """End the requests with these ids; return the number of sequences."""
         _check_sendable("request_ids", names)
         return sum(await self._call_all("abort", {"names": names}))
 
 
-def _check_sendable(param: str, given: Any) -> None:
-    """That it is text and numbers of a usual size."""
+def _check_sendable(param: str, value: Any) -> None:
+    """Raise a RequestError if a value cannot be encoded as msgpack."""
     try:
-        msgspec.msgpack.encode(given)
+        msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"{param} cannot be sent to the engine: {error}", param) from None

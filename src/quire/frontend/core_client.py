@@ -1,4 +1,4 @@
-"""CoreLink: an API process's connection to one core, and what it knows of it."""
+"""CoreLink: the connection of an API process to one engine core, and the state of that core."""
 
 import asyncio
 import itertools
@@ -14,14 +14,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from quire.data.stats import StepStats
 from quire.data.wire import (
-    Beat,
     ControlCall,
     FromCore,
+    Heartbeat,
     Hello,
     Missing,
     Ready,
     Reply,
-    Stepped,
+    StepDone,
     ToCore,
     decode_from_core,
     encode,
@@ -36,39 +36,39 @@ log = get_logger(__name__)
 HELLO_INTERVAL_S = 0.1
 CALL_TIMEOUT_S = 30.0
 MAX_BEHIND = 1000
-"""Messages that wait on this side; more wait in the core, which knows what to do about it."""
-TURN_S = 0.004
-"""How long the core's messages are read before what they brought is handed out."""
-REST = 4
-"""Rounds of the event loop that belong to everybody else between two turns: so many steps of his own a new
-request makes while the core is faster than this process."""
+"""Messages that are buffered on this side; the rest is buffered in the core, which handles slow clients."""
+READ_S = 0.004
+"""Time for which messages are read before their outputs are delivered."""
+YIELD_ROUNDS = 4
+"""Iterations of the event loop between two reads, so that new requests progress while the core is faster than
+this process."""
 HEARTBEAT_MS = 1000
-"""Between two signs of life of a connection to another machine, which may be gone without a word."""
+"""Interval of heartbeats on a connection to another machine."""
 SILENCE_MS = 10_000
-"""Without one for so long, it is."""
+"""Time without a heartbeat after which the connection is closed."""
 
 
 class Owner(Protocol):
-    """Who has the links: told of what they bring."""
+    """Owner of the connections, with callbacks for their events."""
 
     def on_ready(self, link: "CoreLink") -> None: ...
     def on_news(self, link: "CoreLink", page: bytes) -> None:
-        """The core has said how much it has to do; `page` are its numbers, if it is on another machine."""
+        """Handle a report of the core's load; `page` is its metrics page, if it is on another machine."""
 
     def on_reset(self) -> None:
-        """Somebody wants that processed media are forgotten."""
+        """Clear the cache of processed media."""
 
     def on_missing(self, request_id: str) -> None:
-        """A core lacks the arrays of a request, the first sequence of which this is."""
+        """Handle that a core lacks the arrays of a request; `request_id` is that of its first sequence."""
 
     def on_turn(self, link: "CoreLink") -> None:
-        """Some of its steps have been noted in `link.outputs`."""
+        """Deliver the outputs that were added to `link.outputs`."""
 
     def on_death(self, link: "CoreLink") -> None: ...
 
 
 class CoreLink:
-    """The connection to the core of one data-parallel rank: messages both ways, and whether it gets on."""
+    """The connection to the engine core of one data-parallel rank, with health checks."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class CoreLink:
         owner: Owner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`place` is its number among the links of its owner. `address` may be a file that will hold it, once
-        the core's machine has told where it is; `token` is the secret that the core expects."""
+        """Build it. `place` is its index among the links of its owner. `address` may be a file that will
+        contain the address once it is known; `token` is the secret that the core expects."""
         self.place = place
         self.rank = rank
         self.name = name
@@ -91,7 +91,7 @@ class CoreLink:
         self._clock = clock
         self.core: Ready | None = None
         self.stats = StepStats()
-        """The core's gauges, when it last told of them."""
+        """Last reported gauges of the core."""
         self.was_up = False
         self.start_s = 0.0
         """Seconds that the last start of the core took."""
@@ -103,10 +103,10 @@ class CoreLink:
         self._why_down = f"{name} is starting"
         self._heard_at = self._clock()
         self._stalled_s = 0.0
-        """How long the core had work and finished no step, when it was last heard of."""
+        """Time for which the core had work and finished no step, as last reported."""
         self._num_resets = 0
-        self._resting = False
-        """Whether a turn is to come by itself."""
+        self._is_scheduled = False
+        """Whether the next read is already scheduled."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._socket: zmq.Socket[bytes] | None = None
@@ -117,7 +117,7 @@ class CoreLink:
 
     def start(self) -> None:
         """Connect, from inside the running loop."""
-        self._task = asyncio.create_task(self._tend())
+        self._task = asyncio.create_task(self._watch())
 
     def close(self) -> None:
         if self._task is not None:
@@ -126,11 +126,11 @@ class CoreLink:
 
     @property
     def silent_s(self) -> float:
-        """Since the core was last heard of."""
+        """Return the time since the last message of the core."""
         return self._clock() - self._heard_at
 
     def problem(self, health_timeout_s: float) -> str | None:
-        """Why the core cannot be asked: it is down, or has work and finished no step for too long."""
+        """Return why the core is unavailable: it is down, or hangs in a step; None if it is available."""
         if self.core is None:
             return self._why_down
         standstill = self._stalled_s + self.silent_s
@@ -138,22 +138,22 @@ class CoreLink:
             return None
         return f"{self.name} has made no progress for {standstill:.1f} s; the limit is {health_timeout_s:g} s"
 
-    async def _tend(self) -> None:
-        """Say Hello until the core answers; notice within a moment that it is gone."""
+    async def _watch(self) -> None:
+        """Send Hello until the core answers; detect its death."""
         while True:
             try:
-                self._look()
-            except Exception:  # a link that nothing looks after would stay as it is for ever
-                log.exception("Looking after the connection to %s failed; it is tried again", self.name)
+                self._check()
+            except Exception:  # without this task the connection would never recover
+                log.exception("Checking the connection to %s failed; retrying", self.name)
             await asyncio.sleep(HELLO_INTERVAL_S)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self.core is None:
             self._connect()
             if self._socket is not None:
                 self.send(Hello(self._token))
         elif self._is_gone(self.core):
-            self._died()
+            self._handle_death()
 
     def _is_gone(self, core: Ready) -> bool:
         if self._monitor is None:
@@ -164,7 +164,7 @@ class CoreLink:
             gone = True
         return gone
 
-    def _died(self) -> None:
+    def _handle_death(self) -> None:
         assert self.core is not None
         self._why_down = f"{self.name} (process {self.core.pid}) died and is being restarted"
         self.core = None
@@ -172,12 +172,12 @@ class CoreLink:
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(EngineDead(self._why_down))
-        # What is still queued for the dead core must not reach the next one.
+        # Messages that are still queued for the dead core must not reach the next one.
         self._disconnect()
         self._owner.on_death(self)
 
     def _connect(self) -> None:
-        """To where the core is, if that is known, and unless that is done."""
+        """Connect to the address of the core, if it is known and new."""
         address = _read(self._address) if isinstance(self._address, Path) else self._address
         if address == self._connected_to or not address:
             return
@@ -191,13 +191,13 @@ class CoreLink:
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             secure(self._socket, self._token, listens=False)
-        asyncio.get_running_loop().add_reader(self._socket.FD, self._arrived)
+        asyncio.get_running_loop().add_reader(self._socket.FD, self._on_readable)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             log.error("%s cannot be reached at %.80r: %s", self.name, address, error)
             self._disconnect()
-            self._connected_to = address  # until its machine names another one
+            self._connected_to = address  # until the address changes
 
     def _disconnect(self) -> None:
         self._connected_to = ""
@@ -215,13 +215,13 @@ class CoreLink:
     def send(self, message: ToCore) -> None:
         assert self._socket is not None
         self._socket.send(encode(message), zmq.NOBLOCK)
-        # Sending may swallow the edge that says that something arrived.
-        asyncio.get_running_loop().call_soon(self._arrived)
+        # Sending may consume the edge-triggered event of an arrived message.
+        asyncio.get_running_loop().call_soon(self._on_readable)
 
     async def call(
         self, method: str, args: dict[str, Any] | None = None, timeout_s: float | None = CALL_TIMEOUT_S
     ) -> Any:
-        """None: however long it takes."""
+        """Call a method of the core and wait for the reply; `timeout_s` None: without a limit."""
         number = next(self._numbers)
         self._calls[number] = asyncio.get_running_loop().create_future()
         try:
@@ -232,28 +232,28 @@ class CoreLink:
 
     # ---- in
 
-    def _arrived(self) -> None:
-        """The socket's descriptor tells only once, however much is there."""
-        if not self._resting:
-            self._turn()
+    def _on_readable(self) -> None:
+        """Handle the socket's event, which is triggered once for any number of messages."""
+        if not self._is_scheduled:
+            self._read_and_deliver()
 
-    def _turn(self) -> None:
-        """Read for a moment, then hand out what came: a stream gets one piece however many steps that were.
-        With more to read, others get theirs first."""
-        self._resting = False  # whatever fails below, the next message is read
+    def _read_and_deliver(self) -> None:
+        """Read messages for a limited time, then deliver: a stream gets one output for several steps. If
+        there is more to read, other tasks run first."""
+        self._is_scheduled = False  # so that the next message is read even after an error
         is_all = self._receive()
         self._owner.on_turn(self)
-        self._resting = not is_all
-        if self._resting:
-            self._rest(REST)
+        self._is_scheduled = not is_all
+        if self._is_scheduled:
+            self._schedule_read(YIELD_ROUNDS)
 
-    def _rest(self, rounds: int) -> None:
+    def _schedule_read(self, rounds: int) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_soon(self._rest, rounds - 1) if rounds else loop.call_soon(self._turn)
+        loop.call_soon(self._schedule_read, rounds - 1) if rounds else loop.call_soon(self._read_and_deliver)
 
     def _receive(self) -> bool:
-        """Messages of the core, for a bounded time; whether that was all."""
-        deadline = self._clock() + TURN_S
+        """Handle messages of the core for a limited time; return whether all were read."""
+        deadline = self._clock() + READ_S
         while self._socket is not None:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
@@ -263,7 +263,9 @@ class CoreLink:
                 message = decode_from_core(data)
             except msgspec.MsgspecError as error:
                 log.error(
-                    "Ignored a message of %s that is none of this version: %.200r", self.name, str(error)
+                    "Ignored an invalid message of %s (another version?): %.200r",
+                    self.name,
+                    str(error),
                 )
                 continue
             self.handle(message)
@@ -274,12 +276,12 @@ class CoreLink:
     def handle(self, message: FromCore) -> None:
         self._heard_at = self._clock()
         match message:
-            case Stepped(output):
+            case StepDone(output):
                 self._stalled_s = 0.0
                 self.stats = output.stats
                 self.outputs.take(output)
                 self._owner.on_news(self, b"")
-            case Beat():
+            case Heartbeat():
                 self._stalled_s = message.stalled_s
                 if message.num_resets != self._num_resets:
                     self._num_resets = message.num_resets
@@ -287,7 +289,7 @@ class CoreLink:
                 self.stats = message.stats
                 self._owner.on_news(self, message.page)
             case Reply():
-                self._hear_reply(message)
+                self._handle_reply(message)
             case Missing():
                 self._owner.on_missing(message.request_id)
             case Ready() if self.core is None:
@@ -297,7 +299,7 @@ class CoreLink:
                 self._stalled_s = 0.0
                 self._owner.on_ready(self)
 
-    def _hear_reply(self, reply: Reply) -> None:
+    def _handle_reply(self, reply: Reply) -> None:
         if (call := self._calls.get(reply.number)) is None or call.done():
             return
         if reply.is_request:
@@ -316,14 +318,14 @@ def _read(file: Path) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """A process that has ended but is not yet reaped counts as dead."""
+    """Return whether a process is alive; a zombie counts as dead."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except (
         FileNotFoundError,
         ProcessLookupError,
-    ):  # the latter if it ends between the opening and the reading
+    ):  # the latter if it ends between open and read
         pass
     if os.path.isdir("/proc/self"):
         return False

@@ -1,4 +1,4 @@
-"""AsyncEngine: an API process's way to the cores and back, one async iterator per request."""
+"""AsyncEngine: the client of an API process to the engine cores, one async iterator per request."""
 
 import asyncio
 import itertools
@@ -41,13 +41,13 @@ log = get_logger(__name__)
 
 LOOK_S = 0.1
 STARTS = 2.0
-"""How many starts of a dead core requests wait for, on top of the health timeout."""
+"""How many start times of a core requests wait for a dead one, on top of the health timeout."""
 SILENT_S = 2.0
-"""A core that said nothing for so long gets no new requests, if another can have them."""
+"""Time without a message after which a core gets no new requests, if others are available."""
 
 
 class AsyncEngine:
-    """The engine as an API process has it: requests in, answers out, and whether the cores get on."""
+    """The engine of an API process: sends requests to the cores, streams outputs and checks health."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class AsyncEngine:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`addresses` of the cores by rank, which expect the `token`; `prefixes` may be shared with other
-        processes; `first` is the core whose turn is first. If it `resumes`, answers outlive their core."""
+        """Build it. `addresses` are those of the cores by rank, which expect the `token`. `prefixes` may be
+        shared with other processes; `first` is the router's. With `resumes`, requests outlive their core."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
@@ -103,7 +103,7 @@ class AsyncEngine:
         self._flights: dict[str, RequestInFlight] = {}
         self._numbers = itertools.count()
         self._tag = uuid.uuid4().hex[:8]
-        """Makes ids this process's own: users may give the same one twice, and to several processes."""
+        """Makes internal ids unique: clients may reuse a request id, also in several processes."""
         self._ready = asyncio.Event()
         self._live = LiveView()
         self._tracer = tracer
@@ -124,10 +124,10 @@ class AsyncEngine:
         """Connect, from inside the running loop."""
         for link in self._links:
             link.start()
-        self._task = asyncio.create_task(self._look_after_the_lost())
+        self._task = asyncio.create_task(self._watch_waiting())
 
     async def ready(self) -> None:
-        """Until every core has been up."""
+        """Wait until every core has been ready."""
         await self._ready.wait()
 
     def close(self) -> None:
@@ -139,8 +139,8 @@ class AsyncEngine:
             self._tracer.close()
 
     def check(self) -> None:
-        """Raise unless some core can be asked, and none has been unable to for longer than the health
-        timeout: at the start, when it died, or because it finds no end of a step."""
+        """Raise EngineDead unless some core is available and none has been unavailable for longer than the
+        health timeout: because it starts, died, or hangs in a step."""
         self._check_any()
         now = self._clock()
         for link in self._links:
@@ -150,7 +150,7 @@ class AsyncEngine:
                 raise EngineDead(problem)
 
     def _check_any(self, rank: int | None = None) -> None:
-        """Raise unless some core can be asked; of a request for one `rank`, unless its core has been up."""
+        """Raise EngineDead unless some core is available; with a `rank`, unless that core has been ready."""
         problems = [link.problem(self._health_timeout_s) for link in self._links]
         if None not in problems:
             raise EngineDead(str(problems[0]))
@@ -173,15 +173,15 @@ class AsyncEngine:
         account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
     ) -> OutputStream[RequestOutput]:
-        """The outputs of a request as they come. What is wrong with it is raised here, at once. With a `rank`
-        it goes to that core and no other; `timed`, its share of the steps is counted."""
+        """Stream the outputs of a request; an invalid one raises at once. With a `rank` it goes only to that
+        core; with `timed` its share of the step times is measured."""
         self._check_any(rank)
         id = self._internal_id(request_id, rank)
         requests = self.inputs.requests(
             id, prompt, params, priority=priority, max_logprobs=max_logprobs, timed=timed, lora=lora
         )
         is_delta = requests[0].params.output_kind is RequestOutputKind.DELTA
-        return self._answer(id, RequestInFlight(prompt, requests, rank, account), is_delta=is_delta)
+        return self._stream(id, RequestInFlight(prompt, requests, rank, account), is_delta=is_delta)
 
     def encode(
         self,
@@ -194,11 +194,11 @@ class AsyncEngine:
         account: KeyAccount | None = None,
         lora: LoRARequest | None = None,
     ) -> OutputStream[PoolingRequestOutput[PoolingOutput]]:
-        """The one output of a request to a pooling model. What is wrong with it is raised here, at once."""
+        """Stream the single output of a pooling request; an invalid one raises at once."""
         self._check_any(rank)
         id = self._internal_id(request_id, rank)
         request = self.inputs.pooling_request(id, prompt, params, priority=priority, lora=lora)
-        return self._answer(id, RequestInFlight(prompt, [request], rank, account))
+        return self._stream(id, RequestInFlight(prompt, [request], rank, account))
 
     def _internal_id(self, request_id: str, rank: int | None) -> str:
         ranks = [link.rank for link in self._links]
@@ -207,7 +207,7 @@ class AsyncEngine:
             raise RequestError(f"data_parallel_rank {rank} is out of range: there {known}")
         return f"{request_id}-{self._tag}{next(self._numbers):x}"
 
-    def _answer(self, id: str, flight: RequestInFlight, *, is_delta: bool = False) -> OutputStream[Any]:
+    def _stream(self, id: str, flight: RequestInFlight, *, is_delta: bool = False) -> OutputStream[Any]:
         if flight.account is not None:
             for request in flight.requests:
                 request.tenant, request.weight = flight.account.tenant, flight.account.weight
@@ -216,13 +216,13 @@ class AsyncEngine:
             self._check_any()
             flight.answer = answer
             self._flights[id] = flight
-            self._send_off(id, flight)
+            self._send_request(id, flight)
 
         return OutputStream(id, begin, self._abort, is_delta=is_delta)
 
-    def _send_off(self, id: str, flight: RequestInFlight) -> None:
-        """To the core that is best for it; if there is none, it waits for one."""
-        among = self._askable(flight.rank)
+    def _send_request(self, id: str, flight: RequestInFlight) -> None:
+        """Send a request to the best core; if none is available, it waits."""
+        among = self._available(flight.rank)
         if not among:
             flight.link = None
             flight.lost_at = flight.lost_at or self._clock()
@@ -231,7 +231,7 @@ class AsyncEngine:
         if first.media is not None and processor_cache.lacks(first.media):
             flight.link = None
             flight.lost_at = flight.lost_at or self._clock()
-            flight.bringing = flight.bringing or asyncio.create_task(self._bring(id, flight))
+            flight.bringing = flight.bringing or asyncio.create_task(self._restore_media(id, flight))
             return
         tokens = marks(first)
         place = self._router.place(
@@ -245,7 +245,7 @@ class AsyncEngine:
         link.send(flight.outgoing(processor_cache))
 
     def _expect(self, id: str, flight: RequestInFlight, link: CoreLink) -> RequestState:
-        """Gather the outputs of a request where its core sends them."""
+        """Register the request for the outputs of its core."""
         if flight.state is not None:
             link.outputs.attach(flight.state)
             return flight.state
@@ -254,15 +254,15 @@ class AsyncEngine:
         flight.state = link.outputs.add(id, flight.prompt, flight.requests, put_text, flight.account)
         return flight.state
 
-    async def _bring(self, id: str, flight: RequestInFlight) -> None:
-        """Media that no core has any more are made again, then it is sent off."""
+    async def _restore_media(self, id: str, flight: RequestInFlight) -> None:
+        """Process media again that no core has, then send the request."""
         media = flight.requests[0].media
         assert media is not None
         try:
             await self.inputs.media.bring(media, flight.prompt.prepared)
             if self.inputs.media.processor_cache.lacks(media):
-                raise EngineError("an item of this request is not to be had any more; please send it again")
-        except Exception as error:  # handed to who waits for the answer
+                raise EngineError("a media item of this request is no longer available; please send it again")
+        except Exception as error:  # raised in the reader of the stream
             if self._pop(id) is not None and flight.answer is not None:
                 flight.answer.fail(error if isinstance(error, QuireError) else EngineError(str(error)))
                 self._close(id, flight, "error")
@@ -270,10 +270,10 @@ class AsyncEngine:
         finally:
             flight.bringing = None
         if id in self._flights and flight.link is None:
-            self._send_off(id, flight)
+            self._send_request(id, flight)
 
-    def _askable(self, rank: int | None) -> list[int]:
-        """The cores that a request can go to: those that are heard of, or else those that are up at all."""
+    def _available(self, rank: int | None) -> list[int]:
+        """Return the cores for a request: those with recent messages, else all that are ready."""
         up = [
             (place, link.silent_s)
             for place, link in enumerate(self._links)
@@ -294,8 +294,8 @@ class AsyncEngine:
         return self._flights.pop(request_id, None)
 
     def _close(self, request_id: str, flight: RequestInFlight, reason: str) -> None:
-        """End the sequences of a request that has no reader any more; one that waits for a core counts at the
-        first. Other requests keep the outputs that are on their way."""
+        """End the sequences of a request without a reader; one without a core counts for the first core. The
+        outputs of other requests are kept."""
         link = flight.link or self._links[0]
         if flight.link is None:
             self._expect(request_id, flight, link)
@@ -303,20 +303,20 @@ class AsyncEngine:
         link.outputs.take(StepOutput([], [], finished={id: FinishReason(reason) for id in ids}))
         self.on_turn(link)
 
-    # ---- cores come, speak and go
+    # ---- callbacks of the connections
 
     def on_ready(self, link: CoreLink) -> None:
         core = link.core
         assert core is not None
-        cores = [each.core for each in self._links if each.core is not None]
-        self.inputs.max_model_len = min(each.max_model_len for each in cores)
+        cores = [other.core for other in self._links if other.core is not None]
+        self.inputs.max_model_len = min(ready.max_model_len for ready in cores)
         self.metrics.cache_info[link.place] |= {
             "num_gpu_blocks": core.num_blocks,
             "kv_cache_size_tokens": core.num_tokens,
         }
-        if all(each.was_up for each in self._links):
+        if all(other.was_up for other in self._links):
             self._ready.set()
-        self._send_the_lost()
+        self._send_waiting()
 
     def on_news(self, link: CoreLink, page: bytes) -> None:
         stats = link.stats
@@ -331,17 +331,17 @@ class AsyncEngine:
         self.inputs.media.processor_cache.clear()
 
     def on_missing(self, request_id: str) -> None:
-        """It goes again, with all that it has."""
+        """Send a request again with all of its arrays."""
         self.inputs.media.processor_cache.forget_far()
         for id, flight in list(self._flights.items()):
             if flight.link is not None and any(request.id == request_id for request in flight.requests):
                 flight.link.outputs.detach([id])
                 self._router.end(id)
                 flight.link, flight.is_whole = None, True
-                self._send_off(id, flight)
+                self._send_request(id, flight)
 
     def on_turn(self, link: CoreLink) -> None:
-        """Everything that came since the last time, to those who wait for it."""
+        """Deliver all new outputs to their streams."""
         processed = link.outputs.flush()
         if processed.stopped and link.core is not None:
             link.send(Abort(processed.stopped))
@@ -364,8 +364,8 @@ class AsyncEngine:
             answer.put(output)
 
     def on_death(self, link: CoreLink) -> None:
-        """Send its requests to another core, or wait until it is restarted. Those that must not go again end
-        with an error."""
+        """Send the requests of a dead core to another one, or let them wait for the restart. Those that must
+        not be sent again fail."""
         self.on_turn(link)
         flights = {id: flight for id, flight in self._flights.items() if flight.link is link}
         terms = {"is_alone": len(flights) == 1, "resumes": self._resumes}
@@ -380,8 +380,8 @@ class AsyncEngine:
         for id in flights.keys() - again.keys():
             self._fail(id, "died while it worked on this request; please send it again")
         num_failed = len(flights) - len(again)
-        log.error("%s; %d requests end, %d go on in the next core", link.problem(0.0), num_failed, len(again))
-        self._send_the_lost()
+        log.error("%s; %d requests failed, %d are sent again", link.problem(0.0), num_failed, len(again))
+        self._send_waiting()
 
     def _fail(self, request_id: str, why: str) -> None:
         flight = self._pop(request_id)
@@ -391,38 +391,38 @@ class AsyncEngine:
 
     @property
     def _patience_s(self) -> float:
-        """How long requests wait for a core: a restart takes about as long as the start before it."""
+        """Return how long requests wait for a core: a restart takes about as long as the last start."""
         if not self._cores_return:
             return 0.0
         return self._health_timeout_s + STARTS * max(link.start_s for link in self._links)
 
-    async def _look_after_the_lost(self) -> None:
+    async def _watch_waiting(self) -> None:
         while True:
-            self._send_the_lost()
+            self._send_waiting()
             await asyncio.sleep(LOOK_S)
 
-    def _send_the_lost(self) -> None:
-        """Send the requests that wait for a core, or fail those that have waited long enough."""
+    def _send_waiting(self) -> None:
+        """Send the requests that wait for a core; fail those that have waited too long."""
         now = self._clock()
         for id, flight in next_to_send(self._flights):
-            if self._askable(flight.rank):
-                self._send_off(id, flight)
+            if self._available(flight.rank):
+                self._send_request(id, flight)
             elif now - flight.lost_at > self._patience_s:
-                self._fail(id, "died while it worked on this request, and is not back; please send it again")
+                self._fail(id, "died during this request and was not restarted; please send it again")
 
-    # ---- what is going on
+    # ---- control and statistics
 
     async def reset_prefix_cache(self, running: bool = False) -> bool:
         self._router.forget_prefixes()
         return all(await self._call("reset_running" if running else "reset_prefix_cache"))
 
     async def reset_mm_cache(self) -> None:
-        """Here; other API processes hear of it from the cores."""
+        """Clear the processor cache; the cores notify other API processes."""
         self.inputs.media.processor_cache.clear()
         await self._call_all("reset_mm_cache", {})
 
     async def _call(self, method: str) -> list[Any]:
-        """The answers of all cores that are up, in their order."""
+        """Call a method of all cores that are ready; return their answers in order."""
         self._check_any()
         up = [link for link in self._links if link.core is not None]
         return await asyncio.gather(*(link.call(method) for link in up))
@@ -430,32 +430,32 @@ class AsyncEngine:
     async def _call_all(
         self, method: str, args: dict[str, Any], timeout_s: float | None = CALL_TIMEOUT_S
     ) -> list[Any]:
-        """The answers of all cores, none of which may be missing; an error of one when all have answered."""
+        """Call a method of all cores, all of which must be available; raise the first error at the end."""
         for link in self._links:
             if (problem := link.problem(self._health_timeout_s)) is not None:
                 raise EngineDead(problem)
         calls = (link.call(method, args, timeout_s) for link in self._links)
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-        return found
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
 
     # ---- adapters
 
     async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
-        """Have every core read it. A RequestError says what is wrong with it."""
+        """Load a LoRA adapter in every core; raise a RequestError if it is invalid."""
         if not self.inputs.enable_lora:
             raise RequestError("LoRA is not enabled: start the engine with --enable-lora", "lora_request")
-        found = await self._call_all("add_adapter", {"lora": lora}, None)
-        return msgspec.convert(found[0], AdapterFacts)
+        answers = await self._call_all("add_adapter", {"lora": lora}, None)
+        return msgspec.convert(answers[0], AdapterFacts)
 
     async def remove_adapter(self, name: str) -> bool:
-        """Over when no request of any process uses it any more. Whether some core had it."""
+        """Remove a LoRA adapter when no request uses it any more; return whether some core had it."""
         return any(await self._call_all("remove_adapter", {"name": name}, None))
 
     async def list_adapters(self) -> list[str]:
-        """Names of those that some core has read and not forgotten."""
+        """Return the names of the LoRA adapters that some core has loaded."""
         return sorted({name for names in await self._call_all("list_adapters", {}) for name in names})
 
     async def _block_map(self, method: str) -> bytes:
@@ -468,7 +468,7 @@ class AsyncEngine:
         self.metrics.pages.observe_http(exchange)
 
     def snapshot(self) -> dict[str, Any]:
-        """Live numbers, of all cores together. The block map is the one of the call before."""
+        """Return live statistics of all cores together. The block map is that of the previous call."""
         try:
             self.check()
             healthy = True

@@ -1,4 +1,4 @@
-"""EngineFacts: what an API process knows of its engine."""
+"""EngineFacts: static facts of an engine for API processes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an API process knows of its engine before the core is up."""
+    """Facts of an engine that an API process has before the core is ready."""
 
     model_names: tuple[str, ...]
-    """The first is the one that is reported."""
+    """Served model names; the first one is reported."""
     root: str
-    """The model as the user named it."""
+    """Model argument of the user."""
     max_model_len: int
     vocab: int
     max_logprobs: int
     max_num_seqs: int
-    """Of all cores."""
+    """Sum of all cores."""
     block_size: int
     default_sampling: dict[str, Any]
     chat_template: str | None

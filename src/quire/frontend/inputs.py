@@ -18,9 +18,9 @@ from quire.data.request import Request
 from quire.data.timestamps import TimestampTokens
 from quire.errors import RequestError
 from quire.frontend.checked_params import CheckedParams, check_salt
-from quire.frontend.lora_tokenizer import OwnTokenizers
-from quire.frontend.multimodal import TEXT_ALONE, MediaInputReader, items_of, joined
-from quire.frontend.pooling import GENERATES_NOT, completed, pools, second_start
+from quire.frontend.lora_tokenizer import LoRATokenizers
+from quire.frontend.multimodal import TEXT_ONLY, MediaInputReader, items_of, joined
+from quire.frontend.pooling import NOT_GENERATIVE, completed, pools, second_start
 from quire.frontend.prompt_embeds import PromptEmbedsReader
 from quire.frontend.time_limit import limited
 from quire.multimodal.processing import PreparedItem
@@ -110,7 +110,7 @@ class InputProcessor:
         pooling: PoolingFacts | None = None,
         grammars: Grammars | None = None,
         embeds: PromptEmbedsReader | None = None,
-        media: MediaInputReader = TEXT_ALONE,
+        media: MediaInputReader = TEXT_ONLY,
         enable_lora: bool = False,
         num_own: int = 0,
     ) -> None:
@@ -130,7 +130,7 @@ class InputProcessor:
         self.enable_lora = enable_lora
         self.num_own = num_own
         """Tokens that a LoRA adapter may add to the vocabulary."""
-        self._own = None if tokenizer is None else OwnTokenizers(tokenizer)
+        self._own = None if tokenizer is None else LoRATokenizers(tokenizer)
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
@@ -433,7 +433,7 @@ class InputProcessor:
         grammar is compiled here if it is new, which may take seconds."""
         self._check_lora(lora)
         if self.pooling is not None:
-            raise RequestError(GENERATES_NOT)
+            raise RequestError(NOT_GENERATIVE)
         inputs = self.of(lora)
         limit = self.max_logprobs if max_logprobs is None else max_logprobs
         params = inputs._complete(params, limit, grammar)

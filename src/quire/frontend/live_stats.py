@@ -1,4 +1,4 @@
-"""LiveView: the last moments of the engine, for people who watch it."""
+"""LiveView: recent statistics of the engine for dashboards."""
 
 import base64
 import heapq
@@ -15,11 +15,11 @@ from quire.data.timeline import RequestTimeline
 from quire.errors import EngineError
 
 WINDOW = 1000
-"""Observations that the percentiles are taken over."""
+"""Observations of which percentiles are computed."""
 
 
 RECENT, SLOWEST = 500, 6
-"""Requests that are remembered, and those of them that are shown."""
+"""Requests that are remembered, and the slowest of them that are shown."""
 
 
 class _Ended(NamedTuple):
@@ -31,7 +31,7 @@ class _Ended(NamedTuple):
 
 
 class LiveView:
-    """The last moments: rates, percentiles, the slowest requests, and a picture of the blocks."""
+    """Recent rates, latency percentiles, the slowest requests, and a map of the KV cache blocks."""
 
     def __init__(self) -> None:
         self._first: deque[float] = deque(maxlen=WINDOW)
@@ -46,7 +46,7 @@ class LiveView:
         self._between.extend(between_tokens_s)
 
     def ended(self, output: Any) -> None:
-        """A request is done; those of a pooling model bring no times."""
+        """Record a finished request; pooling requests have no times."""
         if (stats := getattr(output, "metrics", None)) is not None:
             num_prompt, num_cached = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
             self._ended.append(_Ended(stats.latency, output.request_id, num_prompt, num_cached, stats))
@@ -63,9 +63,9 @@ class LiveView:
             self._fetching = False
 
     def _slowest(self) -> list[dict[str, Any]]:
-        """Of the last requests, the slowest first."""
-        found = heapq.nlargest(SLOWEST, self._ended, key=lambda ended: ended.latency_s)
-        return [_told(ended) for ended in found]
+        """Return the slowest of the recent requests, the slowest first."""
+        slowest = heapq.nlargest(SLOWEST, self._ended, key=lambda ended: ended.latency_s)
+        return [_describe(ended) for ended in slowest]
 
     def view(self, num_prompt: float, num_generated: float) -> dict[str, Any]:
         self._counts.append((time.monotonic(), num_prompt, num_generated))
@@ -81,14 +81,14 @@ class LiveView:
         }
 
 
-def _told(ended: _Ended) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(RequestTimeline.of(ended.stats, ended.num_cached))
+def _describe(ended: _Ended) -> dict[str, Any]:
+    timeline: dict[str, Any] = msgspec.to_builtins(RequestTimeline.of(ended.stats, ended.num_cached))
     num_output = ended.stats.num_generation_tokens
-    return told | {"id": ended.id, "prompt_tokens": ended.num_prompt, "completion_tokens": num_output}
+    return timeline | {"id": ended.id, "prompt_tokens": ended.num_prompt, "completion_tokens": num_output}
 
 
 def _percentiles(seconds: deque[float]) -> dict[str, float]:
     if not seconds:
         return {}
-    found = np.percentile(np.array(seconds) * 1e3, (50, 90, 99)).tolist()
-    return dict(zip(("p50", "p90", "p99"), found, strict=True))
+    values = np.percentile(np.array(seconds) * 1e3, (50, 90, 99)).tolist()
+    return dict(zip(("p50", "p90", "p99"), values, strict=True))

@@ -1,4 +1,4 @@
-"""`OwnTokenizers`: the model's tokenizer with the tokens that an adapter brings."""
+"""Tokenizers of LoRA adapters: the model's tokenizer with added tokens."""
 
 import os
 import stat
@@ -22,11 +22,11 @@ log = get_logger(__name__)
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _MAX_BYTES = 64 << 20
 _MAX_KEPT = 1024
-"""Adapters of which it is known whether they bring tokens."""
+"""Adapters with a cached tokenizer."""
 
 
 class _Added(msgspec.Struct, frozen=True, order=True):
-    """A token as tokenizer.json has it."""
+    """An added token of tokenizer.json."""
 
     id: int
     content: str
@@ -45,58 +45,60 @@ class _Vocabulary(msgspec.Struct):
     added_tokens: list[_Added] = []
 
 
-class OwnTokenizers:
-    """Tokenizers of adapters. One that has no tokens beyond the model's has the model's tokenizer; those with
-    the same tokens share one. May be asked in any thread."""
+class LoRATokenizers:
+    """Tokenizers of LoRA adapters. An adapter without added tokens uses the model's; adapters with the same
+    tokens share one. Thread-safe."""
 
     def __init__(self, base: Tokenizer) -> None:
         self._base = base
         self._known: Lru[Tokenizer] = Lru(_MAX_KEPT)
-        """By path, and the state of the files there."""
-        self._made: WeakValueDictionary[tuple[Any, ...], Tokenizer] = WeakValueDictionary()
+        """Tokenizers by path and state of its files."""
+        self._extended: WeakValueDictionary[tuple[Any, ...], Tokenizer] = WeakValueDictionary()
 
     def of(self, lora: LoRARequest) -> Tokenizer:
         folder = Path(lora.path)
         state = [_state(folder / name) for name in (_TOKENIZER, _CONFIG, _TEMPLATE)]
         key = repr((lora.path, lora.within, state)).encode()
-        found = self._known.get(key)
-        if found is None:
-            found = self._read(lora, folder)
-            self._known.put(key, found, 1)
-        return found
+        tokenizer = self._known.get(key)
+        if tokenizer is None:
+            tokenizer = self._read(lora, folder)
+            self._known.put(key, tokenizer, 1)
+        return tokenizer
 
     def _read(self, lora: LoRARequest, folder: Path) -> Tokenizer:
         base = self._base
         try:
-            written = _contents(folder / _TOKENIZER, lora.within)
-            listed = msgspec.json.decode(written, type=_Vocabulary).added_tokens if written else []
+            content = _contents(folder / _TOKENIZER, lora.within)
+            listed = msgspec.json.decode(content, type=_Vocabulary).added_tokens if content else []
             config = msgspec.json.decode(
                 _contents(folder / _CONFIG, lora.within) or b"{}", type=dict[str, Any]
             )
             template = _contents(folder / _TEMPLATE, lora.within).decode() or config.get("chat_template")
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RequestError(f"the tokenizer of {lora.name!r}: {error}", param="model") from None
-        new = sorted(each for each in listed if base.backend.token_to_id(each.content) is None)
+        new = sorted(token for token in listed if base.backend.token_to_id(token.content) is None)
         if not new:
             return base
         names = {name: text for name in base.special_tokens_map if (text := _text(config.get(name)))}
         template = template if isinstance(template, str) else None
-        made = (*new, *names.items(), template)
-        found = self._made.get(made)
-        if found is None:
-            found = self._made[made] = _extended(base, new, names, template)
-        if any(found.backend.token_to_id(each.content) != each.id for each in new):
-            warn_once(log, f"adapter {lora.name!r} has a tokenizer that is not the model's with more tokens")
+        key = (*new, *names.items(), template)
+        tokenizer = self._extended.get(key)
+        if tokenizer is None:
+            tokenizer = self._extended[key] = _extend(base, new, names, template)
+        if any(tokenizer.backend.token_to_id(token.content) != token.id for token in new):
+            warn_once(
+                log,
+                f"adapter {lora.name!r} has a tokenizer that does not extend the model's: it is ignored",
+            )
             return base
-        return found
+        return tokenizer
 
 
-def _extended(
-    base: Tokenizer, new: Sequence[_Added], names: dict[str, str], template: str | None
-) -> Tokenizer:
+def _extend(base: Tokenizer, new: Sequence[_Added], names: dict[str, str], template: str | None) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_str(base.backend.to_str())
-    for each in new:
-        backend.add_special_tokens([each.token()]) if each.special else backend.add_tokens([each.token()])
+    for new_token in new:
+        added = [new_token.token()]
+        backend.add_special_tokens(added) if new_token.special else backend.add_tokens(added)
     known = {name: text for name, text in names.items() if backend.token_to_id(text) is not None}
     return Tokenizer(
         backend,
@@ -106,20 +108,20 @@ def _extended(
 
 
 def _text(entry: Any) -> str | None:
-    found = entry.get("content") if isinstance(entry, dict) else entry
-    return found if isinstance(found, str) else None
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = path.stat()
+        info = path.stat()
     except (OSError, ValueError):
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return info.st_ino, info.st_mtime_ns, info.st_size
 
 
 def _contents(path: Path, within: Sequence[str]) -> bytes:
-    """Empty if it is not there, or no file. What was opened is what is checked and read."""
+    """Read a file; empty if it does not exist or is not a regular file. The opened file is checked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):
@@ -127,12 +129,10 @@ def _contents(path: Path, within: Sequence[str]) -> bytes:
     with os.fdopen(fd, "rb") as file:
         real = Path(os.readlink(f"/proc/self/fd/{fd}"))
         if within and not any(real.is_relative_to(root) for root in within):
-            raise RequestError(
-                f"{path.name} is a link to what is outside of the directories that are allowed"
-            )
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+            raise RequestError(f"{path.name} links to a file outside of the allowed directories")
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
             return b""
-        if found.st_size > _MAX_BYTES:
-            raise RequestError(f"{path.name} has {found.st_size} bytes, above {_MAX_BYTES}")
+        if info.st_size > _MAX_BYTES:
+            raise RequestError(f"{path.name} has {info.st_size} bytes, above {_MAX_BYTES}")
         return file.read()

@@ -1,4 +1,4 @@
-"""The parts of messages that are no text: found, checked, and put in the words of templates."""
+"""Media parts of chat messages: parsing, and replacement by the placeholders of templates."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,26 +16,26 @@ Reader = Callable[[str, Any], Source]
 class _Kind(NamedTuple):
     modality: str
     field: str
-    """Which holds the content."""
+    """Field with the content."""
     read: Reader
 
 
 def _url(field: str, value: Any) -> Source:
-    """A url, bare or in an object."""
+    """Read a url, bare or in an object."""
     url = value.get("url") if isinstance(value, Mapping) else value
     if isinstance(url, str) and url:
         return MediaLink(url)
-    raise RequestError(f"`{field}` needs a `url`, a string")
+    raise RequestError(f"`{field}` needs a `url` string")
 
 
-def _picture(field: str, value: Any) -> Source:
+def _pil_image(field: str, value: Any) -> Source:
     if isinstance(value, Image.Image):
         return read_image(value)
-    raise RequestError(f"`{field}` is a PIL image, which only LLM.chat can be given: send an `image_url`")
+    raise RequestError(f"`{field}` must be a PIL image, which only LLM.chat supports: send an `image_url`")
 
 
 def _any_image(field: str, value: Any) -> Source:
-    """As processors of transformers take it: a url or a picture."""
+    """Read an image as in transformers: a url or an image object."""
     return _url(field, value) if isinstance(value, str | Mapping) else read_image(value)
 
 
@@ -49,13 +49,13 @@ def _audio(field: str, value: Any) -> Source:
 def _embeds(field: str, value: Any) -> Source:
     if isinstance(value, str | Mapping) or hasattr(value, "dtype"):
         return read_embeds(field.removesuffix("_embeds"), value)
-    raise RequestError(f"`{field}` is base64 of a saved tensor, or an object of such")
+    raise RequestError(f"`{field}` must be base64 of a saved tensor, or an object of such")
 
 
 _KINDS = {
     "image_url": _Kind("image", "image_url", _url),
     "input_image": _Kind("image", "image_url", _url),
-    "image_pil": _Kind("image", "image_pil", _picture),
+    "image_pil": _Kind("image", "image_pil", _pil_image),
     "image": _Kind("image", "image", _any_image),
     "image_embeds": _Kind("image", "image_embeds", _embeds),
     "audio_url": _Kind("audio", "audio_url", _url),
@@ -65,35 +65,35 @@ _KINDS = {
     "video_url": _Kind("video", "video_url", _url),
     "video": _Kind("video", "video", _url),
 }
-"""By the type of a part. A part without a type is what it has a field of."""
+"""Kinds by the type of a part. A part without a type has the type of its field."""
 _UNTYPED = ("image_url", "image_pil", "image", "image_embeds", "audio_url", "input_audio", "video_url")
 
 
 def part_media(
     messages: Messages, salt: str | None = None
 ) -> tuple[list[Mapping[str, Any]], list[MediaInput]]:
-    """The messages with `{"type": "image"}` and the like where media are, and these in their order."""
-    found: list[MediaInput] = []
-    parted = [parted_message(each, f"messages[{at}].content", found) for at, each in enumerate(messages)]
-    for item in found:
+    """Replace media by parts such as `{"type": "image"}`; return the messages and the media in order."""
+    items: list[MediaInput] = []
+    parted = [parted_message(m, f"messages[{at}].content", items) for at, m in enumerate(messages)]
+    for item in items:
         item.salt = salt
-    return parted, found
+    return parted, items
 
 
-def parted_message(message: Mapping[str, Any], place: str, found: list[MediaInput]) -> Mapping[str, Any]:
-    """One of them, whose media go behind those that were `found`; `place` is where its parts stand."""
+def parted_message(message: Mapping[str, Any], place: str, items: list[MediaInput]) -> Mapping[str, Any]:
+    """Replace the media of one message and append them to `items`; `place` is the path of its parts."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
-    parts, before = [], len(found)
+    parts, before = [], len(items)
     for number, part in enumerate(content):
         kind = _kind(part)
         if kind is None:
             parts.append(part)
             continue
-        found.append(_given(part, kind, f"{place}[{number}]"))
-        parts.append({"type": found[-1].modality})
-    return message if len(found) == before else {**message, "content": parts}
+        items.append(_read_part(part, kind, f"{place}[{number}]"))
+        parts.append({"type": items[-1].modality})
+    return message if len(items) == before else {**message, "content": parts}
 
 
 def _kind(part: Any) -> _Kind | None:
@@ -105,7 +105,7 @@ def _kind(part: Any) -> _Kind | None:
     return _KINDS.get(kind) if isinstance(kind, str) else None
 
 
-def _given(part: Mapping[str, Any], kind: _Kind, place: str) -> MediaInput:
+def _read_part(part: Mapping[str, Any], kind: _Kind, place: str) -> MediaInput:
     uuid, value = part.get("uuid"), part.get(kind.field, part.get("url"))
     item = MediaInput(kind.modality, None, place, kind.field, uuid)
     if uuid is not None and not (isinstance(uuid, str) and uuid):

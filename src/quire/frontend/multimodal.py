@@ -12,13 +12,13 @@ from PIL import Image
 from quire.checkpoint.reader import read_json
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.config.generation import max_first_moment
+from quire.config.generation import max_initial_timestamp
 from quire.config.mm_caches import CacheKind, max_bytes, max_object_bytes
 from quire.config.mm_limits import limits_of
 from quire.data.multimodal import MODALITIES, Media
 from quire.errors import RequestError
 from quire.frontend.prompt_embeds import as_numbers, tensor_of
-from quire.frontend.speech import Dictation, Speech, Transcriber
+from quire.frontend.speech import Transcriber, VoxtralTranscriber, WhisperTranscriber
 from quire.logs import get_logger
 from quire.memory import max_span
 from quire.multimodal.audio import checked
@@ -28,7 +28,7 @@ from quire.multimodal.mel import Samples
 from quire.multimodal.placeholders import place
 from quire.multimodal.processing import MediaProcessor, Options, PreparedItem
 from quire.multimodal.processor_cache import ProcessorCache
-from quire.multimodal.processors import PROCESSORS, Processor, Sound, Video, spells
+from quire.multimodal.processors import PROCESSORS, Audio, Processor, Video, rewrites_text
 from quire.system.shared_arena import SharedArena
 from quire.text.tokenizer import Tokenizer
 
@@ -178,7 +178,7 @@ class MediaInputReader:
         """Return the text of a prompt with media as it is tokenized."""
         assert self._media_processor is not None
         processor = self._media_processor.processor
-        return processor.spelled(text) if spells(processor) else text
+        return processor.spelled(text) if rewrites_text(processor) else text
 
     def mark(self, modality: str, number: int) -> str:
         """Return the placeholder of an item in a text; `number` counts the items of its modality, from 1."""
@@ -186,7 +186,7 @@ class MediaInputReader:
         return self._media_processor.processor.text(modality, number)
 
 
-TEXT_ALONE = MediaInputReader("This model")
+TEXT_ONLY = MediaInputReader("This model")
 
 
 def media_reader(
@@ -228,15 +228,15 @@ def _transcriber(config: EngineConfig, processor: Processor, tokenizer: Tokenize
     media, file = config.checkpoint.facts.media, config.checkpoint.path / "generation_config.json"
     if media is not None and not media.crossed:
         most = processor.most_vectors("audio")
-        return Dictation.of(tokenizer, max_len=max_len, at_once=at_once, num_vectors=most)
+        return VoxtralTranscriber.of(tokenizer, max_len=max_len, at_once=at_once, num_vectors=most)
     is_english = file.is_file() and read_json(file).get("is_multilingual") is False
-    return Speech.of(
+    return WhisperTranscriber.of(
         tokenizer,
         max_len=max_len,
         at_once=at_once,
         is_english=is_english,
         end=next(iter(config.checkpoint.eos_ids), None),
-        max_first=max_first_moment(config),
+        max_first=max_initial_timestamp(config),
     )
 
 
@@ -357,7 +357,7 @@ def _read_video(video: Any) -> Source:
 
 
 def _read_audio(audio: Any) -> Source:
-    if isinstance(audio, Sound):
+    if isinstance(audio, Audio):
         return audio
     if isinstance(audio, Mapping):
         return read_embeds("audio", audio)

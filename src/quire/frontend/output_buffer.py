@@ -1,15 +1,16 @@
-"""Outputs that wait for a slow reader, gathered in time proportional to what each of them brings."""
+"""Buffer of outputs for a slow reader, merged in linear time."""
 
 from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput, SampleLogprobs
 
 
 class OutputBuffer:
-    """Outputs of one request, which are handed on as one. Pieces are kept in lists and joined once."""
+    """Outputs of one request that are merged into one. Deltas are kept in lists and joined once."""
 
     __slots__ = ("_is_delta", "_last", "_prompt_logprobs", "_choices")
 
     def __init__(self, first: RequestOutput, *, is_delta: bool = True) -> None:
-        """Outputs that are no deltas have all that came before them: the newest stands for the others."""
+        """Build it. Without `is_delta` each output contains the earlier ones, so that only the newest is
+        kept."""
         self._is_delta = is_delta
         self._last = first
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -28,7 +29,7 @@ class OutputBuffer:
                 pieces.add(completion)
 
     def joined(self) -> RequestOutput:
-        """Return the last output with all that the others have brought. Nothing may be added after it."""
+        """Return the last output with the content of all. Nothing may be added afterwards."""
         output = self._last
         output.outputs = [self._choices[index].joined() for index in sorted(self._choices)]
         output.prompt_logprobs = self._prompt_logprobs
@@ -44,7 +45,7 @@ class _Pieces:
         self._last = first
         self._texts = [first.text]
         self._token_ids: list[int] | None = None
-        """None while there is one delta, which has them."""
+        """Token ids of all deltas; None while there is only one."""
         self._logprobs: SampleLogprobs | None = first.logprobs
 
     def add(self, delta: CompletionOutput) -> None:

@@ -1,4 +1,4 @@
-"""Answer: the outputs of one request on their way from the engine to whoever asked."""
+"""Stream of the outputs of one request from the engine to its reader."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from quire.frontend.output_buffer import OutputBuffer
 
 Out = TypeVar("Out", bound=Any)
 TextReader = Callable[[str, int], None]
-"""Takes a text that was added, and the number of its tokens."""
+"""Takes a text delta and its number of tokens."""
 
 
 class OutputStream(Generic[Out]):
-    """What comes of a request, for one reader: asked for piece by piece (`async for`), or handed over as it
-    comes (`forward`). The request starts when it is first asked for; closing the answer early ends it."""
+    """The outputs of a request for one reader, iterated (`async for`) or passed to a callback (`forward`).
+    The request starts with the first read; closing the stream early aborts it."""
 
     __slots__ = (
         "request_id",
@@ -39,19 +39,19 @@ class OutputStream(Generic[Out]):
         *,
         is_delta: bool = True,
     ):
-        """`is_delta`: whether each output has only what is new since the one before."""
+        """Build it. `is_delta`: whether each output has only what is new since the one before."""
         self.request_id = request_id
         self._is_delta = is_delta
         self._begin: Callable[[OutputStream[Out]], None] | None = begin
-        """None when it has begun: the request knows its answer, and is not to be known by it for ever."""
+        """Callback that starts the request; None afterwards, which breaks the reference cycle."""
         self._abandon = abandon
         self._over = False
         self.has_output = False
-        """Whether the engine has put anything here yet."""
+        """Whether there has been an output."""
         self._output: Out | None = None
-        """What the reader has not seen yet, if that is one output;"""
+        """The unread output, if there is one."""
         self._gathered: OutputBuffer | None = None
-        """if it is more than one, all of them."""
+        """The unread outputs, if there are several."""
         self._error: QuireError | None = None
         self._reader: Callable[[Out], None] | None = None
         self._text_reader: TextReader | None = None
@@ -67,14 +67,14 @@ class OutputStream(Generic[Out]):
             return
         try:
             self._reader(output)
-        except Exception as error:  # the reader's own: it is raised where the reader waits
+        except Exception as error:  # an error of the reader: it is raised in `forward`
             self._wake_up(error)
         if output.finished:
             self._over = True
             self._wake_up()
 
     def _keep(self, output: Out) -> None:
-        """Until the reader asks for it."""
+        """Buffer an output until the next read."""
         if self._output is None:
             self._output = output
             return
@@ -87,7 +87,7 @@ class OutputStream(Generic[Out]):
         return self._text_reader is not None
 
     def put_text(self, text: str, num_tokens: int) -> None:
-        """What most outputs are, without the object: more text, and nothing else to say."""
+        """Pass on a delta that contains only text, without an output object."""
         assert self._text_reader is not None
         try:
             self._text_reader(text, num_tokens)
@@ -95,7 +95,7 @@ class OutputStream(Generic[Out]):
             self._wake_up(error)
 
     def fail(self, error: QuireError) -> None:
-        """No more will come. What came before can still be read."""
+        """End the stream with an error; earlier outputs can still be read."""
         self._error = error
         self._wake_up(error if self._reader is not None else None)
 
@@ -129,8 +129,8 @@ class OutputStream(Generic[Out]):
         return output
 
     async def forward(self, reader: Callable[[Out], None], text_reader: TextReader | None = None) -> None:
-        """Hand every output to `reader` in the moment it comes, until the last one did. Those between the
-        first and the last that are nothing but text may go to `text_reader`."""
+        """Pass every output to `reader` as soon as it exists, and return after the last one. Deltas between
+        the first and the last that contain only text may go to `text_reader`."""
         self._reader, self._text_reader = reader, text_reader
         self._wake = asyncio.get_running_loop().create_future()
         self._start()

@@ -1,4 +1,4 @@
-"""Outputs: tokens of the core become text, logprobs and RequestOutputs, by request and by sequence of it."""
+"""Conversion of the tokens of the engine core to text, logprobs and RequestOutputs."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from quire.data.outputs import (
     FlatLogprobs,
     RequestOutput,
     SampleLogprobs,
-    light,
+    fast_instance,
 )
 from quire.data.params import RequestOutputKind
 from quire.data.plan import FinishReason, RowLogprobs, StepOutput
@@ -34,25 +34,24 @@ from quire.text.tokenizer import Tokenizer
 
 AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
 _MANY_UNREAD = 64
-"""So many tokens become text even if nobody wants it before the end: a long answer is not read in one go."""
+"""Tokens after which text is decoded even for FINAL_ONLY: a long answer is not detokenized in one step."""
 
 
 @dataclass(slots=True)
 class ProcessedOutputs:
-    """What has come to the outside since the last time."""
+    """Outputs since the last flush."""
 
     outputs: list[AnyOutput]
     stopped: list[str]
-    """Sequences that met a stop string: the core still runs them and has to be told."""
+    """Sequences that reached a stop string: the core still runs them and must abort them."""
     failed: dict[str, FinishReason]
-    """The requests that the core failed on, each with the end of one of its sequences."""
+    """Failed requests, each with the finish reason of one of its sequences."""
     stats: FrontStats
 
 
 class OutputProcessor:
-    """The requests of one front end and what has come of them. `take` notes what a step brought, at little
-    cost; `flush` makes outputs of all that was noted, so that steps that come in quick succession share
-    one."""
+    """The open requests of one API process and their outputs. `take` adds the output of a step, at little
+    cost; `flush` builds outputs of everything added, so that quick steps share one."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class OutputProcessor:
         stream_interval: int = 1,
         tokenizer_of: Callable[[LoRARequest | None], Tokenizer | None] | None = None,
     ) -> None:
-        """`tokenizer_of` an adapter that has one of its own."""
+        """Build it. `tokenizer_of` returns the tokenizer of a LoRA adapter."""
         self.tokenizer = tokenizer
         self._tokenizer_of = tokenizer_of or (lambda lora: tokenizer)
         self.stream_interval = stream_interval
@@ -85,11 +84,11 @@ class OutputProcessor:
         put_text: Callable[[str, int], None] | None = None,
         account: KeyAccount | None = None,
     ) -> RequestState:
-        """Expect outputs of these sequences of one prompt, and return the state that they are gathered in. A
-        single one that streams nothing but text may hand it to `put_text`, with the number of its tokens,
-        from its second delta to the one before the last. All tokens are counted in the `account`."""
+        """Register the sequences of one prompt and return their state. A single sequence that streams only
+        text calls `put_text` with the text and its number of tokens, except for the first and last delta. All
+        tokens are counted in the `account`."""
         first = requests[0]
-        if prompt.media is not None:  # which goes with the request, and not with a cycle of objects
+        if prompt.media is not None:  # media must not be kept alive by the cycle of states
             prompt = replace(prompt, media=None, prepared=())
         interval = max(self.stream_interval, first.params.stream_interval or 1)
         streams = interval == 1 and first.params.output_kind is not RequestOutputKind.FINAL_ONLY
@@ -107,13 +106,13 @@ class OutputProcessor:
         return parent
 
     def attach(self, state: RequestState) -> None:
-        """Expect further outputs of a request that was detached from this processor or from another one."""
+        """Register a request again that was detached from this processor or another one."""
         self._parents[state.request_id] = state
         self._sequences |= {sequence.id: sequence for sequence in state.sequences if sequence.finish is None}
         self._touched += [sequence for sequence in state.sequences if sequence.touched]
 
     def detach(self, request_ids: Iterable[str]) -> None:
-        """Forget requests whose outputs another core will go on with. Their states stay as they are."""
+        """Remove requests that another core will resume; their states are kept."""
         detached = {self._parents.pop(id) for id in request_ids if id in self._parents}
         for state in detached:
             for sequence in state.sequences:
@@ -139,19 +138,19 @@ class OutputProcessor:
         return SequenceState(request.id, index, parent, detokenizer, logprobs, has_stops)
 
     def sequences_of(self, request_ids: list[str]) -> list[str]:
-        """The ids that the core knows these requests by."""
+        """Return the ids of the sequences of these requests."""
         parents = [self._parents[id] for id in request_ids if id in self._parents]
         return [sequence.id for parent in parents for sequence in parent.sequences]
 
-    # ---- what comes in
+    # ---- input
 
     def process(self, step: StepOutput) -> ProcessedOutputs:
-        """One step, in and out."""
+        """Add one step and flush."""
         self.take(step)
         return self.flush()
 
     def take(self, step: StepOutput) -> None:
-        """Note one step of the core. Sequences that nobody waits for any more are passed over."""
+        """Add the output of one step; unknown sequences are ignored."""
         sequences, touched, stats, at = self._sequences, self._touched, self._stats, step.at
         for id, run in step.admitted.items():
             if (sequence := sequences.get(id)) is not None:
@@ -176,8 +175,8 @@ class OutputProcessor:
                 sequence.parent.aligned = begins
         for id, positions in step.logprobs.items():
             if (sequence := sequences.get(id)) is not None:
-                for found in positions:
-                    self._add_logprobs(sequence, found)
+                for position in positions:
+                    self._add_logprobs(sequence, position)
         for id, vector in step.pooled.items():
             if (sequence := sequences.get(id)) is not None:
                 sequence.pooled = vector.array()
@@ -205,20 +204,20 @@ class OutputProcessor:
         self._end(step.finished, watched)
 
     def _end(self, finished: dict[str, FinishReason], watched: list[SequenceState]) -> None:
-        """Sequences that the core ended, and those that met a stop string."""
+        """End the sequences that the core finished, and those that reached a stop string."""
         ended = []
         for id, finish in finished.items():
             if (sequence := self._sequences.pop(id, None)) is not None:
                 sequence.finish = finish
                 ended.append(sequence)
         for sequence in watched:
-            if (met := sequence.look_for_stops()) is not None:
+            if (stop := sequence.look_for_stops()) is not None:
                 known = sequence.finish
                 if known is None:
                     del self._sequences[sequence.id]
                     self._stopped.append(sequence.id)
                     ended.append(sequence)
-                sequence.finish = FinishReason("stop", met, known.num_preemptions if known else 0)
+                sequence.finish = FinishReason("stop", stop, known.num_preemptions if known else 0)
         for sequence in ended:
             sequence.parent.num_open -= 1
             if not sequence.touched:
@@ -229,24 +228,24 @@ class OutputProcessor:
             if sequence.finish.reason == "error":
                 sequence.parent.failed = sequence.finish
 
-    def _add_logprobs(self, sequence: SequenceState, found: RowLogprobs) -> None:
+    def _add_logprobs(self, sequence: SequenceState, position: RowLogprobs) -> None:
         assert sequence.logprobs is not None
-        sequence.cumulative_logprob += found.logprobs[0]
+        sequence.cumulative_logprob += position.logprobs[0]
         sequence.logprobs.append(
             position_of(
-                found, sequence.parent.tokenizer, ranked=sequence.parent.params.logprob_token_ids is None
+                position, sequence.parent.tokenizer, ranked=sequence.parent.params.logprob_token_ids is None
             )
         )
 
     def _add_prompt_logprobs(self, parent: RequestState, positions: list[RowLogprobs]) -> None:
         assert parent.prompt_logprobs is not None
-        for found in positions:
-            parent.prompt_logprobs.append(position_of(found, parent.tokenizer, ranked=True))
+        for position in positions:
+            parent.prompt_logprobs.append(position_of(position, parent.tokenizer, ranked=True))
 
-    # ---- what the user sees
+    # ---- output
 
     def flush(self) -> ProcessedOutputs:
-        """The outputs that are due, of all that was noted since the last call."""
+        """Build the outputs that are due from everything added since the last call."""
         due: dict[RequestState, list[SequenceState]] = {}
         waiting: list[SequenceState] = []
         for sequence in self._touched:
@@ -282,7 +281,7 @@ class OutputProcessor:
 
     def _pooled_output(self, parent: RequestState) -> PoolingRequestOutput[PoolingOutput]:
         (sequence,) = parent.sequences
-        self._forget(parent)
+        self._remove(parent)
         return PoolingRequestOutput(
             request_id=parent.request_id,
             outputs=PoolingOutput(np.empty(0, np.float32) if sequence.pooled is None else sequence.pooled),
@@ -295,7 +294,7 @@ class OutputProcessor:
         kind, finished = parent.params.output_kind, not parent.num_open
         make = delta_of if kind is RequestOutputKind.DELTA else whole_of
         sequences = parent.sequences if kind is RequestOutputKind.FINAL_ONLY else sequences
-        output = light(
+        output = fast_instance(
             RequestOutput,
             request_id=parent.request_id,
             prompt=parent.prompt.text,
@@ -309,13 +308,13 @@ class OutputProcessor:
         if parent.lora is not None:
             output.lora_request = parent.lora
         if kind is RequestOutputKind.DELTA:
-            parent.prompt_logprobs = None  # they come with the first delta, and only with that
+            parent.prompt_logprobs = None  # only the first delta has them
         if finished:
             output.metrics = stats_of(parent)
-            self._forget(parent)
+            self._remove(parent)
         return output
 
-    def _forget(self, parent: RequestState) -> None:
-        """It and its sequences know each other: whatever they hold would stay until the collector comes."""
+    def _remove(self, parent: RequestState) -> None:
+        """Remove a request and break its reference cycle, so that it is freed at once."""
         self._parents.pop(parent.request_id, None)
         parent.sequences = []

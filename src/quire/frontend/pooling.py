@@ -1,4 +1,4 @@
-"""Requests to a pooling model: their params made whole, pairs of texts, and the score of two embeddings."""
+"""Requests to pooling models: completion of parameters, pairs of texts, and cosine scores."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -24,7 +24,7 @@ _NOT_CONVERTED = {
     "Try converting the model using `--convert classify`.",
 }
 _ONLY_TOKENS = (
-    "this model has an answer for each token and none for a whole text: use the task 'token_classify', as in "
+    "this model has an output for each token and none for a whole text: use the task 'token_classify', as in "
     "`LLM.encode(..., pooling_task='token_classify')` or a `task` of /pooling"
 )
 NO_TASK = (
@@ -32,21 +32,21 @@ NO_TASK = (
     "`LLM.classify(...)` or pooling_task='classify' for classes, `LLM.score(...)` for similarity scores, "
     "pooling_task='token_embed' or 'token_classify' for every token."
 )
-GENERATES_NOT = (
+NOT_GENERATIVE = (
     "generation is only supported for generative models, and this one is used for pooling. Try passing "
     "`--runner generate` to use the model as a generative model."
 )
 
 
 def pools(pooling: PoolingFacts | None, what: str) -> PoolingFacts:
-    """The facts, if there are any; `what` is the call that needs them."""
+    """Return the pooling facts; raise a RequestError for a generative model. `what` names the call."""
     if pooling is None:
         raise RequestError(NOT_POOLING.format(what=what))
     return pooling
 
 
 def completed(params: PoolingParams, pooling: PoolingFacts, second_start: int | None) -> PoolingParams:
-    """The params as the worker needs them: checked against this model, nothing left open."""
+    """Check params against the model and fill in its defaults."""
     params = params.clone()
     params.task = params.task or pooling.tasks[0]  # type: ignore[assignment]
     kind = str(params.task).removeprefix("token_")
@@ -57,7 +57,7 @@ def completed(params: PoolingParams, pooling: PoolingFacts, second_start: int | 
     if params.use_activation is None:
         params.use_activation = pooling.use_activation
     if params.dimensions is not None and kind == "classify":
-        raise RequestError("dimensions are for embeddings: leave them out", param="dimensions")
+        raise RequestError("dimensions are for embeddings: remove them", param="dimensions")
     if params.dimensions is not None and (wrong := dimensions_error(pooling, params.dimensions)):
         raise RequestError(wrong, param="dimensions")
     params.dimensions = params.dimensions or pooling.dimensions
@@ -68,12 +68,12 @@ def completed(params: PoolingParams, pooling: PoolingFacts, second_start: int | 
 
 
 def _fill_steps(params: PoolingParams, pooling: PoolingFacts) -> None:
-    """Which tokens have an answer, and which of its numbers: from here on the places of these."""
+    """Set the step tag, and convert returned_token_ids to indices of the model's labels."""
     if not (params.is_by_token and pooling.token_type == "STEP"):
         for name in ("step_tag_id", "returned_token_ids"):
             if getattr(params, name) is not None:
                 raise RequestError(
-                    f"{name} is for tasks of tokens with the pooling_type STEP (pooler_config): leave it out",
+                    f"{name} is for tasks of tokens with the pooling_type STEP (pooler_config): remove it",
                     param=name,
                 )
         return
@@ -81,17 +81,18 @@ def _fill_steps(params: PoolingParams, pooling: PoolingFacts) -> None:
         params.step_tag_id = pooling.step_tag_id
     returned = [*(params.returned_token_ids or pooling.returned_token_ids)]
     known = pooling.label_ids or range(pooling.size)
-    if not all(each in known for each in returned):
-        those = ", ".join(map(str, known)) if pooling.label_ids else f"numbers below {pooling.size}"
+    if not all(id in known for id in returned):
+        allowed = ", ".join(map(str, known)) if pooling.label_ids else f"numbers below {pooling.size}"
         raise RequestError(
-            f"returned_token_ids={returned} must be among those of this model: {those}",
+            f"returned_token_ids={returned} must be among those of this model: {allowed}",
             param="returned_token_ids",
         )
-    params.returned_token_ids = [known.index(each) for each in returned] or None
+    params.returned_token_ids = [known.index(id) for id in returned] or None
 
 
 def second_start(token_type_ids: Sequence[int], num_tokens: int) -> int | None:
-    """Where the tokens of type 1 begin: they are the rest of the prompt."""
+    """Return the start of the tokens of type 1, which must be the rest of the prompt; None if there is
+    none."""
     types = list(token_type_ids)
     start = types.index(1) if 1 in types else len(types)
     if len(types) != num_tokens or types != [0] * start + [1] * (len(types) - start):
@@ -106,7 +107,7 @@ def second_start(token_type_ids: Sequence[int], num_tokens: int) -> int | None:
 
 
 def reads_pairs(pooling: PoolingFacts) -> bool:
-    """Whether a score is one reading of both texts; of an embedding model it is the cosine of two."""
+    """Return whether the model is a cross-encoder; an embedding model scores by cosine."""
     if pooling.task == "embed":
         return False
     if pooling.head:
@@ -117,7 +118,7 @@ def reads_pairs(pooling: PoolingFacts) -> bool:
 
 
 def pairs(firsts: list[T], seconds: list[T]) -> list[tuple[T, T]]:
-    """1 : 1, 1 : N or N : N."""
+    """Combine texts 1 : 1, 1 : N or N : N."""
     if not firsts or not seconds:
         raise RequestError("At least one text must be given on each side of a score")
     if len(firsts) not in (1, len(seconds)):
@@ -128,8 +129,8 @@ def pairs(firsts: list[T], seconds: list[T]) -> list[tuple[T, T]]:
 
 
 def cosine(first: Base, second: Base) -> Base:
-    """Two embeddings as one output: how close they are."""
-    a, b = (each.outputs.data.astype(np.float64) for each in (first, second))
+    """Compute the cosine similarity of two embeddings, as one output."""
+    a, b = (output.outputs.data.astype(np.float64) for output in (first, second))
     closeness = a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
     return PoolingRequestOutput(
         request_id=f"{first.request_id}_{second.request_id}",

@@ -1,4 +1,4 @@
-"""Which prompts began like this one, and which cores they went to."""
+"""Map from prefixes of prompts to the engine cores that they were sent to."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -8,19 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_BUCKETS, WAYS = 1 << 15, 4
-"""Room for the beginnings of thousands of long prompts, in 1 MiB."""
+"""Size of the table: prefixes of thousands of long prompts in 1 MiB."""
 _EVEN = 32
-"""Blocks up to which every one is a depth to remember; beyond, a 16th to a 32nd of it apart."""
+"""Blocks up to which every depth is stored; beyond, depths are a 16th to a 32nd of the depth apart."""
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _CORE_BITS, _HOME = np.uint64(16), 1 << 15
 _CORE, _MARK = np.uint64(_HOME - 1), np.uint64(2 * _HOME - 1)
-"""The low bits of an entry: its core, and whether that is the prefix's home. The rest are of the key."""
+"""Low bits of an entry: its core, and whether that is the home of the prefix. The rest is the key."""
 
 Keys = NDArray[np.uint64]
 
 
 class PrefixKeys:
-    """Keys of the beginnings of prompts. Equal beginnings have equal keys, in every process."""
+    """Hash keys of prefixes. Equal prefixes have equal keys in every process."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -28,7 +28,7 @@ class PrefixKeys:
         self._powers: Keys = np.empty(0, np.uint64)
 
     def of(self, token_ids: Sequence[int], extra: str | None) -> tuple[list[int], Keys]:
-        """Depths in tokens and the key of each, shallow to deep. The last token is never cached."""
+        """Return the depths in tokens and their keys, in ascending order. The last token is never cached."""
         num_blocks = (len(token_ids) - 1) // self.block_size
         if num_blocks < 1:
             return [], np.empty(0, np.uint64)
@@ -37,10 +37,10 @@ class PrefixKeys:
         ids = np.array(token_ids[: int(depths[-1])], np.uint64)
         mixed = (ids + np.uint64(1)) * _MIX
         sums = np.cumsum((mixed ^ (mixed >> np.uint64(29))) * self._powers[: len(ids)])
-        found = sums[depths - 1]
+        keys = sums[depths - 1]
         if extra is not None:
-            found ^= np.uint64(int.from_bytes(hashlib.blake2b(extra.encode(), digest_size=8).digest()))
-        return depths.tolist(), found * _MIX
+            keys ^= np.uint64(int.from_bytes(hashlib.blake2b(extra.encode(), digest_size=8).digest()))
+        return depths.tolist(), keys * _MIX
 
     def _grow(self, num_blocks: int) -> None:
         if len(self._powers) >= num_blocks * self.block_size:
@@ -53,11 +53,10 @@ class PrefixKeys:
 
 
 class PrefixMap:
-    """The cores that prefixes were sent to, by key: the home of each, and those that helped out.
+    """The cores that prefixes were sent to, by key: the home of each, and other cores.
 
-    A table of few entries a bucket, the oldest of which makes room for a new one. Without a file it
-    is this process's own. Processes that share it write without asking each other: what is lost when two do
-    at once is a memory, no request.
+    A hash table with few entries per bucket, of which the oldest is replaced. Without a file it is private to
+    this process. Processes that share it write without locks: a race loses an entry, but no request.
     """
 
     def __init__(self, file: Path | None = None, *, num_buckets: int = NUM_BUCKETS) -> None:
@@ -71,20 +70,20 @@ class PrefixMap:
         np.zeros((NUM_BUCKETS, WAYS), np.uint64).tofile(file)
 
     def _rows(self, keys: Keys) -> tuple[NDArray[np.int64], Keys, NDArray[np.bool_]]:
-        """Buckets of the keys, what is in them, and which of that is about the same prefix."""
+        """Return the buckets of the keys, their entries, and which of these match."""
         buckets = (keys >> np.uint64(24)).astype(np.int64) % len(self._table)
         rows = self._table[buckets]
         return buckets, rows, (rows ^ keys[:, None]) >> _CORE_BITS == 0
 
     def find(self, keys: Keys) -> Iterator[tuple[int, list[int]]]:
-        """Places of keys that are known, last to first, and the cores of each, its home first."""
+        """Yield the indices of known keys, the deepest first, and the cores of each, its home first."""
         _, rows, same = self._rows(keys)
         for place in np.flatnonzero(same.any(axis=1))[::-1].tolist():
             marks = (rows[place][same[place]] & _MARK).tolist()
             yield place, [mark % _HOME - 1 for mark in sorted(marks, reverse=True)]
 
     def note(self, keys: Keys, core: int) -> None:
-        """A core that gets a prefix which has a home helps out, and does not become it."""
+        """Record that a core got a prompt; the first core of a prefix is its home."""
         buckets, rows, same = self._rows(keys)
         new = ~(same & (rows & _CORE == core + 1)).any(axis=1)
         if new.any():
@@ -95,7 +94,7 @@ class PrefixMap:
             self._table[buckets[new]] = rows
 
     def drop(self, core: int) -> None:
-        """A core has lost its cache."""
+        """Remove a core that lost its cache."""
         self._table[self._table & _CORE == core + 1] = 0
 
     def clear(self) -> None:

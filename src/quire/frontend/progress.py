@@ -1,4 +1,4 @@
-"""Progress of offline calls: bars on the terminal."""
+"""Progress bars of offline calls."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 Progress = bool | Callable[..., Any]
-"""Whether there is one, or what makes it."""
+"""Whether to show a bar, or its factory."""
 
 
 def _bar_factory(use_tqdm: Progress) -> Callable[..., Any] | None:
@@ -25,12 +25,12 @@ def _bar_factory(use_tqdm: Progress) -> Callable[..., Any] | None:
 
 def with_bar(items: Sequence[T], title: str, use_tqdm: Progress) -> Iterable[T]:
     make = _bar_factory(use_tqdm)
-    # Only long work is worth a line of its own.
+    # Show a bar only for many items.
     return make(items, desc=title) if make is not None and len(items) > 64 else items
 
 
 class TokenBar:
-    """Requests done, with input and output tokens per second behind them."""
+    """Bar of finished requests with input and output tokens per second."""
 
     def __init__(self, total: int, use_tqdm: Progress) -> None:
         make = _bar_factory(use_tqdm)
@@ -51,7 +51,7 @@ class TokenBar:
             return
         completions = output.outputs if isinstance(output, RequestOutput) else []
         self._num_in += len(output.prompt_token_ids or ()) * max(len(completions), 1)
-        self._num_out += sum(len(each.token_ids) for each in completions)
+        self._num_out += sum(len(completion.token_ids) for completion in completions)
         elapsed = max(float(self._bar.format_dict["elapsed"]), 1e-6)
         self._bar.postfix = _speed(self._num_in, self._num_out, elapsed)
         self._bar.update(1)

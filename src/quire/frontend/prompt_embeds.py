@@ -1,4 +1,4 @@
-"""Prompts as vectors: a tensor, or what torch.save wrote of one, is checked and becomes `PromptEmbeds`."""
+"""Prompt embeddings: checks tensors and files of torch.save, and converts them to `PromptEmbeds`."""
 
 import base64
 import binascii
@@ -17,7 +17,7 @@ from quire.errors import RequestError
 from quire.frontend.saved_tensor import open_saved
 
 _LARGEST = {"float16": 65504.0}
-"""The largest number of a type, where a wider one may bring more."""
+"""Largest number of a dtype, where the input may have a wider one."""
 _NUMPY = b"\x93NUMPY"
 _TYPES = ("float32", "float16", "bfloat16")
 
@@ -28,16 +28,16 @@ def _refused(why: str) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbedsReader:
-    """Reads the vectors of prompts for one model."""
+    """Reads prompt embeddings for one model."""
 
     hidden: int
     dtype: str
-    """What the model computes in."""
+    """dtype of the model."""
 
-    def read(self, given: Any, check_len: Callable[[int], None]) -> PromptEmbeds:
-        """Base64 of a saved tensor, or a tensor of torch or numpy. `check_len` may refuse the number of
-        tokens, before their numbers are looked at."""
-        dtype, shape, rows_of = _saved(given) if isinstance(given, str | bytes) else _live(given)
+    def read(self, value: Any, check_len: Callable[[int], None]) -> PromptEmbeds:
+        """Read base64 of a saved tensor, or a tensor of torch or numpy. `check_len` may refuse the number of
+        tokens before the data are read."""
+        dtype, shape, rows_of = _open_saved(value) if isinstance(value, str | bytes) else _open_tensor(value)
         if dtype not in _TYPES:
             raise _refused(f"is a tensor of {dtype}: it must be of {', '.join(_TYPES[:-1])} or {_TYPES[-1]}")
         shape = shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
@@ -59,40 +59,40 @@ class PromptEmbedsReader:
 
 
 def embeds_reader(config: EngineConfig) -> PromptEmbedsReader | None:
-    """None where prompts may not be vectors."""
+    """Build the reader; None if prompt embeddings are disabled."""
     if not config.model.enable_prompt_embeds:
         return None
     return PromptEmbedsReader(config.checkpoint.facts.hidden, config.model.dtype)
 
 
-def tensor_of(given: Any, name: str) -> NDArray[Any]:
-    """A tensor of torch or numpy, or base64 of a file that torch.save or numpy.save has written. bfloat16 is
-    widened, and whole numbers stay so."""
+def tensor_of(value: Any, name: str) -> NDArray[Any]:
+    """Read a tensor of torch or numpy, or base64 of a file of torch.save or numpy.save. bfloat16 is converted
+    to float32; integers stay integers."""
     try:
-        if isinstance(given, str | bytes):
-            return _stored(given)
-        if not hasattr(given, "dtype"):
-            return as_numbers(given)
-        dtype, _, rows_of = _live(given)
+        if isinstance(value, str | bytes):
+            return _read_saved(value)
+        if not hasattr(value, "dtype"):
+            return as_numbers(value)
+        dtype, _, rows_of = _open_tensor(value)
         return _widened(dtype, rows_of()) if dtype == "bfloat16" else as_numbers(rows_of())
     except RequestError as error:
         why = str(error).removeprefix("prompt_embeds ")
         raise RequestError(f"{name} {why}", param=name) from None
 
 
-def as_numbers(given: Any) -> NDArray[Any]:
-    """An array, or lists that are one, of numbers that a device knows."""
+def as_numbers(value: Any) -> NDArray[Any]:
+    """Convert an array or nested lists to an array of a supported dtype."""
     try:
-        found = np.asarray(given)
+        array = np.asarray(value)
     except ValueError:
-        raise RequestError("has lists that are not all of one length") from None
-    if found.dtype.kind not in "uif" or found.dtype.itemsize > 8:
-        raise RequestError(f"is an array of {found.dtype}, which are no numbers here")
-    return found
+        raise RequestError("has lists of different lengths") from None
+    if array.dtype.kind not in "uif" or array.dtype.itemsize > 8:
+        raise RequestError(f"is an array of {array.dtype}, which is not supported")
+    return array
 
 
-def _stored(given: str | bytes) -> NDArray[Any]:
-    data = _decoded(given)
+def _read_saved(text: str | bytes) -> NDArray[Any]:
+    data = _decode_base64(text)
     if not data.startswith(_NUMPY):
         tensor = open_saved(data)
         return _widened(tensor.dtype, tensor.rows()).reshape(tensor.shape)
@@ -107,42 +107,42 @@ def _stored(given: str | bytes) -> NDArray[Any]:
     except (KeyError, ValueError, EOFError) as error:
         if isinstance(error, RequestError):
             raise
-        raise _refused(f"is not a file of numpy: {error}") from None
+        raise _refused(f"is not a numpy file: {error}") from None
 
 
-_Found = tuple[str, tuple[int, ...], Callable[[], Rows]]
-"""Type, shape, and the way to the numbers."""
+_TensorSource = tuple[str, tuple[int, ...], Callable[[], Rows]]
+"""dtype, shape, and a function that returns the data."""
 
 
-def _saved(given: str | bytes) -> _Found:
-    tensor = open_saved(_decoded(given))
+def _open_saved(text: str | bytes) -> _TensorSource:
+    tensor = open_saved(_decode_base64(text))
     return tensor.dtype, tensor.shape, tensor.rows
 
 
-def _decoded(given: str | bytes) -> bytes:
+def _decode_base64(text: str | bytes) -> bytes:
     try:
-        return base64.b64decode(given, validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise _refused(f"is not base64: {error}") from None
 
 
-def _live(given: Any) -> _Found:
-    """A tensor of torch, which whoever has one has imported, or an array of numpy."""
-    if not all(hasattr(given, name) for name in ("dtype", "shape")):
-        raise _refused(f"must be a tensor, got {type(given).__name__}")
-    dtype = str(given.dtype).removeprefix("torch.")
+def _open_tensor(value: Any) -> _TensorSource:
+    """Return dtype, shape and data of a torch tensor or numpy array; torch is not imported here."""
+    if not all(hasattr(value, name) for name in ("dtype", "shape")):
+        raise _refused(f"must be a tensor, got {type(value).__name__}")
+    dtype = str(value.dtype).removeprefix("torch.")
 
     def rows() -> Rows:
-        if isinstance(given, np.ndarray):
-            return given
-        tensor = given.detach().cpu()
-        if dtype == "bfloat16":  # numpy has none: the upper half of each float32
+        if isinstance(value, np.ndarray):
+            return value
+        tensor = value.detach().cpu()
+        if dtype == "bfloat16":  # not in numpy: the upper half of each float32
             bits: NDArray[np.uint32] = tensor.float().contiguous().numpy().view(np.uint32)
             return (bits >> np.uint32(16)).astype(np.uint16)
         numbers: Rows = tensor.numpy()
         return numbers
 
-    return dtype, tuple(given.shape), rows
+    return dtype, tuple(value.shape), rows
 
 
 def _widened(dtype: str, rows: Rows) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""RequestState: what has come of a request so far, and of each of its sequences."""
+"""State of a request in the API process: the output so far of each of its sequences."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from quire.data.outputs import (
     PromptLogprobs,
     RequestStateStats,
     SampleLogprobs,
-    light,
+    fast_instance,
 )
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import FinishReason
@@ -35,33 +35,33 @@ class SequenceState:
     detokenizer: Detokenizer | None
     logprobs: SampleLogprobs | None
     has_stops: bool
-    """Whether its text must be looked at token by token."""
+    """Whether its text is searched for stop strings token by token."""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     times: SequenceTimes = field(default_factory=SequenceTimes)
     num_cached: int = 0
     finish: FinishReason | None = None
     num_read: int = 0
-    """Tokens that have become text."""
+    """Tokens that are detokenized."""
     num_sent: int = 0
-    """Tokens already given out."""
+    """Tokens that were part of an output."""
     num_counted: int = 0
-    """Tokens already counted in the account of the request's key."""
+    """Tokens that were counted for the API key of the request."""
     touched: bool = False
-    """Whether something came since the last flush."""
+    """Whether it has new output since the last flush."""
     pooled: Floats | None = None
-    """What a pooling model made of the prompt."""
+    """Output of a pooling model."""
     text: str = ""
-    """What has been shown: text that may yet turn out to be part of a stop string is held back."""
+    """Text of the outputs so far: text that may be the beginning of a stop string is held back."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether its deltas are text and nothing else."""
+        """Whether its deltas contain only text."""
         delta = self.parent.params.output_kind is RequestOutputKind.DELTA
         return delta and self.logprobs is None and not self.has_stops and self.detokenizer is not None
 
     def is_due(self) -> bool:
-        """Whether it has something to say: a first token, an end, or as many tokens as make a chunk."""
+        """Return whether an output is due: for the first token, the end, or `interval` new tokens."""
         return (
             self.finish is not None
             or not self.num_sent
@@ -69,24 +69,23 @@ class SequenceState:
         )
 
     def look_for_stops(self) -> str | None:
-        """The stop string that the new tokens completed. What came behind it is dropped."""
+        """Return the stop string that the new tokens complete; tokens after it are dropped."""
         assert self.detokenizer is not None
-        met = self.detokenizer.push(self._unread(), final=self.finish is not None)
-        if met is not None:
-            self._cut(self.detokenizer.num_tokens)
-        return met
+        stop = self.detokenizer.push(self._unread(), final=self.finish is not None)
+        if stop is not None:
+            self._truncate(self.detokenizer.num_tokens)
+        return stop
 
-    def _cut(self, length: int) -> None:
-        """To so many tokens."""
+    def _truncate(self, length: int) -> None:
         if self.logprobs is not None:
-            chosen = (next(iter(each.values())) for each in self.logprobs[length:] if each)
-            self.cumulative_logprob -= sum(each.logprob for each in chosen)
+            chosen = (next(iter(position.values())) for position in self.logprobs[length:] if position)
+            self.cumulative_logprob -= sum(token.logprob for token in chosen)
             self.logprobs = self.logprobs[:length]
         del self.token_ids[length:]
         self.num_read = length
 
     def take_text(self) -> str:
-        """The text to show now that was not shown before."""
+        """Return the new text for the next output."""
         detokenizer, final = self.detokenizer, self.finish is not None
         if detokenizer is None:
             return ""
@@ -95,10 +94,10 @@ class SequenceState:
         )
 
     def _unread(self) -> list[int]:
-        """The tokens that have not become text."""
+        """Return the tokens that are not detokenized yet."""
         start, self.num_read = self.num_read, len(self.token_ids)
         unread = self.token_ids[start:]
-        # A token that ended the sequence as a stop is part of the text only if it was asked for.
+        # A stop token is part of the text only with include_stop_str_in_output.
         finish = self.finish
         stopped = finish is not None and finish.reason == "stop" and not finish.keeps_last
         if stopped and not self.parent.params.include_stop_str_in_output:
@@ -106,7 +105,7 @@ class SequenceState:
         return unread
 
     def continued(self, request: Request) -> Request:
-        """Return the request for this sequence to a core that knows nothing of it: with the output so far."""
+        """Return the request to resume this sequence in another engine core, with the output so far."""
         return msgspec.structs.replace(
             request,
             tokens=[*request.tokens, *self.token_ids],
@@ -117,29 +116,29 @@ class SequenceState:
 
     @property
     def has_run(self) -> bool:
-        """Whether a core has told that it computes for this sequence."""
+        """Whether an engine core has scheduled this sequence."""
         return self.times.scheduled_at > 0.0 or bool(self.token_ids)
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request as the user made it."""
+    """State of a request with all of its sequences."""
 
     request_id: str
     prompt: Prompt
     params: SamplingParams
     arrived_at: float
     interval: int
-    """Tokens that make a chunk."""
+    """Tokens per streamed output."""
     streams: bool
-    """Whether every token is shown in the moment it comes."""
+    """Whether every token is streamed at once."""
     sequences: list[SequenceState] = field(default_factory=list)
     num_open: int = 0
     """Sequences that have not ended."""
     failed: FinishReason | None = None
-    """One that ended as an error."""
+    """End of a sequence that failed."""
     put_text: Callable[[str, int], None] | None = None
-    """Where text goes that needs no output around it."""
+    """Callback for deltas that contain only text."""
     prompt_logprobs: PromptLogprobs | None = None
     aligned: list[int] | None = None
     pools: bool = False
@@ -149,7 +148,7 @@ class RequestState:
 
     @property
     def has_run(self) -> bool:
-        """Whether a core has told that it computes for this request."""
+        """Whether an engine core has scheduled this request."""
         return any(sequence.has_run for sequence in self.sequences)
 
     @property
@@ -158,7 +157,7 @@ class RequestState:
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Prompt positions whose logprobs have come."""
+        """Return the number of prompt positions with logprobs so far."""
         if self.params.prompt_logprobs is None:
             return 0
         delivered = self.prompt_logprobs is None
@@ -171,14 +170,14 @@ class RequestState:
 
     @property
     def waits(self) -> bool:
-        """Whether the logprobs of the prompt are still to come, which the first sequence brings: whichever
-        speaks first speaks with them."""
+        """Whether the prompt logprobs are incomplete: they come with the first sequence, and the first output
+        of any sequence has them."""
         first = self.sequences[0]
         return not first.token_ids and first.finish is None
 
 
 def whole_of(sequence: SequenceState) -> CompletionOutput:
-    """All of a sequence so far, as an output."""
+    """Return the output of a sequence with everything so far."""
     final = not sequence.parent.num_open
     sequence.num_sent = len(sequence.token_ids)
     sequence.text += sequence.take_text()
@@ -188,7 +187,7 @@ def whole_of(sequence: SequenceState) -> CompletionOutput:
 
 
 def delta_of(sequence: SequenceState) -> CompletionOutput:
-    """What is new of a sequence since its last output."""
+    """Return the output of a sequence with what is new since the last one."""
     start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
     token_ids = sequence.token_ids[start:]
     logprobs = None if sequence.logprobs is None else sequence.logprobs[start:]
@@ -198,7 +197,7 @@ def delta_of(sequence: SequenceState) -> CompletionOutput:
 def _completion(
     sequence: SequenceState, text: str, token_ids: list[int], logprobs: SampleLogprobs | None
 ) -> CompletionOutput:
-    made = light(
+    output = fast_instance(
         CompletionOutput,
         index=sequence.index,
         text=text,
@@ -207,27 +206,27 @@ def _completion(
         logprobs=logprobs,
     )
     if sequence.parent.lora is not None:
-        made.lora_request = sequence.parent.lora
+        output.lora_request = sequence.parent.lora
     if sequence.finish is not None:
-        made.finish_reason, made.stop_reason = sequence.finish.reason, sequence.finish.stop_reason
+        output.finish_reason, output.stop_reason = sequence.finish.reason, sequence.finish.stop_reason
         if (times := sequence.times).num_drafts:
-            made.spec_decode_metrics = {
+            output.spec_decode_metrics = {
                 "num_drafts": times.num_drafts,
                 "num_draft_tokens": times.num_draft_tokens,
                 "num_accepted_tokens": times.num_held,
             }
-    return made
+    return output
 
 
 def facts_of(sequence: SequenceState, finish: FinishReason) -> FinishedSequence:
-    """What the metrics count of a sequence that has ended."""
+    """Return the facts of a finished sequence for the metrics."""
     parent = sequence.parent
     return FinishedSequence(
         reason=finish.reason,
         num_prompt_tokens=len(parent.prompt.token_ids),
         num_output_tokens=len(sequence.token_ids),
         num_cached=sequence.num_cached,
-        longest=max(len(each.token_ids) for each in parent.sequences) if not parent.num_open else None,
+        longest=max(len(other.token_ids) for other in parent.sequences) if not parent.num_open else None,
         params=parent.params,
         arrived_at=parent.arrived_at,
         times=sequence.times,
@@ -235,7 +234,7 @@ def facts_of(sequence: SequenceState, finish: FinishReason) -> FinishedSequence:
 
 
 def stats_of(parent: RequestState) -> RequestStateStats:
-    """Times and counts of a request that has ended."""
+    """Return times and counts of a finished request."""
     first, times = parent.sequences[0].times, [sequence.times for sequence in parent.sequences]
     return RequestStateStats(
         num_generation_tokens=sum(len(sequence.token_ids) for sequence in parent.sequences),
@@ -243,12 +242,12 @@ def stats_of(parent: RequestState) -> RequestStateStats:
         queued_ts=first.queued_at,
         scheduled_ts=first.scheduled_at,
         first_token_ts=first.first_token_at,
-        last_token_ts=max(each.last_token_at for each in times),
+        last_token_ts=max(t.last_token_at for t in times),
         first_token_latency=max(first.first_token_at - first.queued_at, 0.0),
         latency=time.time() - parent.arrived_at,
-        preempted_s=sum(each.preempted_s for each in times),
-        num_preemptions=sum(each.num_preemptions for each in times),
-        step_share_s=sum(each.step_share_s for each in times),
-        num_draft_tokens=sum(each.num_draft_tokens for each in times),
-        num_accepted_tokens=sum(each.num_held for each in times),
+        preempted_s=sum(t.preempted_s for t in times),
+        num_preemptions=sum(t.num_preemptions for t in times),
+        step_share_s=sum(t.step_share_s for t in times),
+        num_draft_tokens=sum(t.num_draft_tokens for t in times),
+        num_accepted_tokens=sum(t.num_held for t in times),
     )

@@ -1,4 +1,4 @@
-"""Router: which core a request goes to. It knows numbers only: no sockets, no clock."""
+"""Routing of requests to data-parallel engine cores; pure bookkeeping without sockets or clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,39 +6,39 @@ from dataclasses import dataclass
 from quire.frontend.prefix_map import Keys, PrefixKeys, PrefixMap
 
 SLACK_ROWS = 1 / 16
-"""How far the core that knows all of a prompt may be ahead of the least busy one: this part of the sequences
-that it runs at once,"""
+"""Fraction of max_num_seqs by which the load of a core with a fully cached prompt may exceed the least busy
+one."""
 SLACK_SHARE = 0.1
-"""and this part of what the other has."""
+"""Fraction of the load of the least busy core that is added to that."""
 MIN_SHARE = 0.05
-"""A smaller part of a prompt is not worth a thought."""
+"""Smallest cached fraction of a prompt that affects routing."""
 PRESSURE = 6.0
-"""How much a waiting request counts when the cache is full; nothing while it is half empty."""
+"""Weight of waiting requests by KV cache usage above one half."""
 
 
 @dataclass(slots=True)
 class _Core:
-    """What is known of a core's load."""
+    """Load of a core."""
 
-    own: int = 0
-    """Sequences that this process has there, always exact."""
-    others: int = 0
-    """Those of other processes, when the core last told."""
+    num_local: int = 0
+    """Sequences of this process, always exact."""
+    num_remote: int = 0
+    """Sequences of other processes, as last reported."""
     num_waiting: int = 0
     kv_usage: float = 0.0
 
     @property
     def load(self) -> float:
-        """In sequences. Of two that are equal in that, the one with more room in its cache is less busy."""
+        """Return the load in sequences; KV cache usage breaks ties."""
         pressure = PRESSURE * max(0.0, self.kv_usage - 0.5)
-        return self.own + self.others + self.num_waiting * pressure + self.kv_usage
+        return self.num_local + self.num_remote + self.num_waiting * pressure + self.kv_usage
 
 
 class Router:
-    """Which core a request goes to: where its prefix is cached, unless that one is busier than the others.
+    """Sends a request to the core that has its prefix cached, unless that one is much busier than the others.
 
-    Cores tell how much they have to do, and nothing of their caches: what is remembered is where prompts
-    were sent. Nothing is added up that is not taken back by name, so that no count can drift.
+    Cores report their load, not their caches: the router remembers where prompts were sent. Requests are
+    counted and removed by id, so that no count can drift.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class Router:
         prefixes: PrefixMap | None = None,
         first: int = 0,
     ) -> None:
-        """`max_num_seqs` run at once in each core. `prefixes` may be shared with other processes; `first` is
-        where turns begin, so that they do not all begin with the same core."""
+        """Build it. `max_num_seqs` is that of one core. `prefixes` may be shared with other processes;
+        `first` is the first core of the rotation, which should differ between processes."""
         self.policy = policy
         self.cores = [_Core() for _ in range(num_cores)]
         self._keys = PrefixKeys(block_size)
         self._slack = SLACK_ROWS * max_num_seqs
         self._turn = first
         self._placed: dict[str, tuple[int, int]] = {}
-        """By request: core and number of sequences."""
+        """Core and number of sequences by request."""
         self._prefixes = prefixes or PrefixMap()
 
     def place(
@@ -71,7 +71,7 @@ class Router:
         extra: str | None = None,
         num_sequences: int = 1,
     ) -> int:
-        """The core for a request, out of those that can be asked; it counts there until `end`."""
+        """Choose one of the available cores for a request; it counts there until `end`."""
         assert among and request_id not in self._placed
         core = among[0]
         if self.policy == "round_robin":
@@ -85,22 +85,22 @@ class Router:
             if depths:
                 self._prefixes.note(keys, core)
         self._placed[request_id] = core, num_sequences
-        self.cores[core].own += num_sequences
+        self.cores[core].num_local += num_sequences
         return core
 
     def end(self, request_id: str) -> None:
-        """The request is over, however."""
+        """Remove a request that has ended."""
         if (placed := self._placed.pop(request_id, None)) is not None:
-            self.cores[placed[0]].own -= placed[1]
+            self.cores[placed[0]].num_local -= placed[1]
 
     def hear(self, core: int, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
-        """What a core said of itself: it counts requests of all processes."""
-        known = self.cores[core]
-        known.others = max(num_running + num_waiting - known.own, 0)
-        known.num_waiting, known.kv_usage = num_waiting, kv_usage
+        """Update the load of a core, which reports the requests of all processes."""
+        load = self.cores[core]
+        load.num_remote = max(num_running + num_waiting - load.num_local, 0)
+        load.num_waiting, load.kv_usage = num_waiting, kv_usage
 
     def lose(self, core: int) -> None:
-        """A core is gone, with its requests and its cache."""
+        """Forget the requests and the cache of a core that died."""
         self._placed = {id: placed for id, placed in self._placed.items() if placed[0] != core}
         self.cores[core] = _Core()
         self._prefixes.drop(core)
@@ -114,13 +114,13 @@ class Router:
         return (core - self._turn) % len(self.cores)
 
     def _least(self, among: Sequence[int]) -> int:
-        """The least busy; of equals each in its turn."""
-        core = min(among, key=lambda each: (self.cores[each].load, self._rotated(each)))
+        """Return the least busy core; equal cores take turns."""
+        core = min(among, key=lambda core: (self.cores[core].load, self._rotated(core)))
         self._turn = (core + 1) % len(self.cores)
         return core
 
     def _nearest(self, depths: list[int], keys: Keys, length: int, among: Sequence[int]) -> int:
-        """The core that has most of the prompt and is not too far ahead of the least busy."""
+        """Return the core with most of the prompt cached, if its load is near that of the least busy one."""
         loads = {core: self.cores[core].load for core in among}
         least = min(loads.values())
         slack = self._slack + SLACK_SHARE * least

@@ -1,5 +1,5 @@
-"""A tensor out of what `torch.save` wrote, read without torch. Nothing of the file is executed: its pickle is
-followed by hand, and may say nothing but which part of which storage the tensor is."""
+"""Reader of tensors saved with `torch.save`, without torch. Nothing of the file is executed: the pickle is
+interpreted here, and may only describe a view of a storage."""
 
 import io
 import pickletools
@@ -18,7 +18,7 @@ from quire.errors import RequestError
 _STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 _DTYPES = {"FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"}
 _MAX_ENTRIES, _MAX_PICKLE_BYTES = 64, 16384
-"""A tensor's file has about six entries, and a pickle of 300 bytes."""
+"""Limits; the file of a tensor has about six entries and a pickle of 300 bytes."""
 _DIRECTORY_ENTRY = b"PK\x01\x02"
 _BROKEN = (
     zipfile.BadZipFile,
@@ -31,13 +31,11 @@ _BROKEN = (
     RuntimeError,
     TypeError,
 )
-"""What the standard library raises of files that are none."""
+"""Exceptions of the standard library for invalid files."""
 
 
 def _refused(why: str) -> RequestError:
-    return RequestError(
-        f"prompt_embeds is not a tensor that torch.save has written: {why}", param="prompt_embeds"
-    )
+    return RequestError(f"prompt_embeds is not a tensor saved by torch.save: {why}", param="prompt_embeds")
 
 
 @contextmanager
@@ -51,7 +49,7 @@ def _reading() -> Iterator[None]:
 
 
 class _Name(NamedTuple):
-    """A function or class that the pickle names; it is never looked up."""
+    """Name of a function or class in the pickle; it is never imported."""
 
     full: str
 
@@ -70,7 +68,7 @@ class _View(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of a file: what it is, and its numbers when they are asked for."""
+    """A tensor of a file: dtype and shape, and the data on request."""
 
     archive: zipfile.ZipFile
     root: str
@@ -85,35 +83,35 @@ class SavedTensor:
         return self.view.shape
 
     def rows(self) -> Rows:
-        """A tensor of two dimensions."""
+        """Read the data of a tensor."""
         storage, offset, shape, strides = self.view
         with _reading():
             stored = _entry(self.archive, f"{self.root}/data/{storage.key}")
             flat = np.frombuffer(stored, _STORED_AS[self.dtype])
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if last >= len(flat):
-            raise _refused(f"its storage has {len(flat)} numbers, and it reaches to number {last}")
+            raise _refused(f"its storage has {len(flat)} elements, and it needs element {last}")
         steps = tuple(stride * flat.itemsize for stride in strides)
         return np.lib.stride_tricks.as_strided(flat[offset:], shape, steps, writeable=False)
 
 
 def open_saved(data: bytes) -> SavedTensor:
-    """Nothing but the file's directory and pickle is read here."""
+    """Open a saved tensor; only the directory and the pickle of the file are read."""
     if data.count(_DIRECTORY_ENTRY) > _MAX_ENTRIES:
         raise _refused(f"it has more than {_MAX_ENTRIES} entries")
     with _reading():
         archive = zipfile.ZipFile(io.BytesIO(data))
-        found = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        if len(found) != 1:
+        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
             raise _refused("it has no data.pkl, or several")
-        root = found[0].removesuffix("/data.pkl")
+        root = pickles[0].removesuffix("/data.pkl")
         if f"{root}/byteorder" in archive.namelist() and _entry(archive, f"{root}/byteorder") != b"little":
-            raise _refused("its numbers are big-endian")
-        if archive.getinfo(found[0]).file_size > _MAX_PICKLE_BYTES:
-            raise _refused("there is more in it than a tensor")
-        view = _Pickle().followed(_entry(archive, found[0]))
+            raise _refused("its data are big-endian")
+        if archive.getinfo(pickles[0]).file_size > _MAX_PICKLE_BYTES:
+            raise _refused("it contains more than a tensor")
+        view = _Pickle().interpret(_entry(archive, pickles[0]))
     if not isinstance(view, _View):
-        raise _refused("there is something else in it")
+        raise _refused("it does not contain a tensor")
     return SavedTensor(archive, root, view)
 
 
@@ -124,17 +122,17 @@ def _entry(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 class _Pickle:
-    """Follows a pickle with values of its own; whatever a plain tensor's does not say is refused."""
+    """Interpreter of the pickle of a plain tensor; every other instruction is refused."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
-    def followed(self, data: bytes) -> Any:
+    def interpret(self, data: bytes) -> Any:
         for code, argument, _ in _codes(data):
             if (act := _CODES.get(code)) is None:
-                raise _refused(f"its pickle has {code}, which no plain tensor needs")
+                raise _refused(f"its pickle has {code}, which a plain tensor does not need")
             act(self, argument)
         return self._stack.pop()
 
@@ -158,7 +156,7 @@ class _Pickle:
     def last(self, count: int) -> None:
         values = tuple(self._stack[-count:])
         if len(values) < count:
-            raise _refused("its pickle takes more than it has")
+            raise _refused("its pickle pops more values than there are")
         self._stack[-count:] = [values]
 
     def keep(self, place: int | None) -> None:
@@ -170,7 +168,7 @@ class _Pickle:
     def storage(self, argument: None) -> None:
         kind, type_, key, _, _ = self._stack.pop()
         if kind != "storage" or not isinstance(type_, _Name) or not (isinstance(key, str) and key.isdigit()):
-            raise _refused("its storage is none")
+            raise _refused("its storage is invalid")
         dtype = _DTYPES.get(type_.full.removeprefix("torch."))
         if dtype is None:
             raise RequestError(
@@ -180,11 +178,11 @@ class _Pickle:
         self.push(_Storage(key, dtype))
 
     def call(self, argument: None) -> None:
-        given, callee = self._stack.pop(), self._stack.pop()
+        arguments, callee = self._stack.pop(), self._stack.pop()
         if not isinstance(callee, _Name) or (build := _CALLS.get(callee.full)) is None:
             name = callee.full if isinstance(callee, _Name) else "something"
             raise _refused(f"its pickle would call {name}")
-        self.push(build(*given))
+        self.push(build(*arguments))
 
 
 def _codes(data: bytes) -> Iterator[tuple[str, Any, int | None]]:
@@ -195,9 +193,9 @@ def _codes(data: bytes) -> Iterator[tuple[str, Any, int | None]]:
 def _view(storage: Any, offset: Any, shape: Any, strides: Any, *others: Any) -> _View:
     numbers = (offset, *shape, *strides)
     if not isinstance(storage, _Storage) or len(shape) != len(strides):
-        raise _refused("its shape is none")
+        raise _refused("its shape is invalid")
     if any(type(number) is not int or not 0 <= number < 1 << 40 for number in numbers):
-        raise _refused("its shape is none")
+        raise _refused("its shape is invalid")
     return _View(storage, offset, tuple(shape), tuple(strides))
 
 
@@ -206,7 +204,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": lambda view, *others: view,
     "collections.OrderedDict": lambda: None,
 }
-"""What a tensor's pickle may call, and what comes of it here."""
+"""Functions that the pickle of a tensor may call, with their replacements."""
 _Act = Callable[[_Pickle, Any], None]
 _PUSH: _Act = _Pickle.push
 _CODES: dict[str, _Act] = {
@@ -227,4 +225,4 @@ _CODES: dict[str, _Act] = {
     "BINPERSID": _Pickle.storage,
     "REDUCE": _Pickle.call,
 }
-"""By the name of an instruction."""
+"""Handlers of instructions by name."""

@@ -1,4 +1,4 @@
-"""Sides: inputs of pooling models that come in parts, media among them, alone or as the two of a score."""
+"""Inputs of pooling models with content parts, single or as the two sides of a score."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,24 +15,24 @@ from quire.multimodal.processing import PreparedItem
 from quire.text.chat_template import MediaMarkers, normalise
 
 ROLES = ("query", "document")
-"""Of the messages that templates for cross-encoders read."""
+"""Roles of the messages in chat templates of cross-encoders."""
 
 
 @dataclass(slots=True)
-class Side:
-    """One input: a text, or parts as messages have them."""
+class ScoreInput:
+    """One input: a text, or content parts of a message."""
 
     message: Mapping[str, Any]
     items: list[MediaInput]
-    """Its media,"""
+    """Media of the input."""
     prepared: list[PreparedItem] = field(default_factory=list)
-    """and what was made of them."""
+    """Processed media."""
     arguments: Mapping[str, Any] | None = None
-    """Those of its own for the processor."""
+    """mm_processor_kwargs of this input."""
 
     @classmethod
-    def of(cls, role: str, content: Any, name: str, salt: str | None = None) -> "Side":
-        """An error calls it by its name."""
+    def of(cls, role: str, content: Any, name: str, salt: str | None = None) -> "ScoreInput":
+        """Build an input from its content; errors contain `name`."""
         items: list[MediaInput] = []
         message = parted_message({"role": role, "content": content}, f"{name}.content", items)
         for item in items:
@@ -40,12 +40,12 @@ class Side:
         return cls(message, items)
 
 
-class Sides(NamedTuple):
-    """One that is read alone, or two that are read as one prompt."""
+class ScoreInputs(NamedTuple):
+    """One input, or two that form one prompt."""
 
-    sides: tuple[Side, ...]
+    sides: tuple[ScoreInput, ...]
     is_talk: bool = False
-    """Whether it is a message, which the model's chat template makes a prompt of."""
+    """Whether it is a chat message, rendered with the model's chat template."""
 
     @property
     def items(self) -> list[MediaInput]:
@@ -53,10 +53,10 @@ class Sides(NamedTuple):
 
 
 def sides_prompt(
-    inputs: InputProcessor, sides: Sequence[Side], template: str | None, **options: Any
+    inputs: InputProcessor, sides: Sequence[ScoreInput], template: str | None, **options: Any
 ) -> Prompt:
-    """As a template joins them; without one their texts, in which marks stand for media, one behind the
-    other. `options` are those of a chat."""
+    """Build the prompt of one or two inputs with a chat template; without one their texts are concatenated,
+    with placeholders for media. `options` are those of `chat_prompt`."""
     messages = [side.message for side in sides]
     prepared = [item for side in sides for item in side.prepared]
     if template is not None:
@@ -68,56 +68,58 @@ def sides_prompt(
     return inputs.parse("".join(texts), prepared=prepared)
 
 
-# ---- for callers who wait
+# ---- offline calls
 
 
-def called(firsts: list[Any], seconds: list[Any]) -> list[tuple[str, Any]]:
-    """The sides of a score, one behind the other, each with the name that an error calls it by."""
+def named_inputs(firsts: list[Any], seconds: list[Any]) -> list[tuple[str, Any]]:
+    """Return the inputs of both sides of a score, each with its name for errors."""
     pairs(firsts, seconds)
     return [
-        (f"data_{which}[{at}]" if len(side) > 1 else f"data_{which}", each)
-        for which, side in enumerate((firsts, seconds), 1)
-        for at, each in enumerate(side)
+        (f"data_{number}[{at}]" if len(side) > 1 else f"data_{number}", item)
+        for number, side in enumerate((firsts, seconds), 1)
+        for at, item in enumerate(side)
     ]
 
 
-def embedded(inputs: InputProcessor, name: str, item: Any, tokenization: Mapping[str, Any] | None) -> Prompt:
-    """One that is embedded: parts in a dict, or any prompt."""
+def embed_prompt(
+    inputs: InputProcessor, name: str, item: Any, tokenization: Mapping[str, Any] | None
+) -> Prompt:
+    """Build the prompt of an embedding: content parts in a dict, or any prompt."""
     if isinstance(item, Mapping) and item.get("content") is not None:
-        return sides_prompt(inputs, [_ready(inputs, item, "user", name)], None)
+        return sides_prompt(inputs, [_prepare_side(inputs, item, "user", name)], None)
     special = bool((tokenization or {}).get("add_special_tokens", True))
     return inputs.parse(item, add_special_tokens=special)
 
 
-def compared(
+def cross_encoder_prompts(
     inputs: InputProcessor, firsts: list[Any], seconds: list[Any], template: str | None
 ) -> list[Prompt]:
-    """Those of a cross-encoder, which reads both sides of a pair at once."""
+    """Build the prompts of a cross-encoder, one for each pair."""
     roles = [ROLES[0]] * len(firsts) + [ROLES[1]] * len(seconds)
     sides = [
-        _ready(inputs, item, role, name)
-        for (name, item), role in zip(called(firsts, seconds), roles, strict=True)
+        _prepare_side(inputs, item, role, name)
+        for (name, item), role in zip(named_inputs(firsts, seconds), roles, strict=True)
     ]
     both = pairs(sides[: len(firsts)], sides[len(firsts) :])
     return [sides_prompt(inputs, pair, template) for pair in both]
 
 
-def _ready(inputs: InputProcessor, item: Any, role: str, name: str) -> Side:
+def _prepare_side(inputs: InputProcessor, item: Any, role: str, name: str) -> ScoreInput:
     side = _side(item, role, name)
     side.prepared = inputs.media.prepare_now(side.items, side.arguments)
     return side
 
 
-def _side(item: Any, role: str, name: str) -> Side:
+def _side(item: Any, role: str, name: str) -> ScoreInput:
     if isinstance(item, str):
-        return Side.of(role, item, name)
+        return ScoreInput.of(role, item, name)
     content, text = (item.get("content"), item.get("prompt")) if isinstance(item, Mapping) else (None, None)
     if isinstance(content, list | tuple):
-        return Side.of(role, content, name)
+        return ScoreInput.of(role, content, name)
     if isinstance(text, str):
-        own = item.get("mm_processor_kwargs")
-        return Side({"role": role, "content": text}, items_of(item), arguments=own)
+        arguments = item.get("mm_processor_kwargs")
+        return ScoreInput({"role": role, "content": text}, items_of(item), arguments=arguments)
     raise RequestError(
-        f"{name}: a cross-encoder scores pairs of texts, or dicts of `content` in parts; got "
+        f"{name}: a cross-encoder scores pairs of texts, or dicts with `content` parts; got "
         f"{type(item).__name__}"
     )

@@ -121,7 +121,7 @@ class Transcriber(Protocol):
 
     @property
     def no_speech(self) -> int | None:
-        """Return the token that stands in place of the language if there is no speech."""
+        """Return the token that replaces the language if there is no speech."""
 
     def aligning(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
@@ -150,7 +150,7 @@ def _lacks_tokens(tokenizer: Tokenizer, names: Sequence[str]) -> bool:
     return bool(missing)
 
 
-class Speech:
+class WhisperTranscriber:
     """Whisper's control tokens: languages, tasks and timestamps."""
 
     tasks = TASKS
@@ -188,7 +188,7 @@ class Speech:
         """Language tokens by code, such as `en`."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, **facts: Any) -> "Speech | None":
+    def of(cls, tokenizer: Tokenizer, **facts: Any) -> "WhisperTranscriber | None":
         """Build it; None if the tokenizer lacks the tokens."""
         if _lacks_tokens(tokenizer, (*_MARKS, *(f"<|{task}|>" for task in TASKS))):
             return None
@@ -243,7 +243,7 @@ class Speech:
             yield TimedWord(word.text, start, max(start, end))
 
 
-class Dictation:
+class VoxtralTranscriber:
     """Voxtral's prompts: the audio is a user's message, followed by an optional language and a token for the
     task. The model detects the language itself, and takes no previous text."""
 
@@ -259,7 +259,9 @@ class Dictation:
         self.languages = dict.fromkeys(_DICTATION_LANGUAGES, 0)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, *, max_len: int, at_once: int, num_vectors: int) -> "Dictation | None":
+    def of(
+        cls, tokenizer: Tokenizer, *, max_len: int, at_once: int, num_vectors: int
+    ) -> "VoxtralTranscriber | None":
         """Build it; None if the tokenizer lacks the tokens. Pieces are reduced so that the audio, with
         `num_vectors` for `at_once` samples, takes at most half of `max_len`."""
         if _lacks_tokens(tokenizer, (*_DICTATION_BEGIN, _DICTATION_TASK)):

@@ -1,4 +1,4 @@
-"""Work that must not take long: broken off in its thread when its time is up."""
+"""Time limit for Python code, which is interrupted in its thread."""
 
 import ctypes
 import threading
@@ -9,13 +9,13 @@ from quire.errors import RequestError
 
 
 class _TimeIsUp(BaseException):
-    """Not for anybody inside the work to catch."""
+    """Interrupts the code; a BaseException, so that the code does not catch it."""
 
 
 @contextmanager
 def limited(seconds: float | None, what: str) -> Iterator[None]:
-    """A RequestError if the block, which is Python code, runs longer; None lets it run. For threads whose
-    hang would go unnoticed: a timer costs a thread of its own."""
+    """Raise a RequestError if the block of Python code runs longer than `seconds`; None: no limit. Each limit
+    costs a timer thread."""
     if seconds is None:
         yield
         return
@@ -35,7 +35,7 @@ def limited(seconds: float | None, what: str) -> Iterator[None]:
         finally:
             with lock:
                 over = True
-            _raise_in(thread, None)  # one that was sent and has not arrived
+            _raise_in(thread, None)  # clears an interrupt that is still pending
     except _TimeIsUp:
         raise RequestError(f"{what} took longer than {seconds:g} s; send less or a simpler one") from None
     finally:

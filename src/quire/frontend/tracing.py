@@ -1,4 +1,4 @@
-"""Traces: a span for each request, and within it those of its stations, for OpenTelemetry."""
+"""OpenTelemetry traces: a span for each request, with spans for queue, prefill and decode."""
 
 import importlib
 import os
@@ -13,7 +13,7 @@ from quire.frontend.outputs import AnyOutput
 from quire.version import __version__
 
 PARENT: ContextVar[str] = ContextVar("traceparent", default="")
-"""The caller's own span, as the header `traceparent` of the exchange that is being answered names it."""
+"""The client's span: the header `traceparent` of the current HTTP request."""
 _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 _EXPORTERS = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -23,7 +23,7 @@ _NS = 1_000_000_000
 
 
 class Tracer:
-    """Sends what became of requests; in a thread of its own, in batches, dropped if nobody takes them."""
+    """Exports spans in batches in a background thread; they are dropped if the endpoint is unavailable."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         self._model = model
@@ -35,7 +35,7 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
             raise ConfigError(
-                "otlp_traces_endpoint needs OpenTelemetry: pip install 'quire[otel]', or leave it out"
+                "otlp_traces_endpoint needs OpenTelemetry: pip install 'quire[otel]', or remove it"
             ) from None
         name = os.environ.get("OTEL_SERVICE_NAME", "quire")
         provider = TracerProvider(resource=Resource.create({"service.name": name}))
@@ -45,14 +45,13 @@ class Tracer:
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
 
     def ended(self, output: AnyOutput, params: SamplingParams, parent: str) -> None:
-        """A request is done; its times are those that it was measured with. Those of a pooling model bring
-        none."""
+        """Export the span of a finished request with its measured times; pooling requests have none."""
         if not isinstance(output, RequestOutput) or (stats := output.metrics) is None or not stats.queued_ts:
             return
         kind = self._trace.SpanKind.SERVER
         context = self._propagator.extract({"traceparent": parent}) if parent else None
         begun = int(stats.arrival_time * _NS)
-        attributes = {**self._attributes(output, stats), **_asked(params)}
+        attributes = {**self._attributes(output, stats), **_request_attributes(params)}
         span = self._tracer.start_span(
             "llm_request", context=context, kind=kind, start_time=begun, attributes=attributes
         )
@@ -64,7 +63,7 @@ class Tracer:
             ("decode", stats.first_token_ts, stats.last_token_ts),
         ):
             if 0 < first <= last:
-                start, end = (begun + int((moment - arrived) * _NS) for moment in (first, last))
+                start, end = (begun + int((time - arrived) * _NS) for time in (first, last))
                 self._tracer.start_span(name, context=within, start_time=start).end(end)
         span.end(begun + int(stats.latency * _NS))
 
@@ -84,30 +83,30 @@ class Tracer:
         }
 
     def close(self) -> None:
-        """Send what is left."""
+        """Export the remaining spans."""
         self._provider.shutdown()
 
 
-def _asked(params: SamplingParams) -> dict[str, Any]:
-    found = {
+def _request_attributes(params: SamplingParams) -> dict[str, Any]:
+    attributes = {
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.n": params.n,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _exporter(endpoint: str) -> Any:
-    asked = os.environ.get(_PROTOCOL) or ("http/protobuf" if "/v1/traces" in endpoint else "grpc")
-    if asked not in _EXPORTERS:
-        raise ConfigError(f"{_PROTOCOL}={asked!r} is not supported; known: {', '.join(_EXPORTERS)}")
+    protocol = os.environ.get(_PROTOCOL) or ("http/protobuf" if "/v1/traces" in endpoint else "grpc")
+    if protocol not in _EXPORTERS:
+        raise ConfigError(f"{_PROTOCOL}={protocol!r} is not supported; known: {', '.join(_EXPORTERS)}")
     try:
-        module = importlib.import_module(_EXPORTERS[asked])
+        module = importlib.import_module(_EXPORTERS[protocol])
     except ImportError:
         raise ConfigError(
-            f"otlp_traces_endpoint={endpoint!r} is spoken to by {asked}, for which an exporter is missing: "
-            f"pip install opentelemetry-exporter-otlp-proto-{asked.partition('/')[0]}, or set {_PROTOCOL}"
+            f"otlp_traces_endpoint={endpoint!r} needs the exporter of {protocol}, which is missing: "
+            f"pip install opentelemetry-exporter-otlp-proto-{protocol.partition('/')[0]}, or set {_PROTOCOL}"
         ) from None
     return module.OTLPSpanExporter(endpoint=endpoint)
 

@@ -1,4 +1,4 @@
-"""Words: what was said, word by word, with the moments between them."""
+"""Splitting of transcribed tokens into words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,22 +7,22 @@ from string import punctuation
 from quire.text.tokenizer import Tokenizer
 
 UNSPACED = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
-"""Languages that put no spaces between words: each character is one."""
-_BEFORE = "\"'“¿([{-"
-_BEHIND = "\"'.。,，!！?？:：”)]}、"
+"""Languages without spaces between words: each character is a word."""
+_OPENING = "\"'“¿([{-"
+_CLOSING = "\"'.。,，!！?？:：”)]}、"
 _BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class WordTimestamp:
-    """A word, and the tokens that it is made of."""
+    """A word with the slice of its tokens."""
 
     text: str
     place: slice
 
 
 def words_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, spaced: bool) -> list[WordTimestamp]:
-    """A text in words; what stands before or behind a word belongs to it."""
+    """Split tokens into words; punctuation belongs to the word next to it."""
     words = list[WordTimestamp]()
     for piece in _pieces(tokenizer, token_ids):
         bare = piece.text.strip()
@@ -35,18 +35,18 @@ def words_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, spaced: bool) ->
 
 
 def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[WordTimestamp]:
-    """As few tokens as are whole characters."""
+    """Split tokens into the shortest pieces that are whole characters."""
     whole = tokenizer.decode(token_ids)
-    found, start, offset = list[WordTimestamp](), 0, 0
+    pieces, start, offset = list[WordTimestamp](), 0, 0
     for end in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[start:end])
         broken = text.find(_BROKEN)
         if broken < 0 or whole[offset + broken : offset + broken + 1] == _BROKEN:
-            found.append(WordTimestamp(text, slice(start, end)))
+            pieces.append(WordTimestamp(text, slice(start, end)))
             start, offset = end, offset + len(text)
     if start < len(token_ids):
-        found.append(WordTimestamp(whole[offset:], slice(start, len(token_ids))))
-    return found
+        pieces.append(WordTimestamp(whole[offset:], slice(start, len(token_ids))))
+    return pieces
 
 
 def _joined(first: WordTimestamp, second: WordTimestamp) -> WordTimestamp:
@@ -57,14 +57,14 @@ def _with_punctuation(words: Sequence[WordTimestamp]) -> list[WordTimestamp]:
     ahead = list[WordTimestamp]()
     for word in reversed(words):
         text = word.text
-        if ahead and text.startswith(" ") and text.strip() in _BEFORE:
+        if ahead and text.startswith(" ") and text.strip() in _OPENING:
             ahead[-1] = _joined(word, ahead[-1])
         else:
             ahead.append(word)
-    found = list[WordTimestamp]()
+    result = list[WordTimestamp]()
     for word in reversed(ahead):
-        if found and not found[-1].text.endswith(" ") and word.text and word.text in _BEHIND:
-            found[-1] = _joined(found[-1], word)
+        if result and not result[-1].text.endswith(" ") and word.text and word.text in _CLOSING:
+            result[-1] = _joined(result[-1], word)
         else:
-            found.append(word)
-    return [replace(word, text=word.text.strip()) for word in found if word.text.strip()]
+            result.append(word)
+    return [replace(word, text=word.text.strip()) for word in result if word.text.strip()]

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def sent(array: NDArray[Any], device: torch.device) -> Tensor:
+def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return the array as a tensor on the device, copied in stream order without waiting. On a CPU the tensor
     shares the array's memory. For a GPU the source is pinned memory, which torch keeps until the copy is
     done."""

@@ -1,1 +1,1 @@
-"""The layers that model files are made of."""
+"""Building blocks of model files: linear layers, norms, attention, MoE, SSM mixers, LoRA."""

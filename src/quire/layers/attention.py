@@ -15,7 +15,7 @@ from quire.layers.kv_scales import KVScales
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target
 from quire.quant.sharding import divided
-from quire.quant.weight import kept
+from quire.quant.weight import frozen_parameter
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ class PagedAttention(nn.Module):
         self.norms: HeadNorms | None = None
         """QK norms per head; None if there are none."""
         self.backend = scope.backend
-        self.sinks = kept(scope.empty(spec.heads)) if spec.sinks else None
+        self.sinks = frozen_parameter(scope.empty(spec.heads)) if spec.sinks else None
         self.sinks_name = f"{scope.name}.sinks"
         self.own_heads = divided(scope.group, spec.heads * scope.group.size)
         slopes = torch.tensor(alibi_slopes[self.own_heads.start :][: spec.heads], device=scope.device)

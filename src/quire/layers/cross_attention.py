@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.layout import CROSSED_BLOCK, CacheSpec, crossed_spec
+from quire.checkpoint.layout import CROSS_BLOCK_SIZE, CacheSpec, cross_attention_spec
 from quire.layers.linear import ColumnLinear, Linear, RowLinear, without_bias
 from quire.layers.scope import Scope, Target
 from quire.quant.sharding import of_heads
@@ -90,7 +90,7 @@ class CrossAttentionCache(nn.Module):
     def __init__(self, layers: Sequence[CrossAttention], num_vectors: int, scope: Scope) -> None:
         super().__init__()
         self.layers = tuple(layers)  # a tuple, so that the weights are not registered here
-        self.num_vectors, self.num_blocks = num_vectors, -(-num_vectors // CROSSED_BLOCK)
+        self.num_vectors, self.num_blocks = num_vectors, -(-num_vectors // CROSS_BLOCK_SIZE)
         self.backend, self.device = scope.backend, scope.device
         self.num_slots = 0
         """Number of item slots: the maximum number of rows."""
@@ -102,11 +102,11 @@ class CrossAttentionCache(nn.Module):
     @property
     def keeps(self) -> CacheSpec:
         spec = self.layers[0].spec
-        return crossed_spec(len(self.layers), self.num_vectors, spec.kv_heads * spec.head_dim)
+        return cross_attention_spec(len(self.layers), self.num_vectors, spec.kv_heads * spec.head_dim)
 
     def bind_memory(self, memory: Tensor, *, block_size: int, cache_dtype: torch.dtype, group: int) -> None:
         num_rows, spec = len(memory), self.layers[0].spec
-        shape = (len(self.layers), 2, -1, CROSSED_BLOCK, spec.kv_heads, spec.head_dim)
+        shape = (len(self.layers), 2, -1, CROSS_BLOCK_SIZE, spec.kv_heads, spec.head_dim)
         for layer, (k_cache, v_cache) in zip(
             self.layers, memory.flatten().view(cache_dtype).view(shape), strict=True
         ):

@@ -12,7 +12,7 @@ from quire.layers.lora_tables import LoRATable, table_of
 from quire.layers.lora_vocab import LoRAVocabRows, vocab_rows_of
 from quire.layers.scope import Scope, Target, target_of
 from quire.quant.sharding import Shard, padded
-from quire.quant.weight import LinearShape, kept
+from quire.quant.weight import LinearShape, frozen_parameter
 
 _HEAD = "lm_head"
 """Name of the head in transformers, which adapters use whatever the checkpoint's name is."""
@@ -134,7 +134,7 @@ class Positions(nn.Module):
         self.name = f"{scope.name}.weight"
         self.ops = scope.ops
         self.first = first
-        self.weight = kept(scope.empty(first + max_len, hidden))
+        self.weight = frozen_parameter(scope.empty(first + max_len, hidden))
 
     def forward(self, positions: Tensor) -> Tensor:
         return self.ops.embed(positions, self.weight[self.first :])
@@ -174,8 +174,8 @@ class Head(nn.Module):
         self.brought = None if bias else vocab_rows_of(_HEAD, scope, vocab, hidden, tied.name if tied else "")
         self.name = scope.name
         has_bias = bias and tied is not None
-        self.bias = kept(scope.empty(vocab)) if has_bias else None
-        """Bias beside a tied embedding; an untied table has its own bias."""
+        self.bias = frozen_parameter(scope.empty(vocab)) if has_bias else None
+        """Bias of a head with a tied embedding; an untied table has its own bias."""
 
     def targets(self) -> Iterator[Target]:
         if self.bias is not None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
-from quire.kernels.reference.encoder import Angles, Spans, attend, spans_of, turn
+from quire.kernels.reference.encoder import Angles, Spans, attend, rotate_in_place, spans_of
 from quire.kernels.reference.ops import rotate
 from quire.layers.linear import QKVLinear, RowLinear
 from quire.layers.rope import Rope
@@ -30,10 +30,10 @@ def attend_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Spans, 
 
 def rotate_on(device: torch.device) -> Callable[[Tensor, Angles], None]:
     if device.type != "cuda":
-        return turn
+        return rotate_in_place
     from quire.kernels.triton import encoder
 
-    return encoder.turn
+    return encoder.rotate
 
 
 class EncoderAttention(nn.Module):

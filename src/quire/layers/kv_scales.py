@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from quire.layers.scope import Scope, Target
-from quire.quant.weight import kept
+from quire.quant.weight import frozen_parameter
 
 _NAMES = {
     "k": ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
@@ -28,7 +28,7 @@ class KVScales(nn.Module):
                 continue
             self._stored[kind] = stored[0]
             value = torch.ones(1, dtype=torch.float32, device=scope.device)
-            self.values[kind] = kept(value)
+            self.values[kind] = frozen_parameter(value)
 
     @property
     def k(self) -> float:

@@ -17,7 +17,7 @@ from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target, target_of
 from quire.quant.plain import PlainWeight
 from quire.quant.sharding import Shard, divided
-from quire.quant.weight import LinearShape, Weight, kept
+from quire.quant.weight import LinearShape, Weight, frozen_parameter
 
 
 class MLAAttention(nn.Module):
@@ -40,7 +40,7 @@ class MLAAttention(nn.Module):
         self.shard = divided(scope.group, size * scope.group.size)
         self.packed = self._build_packed(size, scope)
         # Used per head and transposed, so it is never kept in a packed format.
-        self.weight = kept(scope.empty(size, spec.rank))
+        self.weight = frozen_parameter(scope.empty(size, spec.rank))
         self.point = self._build_lora(scope)
         self.scales = KVScales(scope.beside("")[:-1], scope)
         self.cache: Tensor | None = None

@@ -18,7 +18,7 @@ from quire.layers.scope import Scope, Target, once, target_of
 from quire.parallel.group import ALONE
 from quire.quant.experts import ExpertShape
 from quire.quant.sharding import Runs, Shard, divided, shards_of
-from quire.quant.weight import Chooses, Piece, kept
+from quire.quant.weight import Piece, Routes, frozen_parameter
 
 _FEW = 1024
 """Most tokens of a step that is recorded or captured in a CUDA graph."""
@@ -380,7 +380,7 @@ class ExpertRouter(Linear):
             self.point.places[f"{layer}.mlp.{last}"] = self.point.places[scope.name]
         self.ops = scope.ops
         self.routing = moe.routing
-        self.chosen: Chooses | None = None
+        self.chosen: Routes | None = None
         """The weight's fused kernel of router GEMM and top-k, if it has one."""
 
     def equip(self) -> None:
@@ -488,7 +488,7 @@ class ChoiceBias(nn.Module):
         self.name = scope.name
         self.in_row = in_row
         bias = torch.empty(experts, dtype=torch.float32, device=scope.device)
-        self.bias = kept(bias)
+        self.bias = frozen_parameter(bias)
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.bias[None] if self.in_row else self.bias)

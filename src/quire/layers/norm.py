@@ -10,7 +10,7 @@ from quire.kernels.ops import HeadNorms
 from quire.layers.scope import Scope, Target
 from quire.parallel.group import Group
 from quire.quant.sharding import Shard
-from quire.quant.weight import kept
+from quire.quant.weight import frozen_parameter
 
 
 class Norm(nn.Module):
@@ -24,7 +24,7 @@ class Norm(nn.Module):
         self.ops = scope.ops
         self.eps = eps
         weight = torch.empty(self.run.size, dtype=dtype, device=scope.device)
-        self.weight = kept(weight)
+        self.weight = frozen_parameter(weight)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (norm of x + residual, x + residual), the latter in the memory of `residual` or x."""
@@ -74,7 +74,7 @@ class LayerNorm(Norm):
     ) -> None:
         super().__init__(size, eps, scope, scope.dtype)
         self.plus_one = plus_one
-        self.bias = kept(scope.empty(self.run.size)) if bias else None
+        self.bias = frozen_parameter(scope.empty(self.run.size)) if bias else None
 
     def alone(self, x: Tensor) -> Tensor:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)

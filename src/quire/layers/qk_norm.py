@@ -10,7 +10,7 @@ from quire.layers.linear import QKVLinear
 from quire.layers.rope import halved
 from quire.layers.scope import Scope, Target
 from quire.quant.sharding import of_heads
-from quire.quant.weight import kept
+from quire.quant.weight import frozen_parameter
 
 
 class HeadLayerNorm(nn.Module):
@@ -24,9 +24,9 @@ class HeadLayerNorm(nn.Module):
         self.is_each = facts.qk_norm == "each"
         self.in_list = scope.is_stored(f"{scope.name}.norms.0.weight")
         shape = (self.shard.size if self.is_each else 1, facts.head_dim)
-        self.weight = kept(scope.empty(*shape))
+        self.weight = frozen_parameter(scope.empty(*shape))
         biased = facts.norm_bias and not self.is_each
-        self.bias = kept(scope.empty(*shape)) if biased else None
+        self.bias = frozen_parameter(scope.empty(*shape)) if biased else None
 
     def targets(self) -> Iterator[Target]:
         if self.in_list:

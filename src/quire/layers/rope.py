@@ -103,7 +103,7 @@ def halved(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
     return torch.cat((rotary, heads[:, paired_dim:]), 1).flatten()
 
 
-def num_turns(max_len: int) -> int:
+def num_mrope_positions(max_len: int) -> int:
     """Return the number of rows of an M-RoPE table: positions of an item may exceed its number of tokens."""
     return 2 * max_len
 
@@ -133,7 +133,7 @@ class Rope(nn.Module):
         super().__init__()
         frequencies = torch.zeros(1) if rope is None else KINDS[rope.kind](rope, scope.max_len)
         has_sections = rope is not None and len(rope.sections) > 0
-        max_len = num_turns(scope.max_len) if has_sections else scope.max_len
+        max_len = num_mrope_positions(scope.max_len) if has_sections else scope.max_len
         positions = torch.arange(max_len, dtype=torch.float32, device=scope.device)
         angles = positions[:, None] * frequencies.to(scope.device)
         table = torch.cat((angles.cos(), angles.sin()), -1)

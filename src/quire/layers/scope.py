@@ -110,7 +110,7 @@ class Target(NamedTuple):
         return self._replace(tensor=self.tensor.t(), axis=axis)
 
     def spans(self) -> Iterator[tuple[slice, int]]:
-        """Yield the slices of the stored axis that are loaded, and the number of zeros behind each."""
+        """Yield the slices of the stored axis that are loaded, and the number of zeros after each."""
         first = 0
         for run in self.runs:
             size = min(run.size, run.all - run.start)

@@ -18,7 +18,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope, Target
 from quire.parallel.group import Group
 from quire.quant.sharding import Runs, Shard, by_group, divided, of_heads
-from quire.quant.weight import kept
+from quire.quant.weight import frozen_parameter
 
 
 class SSMMixer(nn.Module):
@@ -34,8 +34,8 @@ class SSMMixer(nn.Module):
         self.ops = choose(scope.device, scope.dtype)
         self.state_shapes = (((num_channels, facts.conv - 1), scope.dtype), (state, torch.float32))
         """Shape and dtype of a row's convolution inputs and of its SSM state."""
-        self.conv_weight = kept(scope.empty(num_channels, facts.conv))
-        self.conv_bias = kept(scope.empty(num_channels)) if facts.conv_bias else None
+        self.conv_weight = frozen_parameter(scope.empty(num_channels, facts.conv))
+        self.conv_bias = frozen_parameter(scope.empty(num_channels)) if facts.conv_bias else None
         self.conv_state: Tensor | None = None
         self.state: Tensor | None = None
 
@@ -110,8 +110,8 @@ class DecayMixer(SSMMixer):
         super().__init__(channels, facts, state, scope)
         self.own_heads = divided(scope.group, state[0] * scope.group.size)
         rates = state if per_element else state[:1]
-        self.rate = kept(torch.empty(rates, dtype=torch.float32, device=scope.device))
-        self.dt_bias = kept(torch.empty(state[0], dtype=torch.float32, device=scope.device))
+        self.rate = frozen_parameter(torch.empty(rates, dtype=torch.float32, device=scope.device))
+        self.dt_bias = frozen_parameter(torch.empty(state[0], dtype=torch.float32, device=scope.device))
 
     @property
     def rates(self) -> DecayRates:
@@ -146,7 +146,7 @@ class MambaMixer(DecayMixer):
     def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope) -> None:
         inner = divided(scope.group, facts.heads)
         super().__init__((inner,), facts, (inner.size, facts.state), scope, per_element=True)
-        self.skip = kept(torch.empty_like(self.dt_bias))
+        self.skip = frozen_parameter(torch.empty_like(self.dt_bias))
         self.param_sizes = (facts.rank, facts.state, facts.state)
         into = scope / "in_proj"
         self.into = Linear(hidden, {into.name: (inner, inner)}, into, bias=facts.proj_bias)
@@ -188,7 +188,7 @@ class Mamba2Mixer(DecayMixer):
         shared = of_heads(group, facts.groups, facts.state)
         channels = (inner, shared, shared)
         super().__init__(channels, facts, (heads.size, facts.head_dim, facts.state), scope)
-        self.skip, self.limits = kept(torch.empty_like(self.rate)), facts.time_limits
+        self.skip, self.limits = frozen_parameter(torch.empty_like(self.rate)), facts.time_limits
         self.split = (inner.size, len(self.conv_weight), heads.size)
         into = scope / "in_proj"
         self.into = Linear(hidden, {into.name: (inner, *channels, heads)}, into, bias=facts.proj_bias)

@@ -18,7 +18,7 @@ from quire.layers.scope import Scope, Target
 from quire.parallel.group import ALONE
 from quire.quant.plain import PlainWeight
 from quire.quant.sharding import divided
-from quire.quant.weight import LinearShape, Weight, kept
+from quire.quant.weight import LinearShape, Weight, frozen_parameter
 
 _GATES = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
 _ACTIVATIONS = {name: ACTIVATIONS[same] for name, same in _GATES.items()} | ACTIVATIONS
@@ -150,8 +150,8 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         self.name = scope.name
         self.kernel = kernel
-        self.weight = kept(scope.empty(hidden, prod(kernel)))
-        self.bias = kept(scope.empty(hidden)) if bias else None
+        self.weight = frozen_parameter(scope.empty(hidden, prod(kernel)))
+        self.bias = frozen_parameter(scope.empty(hidden)) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
         """Project flat patches [T, numbers of a patch] of any float dtype to [T, hidden]."""
@@ -179,7 +179,7 @@ class Learned(nn.Module):
     def __init__(self, scope: Scope, *shape: int) -> None:
         super().__init__()
         self.name = scope.name
-        self.vectors = kept(scope.empty(*shape))
+        self.vectors = frozen_parameter(scope.empty(*shape))
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.vectors)

@@ -9,7 +9,7 @@ from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 
 
 class Attention(llama.Attention):
@@ -29,7 +29,7 @@ class Attention(llama.Attention):
 class Layer(llama.Layer):
     """Attention, then MLP or experts, each with a norm before and after and a residual."""
 
-    Mixer: MakesLayer = Attention
+    Mixer: LayerFactory = Attention
     norm_names = ("input_layernorm", "pre_mlp_layernorm")
     after_names = ("post_attention_layernorm", "post_mlp_layernorm")
 
@@ -53,7 +53,7 @@ class Afmoe(Decoder):
 class HyperCLOVAXLayer(Layer):
     """AfMoE layer without attention gates, with HyperCLOVA X's names."""
 
-    Mixer: MakesLayer = llama.Attention
+    Mixer: LayerFactory = llama.Attention
     norm_names = llama.Layer.norm_names
     after_names = ("post_norm1", "post_norm2")
 

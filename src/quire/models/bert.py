@@ -143,7 +143,7 @@ class DistilBert(Bert):
     names = DISTILBERT
 
 
-class Distances(nn.Module):
+class RelativeAttentionBias(nn.Module):
     """Relative attention bias per head, by bucketed distance of two tokens as in T5: exact buckets for near
     tokens, logarithmic ones beyond, in both directions."""
 
@@ -183,7 +183,7 @@ class MPNet(Bert):
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
         assert facts.encoder is not None
-        self.distances = Distances(
+        self.distances = RelativeAttentionBias(
             facts, scope / facts.encoder.prefix / "encoder" / "relative_attention_bias"
         )
 

@@ -7,14 +7,14 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 from quire.models.llama import Attention, feed_forward
 
 
 class Layer(nn.Module):
     """Parallel layer: attention and MLP read the same normed input, and their outputs are added."""
 
-    Mixer: MakesLayer = Attention
+    Mixer: LayerFactory = Attention
     attention_name, norm_name = "self_attn", "input_layernorm"
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:

@@ -16,7 +16,7 @@ from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 
 
-class MakesLayer(Protocol):
+class LayerFactory(Protocol):
     """Constructor of a model's layer."""
 
     def __call__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module: ...
@@ -28,7 +28,7 @@ class Decoder(nn.Module):
     A pipeline stage has some of the layers; the first has the embedding, the last has norm and head.
     """
 
-    Layer: MakesLayer
+    Layer: LayerFactory
     body, embedding, stack, last = "model", "embed_tokens", "layers", "norm"
     """Checkpoint names of the body, the embedding, the layers and the final norm."""
     head_name = "lm_head"

@@ -17,7 +17,7 @@ from quire.layers.rope import Rope, mscale
 from quire.layers.scope import Scope, Target
 from quire.layers.sparse_indexer import SparseIndexer
 from quire.models import llama
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 from quire.models.llama4 import growth_of
 from quire.quant.sharding import Runs, divided
 
@@ -106,7 +106,7 @@ class Attention(nn.Module):
 class Layer(llama.Layer):
     """Pre-norm layer: latent attention, then MLP or experts, each with a residual."""
 
-    Mixer: MakesLayer = Attention
+    Mixer: LayerFactory = Attention
 
 
 class Deepseek(Decoder):

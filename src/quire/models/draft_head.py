@@ -8,7 +8,7 @@ from quire.attention.batch import Batch
 from quire.layers.embedding import TokenEmbedding
 
 
-class Speaks(Protocol):
+class TargetModel(Protocol):
     """The target model: provides the embedding and LM head that a draft model does not have."""
 
     embed: TokenEmbedding | None
@@ -26,10 +26,10 @@ class DraftHead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._target: list[Speaks] = []
+        self._target: list[TargetModel] = []
         """Target model, in a list so that it is not registered as a submodule."""
 
-    def adopt(self, target: Speaks) -> None:
+    def adopt(self, target: TargetModel) -> None:
         """Set the target model, once after both are loaded."""
         self._target = [target]
 

@@ -14,7 +14,7 @@ from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target
 from quire.models import llama
-from quire.models.decoder import MakesLayer
+from quire.models.decoder import LayerFactory
 from quire.models.draft_head import DraftHead
 
 
@@ -54,7 +54,7 @@ class Eagle(DraftHead):
         self.fc = WholeLinear(2 * facts.hidden, facts.hidden, body / "fc", bias=biased)
         rope = Rope(facts.layers[0].rope, scope)
         facts = _with_qkv_bias(facts, body / "layers" / 0)
-        kinds: list[MakesLayer] = [FirstLayer, *[llama.Layer] * (len(facts.layers) - 1)]
+        kinds: list[LayerFactory] = [FirstLayer, *[llama.Layer] * (len(facts.layers) - 1)]
         self.layers = nn.ModuleList(
             kind(facts, layer, rope, body / "layers" / number)
             for number, (kind, layer) in enumerate(zip(kinds, facts.layers, strict=True))
@@ -78,7 +78,7 @@ class WideAttention(llama.Attention):
 class Layer3(llama.Layer):
     """EAGLE-3 layer: attention over concatenated token embeddings and states; the states are the residual."""
 
-    Mixer: MakesLayer = WideAttention
+    Mixer: LayerFactory = WideAttention
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)

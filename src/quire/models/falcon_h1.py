@@ -14,7 +14,7 @@ from quire.models import llama
 from quire.models.decoder import Decoder
 
 
-class Both(nn.Module):
+class ParallelMixer(nn.Module):
     """Attention and Mamba-2 in parallel; their outputs are scaled and added. The scope is the layer's."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
@@ -49,11 +49,11 @@ class ScaledMLP(MLP):
 class Layer(llama.Layer):
     """Pre-norm layer: attention and Mamba-2 in parallel, then MLP, each with a residual."""
 
-    Mixer = Both
+    Mixer = ParallelMixer
     norm_names = ("input_layernorm", "pre_ff_layernorm")
 
     def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
-        return Both(facts, layer, rope, scope)
+        return ParallelMixer(facts, layer, rope, scope)
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
         return ScaledMLP(facts, scope / "feed_forward")

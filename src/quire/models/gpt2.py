@@ -9,7 +9,7 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 
 
 class NemotronLayer(llama.Layer):
@@ -49,7 +49,7 @@ class GPT2Attention(llama.Attention):
 class GPT2Layer(Starcoder2Layer):
     """Nemotron layer with GPT-2's names."""
 
-    Mixer: MakesLayer = GPT2Attention
+    Mixer: LayerFactory = GPT2Attention
     attention_name = "attn"
     norm_names = ("ln_1", "ln_2")
 
@@ -57,7 +57,7 @@ class GPT2Layer(Starcoder2Layer):
 class GPT2(Decoder):
     """GPT-2 decoder."""
 
-    Layer: MakesLayer = GPT2Layer
+    Layer: LayerFactory = GPT2Layer
     body, embedding, stack, last = "transformer", "wte", "h", "ln_f"
     places = "wpe"
 
@@ -71,7 +71,7 @@ class BigCodeAttention(GPT2Attention):
 class BigCodeLayer(GPT2Layer):
     """GPT-2 layer with BigCode attention."""
 
-    Mixer: MakesLayer = BigCodeAttention
+    Mixer: LayerFactory = BigCodeAttention
 
 
 class BigCode(GPT2):
@@ -102,7 +102,7 @@ class OPTAttention(llama.Attention):
 class OPTLayer(NemotronLayer):
     """Nemotron layer with OPT's names."""
 
-    Mixer: MakesLayer = OPTAttention
+    Mixer: LayerFactory = OPTAttention
     norm_names = ("self_attn_layer_norm", "final_layer_norm")
     mlp_names = ("fc1", "fc2")
 

@@ -13,7 +13,7 @@ from quire.layers.norm import Norm, head_norms, norm_of
 from quire.layers.qk_norm import NormedHeads, clipped
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 from quire.quant.sharding import of_heads
 
 _PARTS = ("q_proj", "k_proj", "v_proj")
@@ -85,7 +85,7 @@ def feed_forward(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module
 class Layer(nn.Module):
     """Pre-norm layer: attention, then MLP or experts, each with a residual."""
 
-    Mixer: MakesLayer = Attention
+    Mixer: LayerFactory = Attention
     attention_name = "self_attn"
     norm_names = ("input_layernorm", "post_attention_layernorm")
 

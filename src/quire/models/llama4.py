@@ -14,7 +14,7 @@ from quire.layers.moe import MoE
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 
 
 def growth_of(growth: tuple[float, float] | None, first: int, scope: Scope) -> Tensor | None:
@@ -62,7 +62,7 @@ class Attention(llama.Attention):
 class Layer(llama.Layer):
     """Pre-norm layer: attention, then MLP or experts, each with a residual."""
 
-    Mixer: MakesLayer = Attention
+    Mixer: LayerFactory = Attention
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
         return MoE(facts, scope) if layer.moe else MLP(facts, scope / "feed_forward")

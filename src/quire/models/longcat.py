@@ -69,7 +69,7 @@ class Attention(deepseek.Attention):
         norm.scale = facts.mla.scales[1]
 
 
-class Half(nn.Module):
+class LayerHalf(nn.Module):
     """Pre-norm half of a layer: attention, then MLP, each with a residual. The experts read the first half,
     and their output is added after the second."""
 
@@ -100,7 +100,7 @@ class Half(nn.Module):
 class LongCat(Decoder):
     """LongCat-Flash decoder."""
 
-    Layer = Half
+    Layer = LayerHalf
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         if not (scope.stage.is_first and scope.stage.is_last):

@@ -12,7 +12,7 @@ from quire.layers.linear import Linear, RowLinear
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 from quire.quant.sharding import divided, of_heads
 
 
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 class Layer(llama.Layer):
     """Llama layer with MiMo-V2 attention."""
 
-    Mixer: MakesLayer = Attention
+    Mixer: LayerFactory = Attention
 
 
 class MiMoV2(Decoder):

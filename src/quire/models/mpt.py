@@ -1,7 +1,7 @@
 """MPT and DBRX: Llama layers with other checkpoint names."""
 
 from quire.models import llama
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 from quire.models.gpt2 import NemotronLayer
 
 
@@ -22,7 +22,7 @@ class MPTLayer(NemotronLayer):
 class MPT(Decoder):
     """MPT decoder."""
 
-    Layer: MakesLayer = MPTLayer
+    Layer: LayerFactory = MPTLayer
     body, embedding, stack, last = "transformer", "wte", "blocks", "norm_f"
 
 

@@ -6,7 +6,7 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import PlainMLP
 from quire.layers.scope import Scope
 from quire.models import cohere, llama
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 
 
 class Attention(llama.Attention):
@@ -19,7 +19,7 @@ class Attention(llama.Attention):
 class Layer(cohere.Layer):
     """Parallel layer with a plain MLP."""
 
-    Mixer: MakesLayer = Attention
+    Mixer: LayerFactory = Attention
     mlp_names = ("mlp.fc1", "mlp.fc2")
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:

@@ -14,7 +14,7 @@ from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.layers.ssm import GatedDelta, OrderedLinear, apart
 from quire.models import llama
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 from quire.quant.sharding import divided, of_heads
 
 
@@ -55,7 +55,7 @@ class GatedAttention(nn.Module):
 class Layer(llama.Layer):
     """Pre-norm layer: gated delta rule or gated attention, then MLP or experts, each with a residual."""
 
-    Mixer: MakesLayer = GatedAttention
+    Mixer: LayerFactory = GatedAttention
     grouped = True
     """Whether the checkpoint groups the projections of the gated delta rule by key head."""
 

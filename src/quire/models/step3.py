@@ -8,7 +8,7 @@ from quire.layers.linear import ColumnLinear
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 
 
 class GatedHeads(llama.Attention):
@@ -30,7 +30,7 @@ class GatedHeads(llama.Attention):
 class Layer(llama.Layer):
     """Llama layer with gated attention heads."""
 
-    Mixer: MakesLayer = GatedHeads
+    Mixer: LayerFactory = GatedHeads
 
 
 class Step35(Decoder):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
-from quire.checkpoint.facts import ArchFacts, Borrowed
+from quire.checkpoint.facts import ArchFacts, TransformersFacts
 from quire.checkpoint.layout import CacheSpec, cache_specs
 from quire.errors import ConfigError
 from quire.kernels.ops import HeadEntry
@@ -117,7 +117,7 @@ def named(name: str) -> Iterator[None]:
         raise ConfigError(f"{name} cannot run through transformers' attention interface: {reason}") from error
 
 
-def build(borrowed: Borrowed, scope: Scope) -> Any:
+def build(borrowed: TransformersFacts, scope: Scope) -> Any:
     """Build the model with uninitialized weights and with the buffers computed from its configuration."""
     import transformers
 
@@ -158,7 +158,7 @@ def _parse_float(block: dict[str, Any]) -> Any:
     return float(block["__float__"]) if [*block] == ["__float__"] else block
 
 
-def _read_config(borrowed: Borrowed) -> tuple[Any, dict[str, Any]]:
+def _read_config(borrowed: TransformersFacts) -> tuple[Any, dict[str, Any]]:
     """Return a model's configuration and further options of its construction."""
     from transformers import CONFIG_MAPPING, AutoConfig
 

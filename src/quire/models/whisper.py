@@ -9,7 +9,7 @@ from quire.layers.linear import KeysWithoutBias
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.models.decoder import Decoder, MakesLayer
+from quire.models.decoder import Decoder, LayerFactory
 from quire.models.gpt2 import OPTAttention, OPTLayer
 
 
@@ -22,7 +22,7 @@ class Attention(OPTAttention):
 class Layer(OPTLayer):
     """Pre-norm layer: self-attention, cross-attention to the audio, MLP, each with a residual."""
 
-    Mixer: MakesLayer = Attention
+    Mixer: LayerFactory = Attention
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from quire.errors import RequestError
 from quire.multimodal import pyav
 from quire.multimodal.limits import Take
-from quire.multimodal.processors import Sound
+from quire.multimodal.processors import Audio
 
 MAX_SAMPLES = 1 << 28
 """Largest number of samples of all channels: an hour and a half at 48 kHz."""
@@ -35,14 +35,14 @@ _WIDTHS: dict[tuple[int, int], Callable[[memoryview], _Samples]] = {
 """Decoders of the samples of a WAV file to floats from -1 to 1, by format and bits."""
 
 
-def decode_sound(data: bytes, take: Take = lambda num_bytes: None) -> Sound:
+def decode_audio(data: bytes, take: Take = lambda num_bytes: None) -> Audio:
     """Decode an audio file. `take` reserves memory before it is used."""
     if data[:4] in (b"RIFF", b"RIFX") and data[8:12] == b"WAVE":
         return _decode_wav(data, take)
     return _decode_with_pyav(data, take)
 
 
-def checked(samples: NDArray[Any], rate: int) -> Sound:
+def checked(samples: NDArray[Any], rate: int) -> Audio:
     """Check samples [n] or [n, channels] and average the channels."""
     if not 0 <= rate <= MAX_RATE:
         raise RequestError(f"a sample rate of {rate} Hz is not supported: the maximum is {MAX_RATE}")
@@ -53,10 +53,10 @@ def checked(samples: NDArray[Any], rate: int) -> Sound:
     numbers: _Samples = samples.astype(np.float32, copy=False)
     if not (numbers.min() >= -_MAX_SAMPLE and numbers.max() <= _MAX_SAMPLE):  # both are false for NaN
         raise RequestError(f"the audio has samples that are NaN or larger than {_MAX_SAMPLE:g}")
-    return Sound(numbers if numbers.ndim == 1 else numbers.mean(axis=1, dtype=np.float32), rate)
+    return Audio(numbers if numbers.ndim == 1 else numbers.mean(axis=1, dtype=np.float32), rate)
 
 
-def _decode_wav(data: bytes, take: Take) -> Sound:
+def _decode_wav(data: bytes, take: Take) -> Audio:
     if data[:4] == b"RIFX":
         raise RequestError("RIFX WAV files are not supported; send RIFF")
     form: bytes | None = None
@@ -77,7 +77,7 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
         place += 8 + length + length % 2
 
 
-def _decode_samples(form: bytes, body: memoryview, take: Take) -> Sound:
+def _decode_samples(form: bytes, body: memoryview, take: Take) -> Audio:
     if len(form) < 16:
         raise RequestError("the WAV file is broken: its `fmt ` is too short")
     kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", form)
@@ -111,7 +111,7 @@ def _of_24_bits(data: memoryview) -> _Samples:
     return _scaled(wide.view("<i4")[:, 0], 31)
 
 
-def _decode_with_pyav(data: bytes, take: Take) -> Sound:
+def _decode_with_pyav(data: bytes, take: Take) -> Audio:
     with pyav.opened(data, "audio") as container:
         import av
 

@@ -32,11 +32,11 @@ class ByteBudget:
 
     async def take(self, hold: "BudgetHold", num_bytes: int) -> None:
         while True:
-            turn = asyncio.Event()
-            wake = partial(asyncio.get_running_loop().call_soon_threadsafe, turn.set)
+            released = asyncio.Event()
+            wake = partial(asyncio.get_running_loop().call_soon_threadsafe, released.set)
             if self._try_take(hold, num_bytes, wake):
                 return
-            await turn.wait()
+            await released.wait()
 
     def take_here(self, hold: "BudgetHold", num_bytes: int) -> None:
         """Take bytes and block the thread until they are free; raise a RequestError if one item needs more
@@ -47,10 +47,10 @@ class ByteBudget:
                 f"use {self._num_bytes} (four times QUIRE_MEDIA_MAX_MB): send a smaller or a shorter one"
             )
         while True:
-            turn = threading.Event()
-            if self._try_take(hold, num_bytes, turn.set):
+            released = threading.Event()
+            if self._try_take(hold, num_bytes, released.set):
                 return
-            turn.wait()
+            released.wait()
 
     def _try_take(self, hold: "BudgetHold", num_bytes: int, wake: Callable[[], object]) -> bool:
         """Try to take bytes and return whether that worked; if not, `wake` is called when some are

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quire.multimodal.audio import decode_sound
+from quire.multimodal.audio import decode_audio
 from quire.multimodal.fetch import Blob
 from quire.multimodal.image_files import decode_image
 from quire.multimodal.limits import DecodeLimits
@@ -19,5 +19,5 @@ def decode(modality: str, blob: Blob, options: Mapping[str, Any], limits: Decode
     if modality == "image":
         return decode_image(blob.parts[0], options, limits)
     if modality == "audio":
-        return decode_sound(blob.parts[0], limits.take)
+        return decode_audio(blob.parts[0], limits.take)
     return decode_video(blob, options, limits)

@@ -50,12 +50,12 @@ def pixel_bytes(image: Image.Image) -> int:
     decoder = _DECODER_BYTES.get(image.format or "", 0)
     if image.format == "JPEG" and image.info.get("progressive"):
         decoder = _PROGRESSIVE
-    made = 0 if image.mode == "RGB" else _RGB_BYTES
+    converted = 0 if image.mode == "RGB" else _RGB_BYTES
     if image.has_transparency_data:
-        made = _RGB_BYTES if image.mode == "RGBA" else 2 * _RGB_BYTES
+        converted = _RGB_BYTES if image.mode == "RGBA" else 2 * _RGB_BYTES
     elif stored == 2 or image.mode in ("I", "F"):  # converted to 8 bits first
-        made += 1
-    return stored + max(decoder, made)
+        converted += 1
+    return stored + max(decoder, converted)
 
 
 def to_rgb(image: Image.Image, background: tuple[int, int, int] = _WHITE) -> Image.Image:

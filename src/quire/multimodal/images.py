@@ -232,7 +232,7 @@ def fitted(size: Mapping[str, int], image: Size) -> Size:
         short, long = min(image), max(image)
         other = int(size["shortest_edge"] * long / short)
         return (other, size["shortest_edge"]) if width <= height else (size["shortest_edge"], other)
-    raise ConfigError(f"an image cannot be resized to {dict(size)}: give height and width, or shortest_edge")
+    raise ConfigError(f"an image cannot be resized to {dict(size)}: set height and width, or shortest_edge")
 
 
 def center_cropped(pixels: Pixels, size: Size) -> Pixels:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from quire.errors import RequestError
 from quire.multimodal.fetch import Blob
-from quire.multimodal.processors import ProcessedItem, Sound, Video
+from quire.multimodal.processors import Audio, ProcessedItem, Video
 
 
 class MediaLink(NamedTuple):
@@ -29,7 +29,7 @@ class Base64Media(NamedTuple):
 
 Embeds = dict[str, NDArray[Any]]
 """Embeddings in place of an item, with values such as its grid."""
-Source = MediaLink | Base64Media | Blob | Image.Image | Video | Sound | Embeds | None
+Source = MediaLink | Base64Media | Blob | Image.Image | Video | Audio | Embeds | None
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ def _contents(source: Source) -> Iterable[Any]:
             return [f"image {source.mode} {source.size}".encode(), source.tobytes()]
         case Video(frames):
             return [f"video {source[1:]}".encode(), *_array(frames)]
-        case Sound(samples, rate):
+        case Audio(samples, rate):
             return [f"sound {rate}".encode(), *_array(samples)]
         case dict():
             return [piece for name in sorted(source) for piece in (name.encode(), *_array(source[name]))]

@@ -11,7 +11,7 @@ from quire.checkpoint.facts import MediaFacts
 from quire.config.mm_limits import limits_of
 from quire.config.sections import MultimodalSection
 from quire.errors import ConfigError
-from quire.multimodal.processors import PROCESSORS, Content, Foresees, Processor, Sound, Video
+from quire.multimodal.processors import PROCESSORS, Audio, Content, CountsVideoVectors, Processor, Video
 from quire.text.tokenizer import Tokenizer
 
 _SIZES = {"image": ("width", "height"), "video": ("num_frames", "width", "height"), "audio": ("length",)}
@@ -45,7 +45,7 @@ def _num_vectors(processor: Processor, modality: str, section: MultimodalSection
     if not sizes and (modality == "audio" or not section.mm_processor_kwargs):
         return processor.most_vectors(modality)
     size = _size(modality, sizes, processor.largest(modality))
-    if modality == "video" and isinstance(processor, Foresees):
+    if modality == "video" and isinstance(processor, CountsVideoVectors):
         return processor.num_vectors(Video.black(*size), section.mm_processor_kwargs)
     if modality == "video" and not sizes:
         return processor.most_vectors(modality)
@@ -73,4 +73,4 @@ def _blank(modality: str, size: list[int]) -> Content:
         case "video":
             return Video.black(*size)
         case _:
-            return Sound(np.zeros(size[0], np.float32), _RATE)
+            return Audio(np.zeros(size[0], np.float32), _RATE)

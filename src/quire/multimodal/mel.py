@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import RequestError
-from quire.multimodal.processors import Sound
+from quire.multimodal.processors import Audio
 
 Samples = NDArray[np.float32]
 _CROSSINGS = 64
@@ -33,7 +33,7 @@ _FRAMES = 4096
 """Frames with spectra in memory at once."""
 
 
-def resampled(sound: Sound, rate: int, most: int) -> Samples:
+def resampled(sound: Audio, rate: int, most: int) -> Samples:
     """Convert audio to this sample rate; return the first `most` samples."""
     samples = sound.samples
     if sound.rate == rate:

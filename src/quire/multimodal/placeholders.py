@@ -1,4 +1,4 @@
-"""Replacement of the marks of items in a prompt by their spans of placeholder tokens."""
+"""Expansion of the placeholders (`marks`) of items in a prompt to spans of placeholder tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ import numpy as np
 from quire.data.multimodal import Media, MediaItem
 from quire.errors import RequestError
 from quire.multimodal.processing import PreparedItem
-from quire.multimodal.processors import Processor, joins
+from quire.multimodal.processors import Processor, merges_tokens
 
 _ID_BYTES = 4
 Mark = tuple[int, ...]
@@ -20,13 +20,13 @@ def place(
 ) -> tuple[list[int], Media]:
     """Return the tokens with the span of every item, and the media with their positions.
 
-    Items of a modality replace its marks in order. A prompt may also contain the spans already. Items of a
-    modality without a mark have no span.
+    The spans of a modality replace its marks in order. A prompt may also contain the spans already. Items of
+    a modality without a mark have no span.
     """
     marks = {item.modality: tuple(processor.marks(item.modality)) for item in prepared}
     if not all(marks.values()):
         return list(token_ids), Media([_build_item(0, item) for item in prepared])
-    joined = processor.joined if joins(processor) else _never_joined
+    joined = processor.joined if merges_tokens(processor) else _never_joined
     mark_places = _find_marks(token_ids, marks)
     if len(mark_places) != len(prepared):
         present = _find_spans(token_ids, prepared, joined)
@@ -42,7 +42,7 @@ def place(
 
 
 def _find_marks(token_ids: Sequence[int], marks: dict[str, Mark]) -> list[tuple[int, Mark]]:
-    """Return the index and the mark of every mark in the prompt."""
+    """Return the index and the tokens of every mark in the prompt."""
     first: dict[int, list[Mark]] = {}
     for mark in sorted({*marks.values()}, key=len, reverse=True):
         first.setdefault(mark[0], []).append(mark)

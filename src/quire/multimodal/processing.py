@@ -15,7 +15,7 @@ from quire.data.cache_scope import CACHE_SCOPE
 from quire.data.lru import Lru
 from quire.data.multimodal import Arrays
 from quire.errors import RequestError
-from quire.multimodal.audio import decode_sound
+from quire.multimodal.audio import decode_audio
 from quire.multimodal.byte_budget import BudgetHold, BudgetShare, ByteBudget
 from quire.multimodal.decode import DecodeLimits, decode
 from quire.multimodal.fetch import Blob, Fetcher
@@ -23,8 +23,8 @@ from quire.multimodal.image_files import allow_pixels
 from quire.multimodal.inputs import Base64Media, MediaInput, MediaKeys, MediaLink
 from quire.multimodal.mel import Samples, resampled
 from quire.multimodal.processor_cache import ProcessorCache
-from quire.multimodal.processors import Foresees, ProcessedItem, Processor, Video
-from quire.system.tasks import ended
+from quire.multimodal.processors import CountsVideoVectors, ProcessedItem, Processor, Video
+from quire.system.tasks import cancel_all
 
 T = TypeVar("T")
 Options = Mapping[str, Any]
@@ -163,7 +163,7 @@ class MediaProcessor:
         try:
             prepared = iter(await asyncio.gather(*tasks))
         finally:
-            await ended(tasks)
+            await cancel_all(tasks)
         return [[next(prepared) for _ in items] for items in prompts]
 
     def _options(self, modality: str, reading: Options | None) -> Options:
@@ -233,15 +233,15 @@ class MediaProcessor:
                 raise raw.item.wrong(error) from None
 
         raws = {item.key: item.raw for item in prepared if item.raw is not None}
-        made = await asyncio.gather(*(process_one(key, raw) for key, raw in raws.items()))
-        return {key: arrays for key, arrays in zip(raws, made, strict=True) if arrays is not None}
+        results = await asyncio.gather(*(process_one(key, raw) for key, raw in raws.items()))
+        return {key: arrays for key, arrays in zip(raws, results, strict=True) if arrays is not None}
 
     async def hear(self, data: bytes, rate: int, max_seconds: float) -> Samples:
         """Decode an audio file to samples at this rate."""
 
         def decode_samples() -> Samples:
             with self._decoding.hold() as hold:
-                sound = decode_sound(data, hold.take_here)
+                sound = decode_audio(data, hold.take_here)
                 if len(sound.samples) > max_seconds * sound.rate:
                     raise RequestError(
                         f"the audio is {len(sound.samples) / sound.rate:.1f} seconds long, and "
@@ -277,7 +277,7 @@ class MediaProcessor:
 
     def _check_video(self, arguments: Options, video: Video) -> None:
         """Refuse a video that does not fit a prompt before it is decoded into memory."""
-        if self._max_tokens is None or not isinstance(self.processor, Foresees):
+        if self._max_tokens is None or not isinstance(self.processor, CountsVideoVectors):
             return
         count = self.processor.num_vectors(video, arguments)
         if count > self._max_tokens:

@@ -1,1 +1,1 @@
-"""Between devices: groups of them, and what they tell each other while they compute."""
+"""Communication between devices: groups of ranks and their collectives."""

@@ -1,4 +1,4 @@
-"""Group: devices that share work, and what they tell each other."""
+"""Groups of ranks that share work, and their collectives."""
 
 from typing import Any, Protocol
 
@@ -8,69 +8,69 @@ from torch import Tensor
 
 
 class Sending(Protocol):
-    """A tensor on its way."""
+    """A send in progress."""
 
     def wait(self) -> Any:
-        """Returns when it may be changed; a GPU waits by itself, and the host does not."""
+        """Wait until the tensor may be changed; for a GPU only the stream waits, not the host."""
 
 
 class Group:
-    """The devices that share a piece of work, and which of them this is. This one tells nothing: it is alone,
-    or is asked for shares only."""
+    """A group of ranks, and the rank of this device. This class communicates nothing: it is a group of one,
+    or used for sizes only."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
 
     def share(self, size: int) -> int:
-        """How much of a size is this device's."""
+        """Return this rank's share of a size."""
         assert size % self.size == 0
         return size // self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all devices' x; x itself may be changed."""
+        """Return the sum of all ranks' x; x may be changed."""
         return x
 
     def gather(self, x: Tensor, axis: int = -1) -> Tensor:
-        """All devices' x, of equal shapes, one after the other along an axis."""
+        """Return all ranks' x, of equal shapes, concatenated along an axis."""
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """The sum of all devices' x, of which each gets an equal share of the rows."""
+        """Return this rank's share of the rows of the sum of all ranks' x."""
         return x
 
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Rows of x to each device in turn, so many to each; so many have come from each."""
+        """Send `sent` rows of x to each rank in order; return the `received` rows from each."""
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """To the device of this rank; returns when x may be changed."""
-        raise AssertionError("there is nobody to send to")
+        """Send x to this rank; return when x may be changed."""
+        raise AssertionError("a group of one cannot send")
 
     def isend(self, x: Tensor, to: int) -> Sending:
-        """The same without waiting, where that can be had; x stays as it is until it has gone."""
+        """Send x without waiting if possible; x must not change until it is sent."""
         self.send(x, to)
-        return _Gone()
+        return _Sent()
 
     def receive(self, x: Tensor, source: int) -> None:
-        """Into x, from the device of this rank."""
-        raise AssertionError("there is nobody to hear from")
+        """Receive into x from this rank."""
+        raise AssertionError("a group of one cannot receive")
 
 
-class _Gone:
-    """Nothing is left to wait for."""
+class _Sent:
+    """A send that is already complete."""
 
     def wait(self) -> None: ...
 
 
 ALONE = Group()
 
-# Under their names since torch 2.13, or those before.
+# Names since torch 2.13, or older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TorchGroup(Group):
-    """Devices that are processes of torch.distributed: NCCL between GPUs, Gloo between CPUs."""
+    """A group of torch.distributed processes: NCCL between GPUs, Gloo between CPUs."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))

@@ -1,4 +1,4 @@
-"""Groups whose tensors go through the host: ranks that share a GPU, which NCCL refuses. For tests."""
+"""Groups that send tensors through the host, for ranks that share a GPU, which NCCL refuses. For tests."""
 
 import os
 
@@ -9,12 +9,12 @@ from quire.parallel.group import Sending, TorchGroup
 
 
 def is_shared(device: torch.device) -> bool:
-    """Whether the user says that ranks share GPUs."""
+    """Whether ranks share GPUs, by the environment."""
     return device.type == "cuda" and os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
 
 
 class StagedGroup(TorchGroup):
-    """The same over Gloo, with devices that it cannot reach; sums are of float32."""
+    """A Gloo group for GPU tensors; sums are computed in float32."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.copy_(super().all_reduce(_copy(x.float())))
@@ -41,5 +41,5 @@ class StagedGroup(TorchGroup):
 
 
 def _copy(x: Tensor) -> Tensor:
-    """On the host, and of its own."""
+    """Return a copy on the host."""
     return x.to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""SymmetricGroup: small sums between the GPUs of a machine, each reading the memory of the others."""
+"""Small all-reduces between the GPUs of a machine, through symmetric memory."""
 
 import platform
 from pathlib import Path
@@ -15,21 +15,21 @@ from quire.parallel.group import Group, TorchGroup
 log = get_logger(__name__)
 
 ONE_SHOT_BYTES = 256 << 10
-"""Up to here each GPU reads all numbers of all others: one meeting. Beyond, only its share of them, and then
-the sums of the other shares: half a ring's steps, two meetings."""
+"""Up to this size each GPU reads all values of all others, with one barrier. Beyond, each reads its share,
+then the sums of the other shares, with two barriers."""
 LARGEST_BYTES = 4 << 20
-"""Beyond this NCCL is no slower: its rings fill the links."""
+"""Beyond this size NCCL is as fast."""
 _DTYPES = (torch.bfloat16, torch.float32)
 _TWO_SHOT_SIZES = (2, 4, 8)
-"""What torch's kernels are made for."""
+"""Group sizes that torch's kernels support."""
 _ALIGNMENT = 16
-"""Bytes: what the kernels load at once."""
+"""Alignment in bytes of the kernels' loads."""
 
 
 class SymmetricGroup(TorchGroup):
-    """GPUs that see each other's memory: small sums need no NCCL. In a CUDA graph as outside of one.
+    """A group of GPUs with access to each other's memory: small sums need no NCCL, also in CUDA graphs.
 
-    All add in the same order, so that they hold the same bits afterwards.
+    All ranks add in the same order, so that their results are bitwise equal.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -68,37 +68,38 @@ def two_shot(shared: Tensor, x: Tensor, group_name: str) -> Tensor:
 
 
 class PeerAddress(NamedTuple):
-    """Where a member of a group is."""
+    """The machine and GPU of a group member."""
 
     machine: str
     device_index: int
 
 
-def with_quick_sums(group: Group, device: torch.device) -> Group:
-    """The same group, with the way through memory if all of its members have it."""
+def with_symmetric_memory(group: Group, device: torch.device) -> Group:
+    """Return a group with all-reduce through symmetric memory if all members support it, otherwise the same
+    group."""
     if device.type != "cuda" or not isinstance(group, TorchGroup):
         return group
     with torch.cuda.device(device):
-        seats = _ask_all(group, PeerAddress(_machine(), torch.cuda.current_device()))
-        reason = why_not(seats, nvlinks())
-        made, failure = (None, reason) if reason else _meet(group, device)
-        failures = [each for each in _ask_all(group, failure) if each]
+        seats = _gather_objects(group, PeerAddress(_machine(), torch.cuda.current_device()))
+        reason = why_no_symmetric_memory(seats, nvlinks())
+        made, failure = (None, reason) if reason else _open_symmetric(group, device)
+        failures = [text for text in _gather_objects(group, failure) if text]
     if made is None or failures:
-        log.info("Sums between GPUs go through NCCL: %s", failures[0])
+        log.info("All-reduce between GPUs uses NCCL: %s", failures[0])
         return group
     return made
 
 
-def _meet(group: TorchGroup, device: torch.device) -> tuple[Group | None, str | None]:
+def _open_symmetric(group: TorchGroup, device: torch.device) -> tuple[Group | None, str | None]:
     try:
         return SymmetricGroup(group.group, device), None
     except RuntimeError as error:
         return None, f"no symmetric memory ({str(error).splitlines()[0]})"
 
 
-def why_not(seats: list[PeerAddress], links: list[list[int]]) -> str | None:
-    """Why these cannot read each other's memory quickly; None if they can. `links` are those between the
-    GPUs of a machine."""
+def why_no_symmetric_memory(seats: list[PeerAddress], links: list[list[int]]) -> str | None:
+    """Return why these GPUs cannot read each other's memory fast; None if they can. `links` are the NVLinks
+    between the GPUs of a machine."""
     if len({seat.machine for seat in seats}) > 1:
         return "the GPUs are on several machines"
     used = sorted({seat.device_index for seat in seats})
@@ -109,25 +110,25 @@ def why_not(seats: list[PeerAddress], links: list[list[int]]) -> str | None:
 
 
 def nvlinks() -> list[list[int]]:
-    """How many there are between each two GPUs that this process sees; none where nobody can say."""
+    """Return the number of NVLinks between each pair of visible GPUs; empty if it is unknown."""
     try:
         from torch._C._autograd import DeviceType
         from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
 
-        found: list[list[int]] = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
+        links: list[list[int]] = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
     except (ImportError, RuntimeError) as error:
-        log.debug("The links between GPUs are not known: %s", error)
+        log.debug("The NVLinks between GPUs are unknown: %s", error)
         return []
-    return found
+    return links
 
 
 def _machine() -> str:
-    """Names the running system, containers apart."""
+    """Return a name that identifies the running system across containers."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return platform.node() + (boot.read_text() if boot.exists() else "")
 
 
-def _ask_all(group: TorchGroup, mine: Any) -> list[Any]:
-    answers: list[Any] = [None] * group.size
-    dist.all_gather_object(answers, mine, group=group.group)
-    return answers
+def _gather_objects(group: TorchGroup, value: Any) -> list[Any]:
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.group)
+    return values

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from quire.checkpoint.layout import CacheSpec, cache_specs, layout
 from quire.checkpoint.model import Checkpoint
-from quire.checkpoint.weights import count
+from quire.checkpoint.weights import count_parameters
 from quire.config.engine import EngineConfig, resolve
 from quire.config.env import Env
 from quire.config.machine import Machine
@@ -108,7 +108,7 @@ class Wanted:
 
 def weight_bytes(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 1) -> int:
     """Return the weight bytes on the device with the most. A file is divided like its layers."""
-    whole = count(checkpoint.facts)
+    whole = count_parameters(checkpoint.facts)
     bits, end_bits = _bits(checkpoint, precision)
     stages = stage_layers(len(whole.layers), pp)
     most = 0.0
@@ -125,7 +125,7 @@ def _bits(checkpoint: Checkpoint, precision: str) -> tuple[float, float]:
     if precision != STORED:
         entry = PRECISIONS[precision]
         return entry.bits, entry.end_bits
-    bits = 8 * checkpoint.path.stat().st_size / count(checkpoint.facts).total
+    bits = 8 * checkpoint.path.stat().st_size / count_parameters(checkpoint.facts).total
     return bits, bits
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from quire.bench.shapes import BATCHES, CONTEXT, MEASURED, SHAPES
 from quire.checkpoint.layout import cache_specs
-from quire.checkpoint.weights import LayerWeights, count
+from quire.checkpoint.weights import LayerWeights, count_parameters
 from quire.plan.devices import DEVICES, Accelerator
 from quire.plan.estimate import MemoryFit, bytes_of_cache, weight_bytes
 
@@ -44,7 +44,7 @@ def rates(fit: MemoryFit, device: Accelerator, *, batch: int, context: int) -> T
     assert fit.config is not None, "a layout that does not fit has no rates"
     decodes, prompts = _efficiencies()
     checkpoint, stage_batch = fit.config.checkpoint, -(-batch // fit.pp)
-    weights = count(checkpoint.facts)
+    weights = count_parameters(checkpoint.facts)
     unused = sum(_unused_weights(layer, stage_batch) for layer in weights.layers) + (
         weights.embedding if weights.head else 0
     )

@@ -3,9 +3,9 @@
 import shlex
 from typing import Any
 
-from quire.checkpoint.layout import OF_ROWS
+from quire.checkpoint.layout import ROW_KINDS
 from quire.checkpoint.model import Checkpoint
-from quire.checkpoint.weights import count
+from quire.checkpoint.weights import count_parameters
 from quire.memory import human
 from quire.plan.devices import Accelerator
 from quire.plan.estimate import PRECISIONS, MemoryFit, Wanted, kv_bytes_per_token, kv_dtype, weight_bytes
@@ -23,7 +23,7 @@ def best(fits: list[MemoryFit], preferred: str) -> MemoryFit | None:
 
 def facts_of(checkpoint: Checkpoint, precisions: tuple[str, ...], dtype: str) -> dict[str, Any]:
     """Return the properties of the model that do not depend on the device."""
-    weights = count(checkpoint.facts)
+    weights = count_parameters(checkpoint.facts)
     by_kind = kv_bytes_per_token(checkpoint, dtype)
     return {
         "architecture": checkpoint.facts.architecture,
@@ -31,11 +31,11 @@ def facts_of(checkpoint: Checkpoint, precisions: tuple[str, ...], dtype: str) ->
         "active_parameters": weights.active,
         "weight_bytes": {name: weight_bytes(checkpoint, name) for name in precisions},
         "kv_bytes": {
-            kind: {"layers": layers, "per_row" if kind in OF_ROWS else "per_token": num_bytes}
+            kind: {"layers": layers, "per_row" if kind in ROW_KINDS else "per_token": num_bytes}
             for kind, (layers, num_bytes) in by_kind.items()
         },
         "kv_bytes_per_token": sum(
-            layers * num_bytes for kind, (layers, num_bytes) in by_kind.items() if kind not in OF_ROWS
+            layers * num_bytes for kind, (layers, num_bytes) in by_kind.items() if kind not in ROW_KINDS
         ),
     }
 

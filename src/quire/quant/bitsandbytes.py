@@ -11,12 +11,21 @@ from torch import Tensor, nn
 from quire.checkpoint.quant.schemes import BitsAndBytes, Int8
 from quire.errors import ConfigError
 from quire.kernels.reference.nf4 import BLOCK, Halves, in_halves, scaled
-from quire.quant.dequantized import use_plain, use_plain_experts, widened, widened_experts
+from quire.quant.dequantized import dequantize_experts, dequantize_weight, use_plain, use_plain_experts
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.int8 import Int8Experts, Int8Stored, are_together
 from quire.quant.sharding import Runs, Shard, check_units
-from quire.quant.weight import LinearShape, Piece, TextTensor, Weight, bias_of, kept, unfilled, with_bias
+from quire.quant.weight import (
+    LinearShape,
+    Piece,
+    TextTensor,
+    Weight,
+    bias_of,
+    empty_parameter,
+    frozen_parameter,
+    with_bias,
+)
 
 _SCALES = "SCB"
 """Name of the scales of 8-bit weights: the absolute maximum of each output, which has the code 127."""
@@ -70,7 +79,7 @@ class Packed4(nn.Module):
         num_values = math.prod(self.size)
         self.is_share = not (columns.is_whole and all(run.is_whole for run in rows))
         """Whether it is a shard. Then no block is cut, and rows consist of whole blocks."""
-        make = functools.partial(unfilled, num, device=device)
+        make = functools.partial(empty_parameter, num, device=device)
         self.codes = make(num_values // 2, 1, dtype=torch.uint8)
         self.absmax = make(-(-num_values // BLOCK), dtype=torch.uint8 if scheme.nested else torch.float32)
         self.table = make(16, dtype=torch.float32)
@@ -176,13 +185,15 @@ class Table4(Weight):
         stored = self._stored()
         on_gpu = self.shape.device.type == "cuda" and self.shape.size_in % (2 * BLOCK) == 0
         if on_gpu and all(torch.equal(part.table, stored[0].table) for part in stored):
-            self.codes = kept(self._reorder_rows([in_halves(part.code(0)) for part in stored]))
-            self.scales = kept(self._reorder_rows([part.scales(0).view(part.size[0], -1) for part in stored]))
-            self.table = kept(stored[0].table.data[0])
+            self.codes = frozen_parameter(self._reorder_rows([in_halves(part.code(0)) for part in stored]))
+            self.scales = frozen_parameter(
+                self._reorder_rows([part.scales(0).view(part.size[0], -1) for part in stored])
+            )
+            self.table = frozen_parameter(stored[0].table.data[0])
         else:
             values = self._reorder_rows([part.values(0) for part in stored])
             reason = f"{self.kind} has no kernels for this device or width"
-            self.codes = widened(self.plain, values, reason)
+            self.codes = dequantize_weight(self.plain, values, reason)
         self.stored = nn.ModuleList()
 
     def find_kernels(self) -> None:
@@ -225,7 +236,7 @@ class TableExperts(StoredExperts):
         gate, up, down = (torch.stack([part.values(i) for i in experts]) for part in stored.values())
         self.stored = nn.ModuleDict()
         reason = f"{self.kind} experts have no kernels"
-        self.gate_up, self.down = widened_experts(self.plain, torch.cat((gate, up), 1), down, reason)
+        self.gate_up, self.down = dequantize_experts(self.plain, torch.cat((gate, up), 1), down, reason)
 
     def find_kernels(self) -> None:
         assert self.gate_up is not None and self.down is not None

@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 _META = torch.device("meta")
 
 
-def widened(plain: Callable[[], Weight], values: Tensor, reason: str) -> nn.Parameter:
+def dequantize_weight(plain: Callable[[], Weight], values: Tensor, reason: str) -> nn.Parameter:
     """Return the values [outputs, inputs] of a weight as `plain` stores them, and warn once."""
     warn_once(logger, f"{reason}: weights are dequantized and take as much memory as in an unquantized model")
     wide = plain()
@@ -34,7 +34,7 @@ def use_plain(weight: Weight, values: nn.Parameter, bias: nn.Parameter | None) -
     weight.gated, weight.entered, weight.chosen = plain.gated, plain.entered, plain.chosen
 
 
-def widened_experts(
+def dequantize_experts(
     plain: Callable[[], StoredExperts], gate_up: Tensor, down: Tensor, reason: str
 ) -> tuple[nn.Parameter, nn.Parameter]:
     """Return the values of experts as `plain` stores them, and warn once."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire.kernels.cpu.moe import CpuExperts
 from quire.quant.sharding import Shard
-from quire.quant.weight import Piece, unfilled
+from quire.quant.weight import Piece, empty_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,11 @@ class StoredExperts(nn.Module):
 
     def _bias(self, size: int) -> nn.Parameter | None:
         shape = self.shape
-        return unfilled(shape.experts, size, dtype=shape.dtype, device=shape.device) if shape.bias else None
+        return (
+            empty_parameter(shape.experts, size, dtype=shape.dtype, device=shape.device)
+            if shape.bias
+            else None
+        )
 
     @property
     def adapts(self) -> bool:

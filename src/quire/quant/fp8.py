@@ -13,13 +13,23 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import native
 from quire.kernels.cpu.linear import LinearProduct, Matrix
 from quire.kernels.cpu.moe import CpuExperts
-from quire.kernels.reference.fp8 import BLOCK, E4M3, Scaled, linear, narrowed, widened
+from quire.kernels.reference.fp8 import BLOCK, E4M3, Scaled, dequantize, linear, quantize_weight
 from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.mixed import MixedWeight, shapes_of
 from quire.quant.sharding import check_units
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, lend, lent, unfilled, with_bias
+from quire.quant.weight import (
+    LinearShape,
+    Piece,
+    Weight,
+    bias_of,
+    empty_parameter,
+    frozen_parameter,
+    materialize,
+    placeholder_parameter,
+    with_bias,
+)
 
 
 class Fp8Format:
@@ -103,7 +113,7 @@ class Fp8Weight(Weight):
         if bias is None and (not weight.is_blocked or len(weight.data) // 2 % BLOCK == 0):
             self.gated = functools.partial(fp8.gated, weight=weight)
         if self.shape.size_in % 16 == 0 and self.shape.dtype.itemsize == 2:
-            self.of_gates = functools.partial(fp8.of_gates, weight=weight, bias=bias)
+            self.of_gates = functools.partial(fp8.gated_linear, weight=weight, bias=bias)
         self.entered = functools.partial(enter, weight=weight.data, bias=bias, scale=weight.scale)
 
 
@@ -135,7 +145,7 @@ class Fp8Experts(StoredExperts):
         for stored in (self.gate_up, self.down):
             stored.settle()
             if stored.weight.is_cuda and not self._is_native():
-                stored.weight.data = widened(stored.scaled, self.shape.dtype)
+                stored.weight.data = dequantize(stored.scaled, self.shape.dtype)
 
     def _is_native(self) -> bool:
         from quire.kernels.triton.fp8 import is_native
@@ -172,7 +182,7 @@ class Fp8Matrices(nn.Module):
         super().__init__()
         self.scheme, self.sizes_out, self.axis = scheme, list(sizes_out), len(lead)
         self.per = scheme.weights
-        make = unfilled if scheme.stored else lent
+        make = empty_parameter if scheme.stored else placeholder_parameter
         size_out = sum(sizes_out)
         self.weight = make(*lead, size_out, size_in, dtype=E4M3 if scheme.stored else dtype, device=device)
         shape = {
@@ -181,7 +191,7 @@ class Fp8Matrices(nn.Module):
             "block": (*lead, -(-size_out // BLOCK), -(-size_in // BLOCK)),
         }[self.per]
         scale = torch.full(shape, torch.nan, dtype=torch.float32, device=device)
-        self.scale = kept(scale)
+        self.scale = frozen_parameter(scale)
 
     def pieces(self) -> list[dict[str, Piece]]:
         """Return the tensors to load, by part."""
@@ -212,13 +222,13 @@ class Fp8Matrices(nn.Module):
 
     def begin(self) -> None:
         if not self.scheme.stored:
-            self.weight = lend(self.weight)
+            self.weight = materialize(self.weight)
 
     def rescale_by_output(self) -> None:
         """Replace block scales by one scale per output, so that outputs can be reordered."""
         if self.per == "block":
-            wide = widened(Scaled(self.weight.data, self.scale.data), torch.float32)
-            self.weight.data, scale = narrowed(wide)
+            wide = dequantize(Scaled(self.weight.data, self.scale.data), torch.float32)
+            self.weight.data, scale = quantize_weight(wide)
             self.scale.data, self.per = scale[..., None], "channel"
 
     @property
@@ -230,7 +240,7 @@ class Fp8Matrices(nn.Module):
         """Bring the scales to one per output or block, quantizing the weight if it is not stored so."""
         if not self.scheme.stored:
             matrices = self.weight.data.flatten(0, -3) if self.axis else self.weight.data[None]
-            quantized = [narrowed(matrix) for matrix in matrices]  # one by one, to save memory
+            quantized = [quantize_weight(matrix) for matrix in matrices]  # one by one, to save memory
             shape = self.weight.shape
             self.weight.data = torch.stack([matrix.data for matrix in quantized]).view(shape)
             self.scale.data = torch.stack([matrix.scale for matrix in quantized]).view(shape[:-1])

@@ -21,7 +21,7 @@ from quire.logs import get_logger, warn_once
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.sharding import Shard, check_units
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, with_bias
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, frozen_parameter, with_bias
 
 logger = get_logger(__name__)
 
@@ -99,7 +99,7 @@ def _unfilled(kind: str, *shape: int) -> nn.Parameter:
     """Return a placeholder for the bytes of matrices of this shape; the source replaces it."""
     (block_columns, block_bytes), (*rows, columns) = BLOCKS[kind], shape
     nothing = torch.empty(1, dtype=torch.uint8)
-    return kept(nothing.expand(*rows, columns // block_columns * block_bytes))
+    return frozen_parameter(nothing.expand(*rows, columns // block_columns * block_bytes))
 
 
 class GGUFWeight(Weight):
@@ -150,7 +150,7 @@ class GGUFWeightOnGPU(GGUFWeight):
         self.planes: list[Planes] = []
         for kind, run in itertools.groupby(stored, key=lambda part: part[0]):
             self.planes.append(pack_planes([part for _, part in run], kind, self.shape.device))
-            self.packed.append(kept(self.planes[-1].data))
+            self.packed.append(frozen_parameter(self.planes[-1].data))
         first, *others = self.planes
         self.product = self._product
         if not others:
@@ -159,15 +159,15 @@ class GGUFWeightOnGPU(GGUFWeight):
                 self.gated = partial(gated, planes=first)
 
     def _product(self, x: Tensor) -> Tensor:
-        from quire.kernels.triton.gguf_launch import product
+        from quire.kernels.triton.gguf_launch import linear
 
         if len(self.planes) == 1:
-            return product(x, self.planes[0], self.bias)
+            return linear(x, self.planes[0], self.bias)
         out = torch.empty(len(x), sum(self.shape.sizes_out), dtype=x.dtype, device=x.device)
         at = 0
         for planes in self.planes:
             span = slice(at, at + planes.rows)
-            product(x, planes, None if self.bias is None else self.bias[span], out[:, span])
+            linear(x, planes, None if self.bias is None else self.bias[span], out[:, span])
             at += planes.rows
         return out
 
@@ -214,7 +214,9 @@ class GGUFExpertsOnGPU(GGUFExperts):
         gate, up, down = (self.packed[name].data for name in ("gate", "up", "down"))
         gate_up = pack_planes([torch.cat((gate, up), 1).flatten(0, 1)], self.kinds["gate"], device)
         last = pack_planes([down.flatten(0, 1)], self.kinds["down"], device)
-        self.packed = nn.ParameterDict({"gate_up": kept(gate_up.data), "down": kept(last.data)})
+        self.packed = nn.ParameterDict(
+            {"gate_up": frozen_parameter(gate_up.data), "down": frozen_parameter(last.data)}
+        )
         biases = dict(zip(("gate_up_bias", "down_bias"), self.biases, strict=False))
         self.mix = partial(mix, gate_up=gate_up, down=last, activation=shape.activation, **biases)
 

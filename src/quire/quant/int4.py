@@ -19,7 +19,7 @@ from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.int4_layouts import LAYOUTS, Sizes, read
 from quire.quant.sharding import Runs, Shard, check_units
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, unfilled
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, empty_parameter, frozen_parameter
 
 logger = get_logger(__name__)
 _GROUPS = (-1, 32, 64, 128)
@@ -104,7 +104,7 @@ def _pieces(
         size = (whole_sizes if needs_all and sizes[suffix].of_groups else sizes)[suffix]
         axes = size.outputs, None if needs_all and size.of_groups else size.inputs
         by_output, by_input = (None if axis is None else axis + len(front) for axis in axes)
-        tensor = unfilled(*front, *size.shape, dtype=size.dtype, device=device)
+        tensor = empty_parameter(*front, *size.shape, dtype=size.dtype, device=device)
         pieces[suffix] = Piece(tensor, by_output, by_input, size.per_output, size.per_input)
     return pieces
 
@@ -202,7 +202,7 @@ class Int4Linear(Weight):
             return None
         fields = [torch.cat(field) for field in list(zip(*parts, strict=True))[:3]]
         weight = pack(*fields, bits=parts[0].bits, dtype=self.shape.dtype)
-        self.packed += [kept(weight.codes), kept(weight.heads)]
+        self.packed += [frozen_parameter(weight.codes), frozen_parameter(weight.heads)]
         if may_gate and bias is None:
             self.gated = partial(gated, weight=weight)
         return partial(linear, weight=weight, bias=bias)
@@ -212,7 +212,7 @@ class Int4Linear(Weight):
         matrices = [pack(*block, interleaved=interleaves()) for block in blocks if block is not None]
         if len(matrices) < len(parts):
             return None
-        self.packed += [kept(matrix.data) for matrix in matrices]
+        self.packed += [frozen_parameter(matrix.data) for matrix in matrices]
         return LinearProduct(matrices, bias)
 
     def _dequantize(
@@ -280,7 +280,7 @@ class Int4Experts(StoredExperts):
                 ]
                 experts.append(pack(*fields, bits=self.scheme.bits, dtype=self.shape.dtype))
             packed[names] = stack(experts)
-            self.packed += [kept(packed[names].codes), kept(packed[names].heads)]
+            self.packed += [frozen_parameter(packed[names].codes), frozen_parameter(packed[names].heads)]
         self.mix = partial(
             mix,
             gate_up=packed["gate", "up"],
@@ -299,7 +299,7 @@ class Int4Experts(StoredExperts):
                 if blocks is None:
                     return False
                 parts.append(pack(*blocks, interleaved=interleaves()))
-        self.packed += [kept(matrix.data) for parts in matrices.values() for matrix in parts]
+        self.packed += [frozen_parameter(matrix.data) for parts in matrices.values() for matrix in parts]
         gate_up = list(zip(matrices["gate"], matrices["up"], strict=True))
         self.mix = CpuExperts(gate_up, matrices["down"], self.shape.activation, *self.biases)
         return True

@@ -12,11 +12,21 @@ from quire.kernels.cpu import native
 from quire.kernels.cpu.gguf import GGUFRows
 from quire.kernels.cpu.linear import LinearProduct
 from quire.kernels.cpu.moe import CpuExperts
-from quire.kernels.reference.int8 import Int8Codes, as_blocks, fits_blocks, matrices_of, narrow
-from quire.quant.dequantized import use_plain, use_plain_experts, widened, widened_experts
+from quire.kernels.reference.int8 import Int8Codes, as_blocks, fits_blocks, matrices_of, quantize
+from quire.quant.dequantized import dequantize_experts, dequantize_weight, use_plain, use_plain_experts
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, lend, lent, unfilled, with_bias
+from quire.quant.weight import (
+    LinearShape,
+    Piece,
+    Weight,
+    bias_of,
+    empty_parameter,
+    frozen_parameter,
+    materialize,
+    placeholder_parameter,
+    with_bias,
+)
 
 _ALIGNED = 16
 """Inputs of experts on a GPU must be a multiple of this."""
@@ -66,12 +76,12 @@ class Int8Linear(Weight):
     def keep(self, weight: Int8Codes) -> None:
         self.scales = None
         if weight.codes.is_cuda:
-            self.codes, self.scales = kept(weight.codes), kept(weight.scales)
+            self.codes, self.scales = frozen_parameter(weight.codes), frozen_parameter(weight.scales)
         elif native.serves(self.shape.device, self.shape.dtype) and fits_blocks(weight):
-            self.codes = kept(as_blocks(weight))
+            self.codes = frozen_parameter(as_blocks(weight))
         else:
             values = weight.widened(torch.float32)
-            self.codes = widened(self.plain, values, _missing_kernel(weight, self.shape))
+            self.codes = dequantize_weight(self.plain, values, _missing_kernel(weight, self.shape))
 
     def find_kernels(self) -> None:
         shape, codes, bias = self.shape, self.codes, self.bias
@@ -79,7 +89,7 @@ class Int8Linear(Weight):
         if codes.is_floating_point():
             use_plain(self, codes, bias)
         elif codes.is_cuda:
-            from quire.kernels.triton.int8 import Int8Product as ProductOnGPU
+            from quire.kernels.triton.int8 import Int8GEMM as ProductOnGPU
 
             assert self.scales is not None
             weight = Int8Codes(codes, self.scales)
@@ -107,11 +117,11 @@ class Int8Stored(Int8Linear):
         self.scheme, self.scale, self.divisor = scheme, scale, divisor
         rows, num_parts = sum(shape.sizes_out), len(shape.sizes_out)
         num_scales = rows if scheme.weights == "channel" else num_parts
-        self.codes = unfilled(rows, shape.size_in, dtype=torch.int8, device=shape.device)
-        self.scales = unfilled(num_scales, dtype=torch.float32, device=shape.device)
+        self.codes = empty_parameter(rows, shape.size_in, dtype=torch.int8, device=shape.device)
+        self.scales = empty_parameter(num_scales, dtype=torch.float32, device=shape.device)
         self.rounds = scheme.activations != "none"
         if scheme.activations == "static":
-            self.inputs = unfilled(num_parts, dtype=torch.float32, device=shape.device)
+            self.inputs = empty_parameter(num_parts, dtype=torch.float32, device=shape.device)
 
     def parts(self) -> list[dict[str, Piece]]:
         assert self.codes is not None and self.scales is not None
@@ -136,7 +146,9 @@ class Int8Stored(Int8Linear):
         # All parts have one input and use the largest input scale, which overflows none of them. Inputs with
         # a zero point are quantized dynamically instead.
         is_used = self.inputs is not None and self.scheme.symmetric
-        self.inputs = kept(self.inputs.data.max()[None]) if self.inputs is not None and is_used else None
+        self.inputs = (
+            frozen_parameter(self.inputs.data.max()[None]) if self.inputs is not None and is_used else None
+        )
         self.keep(Int8Codes(self.codes.data, scales))
 
 
@@ -145,7 +157,7 @@ class Int8Quantized(Int8Linear):
 
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight]) -> None:
         super().__init__(shape, plain)
-        self.weight: nn.Parameter | None = lent(
+        self.weight: nn.Parameter | None = placeholder_parameter(
             sum(shape.sizes_out), shape.size_in, dtype=shape.dtype, device=shape.device
         )
 
@@ -157,11 +169,11 @@ class Int8Quantized(Int8Linear):
 
     def begin(self) -> None:
         assert self.weight is not None
-        self.weight = lend(self.weight)
+        self.weight = materialize(self.weight)
 
     def repack(self) -> None:
         assert self.weight is not None
-        narrowed = narrow(self.weight.data)
+        narrowed = quantize(self.weight.data)
         self.weight = None
         self.keep(narrowed)
 
@@ -182,14 +194,14 @@ class SharedExperts(StoredExperts):
         is_aligned = shape.hidden % _ALIGNED == shape.intermediate % _ALIGNED == 0
         self.gate_up_scales = self.down_scales = None
         if gate_up.codes.is_cuda and is_aligned:
-            self.gate_up, self.down = (kept(codes.codes) for codes in both)
-            self.gate_up_scales, self.down_scales = (kept(codes.scales) for codes in both)
+            self.gate_up, self.down = (frozen_parameter(codes.codes) for codes in both)
+            self.gate_up_scales, self.down_scales = (frozen_parameter(codes.scales) for codes in both)
         elif native.serves(shape.device, shape.dtype) and all(map(fits_blocks, both)):
-            self.gate_up, self.down = (kept(as_blocks(codes)) for codes in both)
+            self.gate_up, self.down = (frozen_parameter(as_blocks(codes)) for codes in both)
         else:
             wide = [codes.widened(torch.float32) for codes in both]
             reason = _missing_kernel(gate_up if fits_blocks(down) else down, shape)
-            self.gate_up, self.down = widened_experts(self.plain, wide[0], wide[1], reason)
+            self.gate_up, self.down = dequantize_experts(self.plain, wide[0], wide[1], reason)
 
     def find_kernels(self) -> None:
         shape, gate_up, down = self.shape, self.gate_up, self.down
@@ -226,7 +238,7 @@ class Int8Experts(SharedExperts):
         super().__init__(shape, plain)
         self.weights, self.scale, self.divisor = weights, scale, divisor
         num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
-        make = functools.partial(unfilled, num, device=shape.device)
+        make = functools.partial(empty_parameter, num, device=shape.device)
         self.gate_up = make(2 * inner, hidden, dtype=torch.int8)
         self.down = make(hidden, inner, dtype=torch.int8)
         per_channel = weights == "channel"
@@ -266,7 +278,7 @@ class Int8QuantizedExperts(SharedExperts):
     def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts]) -> None:
         super().__init__(shape, plain)
         num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
-        make = functools.partial(lent, num, dtype=shape.dtype, device=shape.device)
+        make = functools.partial(placeholder_parameter, num, dtype=shape.dtype, device=shape.device)
         self.gate_up = make(2 * inner, hidden)
         self.down = make(hidden, inner)
 
@@ -278,7 +290,7 @@ class Int8QuantizedExperts(SharedExperts):
 
     def begin(self) -> None:
         assert self.gate_up is not None and self.down is not None
-        self.gate_up, self.down = lend(self.gate_up), lend(self.down)
+        self.gate_up, self.down = materialize(self.gate_up), materialize(self.down)
 
     def repack(self) -> None:
         assert self.gate_up is not None and self.down is not None
@@ -299,7 +311,7 @@ def _quantize_experts(weight: Tensor) -> Int8Codes:
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
     for i, expert in enumerate(weight):
-        codes[i], scales[i] = narrow(expert)
+        codes[i], scales[i] = quantize(expert)
     return Int8Codes(codes, scales)
 
 

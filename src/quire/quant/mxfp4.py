@@ -17,7 +17,7 @@ from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.gguf import cut
 from quire.quant.sharding import check_units
-from quire.quant.weight import LinearShape, Piece, Weight, unfilled
+from quire.quant.weight import LinearShape, Piece, Weight, empty_parameter
 
 
 class Mxfp4Format:
@@ -103,5 +103,5 @@ class Mxfp4Experts(StoredExperts):
 def _unfilled(shape: ExpertShape, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
     """Return empty tensors for blocks and scales."""
     size = shape.experts, rows, columns // BLOCK
-    blocks = unfilled(*size, BLOCK // 2, dtype=torch.uint8, device=shape.device)
-    return blocks, unfilled(*size, dtype=torch.uint8, device=shape.device)
+    blocks = empty_parameter(*size, BLOCK // 2, dtype=torch.uint8, device=shape.device)
+    return blocks, empty_parameter(*size, dtype=torch.uint8, device=shape.device)

@@ -13,7 +13,7 @@ from quire.kernels.cpu.moe import CpuExperts
 from quire.kernels.ops import choose
 from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape, StoredExperts
-from quire.quant.weight import LinearShape, Piece, Weight, bias_of, kept, unfilled
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, empty_parameter, frozen_parameter
 
 
 class PlainWeight(Weight):
@@ -22,7 +22,7 @@ class PlainWeight(Weight):
     def __init__(self, shape: LinearShape, stored_dtype: torch.dtype | None = None) -> None:
         super().__init__(shape)
         size = sum(shape.sizes_out), shape.size_in
-        self.weight = unfilled(*size, dtype=stored_dtype or shape.dtype, device=shape.device)
+        self.weight = empty_parameter(*size, dtype=stored_dtype or shape.dtype, device=shape.device)
         self.bias = bias_of(shape)
         self.padded_sizes = list(shape.sizes_out)
         """Number of outputs of each part, including zero padding."""
@@ -32,9 +32,9 @@ class PlainWeight(Weight):
         Library GEMMs are slow on rows that are not aligned."""
         self.padded_sizes = [-(-size // outputs) * outputs for size in self.shape.sizes_out]
         size = sum(self.padded_sizes), -(-self.shape.size_in // inputs) * inputs
-        self.weight = kept(self.weight.new_zeros(size))
+        self.weight = frozen_parameter(self.weight.new_zeros(size))
         if self.bias is not None:
-            self.bias = kept(self.bias.new_zeros(size[0]))
+            self.bias = frozen_parameter(self.bias.new_zeros(size[0]))
 
     def parts(self) -> list[dict[str, Piece]]:
         sizes, size_in = self.shape.sizes_out, self.shape.size_in
@@ -77,8 +77,8 @@ class PlainExperts(StoredExperts):
         super().__init__(shape)
         num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
         dtype = stored_dtype or shape.dtype
-        self.gate_up = unfilled(num, 2 * inner, hidden, dtype=dtype, device=shape.device)
-        self.down = unfilled(num, hidden, inner, dtype=dtype, device=shape.device)
+        self.gate_up = empty_parameter(num, 2 * inner, hidden, dtype=dtype, device=shape.device)
+        self.down = empty_parameter(num, hidden, inner, dtype=dtype, device=shape.device)
 
     def parts(self) -> dict[str, dict[str, Piece]]:
         gate, up = self.gate_up.split(self.shape.intermediate, dim=1)

@@ -49,7 +49,7 @@ class TextTensor(Piece):
     """A zeroed buffer for the bytes of a text, which may be shorter in the checkpoint."""
 
 
-class Chooses(Protocol):
+class Routes(Protocol):
     """`Ops.route` fused with a router's matmul."""
 
     def __call__(self, x: Tensor, *, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]: ...
@@ -72,7 +72,7 @@ class Weight(nn.Module):
     """Computes the matmul with the LoRA update of adapters (`adapted`)."""
     gated_adapted: Callable[..., Tensor] | None = None
     entered_adapted: Callable[..., Tensor | None] | None = None
-    chosen: Chooses | None = None
+    chosen: Routes | None = None
     rows: Callable[[Tensor], Tensor] | None = None
     """Looks up rows of an embedding: [T] ids -> [T, size_in]."""
 
@@ -122,26 +122,28 @@ def with_bias(
     return parts
 
 
-def kept(tensor: Tensor) -> nn.Parameter:
+def frozen_parameter(tensor: Tensor) -> nn.Parameter:
     """Return the tensor as a parameter that is not trained."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
 def bias_of(shape: LinearShape) -> nn.Parameter | None:
     """Return an empty bias if the layer has one."""
-    return unfilled(sum(shape.sizes_out), dtype=shape.dtype, device=shape.device) if shape.bias else None
+    return (
+        empty_parameter(sum(shape.sizes_out), dtype=shape.dtype, device=shape.device) if shape.bias else None
+    )
 
 
-def lent(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def placeholder_parameter(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Return a placeholder for a tensor that exists only between `begin` and `finish`. So weights that are
     quantized while loading are in memory unquantized for one layer at a time."""
-    return kept(torch.empty(1, dtype=dtype, device=device).expand(*size))
+    return frozen_parameter(torch.empty(1, dtype=dtype, device=device).expand(*size))
 
 
-def lend(parameter: nn.Parameter) -> nn.Parameter:
+def materialize(parameter: nn.Parameter) -> nn.Parameter:
     """Return the tensor that a placeholder stands for."""
-    return unfilled(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return empty_parameter(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def unfilled(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return kept(torch.empty(*size, dtype=dtype, device=device))
+def empty_parameter(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return frozen_parameter(torch.empty(*size, dtype=dtype, device=device))

@@ -1,5 +1,5 @@
-"""What changes logits before tokens are sampled: allowed ids, bad words, min_tokens, biases, penalties, and
-the rules of telling the time."""
+"""Logit adjustments before sampling: allowed ids, bad words, min_tokens, biases, penalties, and timestamp
+rules."""
 
 import numpy as np
 import torch
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from quire.sampling.counts import Counts
 from quire.sampling.rows import ALLOWED, BANNED, BIASED, HELD, PENALTIES, TIMED, Ints, SamplingRows
-from quire.sampling.timestamps import tell_time
+from quire.sampling.timestamps import apply_timestamp_rules
 from quire.sampling.transfer import to_device
 
 REMOVING = ALLOWED | BANNED | HELD | TIMED
-"""What may leave a row without a token."""
+"""Flags that may leave a row without a token."""
 _ADJUSTING = REMOVING | BIASED | PENALTIES
 
 
@@ -25,9 +25,9 @@ def adjust(
     prompt_lens: Ints,
     counts: Counts | None = None,
 ) -> None:
-    """Change `logits` [N, V] in place, each row as it asked, in the order in which users expect it.
+    """Change `logits` [N, V] in place by each row's parameters, in vLLM's order.
 
-    Penalties look at `counts` where tokens may be known to the device alone, else at `tokens`.
+    Penalties use `counts` if the latest tokens may be known to the device only, otherwise `tokens`.
     """
     flags = state.flags[rows]
     present = int(np.bitwise_or.reduce(flags))
@@ -52,7 +52,7 @@ def adjust(
     elif present & PENALTIES:
         _penalise(logits, np.flatnonzero(flags & PENALTIES), rows, state, tokens, num_tokens, prompt_lens)
     if present & TIMED:
-        tell_time(logits, rows, state, tokens, num_tokens, prompt_lens)
+        apply_timestamp_rules(logits, rows, state, tokens, num_tokens, prompt_lens)
 
 
 def _index(logits: Tensor, at: Ints, token_ids: Ints) -> tuple[Tensor, Tensor]:
@@ -81,14 +81,15 @@ def _penalise(
     num_tokens: Ints,
     prompt_lens: Ints,
 ) -> None:
-    """Repetition over prompt and output; frequency and presence over the output alone."""
+    """Apply the repetition penalty over prompt and output, and frequency and presence penalties over the
+    output."""
     device, vocab = state.device, logits.shape[1]
     index = to_device(at, device)
     chosen = rows[at]
     lens = num_tokens[chosen][:, None]
     positions = np.arange(lens.max())
     known = tokens[chosen, : len(positions)].astype(np.int64)
-    # Column `vocab` of the counts below collects what must not count: padding and ids that are no tokens.
+    # Column `vocab` of the counts below collects what must not count: padding and invalid ids.
     known[(positions >= lens) | (known < 0) | (known >= vocab)] = vocab
     penalised = logits.index_select(0, index)
 

@@ -1,4 +1,4 @@
-"""Rows that follow a grammar: what it does not allow is out of the question."""
+"""Grammar constraints: tokens that a grammar does not allow are masked."""
 
 from itertools import cycle
 
@@ -14,12 +14,12 @@ from quire.sampling.rows import Ints
 from quire.sampling.transfer import to_device
 
 _NUM_BUFFERS = 3
-"""Enough that the masks of the oldest have been applied when its turn comes again, mostly."""
+"""Number of buffers: usually the masks of the oldest have been applied when it is used again."""
 
 
 def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
-    """Masks as the kernels read them: `into` [masks, 1 + words], of each its place in the batch, then its
-    bits. `places` [max_rows] of the rows in this batch."""
+    """Pack masks for the kernels: `into` [masks, 1 + words] gets the position in the batch and the bits of
+    each. `places` [max_rows] maps rows to positions in this batch."""
     into[:, 0] = places[masks.rows]
     if len(masks.draws):
         into[:, 0] += masks.draws
@@ -27,8 +27,8 @@ def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
 
 
 def apply_masks(logits: Tensor, packed: Tensor) -> None:
-    """Take out of `logits` [N, V], in place, what is not in the masks, on a CPU without native kernels. Row
-    by row, so that only one mask at a time is more than bits."""
+    """Mask `logits` [N, V] in place, on a CPU without native kernels. Rows are processed one by one, so that
+    only one mask at a time is unpacked."""
     vocab, kind = logits.shape[1], torch.int32 if logits.dtype == torch.float32 else torch.int16
     never = torch.tensor(-torch.inf, dtype=logits.dtype).view(kind).item()
     rows = logits.view(kind).numpy()
@@ -46,10 +46,10 @@ def apply_masks(logits: Tensor, packed: Tensor) -> None:
 
 
 class HostMasks:
-    """Confines rows where their logits are on the host."""
+    """Constrains rows with logits on the host."""
 
     def __call__(self, logits: Tensor, masks: Masks, places: Ints) -> Tensor:
-        """Takes out of `logits` [N, V], in place, what each row's mask does not have."""
+        """Mask `logits` [N, V] in place by the mask of each row."""
         packed = torch.empty((len(masks.rows), 1 + masks.bits.shape[1]), dtype=torch.int32)
         pack(masks, places, packed.numpy())
         if native.serves(logits.device, logits.dtype):
@@ -60,7 +60,7 @@ class HostMasks:
 
 
 class CudaMasks:
-    """Confines rows on a GPU. Masks travel on a stream of their own, while the layers still compute."""
+    """Constrains rows on a GPU. Masks are copied on a separate stream, while the layers still compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -82,19 +82,19 @@ class CudaMasks:
 
 
 class _Buffer:
-    """Masks on both sides: host memory that the device reads by itself, and where it has them. They are kept:
-    memory for each step would take longer than what is done with it."""
+    """Buffers for masks, pinned on the host and on the device. They are reused, since allocating them in each
+    step would take longer than the copy."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        """On which the device gets them: others wait for it."""
+        """Stream of the copies."""
         self._whole: list[Tensor] = []
         self.memory = self.packed = torch.empty((0, 0), dtype=torch.int32)
         self.array: NDArray[np.int32] = self.memory.numpy()
         self.sent, self.applied = torch.cuda.Event(), torch.cuda.Event()
 
     def make_room(self, rows: int, width: int) -> None:
-        """What was in it has been applied long ago, mostly."""
+        """Resize the buffers, after the previous masks have been applied."""
         self.applied.synchronize()
         if self.memory.shape == (rows, width):
             return
@@ -103,26 +103,26 @@ class _Buffer:
             self._whole = [torch.empty(size, dtype=torch.int32, pin_memory=True)]
             with torch.cuda.stream(self._stream):
                 self._whole.append(torch.empty(size, dtype=torch.int32, device=self._stream.device))
-        self.memory, self.packed = (each[:size].view(rows, width) for each in self._whole)
+        self.memory, self.packed = (buffer[:size].view(rows, width) for buffer in self._whole)
         self.array = self.memory.numpy()
 
 
-Confiner = HostMasks | CudaMasks
+MaskApplier = HostMasks | CudaMasks
 
 
-def open_masks(device: torch.device) -> Confiner:
+def open_masks(device: torch.device) -> MaskApplier:
     return CudaMasks(device) if device.type == "cuda" else HostMasks()
 
 
 class ConstrainedRows:
-    """Confined rows of a batch as their grammars left them, of those who ask for still less."""
+    """The logits of constrained rows after masking, for rows with further restrictions."""
 
     def __init__(self, logits: Tensor, at: NDArray[np.intp]) -> None:
         self._index = to_device(at, logits.device)
         self._logits = logits.index_select(0, self._index)
 
     def revive(self, logits: Tensor) -> None:
-        """Rows that were left without a token have those of their grammar."""
+        """Restore the masked logits of rows that were left without a token."""
         now = logits.index_select(0, self._index)
         empty = now.amax(dim=-1, keepdim=True) == -torch.inf
         logits.index_copy_(0, self._index, torch.where(empty, self._logits, now))

@@ -1,4 +1,4 @@
-"""Counts: which tokens the penalised rows have, kept on the device, which alone knows the latest of them."""
+"""Token counts of rows with penalties, kept on the device, since the host may not know the latest tokens."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from quire.sampling.transfer import to_device
 
 
 class Counts:
-    """A line for each row, of use while its request has penalties."""
+    """Counts by row, valid while its request has penalties."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self.vocab = vocab
@@ -23,7 +23,7 @@ class Counts:
         return self.prompt_seen.nbytes + self.counts.nbytes
 
     def forget(self) -> None:
-        """Whatever was counted belongs to nobody."""
+        """Invalidate all counts."""
         self._admission_of.fill(-1)
 
     def penalise(
@@ -35,7 +35,7 @@ class Counts:
         num_tokens: Ints,
         prompt_lens: Ints,
     ) -> None:
-        """Change `logits` [N, V] in place, for those of `rows` that ask for it."""
+        """Apply penalties to `logits` [N, V] in place, for the rows that have some."""
         from quire.kernels.triton.logits import apply_penalties
 
         penalised = (state.flags[rows] & PENALTIES) != 0
@@ -49,20 +49,20 @@ class Counts:
             self.prompt_seen,
             self.counts,
             *(
-                to_device(each[rows], self.device)
-                for each in (state.repetition, state.frequency, state.presence)
+                to_device(column[rows], self.device)
+                for column in (state.repetition, state.frequency, state.presence)
             ),
         )
 
     def add(self, rows: Ints, state: SamplingRows, token_ids: Tensor) -> None:
-        """`token_ids` [N] are the new tokens of `rows`."""
+        """Count the new tokens `token_ids` [N] of `rows`."""
         from quire.kernels.triton.logits import count_tokens
 
         lines = np.where(state.flags[rows] & PENALTIES, rows, -1)
         count_tokens(self.counts, to_device(lines, self.device), token_ids)
 
     def take_back(self, rows: Ints, state: SamplingRows, token_ids: Tensor, wrong: Tensor) -> None:
-        """Of the tokens [N] that were counted for `rows`, those that turned out to be `wrong` [N]."""
+        """Undo the counts of those tokens [N] of `rows` that are `wrong` [N]."""
         penalised = to_device((state.flags[rows] & PENALTIES) != 0, self.device)
         places = to_device(rows.astype(np.int64), self.device) * self.vocab + token_ids
         self.counts.view(-1).index_add_(0, places, -(penalised & wrong).int())

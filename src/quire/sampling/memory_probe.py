@@ -1,4 +1,4 @@
-"""A rehearsal: sampling for rows that ask for everything at once, to see what memory that takes."""
+"""Memory probe: samples with all features at once, to measure the memory."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from quire.sampling.sampler import Sampler
 
 
 def everything(vocab: int, num_logprobs: int) -> SamplingParams:
-    """Every feature of sampling in one request."""
+    """Return sampling parameters that use every feature."""
     return SamplingParams(
         temperature=0.9,
         top_k=min(50, vocab - 1),
@@ -34,31 +34,30 @@ def everything(vocab: int, num_logprobs: int) -> SamplingParams:
     )
 
 
-def rehearse(
+def probe_memory(
     sampler: Sampler,
     head: Callable[[Tensor], Tensor],
     hidden: Tensor,
     logits: Tensor,
-    asked: SamplingTensors | None,
+    tensors: SamplingTensors | None,
     num_logprobs: int,
 ) -> None:
-    """Sample from `logits` [N, V], and give logprobs of a prompt with the states `hidden` [T, H], as a step
-    may have to. More rows or positions than go together would take no more memory, but for the masks of all
-    rows."""
+    """Sample from `logits` [N, V], and compute prompt logprobs of the states `hidden` [T, H], as a step may
+    have to. Larger batches are split, so only their masks take more memory."""
     vocab = logits.shape[1]
-    everybody = np.arange(len(logits), dtype=np.int32)
-    masks = Masks(everybody, np.full((len(logits), -(-vocab // 32)), 2**32 - 1, np.uint32))
-    packed = sampler.constrain(logits, masks, everybody)
+    all_rows = np.arange(len(logits), dtype=np.int32)
+    masks = Masks(all_rows, np.full((len(logits), -(-vocab // 32)), 2**32 - 1, np.uint32))
+    packed = sampler.constrain(logits, masks, all_rows)
     most = min(len(logits), rows_at_once(vocab))
     params = everything(vocab, min(num_logprobs, vocab))
-    for num_rows in (1, most):  # few have kernels of their own, which are compiled by now
+    for num_rows in (1, most):  # small batches use other kernels, which are compiled here
         state = SamplingRows(num_rows, vocab, logits.device)
         for row in range(num_rows):
             state.admit(row, params, prompt_len=1, seed=row, stop_ids=(0,))
         ones, rows = np.ones(num_rows, np.int32), np.arange(num_rows, dtype=np.int32)
         history = np.zeros((num_rows, 2), np.int32), 2 * ones, ones
-        columns = asked and SamplingTensors(*(column[:num_rows] for column in asked))
-        sampled = sampler(logits[:num_rows], rows, state, *history, asked=columns)
+        columns = tensors and SamplingTensors(*(column[:num_rows] for column in tensors))
+        sampled = sampler(logits[:num_rows], rows, state, *history, tensors=columns)
     del packed
     if sampler.counts is not None:
         sampler.counts.forget()

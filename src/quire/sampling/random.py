@@ -1,6 +1,6 @@
-"""Sampling by chance: a number per row from (seed, position), a floor under the logits, the inverse CDF.
+"""Random sampling: a number per row from (seed, position), a floor under the logits, the inverse CDF.
 
-A sample reads its own row only: it never depends on the batch around it, on preemption or on arrival order.
+A sample depends on its own row only, never on the rest of the batch, on preemption or on arrival order.
 """
 
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from quire.sampling.transfer import take_rows, to_device
 
 
 class SamplingTensors(NamedTuple):
-    """What N rows ask of sampling and what chance depends on, beside their logits, on the device."""
+    """Sampling parameters and random seeds of N rows, on the device."""
 
     temperature: Tensor
-    """[N] float32; 0 takes the best"""
+    """[N] float32; 0 is greedy"""
     top_k: Tensor
     """[N] int32, 0 is off"""
     top_p: Tensor
@@ -27,24 +27,24 @@ class SamplingTensors(NamedTuple):
     seeds: Tensor
     """[N] int64"""
     positions: Tensor
-    """[N] int64, where in their sequences the new tokens will stand"""
+    """[N] int64, the positions of the new tokens in their sequences"""
 
 
 _BLOCK = 512
-"""Tokens per block of the inverse CDF: sums per block first, then one block is looked at."""
+"""Tokens per block of the inverse CDF: sums per block come first, then one block is searched."""
 _NUCLEUS = 1024
-"""How many of the best are ranked for top_p before a row's whole vocabulary is."""
+"""Number of best tokens that are ranked for top_p, before a row's whole vocabulary is."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, position), the same on every machine."""
+    """Return a number in [0, 1) for each (seed, position), the same on every machine."""
     counters = _mix(seeds) + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1))
     return np.asarray((_mix(counters) >> np.uint64(11)) * 2.0**-53, np.float64)
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64."""
+    """Apply the finalizer of splitmix64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -56,10 +56,10 @@ def floors(
     top_p: NDArray[np.float64],
     min_p: NDArray[np.float64],
 ) -> Tensor:
-    """[R, 1] the least logit that min_p, then top_k, then top_p leave in each row of `logits` [R, V].
+    """Return [R, 1], the least logit that min_p, then top_k, then top_p keep in each row of `logits` [R, V].
 
-    A floor is a value, not a count: tokens tied with the last one kept are kept too, by top_k and by top_p
-    alike, so that the kept set does not depend on how a sort happens to order equals.
+    A floor is a value, not a count: tokens tied with the last one are kept too, by top_k and by top_p alike,
+    so that the kept set does not depend on the order of equal values in a sort.
     """
     peak = logits.amax(dim=-1, keepdim=True)
     with np.errstate(divide="ignore"):
@@ -95,40 +95,40 @@ def _rank_floors(
 
 
 def _nucleus_floors(logits: Tensor, best: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
-    """The last of the smallest set of best tokens that holds `top_p` of the mass above `floor`."""
+    """Return the least logit of the smallest set of best tokens with `top_p` of the mass above `floor`."""
     peak = best[:, :1]
     wanted = top_p * _weights(logits, floor, peak).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    higher, reached = _reach(best, floor, peak, wanted)
+    higher, reached = _find_mass(best, floor, peak, wanted)
     flat = (~reached[:, 0]).nonzero()[:, 0]
     if len(flat):
-        whole = _falling(logits.index_select(0, flat))
+        whole = _sort_descending(logits.index_select(0, flat))
         limits = (part.index_select(0, flat) for part in (floor, peak, wanted))
-        higher.index_copy_(0, flat, _reach(whole, *limits)[0])
+        higher.index_copy_(0, flat, _find_mass(whole, *limits)[0])
     return higher
 
 
-def _reach(best: Tensor, floor: Tensor, peak: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The floor once the best tokens, taken one by one, hold the wanted mass; and whether they ever do."""
+def _find_mass(best: Tensor, floor: Tensor, peak: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the floor at which the best tokens hold the wanted mass, and whether they reach it."""
     mass = _weights(best, floor, peak).cumsum(dim=-1, dtype=torch.float64)
     num_short = (mass < wanted).sum(dim=-1, keepdim=True)
     last = num_short.clamp(max=best.shape[1] - 1)
     return torch.maximum(floor, best.gather(1, last)), num_short < best.shape[1]
 
 
-def _falling(logits: Tensor) -> Tensor:
-    """Each row's values, best first. On a CPU numpy sorts bare values several times faster than torch."""
+def _sort_descending(logits: Tensor) -> Tensor:
+    """Sort each row, best first. On a CPU numpy sorts plain values several times faster than torch."""
     if logits.device.type == "cpu":
         return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
     return logits.sort(dim=-1, descending=True).values
 
 
 def _weights(logits: Tensor, floor: Tensor, peak: Tensor) -> Tensor:
-    """Unnormalised probabilities, 0 below the floor."""
+    """Return unnormalized probabilities, 0 below the floor."""
     return (logits - peak).exp_().masked_fill_(logits < floor, 0.0)
 
 
 def sample(logits: Tensor, numbers: Tensor) -> Tensor:
-    """[R] a token of each row of `logits` [R, V], by the row's number in [0, 1) (float64 [R]).
+    """Return [R], a token of each row of `logits` [R, V], by the row's number in [0, 1) (float64 [R]).
 
     A row without a distribution (all -inf, a NaN, an infinity) gets its largest logit, NaN being largest.
     """
@@ -148,12 +148,12 @@ def sample(logits: Tensor, numbers: Tensor) -> Tensor:
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
     offset, _ = _find(inside.cumsum(dim=-1, dtype=torch.float64), reached - before)
     token = (block * _BLOCK + offset).clamp_(max=vocab - 1)
-    sound = total.isfinite() & (total > 0)
-    return torch.where(sound, token, fallback)[:, 0]
+    is_valid = total.isfinite() & (total > 0)
+    return torch.where(is_valid, token, fallback)[:, 0]
 
 
 def _find(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the running `sums` [R, B] above `target` [R, 1]; rounding never runs past the last one."""
+    """Return the first of the running `sums` [R, B] above `target` [R, 1], never past the last one."""
     target = torch.minimum(target, sums[:, -1:].nextafter(torch.zeros_like(target)))
     place = torch.searchsorted(sums, target, right=True)
     return place.clamp_(max=sums.shape[1] - 1), target

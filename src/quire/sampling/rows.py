@@ -1,4 +1,4 @@
-"""SamplingRows: what each row of the worker asked for, in columns and tables that a step reads at once."""
+"""The sampling parameters of all rows, in columns and tables that a step reads at once."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from quire.data.params import SamplingParams
 
 Ints = NDArray[np.int32]
 
-# What a row uses, as bits of `flags`: one OR over the batch tells which work a step can skip.
+# Features of a row, as bits of `flags`: one OR over the batch gives the work that a step can skip.
 RANDOM = 1 << 0
 LIMITED = 1 << 1
 """top_k, top_p or min_p"""
@@ -19,7 +19,7 @@ ALLOWED = 1 << 3
 BANNED = 1 << 4
 """bad_words"""
 HELD = 1 << 5
-"""min_tokens, and what the model does not say"""
+"""min_tokens, and tokens that the model must not generate"""
 BIASED = 1 << 6
 LOGPROBS = 1 << 7
 LISTED = 1 << 8
@@ -32,7 +32,7 @@ _PAD = -1
 
 
 class TokenTable:
-    """Entries (row, token id, value) of many rows; those of one row stay in the order given."""
+    """Entries (row, token id, value) of many rows; those of one row stay in order."""
 
     def __init__(self) -> None:
         self._entries = np.empty(64, _ENTRY)
@@ -58,7 +58,7 @@ class TokenTable:
         self._entries[: self._size] = kept
 
     def select(self, places: Ints) -> tuple[Ints, Ints, NDArray[np.float64]]:
-        """The entries of the rows that have a place in the batch, as (places, token ids, values)."""
+        """Return the entries of the rows in the batch, as (positions, token ids, values)."""
         entries = self._entries[: self._size]
         at = places[entries["row"]]
         here = at >= 0
@@ -67,7 +67,8 @@ class TokenTable:
 
 
 class WordTable:
-    """Words of one or more tokens by row: the last token is banned where the output ends in the others."""
+    """Bad words of one or more tokens, by row: the last token is banned if the output ends with the
+    others."""
 
     def __init__(self) -> None:
         self._rows = np.empty(0, np.int32)
@@ -99,7 +100,7 @@ class WordTable:
         self._prefixes = self._prefixes[kept, self._prefixes.shape[1] - width :]
 
     def select(self, places: Ints, tokens: Ints, num_tokens: Ints, prompt_lens: Ints) -> tuple[Ints, Ints]:
-        """The (places, token ids) to ban now."""
+        """Return the (positions, token ids) to ban now."""
         live = np.flatnonzero(places[self._rows] >= 0)
         rows, prefixes = self._rows[live], self._prefixes[live]
         width = prefixes.shape[1]
@@ -112,7 +113,7 @@ class WordTable:
 
 
 class SamplingRows:
-    """The sampling state of all rows. A row says nothing until `admit` and nothing after `release`."""
+    """The sampling parameters of all rows. A row has none before `admit` and after `release`."""
 
     def __init__(
         self,
@@ -121,17 +122,18 @@ class SamplingRows:
         device: torch.device,
         unsaid: tuple[Sequence[int], ...] = ((), ()),
     ) -> None:
-        """Tokens that are `unsaid` no row samples, the second of them none as its first."""
+        """Set the `unsaid` tokens, which no row may sample; those of the second list are banned as first
+        token only."""
         self.vocab = vocab
         self.unsaid = unsaid
         self.device = device
-        """Where the logits are that these rows change; the state itself stays on the host."""
+        """Device of the logits; the parameters stay on the host."""
         self.flags = np.zeros(max_rows, np.int32)
         self.admission = np.zeros(max_rows, np.int64)
-        """Changes with the request that has the row."""
+        """Number of requests that the row has had."""
         self.temperature = np.ones(max_rows, np.float32)
         self.sample_temperature = np.zeros(max_rows, np.float32)
-        """The same, but 0 for rows that take the best."""
+        """Temperature, with 0 for greedy rows."""
         self.top_k = np.zeros(max_rows, np.int64)
         """0 is off."""
         self.top_p = np.ones(max_rows, np.float64)
@@ -141,18 +143,18 @@ class SamplingRows:
         self.presence = np.zeros(max_rows, np.float32)
         self.seed = np.zeros(max_rows, np.uint64)
         self.ends = np.full(max_rows, vocab, np.int32)
-        """From which id on there is no token of the model's or of its adapter's."""
+        """Vocabulary size of the model with the request's adapter."""
         self.num_logprobs = np.zeros(max_rows, np.int32)
-        """How many of the best, beside the sampled token."""
+        """Number of top logprobs besides the sampled token."""
         self.allowed = TokenTable()
         self.held = TokenTable()
-        """The value is the sequence length from which the token is free."""
+        """Tokens banned up to a sequence length, which is the value."""
         self.biased = TokenTable()
         self.listed = TokenTable()
         self.banned = WordTable()
         self.moments: Ints = np.zeros((3, max_rows), np.int32)
-        """Of each row that tells the time the first token of it, the end, and how late it may begin: -1 is at
-        any time."""
+        """[3, rows]: for rows with timestamps the first timestamp token, the end token, and the latest first
+        timestamp (-1: any)."""
         self._places = np.full(max_rows, -1, np.int32)
 
     def admit(
@@ -165,8 +167,8 @@ class SamplingRows:
         stop_ids: Sequence[int],
         num_new: int = 0,
     ) -> None:
-        """Give the row to a request. `stop_ids` are what `min_tokens` holds back. Its adapter brings
-        `num_new` tokens."""
+        """Assign the row to a request. `min_tokens` bans `stop_ids`. The request's adapter adds `num_new`
+        tokens."""
         self.release(row)
         self.admission[row] += 1
         flags = 0 if params.greedy else RANDOM
@@ -217,13 +219,13 @@ class SamplingRows:
         if params.logit_bias:
             self.biased.add(row, list(params.logit_bias), list(params.logit_bias.values()))
             flags |= BIASED
-        if (told := params.moments) is not None:
-            self.moments[:, row] = told.zero, told.end, -1 if told.max_first is None else told.max_first
+        if (times := params.moments) is not None:
+            self.moments[:, row] = times.zero, times.end, -1 if times.max_first is None else times.max_first
             flags |= TIMED
         return flags
 
     def release(self, row: int) -> None:
-        """Forget the row's request; a row that has none may be released."""
+        """Clear the row's parameters; a row without a request may be released."""
         flags = int(self.flags[row])
         tables: tuple[tuple[int, TokenTable | WordTable], ...] = (
             (ALLOWED, self.allowed),
@@ -238,12 +240,12 @@ class SamplingRows:
         self.flags[row] = 0
 
     def special(self, rows: Ints) -> int:
-        """The bits of all that these rows ask for that sampling in passing does not do."""
+        """Return the features of these rows that sampling within the forward pass does not support."""
         return int(np.bitwise_or.reduce(self.flags[rows])) & ~(RANDOM | LIMITED)
 
     def places(self, rows: Ints) -> Ints:
-        """[max_rows] the first place of each row in this batch, -1 if it has none. Valid until the next
-        call."""
+        """Return [max_rows], the first position of each row in this batch, -1 if it has none. Valid until the
+        next call."""
         self._places.fill(-1)
         self._places[rows[::-1]] = np.arange(len(rows) - 1, -1, -1, dtype=np.int32)
         return self._places

@@ -1,4 +1,4 @@
-"""Sampler: one token for each row of a batch, each as its request asked, without a loop over requests."""
+"""The sampler: one token for each row of a batch by its parameters, without a loop over requests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,38 +21,38 @@ from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, In
 from quire.sampling.transfer import take_rows, to_device
 
 History = tuple[Ints, Ints, Ints]
-"""The tokens of all rows, how many there are, and how many of them are prompt."""
+"""The tokens of all rows, their numbers, and the prompt lengths."""
 Redraw = Callable[[Masks, Ints], Tensor | None]
-"""Masks, and the first place of each row in the batch."""
+"""Samples under masks, given the first position of each row in the batch."""
 _FREE = Masks()
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
 @dataclass(slots=True)
 class Sampled:
-    """A `StepResult` whose tokens are still on the device."""
+    """A `StepResult` with tokens that are still on the device."""
 
     token_ids: Tensor
     """[N] int64"""
     logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
-    """By row, of each of its draws."""
+    """Logprobs of each sampled token, by row."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
     aligned: dict[int, list[int]] = field(default_factory=dict)
-    """By row, of prompts that were."""
+    """Token timestamps of aligned prompts, by row."""
     counts: Counts | None = None
-    """Where tokens of rows with several draws are counted, as if all would hold."""
+    """Counts that include all sampled tokens of rows with drafts, as if all were accepted."""
 
     def result(self, rows: NDArray[Any], token_ids: Ints, counts: Ints) -> StepResult:
-        """Of the draws of `rows` so many count, or one each; these are their tokens."""
+        """Return the result with the accepted tokens of `rows`: `counts` each, or one."""
         if len(counts) and self.logprobs:
             count_of = dict(zip(rows.tolist(), counts.tolist(), strict=True))
-            self.logprobs = {row: found[: count_of[row]] for row, found in self.logprobs.items()}
-        told = self.logprobs, self.prompt_logprobs
-        return StepResult(token_ids, counts, *told, aligned=self.aligned)
+            self.logprobs = {row: values[: count_of[row]] for row, values in self.logprobs.items()}
+        logprobs = self.logprobs, self.prompt_logprobs
+        return StepResult(token_ids, counts, *logprobs, aligned=self.aligned)
 
 
 class Sampler:
-    """Applies what the rows asked for, in vLLM's order, and samples: the best, or by chance."""
+    """Applies the parameters of rows, in vLLM's order, and samples greedily or randomly."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class Sampler:
         self.device = device
         self.mode = logprobs_mode
         self.sample = sample
-        """A kernel that samples from logits; without it torch does."""
+        """A kernel that samples from logits; None: torch operations."""
         self.counts = counts
-        """Where penalties are remembered if the host does not know every token in time."""
+        """Token counts for penalties, if the host may not know the latest tokens."""
         self.constrain = open_masks(device)
         self.raw = logprobs_mode.startswith("raw")
 
@@ -83,20 +83,19 @@ class Sampler:
         num_tokens: Ints,
         prompt_lens: Ints,
         sampled_in_graph: Tensor | None = None,
-        asked: SamplingTensors | None = None,
+        tensors: SamplingTensors | None = None,
         masks: Masks = _FREE,
         redraw: Redraw | None = None,
     ) -> Sampled:
-        """Sample from `logits` [N, V] for `rows` [N]. The logits are used up: they may change in place. V is
-        more than the vocabulary where adapters bring tokens of their own.
+        """Sample from `logits` [N, V] for `rows` [N]. The logits may be changed in place. V exceeds the
+        vocabulary if adapters add tokens.
 
-        `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row; a row's
-        num_tokens counts what is there before and is thus the position of the new token. A row that is there
-        several times in succession draws as often, each time one position further, as if the tokens that lie
-        behind those were its own. `sampled_in_graph` are the
-        tokens that `self.sample` gave for the logits as they are: good for rows that ask for nothing special.
-        `masks` say what some of the rows may sample at all: the rest of their logits goes first. `redraw` may
-        do both at once for rows that ask for nothing special.
+        `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row;
+        num_tokens is the position of the new token. A row that occurs several times in succession samples at
+        successive positions, as if its drafts were accepted. `sampled_in_graph` are the tokens that
+        `self.sample` gave for the unchanged logits, for rows without special features. `tensors` are the
+        parameters of N rows on the device. `masks` constrain some of the rows, and are applied first.
+        `redraw` may mask and sample at once for rows without special features.
         """
         assert len(logits) == len(rows) and logits.shape[1] >= self.vocab
         if not len(rows):
@@ -110,13 +109,13 @@ class Sampler:
             self.constrain(logits, masks, state.places(rows))
         elif not special and sampled_in_graph is not None:
             return Sampled(sampled_in_graph)
-        if not special and self.sample is not None and asked is not None:
-            return Sampled(self.sample(logits, asked))
+        if not special and self.sample is not None and tensors is not None:
+            return Sampled(self.sample(logits, tensors))
         history = (tokens, num_tokens, prompt_lens)
         step = rows_at_once(self.vocab)
         if len(rows) <= step and not (rows[1:] == rows[:-1]).any():
-            return self._special(logits, rows, state, history, asked, masks.rows)
-        return self._in_parts(logits, rows, state, history, asked, masks)
+            return self._special(logits, rows, state, history, tensors, masks.rows)
+        return self._in_parts(logits, rows, state, history, tensors, masks)
 
     def _in_parts(
         self,
@@ -124,10 +123,10 @@ class Sampler:
         rows: Ints,
         state: SamplingRows,
         history: History,
-        asked: SamplingTensors | None,
+        tensors: SamplingTensors | None,
         masks: Masks,
     ) -> Sampled:
-        """The same for more rows than go together, or for rows with several draws: first all first ones."""
+        """Sample more rows than fit at once, or rows with several samples: all first ones come first."""
         sampled = Sampled(torch.empty(len(rows), dtype=torch.int64, device=self.device))
         sampled.counts = self.counts
         tokens, num_tokens, prompt_lens = history
@@ -137,14 +136,14 @@ class Sampler:
             constrained = masks.rows[masks.draws == draw] if len(masks.draws) else masks.rows
             for at in (places[start : start + step] for start in range(0, len(places), step)):
                 index = to_device(at, self.device)
-                columns = asked and SamplingTensors(*(column.index_select(0, index) for column in asked))
+                columns = tensors and SamplingTensors(*(column.index_select(0, index) for column in tensors))
                 moved = (tokens, num_tokens + draw, prompt_lens)
                 part = self._special(
                     logits.index_select(0, index), rows[at], state, moved, columns, constrained
                 )
                 sampled.token_ids.index_copy_(0, index, part.token_ids)
-                for row, found in part.logprobs.items():
-                    sampled.logprobs.setdefault(row, []).extend(found)
+                for row, logprobs in part.logprobs.items():
+                    sampled.logprobs.setdefault(row, []).extend(logprobs)
         return sampled
 
     def _special(
@@ -153,54 +152,54 @@ class Sampler:
         rows: Ints,
         state: SamplingRows,
         history: History,
-        asked: SamplingTensors | None,
+        tensors: SamplingTensors | None,
         constrained: Ints,
     ) -> Sampled:
-        """Everything that rows may ask for, for as many of them as go together."""
+        """Sample rows with any features, as many as fit at once."""
         num_tokens = history[1]
         logits = logits.float()
         kept = None
         if len(constrained):
             reduced = np.flatnonzero(np.isin(rows, constrained) & ((state.flags[rows] & REMOVING) != 0))
             kept = ConstrainedRows(logits, reduced) if len(reduced) else None
-        asking = np.flatnonzero(state.flags[rows] & LOGPROBS)
-        index = to_device(asking, self.device)
-        raw = logits.index_select(0, index) if self.raw and len(asking) else None
+        with_logprobs = np.flatnonzero(state.flags[rows] & LOGPROBS)
+        index = to_device(with_logprobs, self.device)
+        raw = logits.index_select(0, index) if self.raw and len(with_logprobs) else None
         adjust(logits, rows, state, *history, self.counts)
         if kept is not None:
             kept.revive(logits)
-        if self.sample is not None and asked is not None and self.raw:
-            token_ids = self.sample(logits, asked)
+        if self.sample is not None and tensors is not None and self.raw:
+            token_ids = self.sample(logits, tensors)
         else:
             token_ids = self._sample(logits, rows, state, num_tokens)
         if self.counts is not None and (state.flags[rows] & PENALTIES).any():
             self.counts.add(rows, state, token_ids)
         sampled = Sampled(token_ids)
-        if len(asking):
-            seen = logits.index_select(0, index) if raw is None else raw
-            found = self._logprobs(seen, token_ids.index_select(0, index), rows[asking], state)
-            each = ([position] for position in found)
-            sampled.logprobs = dict(zip(rows[asking].tolist(), each, strict=True))
+        if len(with_logprobs):
+            reported = logits.index_select(0, index) if raw is None else raw
+            chosen = rows[with_logprobs]
+            results = self._logprobs(reported, token_ids.index_select(0, index), chosen, state)
+            sampled.logprobs = dict(zip(chosen.tolist(), ([result] for result in results), strict=True))
         return sampled
 
     def _sample(self, logits: Tensor, rows: Ints, state: SamplingRows, num_tokens: Ints) -> Tensor:
-        """[N] int64; leaves in `logits` what each token was sampled from."""
+        """Return [N] int64; leave in `logits` the values that each token was sampled from."""
         random = np.flatnonzero(state.flags[rows] & RANDOM)
         if not len(random):
             return _best(logits)
         if len(random) == len(rows):
-            return self._by_chance(logits, rows, state, num_tokens)
+            return self._sample_random(logits, rows, state, num_tokens)
         token_ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         at_random = to_device(random, self.device)
         at_best = to_device(np.flatnonzero(~state.flags[rows] & RANDOM), self.device)
         token_ids[at_best] = _best(logits.index_select(0, at_best))
         part = logits.index_select(0, at_random)
-        token_ids[at_random] = self._by_chance(part, rows[random], state, num_tokens)
+        token_ids[at_random] = self._sample_random(part, rows[random], state, num_tokens)
         if not self.raw:
             logits.index_copy_(0, at_random, part)
         return token_ids
 
-    def _by_chance(self, logits: Tensor, rows: Ints, state: SamplingRows, num_tokens: Ints) -> Tensor:
+    def _sample_random(self, logits: Tensor, rows: Ints, state: SamplingRows, num_tokens: Ints) -> Tensor:
         logits /= to_device(state.temperature[rows][:, None], self.device)
         limited = np.flatnonzero(state.flags[rows] & LIMITED)
         if len(limited):
@@ -218,21 +217,21 @@ class Sampler:
         self, logits: Tensor, token_ids: Tensor, rows: Ints, state: SamplingRows
     ) -> list[RowLogprobs]:
         ends = state.ends[rows] if logits.shape[1] > state.vocab else None
-        found = row_logprobs(logits, token_ids, state.num_logprobs[rows], self.mode, ends)
+        results = row_logprobs(logits, token_ids, state.num_logprobs[rows], self.mode, ends)
         if (state.flags[rows] & LISTED).any():
             at, listed, _ = state.listed.select(state.places(rows))
             places, ids = (to_device(part.astype(np.int64), self.device) for part in (at, listed))
-            append_listed(found, logits, places, ids, self.mode)
-        return found
+            append_listed(results, logits, places, ids, self.mode)
+        return results
 
 
 def _draws(rows: Ints) -> NDArray[np.intp]:
-    """Which of its draws each is, where those of a row are beside each other."""
+    """Return the index of each sample among those of its row, which are adjacent."""
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
-    found: NDArray[np.intp] = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
-    return found
+    indices: NDArray[np.intp] = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
+    return indices
 
 
 def _best(logits: Tensor) -> Tensor:
-    """[N] the likeliest token. `max` finds it several times faster than `argmax` does on a CPU."""
+    """Return [N], the most likely tokens. `max` is several times faster than `argmax` on a CPU."""
     return logits.max(dim=-1).indices

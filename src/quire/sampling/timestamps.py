@@ -1,7 +1,7 @@
-"""Rows that tell the time, as Whisper does: which moments, and whether one, may come next.
+"""Timestamp rules of Whisper: which timestamps, or whether any, may come next.
 
-What is said stands between two moments, none is before the one in front of it, and an answer begins with one.
-Where all moments together are likelier than the likeliest word, one of them comes.
+Text stands between two timestamps, timestamps never decrease, and a transcript begins with one. If all
+timestamps together are more likely than the most likely text token, a timestamp is sampled.
 """
 
 from typing import NamedTuple
@@ -15,16 +15,16 @@ from quire.sampling.transfer import to_device
 
 
 class TimestampBounds(NamedTuple):
-    """What may come next, of each of some rows."""
+    """The tokens that may come next, by row."""
 
     zero: Ints
-    """The first token of time."""
+    """First timestamp token."""
     text: Ints
-    """Tokens below that are no moments, and may not come."""
+    """Text tokens below this id are not allowed."""
     first: Ints
-    """The first moment that may."""
+    """First allowed timestamp."""
     end: Ints
-    """Where those end that may."""
+    """End of the allowed timestamps."""
 
 
 def bounds_of(
@@ -32,16 +32,16 @@ def bounds_of(
 ) -> TimestampBounds:
     zero, end_id, max_first = (column[rows] for column in state.moments)
     lens = num_tokens[rows]
-    num_said = lens - prompt_lens[rows]
+    num_output = lens - prompt_lens[rows]
     last, before = (tokens[rows, np.maximum(lens - back, 0)] for back in (1, 2))
-    is_told = (num_said >= 1) & (last >= zero)
-    opens = is_told & ((num_said < 2) | (before >= zero))
-    closes = is_told & ~opens
+    after_timestamp = (num_output >= 1) & (last >= zero)
+    opens = after_timestamp & ((num_output < 2) | (before >= zero))
+    closes = after_timestamp & ~opens
     positions = np.arange(int(lens.max(initial=0)))
-    is_said = (positions >= prompt_lens[rows][:, None]) & (positions < lens[:, None])
-    latest = np.where(is_said, tokens[rows, : len(positions)], 0).max(axis=1, initial=0)  # none goes back
+    is_output = (positions >= prompt_lens[rows][:, None]) & (positions < lens[:, None])
+    latest = np.where(is_output, tokens[rows, : len(positions)], 0).max(axis=1, initial=0)
     first = np.where(latest >= zero, latest + ~closes, zero)
-    begins = num_said == 0
+    begins = num_output == 0
     return TimestampBounds(
         zero=zero,
         text=np.where(begins, zero, np.where(closes, end_id, 0)).astype(np.int32),
@@ -50,10 +50,10 @@ def bounds_of(
     )
 
 
-def tell_time(
+def apply_timestamp_rules(
     logits: Tensor, rows: Ints, state: SamplingRows, tokens: Ints, num_tokens: Ints, prompt_lens: Ints
 ) -> None:
-    """Take out of `logits` [N, V], in place, what those of `rows` that tell the time may not say next."""
+    """Mask the tokens of `logits` [N, V] that the rows with timestamps must not sample next, in place."""
     at = np.flatnonzero(state.flags[rows] & TIMED)
     vocab = logits.shape[1]
     bounds = bounds_of(rows[at], state, tokens, num_tokens, prompt_lens, vocab)
@@ -61,9 +61,9 @@ def tell_time(
     ids = torch.arange(vocab, device=logits.device)
     index = to_device(at, logits.device)
     is_time = ids >= zero
-    gone = torch.where(is_time, (ids < first) | (ids >= end), (ids < text) | (ids == zero - 1))
-    left = logits.index_select(0, index).masked_fill_(gone, -torch.inf)
-    all_moments = left.masked_fill(~is_time, -torch.inf).logsumexp(1, keepdim=True)
+    masked = torch.where(is_time, (ids < first) | (ids >= end), (ids < text) | (ids == zero - 1))
+    left = logits.index_select(0, index).masked_fill_(masked, -torch.inf)
+    timestamps = left.masked_fill(~is_time, -torch.inf).logsumexp(1, keepdim=True)
     best_text = left.masked_fill(is_time, -torch.inf).amax(1, keepdim=True)
-    left.masked_fill_(~is_time & (all_moments > best_text), -torch.inf)
+    left.masked_fill_(~is_time & (timestamps > best_text), -torch.inf)
     logits.index_copy_(0, index, left)

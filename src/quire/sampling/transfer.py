@@ -1,4 +1,4 @@
-"""Between host arrays and the device of the logits."""
+"""Transfers between host arrays and the device of the logits."""
 
 from typing import Any
 
@@ -13,5 +13,5 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def take_rows(tensor: Tensor, at: NDArray[np.intp]) -> Tensor:
-    """The rows `at` (rising, each once); the tensor itself, not a copy, when these are all of them."""
+    """Return the rows `at` (increasing, unique); the tensor itself, not a copy, if these are all of them."""
     return tensor if len(at) == len(tensor) else tensor.index_select(0, to_device(at, tensor.device))

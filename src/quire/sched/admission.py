@@ -6,7 +6,7 @@ import numpy as np
 
 from quire.data.plan import Admission, FirstRun, Ints
 from quire.data.request import Request
-from quire.sched.encoder_cache import EncoderCache, stripped
+from quire.sched.encoder_cache import EncoderCache, strip_arrays
 from quire.sched.fairness import Capacity, FairShare
 from quire.sched.fault_isolation import FaultIsolation
 from quire.sched.in_flight import Notes, StepInFlight
@@ -230,7 +230,7 @@ class Admitter:
             seed=request.seed,
             stop_ids=request.held_ids,
             embeds=request.embeds,
-            media=stripped(request.media),
+            media=strip_arrays(request.media),
             pooling=request.pooling,
             adapter=self.adapters.slot_of(request),
         )

@@ -13,7 +13,7 @@ from quire.sched.limits import StepLimits
 from quire.sched.running import Running
 
 
-class Shelf:
+class ArrayStore:
     """The arrays of the items of all current requests, by key, each stored once."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Shelf:
         return msgspec.structs.replace(item, arrays=self._arrays.get(item.key))
 
 
-def stripped(media: Media | None) -> Media | None:
+def strip_arrays(media: Media | None) -> Media | None:
     """Return the media without arrays, as rows hold it."""
     if media is None:
         return None
@@ -97,7 +97,7 @@ class EncoderCache:
         self.size = size
         self.most_made = size if most_made is None else most_made
         self.whole = whole
-        self.shelf = Shelf()
+        self.shelf = ArrayStore()
         self.rows: dict[int, _Row] = {}
         self.num_held = self.num_kept = self.num_made = 0
         """Numbers of vectors: held by rows, kept in the cache, and encoded by the next step."""

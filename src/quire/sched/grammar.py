@@ -16,7 +16,7 @@ from quire.data.params import StructuredOutputsParams
 from quire.data.plan import Ints, Masks, StepPlan, Verdict
 from quire.data.request import Request
 from quire.logs import get_logger, printable
-from quire.sched.grammar_state import Follower, GrammarMatcher, follower_of
+from quire.sched.grammar_state import GrammarMatcher, GrammarState, follower_of
 from quire.sched.in_flight import StepInFlight
 from quire.sched.mask_thread import MaskThread
 from quire.sched.running import RowIds, Running
@@ -88,7 +88,7 @@ class Constraints:
         self._coming: dict[str, Future[GrammarMatcher]] = {}
         self._waiting: dict[str, Request] = {}
         """Requests with a grammar that is being compiled."""
-        self._followers: dict[str, Follower] = {}
+        self._followers: dict[str, GrammarState] = {}
         """By request id. They advance by known tokens, whether their request has a row or not."""
         self._bound_key, self._matchers = b"", list[GrammarMatcher]()
         """Cache of `_bound`: rows with their admissions, and the matchers."""
@@ -289,7 +289,7 @@ class Constraints:
             self.begin(running)  # as early as possible; a request that ends for another reason wastes a mask
         return ended
 
-    def _move(self, followers: list[Follower], token_ids: list[int]) -> list[Verdict]:
+    def _move(self, followers: list[GrammarState], token_ids: list[int]) -> list[Verdict]:
         """Advance each follower by a token."""
         bound = [one.bound for one in followers]
         moves = [move for move in zip(bound, token_ids, strict=True) if move[0] is not None]

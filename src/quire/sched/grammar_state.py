@@ -18,7 +18,7 @@ class GrammarMatcher(Protocol):
         """Return a matcher in the same state."""
 
 
-class Follower:
+class GrammarState:
     """Tracks which tokens a request may generate next.
 
     The output may begin with reasoning, which the grammar does not constrain. Start tokens or the prompt open
@@ -112,10 +112,10 @@ class Follower:
         return verdict
 
 
-def follower_of(request: Request, matcher: GrammarMatcher | None) -> Follower:
+def follower_of(request: Request, matcher: GrammarMatcher | None) -> GrammarState:
     """Return the follower of a request that gets its first row here, advanced by its output so far. That is
     not empty if another engine core began the request."""
-    follower = Follower(matcher, request.params)
+    follower = GrammarState(matcher, request.params)
     for token_id in request.tokens[request.prompt_len :]:
         follower.advance(token_id)
     return follower

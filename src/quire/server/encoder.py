@@ -1,4 +1,4 @@
-"""Protocol of the encoders that turn outputs into HTTP responses, one per route."""
+"""Protocol of the encoders that convert outputs to HTTP responses, one per route."""
 
 from typing import Any, Protocol
 

@@ -16,7 +16,7 @@ from quire.logs import get_logger
 from quire.metrics.keys import KeyPages
 from quire.server.app import Application
 from quire.server.engine import Engine
-from quire.server.http.accept import Hand, Taker
+from quire.server.http.accept import ConnectionHandle, ConnectionReceiver
 from quire.server.http.exposure import exposures
 from quire.server.http.log_config import apply_log_config
 from quire.server.http.protocol import HttpLimits, HttpProtocol
@@ -36,10 +36,10 @@ class _Server(uvicorn.Server):
     """uvicorn server that leaves signals to its caller and calls `on_serving` when it accepts connections."""
 
     def __init__(
-        self, config: uvicorn.Config, *, hand: Hand | None, on_serving: Callable[[], object]
+        self, config: uvicorn.Config, *, hand: ConnectionHandle | None, on_serving: Callable[[], object]
     ) -> None:
         super().__init__(config)
-        self._taker = Taker(hand) if hand is not None else None
+        self._taker = ConnectionReceiver(hand) if hand is not None else None
         self._on_serving = on_serving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -53,7 +53,7 @@ class _Server(uvicorn.Server):
             self._taker.stop()
         await super().shutdown(sockets)
 
-    def _make_protocol(self, taker: Taker) -> asyncio.Protocol:
+    def _make_protocol(self, taker: ConnectionReceiver) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config,
             server_state=self.server_state,
@@ -83,7 +83,7 @@ async def serve(
     engine: Engine,
     sockets: Sequence[socket.socket] | None = None,
     *,
-    hand: Hand | None = None,
+    hand: ConnectionHandle | None = None,
     stop: asyncio.Event | None = None,
     announce: bool = True,
     on_serving: Callable[[Application], object] = lambda _: None,

@@ -5,18 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from quire.config.args import checked_value
+from quire.config.args import check_value
 from quire.config.cli import HIDDEN_TITLE, add_foreign_flag, add_section_flags
 from quire.config.env import Env, MediaEnv, StoreLimits
 from quire.config.sections import FieldRule, Option, options_of
-from quire.config.unsupported import UNBUILT, is_switch, refuse
+from quire.config.unsupported import UNSUPPORTED, check_supported, is_switch
 from quire.data.params import MAX_SEQUENCES
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 from quire.server.api_keys import Key, read_keys
 from quire.server.http.log_config import read_log_config
 from quire.server.http.middleware import load_middleware
-from quire.server.lora.modules import Module, read_modules
+from quire.server.lora.modules import LoRAModule, read_modules
 from quire.server.openai.parsing import Parsers
 
 logger = get_logger(__name__)
@@ -202,7 +202,7 @@ class ServerSettings:
     api: ApiSection = field(default_factory=ApiSection)
     log: LogSection = field(default_factory=LogSection)
     adapters: AdapterSection = field(default_factory=AdapterSection)
-    modules: tuple[Module, ...] = ()
+    modules: tuple[LoRAModule, ...] = ()
     """Adapters parsed from `lora_modules`."""
     changes_adapters: bool = False
     """Whether the routes that load and unload adapters exist."""
@@ -250,7 +250,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     flags that exist already."""
     add_section_flags(parser, SERVER_SECTIONS, prefix=_PREFIX)
     hidden = parser.add_argument_group(HIDDEN_TITLE)
-    for name in sorted(IGNORED.keys() | UNBUILT["server flag"].keys()):
+    for name in sorted(IGNORED.keys() | UNSUPPORTED["server flag"].keys()):
         switch = IGNORED[name] if name in IGNORED else is_switch("server flag", name)
         add_foreign_flag(hidden, name, switch=switch, prefix=_PREFIX)
 
@@ -262,10 +262,10 @@ def add_api_flags(parser: argparse.ArgumentParser) -> None:
 
 def server_settings(namespace: argparse.Namespace, env: Env | None = None) -> ServerSettings:
     """Build the settings from the flags of the command line."""
-    return make_settings(settings_given(namespace), env=env)
+    return make_settings(server_flags(namespace), env=env)
 
 
-def settings_given(namespace: argparse.Namespace) -> dict[str, Any]:
+def server_flags(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the server flags of the command line, by name without the prefix."""
     flags = vars(namespace).items()
     return {name.removeprefix(_PREFIX): value for name, value in flags if name.startswith(_PREFIX)}
@@ -278,10 +278,10 @@ def make_settings(options: Mapping[str, Any], *, env: Env | None = None) -> Serv
         if value is None:
             continue
         if name in known:
-            check = _check_strings if known[name].kind is list else checked_value
+            check = _check_strings if known[name].kind is list else check_value
             values[name] = check(known[name], value)
-        elif name in UNBUILT["server flag"]:
-            refuse("server flag", name, value)
+        elif name in UNSUPPORTED["server flag"]:
+            check_supported("server flag", name, value)
         elif name in IGNORED:
             warn_once(logger, f"{name}={value!r} has no effect in Quire and is ignored")
         else:

@@ -1,4 +1,4 @@
-"""A child process that is kept running: started, listened to, started again when it dies."""
+"""A supervised child process: it is started, monitored, and restarted when it dies."""
 
 import asyncio
 import os
@@ -16,16 +16,16 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Pauses before a process is started again. Only one that cannot come up gets beyond the second."""
+"""Seconds before a process is restarted. Only one that fails to start gets beyond the second."""
 STEADY_S = 60.0
-"""A process that ran this long starts again at the first backoff."""
-_HEAR_S = 0.01
+"""Seconds of running after which the backoff starts again."""
+_POLL_S = 0.01
 
 
 @contextmanager
 def main_left_out() -> Iterator[None]:
-    """Processes that are spawned meanwhile do not run the user's script, which has nothing for them, and no
-    `if __name__ == "__main__"` perhaps."""
+    """Keep processes that are spawned within this context from running the user's script, which may have no
+    `if __name__ == "__main__"`."""
     main = sys.modules["__main__"]
     before = {name: getattr(main, name, None) for name in ("__spec__", "__file__")}
     for name in before:
@@ -39,7 +39,7 @@ def main_left_out() -> Iterator[None]:
 
 @dataclass
 class Child:
-    """A process that is kept running. It says None when it is up, or in one line why it cannot be."""
+    """A supervised process. It sends None when it is up, or the reason why it cannot start."""
 
     name: str
     make: Callable[[connection.Connection], BaseProcess]
@@ -47,19 +47,19 @@ class Child:
     says: connection.Connection | None = None
     is_up: bool = False
     was_up: bool = False
-    """In this life or an earlier one: a process that never was up is not started again."""
+    """Whether it has ever been up: a process that never was up is not restarted."""
     started_at: float = 0.0
     num_failures: int = 0
     restart_at: float | None = None
 
     def start(self) -> None:
-        self.says, theirs = connection.Pipe(duplex=False)
+        self.says, child_end = connection.Pipe(duplex=False)
         try:
-            self.process = self.make(theirs)
+            self.process = self.make(child_end)
             with main_left_out():
                 self.process.start()
         finally:
-            theirs.close()
+            child_end.close()
         self.started_at = time.monotonic()
         self.restart_at = None
 
@@ -68,7 +68,7 @@ class Child:
         return self.process is not None and self.process.is_alive()
 
     def listen(self) -> None:
-        """Hear what it has said so far. Why it cannot be up ends everything, if it never was."""
+        """Read its messages. A failure to start is raised if it never was up."""
         while self.says is not None and self.says.poll():
             try:
                 problem: str | None = self.says.recv()
@@ -84,22 +84,22 @@ class Child:
                 log.error("%s %s: %s", self.name, "failed" if self.is_up else "cannot start", problem)
 
     async def await_up(self) -> None:
-        """Wait for its first word. Not in a thread: whoever gives up would leave it behind, listening to what
-        `end` closes."""
+        """Wait until it is up. Not in a thread, which would stay behind on cancellation, reading what `end`
+        closes."""
         while not self.is_up:
             if self.says is None:
-                raise ConfigError(f"{self.name} could not start; the log says why")
+                raise ConfigError(f"{self.name} could not start; see the log")
             self.listen()
-            await asyncio.sleep(_HEAR_S)
+            await asyncio.sleep(_POLL_S)
 
     def look(self) -> bool:
-        """Hear it, and see whether it has ended; the death of one that never was up ends everything."""
+        """Read its messages, and return whether it has ended. Raise if it never was up."""
         code = self.process.exitcode if self.process is not None else None
-        self.listen()  # after the look at the exit code: what it said last is then there to be heard
+        self.listen()  # after the exit code: then its last message can be read
         if code is None:
             return False
         if not self.was_up:
-            raise ConfigError(f"{self.name} could not start (exit code {code}); the log says why")
+            raise ConfigError(f"{self.name} could not start (exit code {code}); see the log")
         self._note_death()
         return True
 
@@ -107,7 +107,7 @@ class Child:
         assert self.process is not None
         if time.monotonic() - self.started_at > STEADY_S:
             self.num_failures = 0
-        longest = 1 if self.is_up else len(BACKOFF_S) - 1  # requests wait for a process that came up
+        longest = 1 if self.is_up else len(BACKOFF_S) - 1  # requests wait for a process that was up
         delay = BACKOFF_S[min(self.num_failures, longest)]
         self.num_failures += 1
         self.restart_at = time.monotonic() + delay
@@ -122,7 +122,7 @@ class Child:
         self.is_up = False
 
     def end(self, how: int, timeout_s: float) -> None:
-        """Ask it to end, and insist."""
+        """Send the signal `how`, and kill it after `timeout_s`."""
         if self.process is not None and self.process.is_alive():
             os.kill(self.process.pid or 0, how)
             self.process.join(timeout_s)

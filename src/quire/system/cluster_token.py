@@ -1,4 +1,5 @@
-"""The secret that the processes of one deployment share, and how their sockets prove that they know it."""
+"""The cluster token: a secret shared by the processes of one deployment, and the socket authentication with
+it."""
 
 import hashlib
 import hmac
@@ -23,8 +24,7 @@ FILE_NAME = "cluster_token"
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 MISMATCHES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 MAX_FAILURES = 3
-"""Handshakes in a row that may fail before the token counts as wrong: a peer may also end in the middle of
-one."""
+"""Failed handshakes in a row after which the token counts as wrong: a peer may also end during one."""
 
 
 def new_token() -> str:
@@ -33,10 +33,10 @@ def new_token() -> str:
 
 
 def cluster_token(env: Env, host: str) -> str:
-    """Return the token of a deployment whose parts are started by separate commands and meet at `host`.
+    """Return the token of a deployment; its processes are started by separate commands and meet at `host`.
 
-    It is the environment's. Without one, commands of one user on one machine share a file that only this user
-    can read; machines that have no token accept every peer, which is warned of.
+    It comes from the environment. Without one, commands of one user on one machine share a file that only
+    this user can read. Machines without a token accept every peer, which is logged as a warning.
     """
     if env.cluster_token:
         return env.cluster_token
@@ -44,8 +44,8 @@ def cluster_token(env: Env, host: str) -> str:
         return _token_of_user(env.cache_root / FILE_NAME)
     warn_once(
         log,
-        f"{VARIABLE} is not set: whoever reaches the ports of this deployment at {host} can join it and read"
-        " prompts; set it to the same secret on every machine, or keep these ports private",
+        f"{VARIABLE} is not set: any host that reaches the ports of this deployment at {host} can join it and"
+        " read prompts; set it to the same secret on every machine, or keep these ports private",
     )
     return ""
 
@@ -56,10 +56,10 @@ def is_same(token: str, other: str) -> bool:
 
 
 def secure(sock: "zmq.Socket[bytes]", token: str, *, listens: bool) -> None:
-    """Encrypt what goes through a TCP socket (CURVE), and let only peers with the same token connect.
+    """Configure encryption of a TCP socket (CURVE), so that only peers with the same token can connect.
 
     The listener's key pair is derived from the token. A handshake needs its public key, which is never sent,
-    so that only those who know the token can make one. Call it before `bind` or `connect`.
+    so that only processes with the token can complete one. Call it before `bind` or `connect`.
     """
     if not token or not zmq.has("curve"):
         return
@@ -116,7 +116,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _token_of_user(file: Path) -> str:
-    """Read the token of this user, or make one; of several processes that make one, the first wins."""
+    """Read the token of this user, or create one; if several processes create one, the first wins."""
     try:
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -144,5 +144,5 @@ def _read_private(file: Path) -> str:
             raise ConfigError(f"{file} can be read by other users: run `chmod 600` on it, or remove it")
         token = kept.read().strip()
     if not token:
-        raise ConfigError(f"{file} is empty: remove it, and a token is made anew")
+        raise ConfigError(f"{file} is empty: remove it, and a new token is created")
     return token

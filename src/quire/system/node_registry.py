@@ -1,4 +1,4 @@
-"""Cores on other machines: where they are, told to the head by the supervisor that runs them."""
+"""The registry of engine cores on other machines: their supervisors announce them to the head node."""
 
 import os
 import re
@@ -26,24 +26,24 @@ from quire.system.cluster_token import (
 log = get_logger(__name__)
 
 ENLIST_S = 0.5
-"""Between two messages of a machine, so that each side knows that the other is there."""
+"""Seconds between two messages of a node, which serve as heartbeats in both directions."""
 GONE_S = 3.0
-"""A machine that was not heard of for so long has left its ranks to others."""
+"""Seconds without a message after which a node loses its ranks to others."""
 REMIND_S = 30.0
-"""Between two lines about who is missing."""
+"""Seconds between two log lines about missing ranks."""
 MAX_AT_ONCE = 256
-"""Messages that are read before the supervisor looks after its processes again."""
+"""Most messages to read before the supervisor checks its processes again."""
 MAX_BYTES = 1 << 20
-"""Size of a message; ZMQ ends connections that send a larger one."""
+"""Size limit of a message; ZMQ closes connections that send a larger one."""
 _LINGER_MS = 1000
 _ADDRESS = re.compile(r"tcp://(\[[\w:.%]+\]|[\w.-]+):\d{1,5}")
 
 
-_OTHER_TOKEN = f"its {VARIABLE} is another: set the same secret on every machine"
+_OTHER_TOKEN = f"its {VARIABLE} differs: set the same secret on every machine"
 
 
 class JoinNode(msgspec.Struct, tag="enlist"):
-    """A machine and its cores: where they listen, whether they are up, or why they cannot be."""
+    """Message of a node: the addresses of its cores, and whether they are up, or why they cannot be."""
 
     node: str
     size: int
@@ -55,12 +55,12 @@ class JoinNode(msgspec.Struct, tag="enlist"):
 
 
 class NodeJoined(msgspec.Struct, tag="noted"):
-    """What the head says to that: nothing, or why not, or that it ends."""
+    """Answer of the head: empty if the node is accepted, otherwise why not, or that the head ends."""
 
     problem: str = ""
     ends: bool = False
     may_change: bool = False
-    """Whether it is worth to ask again: who has the rank may be dead."""
+    """Whether the node may retry: the current owner of the rank may be dead."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class _Node:
 
 
 class NodeRegistry:
-    """The head's list of the cores on other machines. Their addresses are kept in files, for whoever asks."""
+    """The head's list of cores on other machines. Their addresses are kept in files, for other processes."""
 
     def __init__(
         self, host: str, port: int, *, size: int, awaited: Iterable[int], folder: Path, token: str
@@ -83,7 +83,7 @@ class NodeRegistry:
         self.folder = folder
         self.awaited = frozenset(awaited)
         self.was_complete = False
-        """Whether all of them have been up."""
+        """Whether all ranks have been up."""
         self._place = f"{host}:{port}"
         self._nodes: dict[bytes, _Node] = {}
         self._remind_at = time.monotonic() + REMIND_S
@@ -111,34 +111,34 @@ class NodeRegistry:
         return sorted(self.awaited - up)
 
     def listen(self) -> None:
-        """Hear who has come. Whoever cannot come ends the start."""
+        """Read the messages of nodes. A node that fails during the start ends the start."""
         for _ in range(MAX_AT_ONCE):
             try:
-                who, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             try:
                 message = msgspec.msgpack.decode(b"".join(parts), type=JoinNode)
             except msgspec.MsgspecError:
-                self._ignore("a message that is none of this version")
+                self._ignore("a message that is not of this version")
                 continue
             if not is_same(message.token, self._token):
                 self._ignore("a machine with another token")
-                self._tell(who, NodeJoined(_OTHER_TOKEN))
+                self._send(identity, NodeJoined(_OTHER_TOKEN))
                 continue
-            said = self._note(who, message)
-            self._tell(who, said)
-            if said.problem:
-                log.error("Refused %.100r: %s", message.node, said.problem)
-        self._take_stock()
+            answer = self._register(identity, message)
+            self._send(identity, answer)
+            if answer.problem:
+                log.error("Refused %.100r: %s", message.node, answer.problem)
+        self._check_complete()
 
-    def _tell(self, who: bytes, message: NodeJoined) -> None:
-        self._socket.send_multipart([who, msgspec.msgpack.encode(message)])
+    def _send(self, identity: bytes, message: NodeJoined) -> None:
+        self._socket.send_multipart([identity, msgspec.msgpack.encode(message)])
 
-    def _note(self, who: bytes, message: JoinNode) -> NodeJoined:
-        """Write down where its cores are, or say why not."""
+    def _register(self, identity: bytes, message: JoinNode) -> NodeJoined:
+        """Register a node and store the addresses of its cores, or return why not."""
         if message.problem:
-            if who in self._nodes and not self.was_complete:
+            if identity in self._nodes and not self.was_complete:
                 raise ConfigError(f"{message.node}: {message.problem}")
             log.error("%s ends: %s", message.node, message.problem)
             return NodeJoined()
@@ -146,22 +146,24 @@ class NodeRegistry:
             return NodeJoined(
                 f"data_parallel_size is {self.size} at the head, and {message.size} at {message.node}"
             )
-        if strange := sorted(message.addresses.keys() - self.awaited):
-            return NodeJoined(f"data-parallel rank {strange[0]} runs at the head itself, or is out of range")
-        if wrong := [each for each in message.addresses.values() if not _ADDRESS.fullmatch(each)]:
-            return NodeJoined(f"{wrong[0]!r:.80} is no address of a core: expected tcp://HOST:PORT")
+        if unexpected := sorted(message.addresses.keys() - self.awaited):
+            return NodeJoined(
+                f"data-parallel rank {unexpected[0]} runs at the head itself, or is out of range"
+            )
+        if bad := [address for address in message.addresses.values() if not _ADDRESS.fullmatch(address)]:
+            return NodeJoined(f"{bad[0]!r:.80} is not an address of a core: expected tcp://HOST:PORT")
         now = time.monotonic()
         for other, node in list(self._nodes.items()):
             shared = node.ranks & message.addresses.keys()
-            if other == who or not shared:
+            if other == identity or not shared:
                 continue
             if now - node.heard_at < GONE_S:
                 return NodeJoined(
                     f"data-parallel rank {min(shared)} is taken by {node.name}", may_change=True
                 )
             del self._nodes[other]
-        known = self._nodes.get(who)
-        self._nodes[who] = _Node(message.node, frozenset(message.addresses), now, message.is_up)
+        known = self._nodes.get(identity)
+        self._nodes[identity] = _Node(message.node, frozenset(message.addresses), now, message.is_up)
         if known is None:
             log.info("Data-parallel ranks %s are at %s", _listed(message.addresses), message.node)
             for rank, address in message.addresses.items():
@@ -170,7 +172,7 @@ class NodeRegistry:
                 file.with_suffix(".new").rename(file)
         return NodeJoined()
 
-    def _take_stock(self) -> None:
+    def _check_complete(self) -> None:
         if self.was_complete:
             return
         missing, now = self.missing, time.monotonic()
@@ -189,38 +191,38 @@ class NodeRegistry:
         )
 
     def close(self, problem: str = "") -> None:
-        """Everybody is told that the head ends, and why."""
-        for who in self._nodes:
-            self._tell(who, NodeJoined(problem, ends=True))
+        """Notify all nodes that the head ends, and why."""
+        for identity in self._nodes:
+            self._send(identity, NodeJoined(problem, ends=True))
         self._socket.close()
-        self._context.term()  # waits until they are told
+        self._context.term()  # waits until the messages are sent
 
 
 class Announcer:
-    """Tells the head where the cores of this machine are, again and again."""
+    """Announces the cores of this machine to the head, periodically."""
 
     def __init__(self, host: str, port: int, *, size: int, addresses: Mapping[int, str], token: str) -> None:
         self.head = f"{host}:{port}"
         self.was_heard = False
         self.ends = False
-        """The head has ended, or does not want this machine, which then ends, too."""
+        """Whether the head has ended or refused this node, which then ends as well."""
         self._message = JoinNode(f"{socket.gethostname()} (pid {os.getpid()})", size, token, dict(addresses))
         self._began = self._heard_at = time.monotonic()
         self._next = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.SNDHWM, 1)  # news of yesterday are of no use to a head that comes late
+        self._socket.setsockopt(zmq.SNDHWM, 1)  # a head that starts late needs the latest message only
         self._handshakes = Handshakes()
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURES | MISMATCHES)
         secure(self._socket, token, listens=False)
         self._socket.connect(f"tcp://{self.head}")
 
     def tick(self, *, is_up: bool, timeout_s: float) -> None:
-        """Say that this machine is there, and hear what the head says to that."""
+        """Send a heartbeat, and read the answer of the head."""
         now = time.monotonic()
         self._check_handshakes()
-        self._hear(now)
+        self._receive(now)
         if now - self._heard_at > timeout_s:
             what = "has been silent for" if self.was_heard else "did not answer within"
             raise ConfigError(f"the head of the data-parallel ranks at {self.head} {what} {timeout_s:g} s")
@@ -236,23 +238,23 @@ class Announcer:
             self.ends = True
             raise ConfigError(f"the head at {self.head} refused this machine: {_OTHER_TOKEN}")
 
-    def _hear(self, now: float) -> None:
+    def _receive(self, now: float) -> None:
         while self._socket.poll(0):
             try:
-                said = msgspec.msgpack.decode(self._socket.recv(), type=NodeJoined)
+                answer = msgspec.msgpack.decode(self._socket.recv(), type=NodeJoined)
             except msgspec.MsgspecError as error:
-                log.warning("Ignored what the head at %s sent: %.200r", self.head, str(error))
+                log.warning("Ignored an invalid message of the head at %s: %.200r", self.head, str(error))
                 continue
             self._heard_at = now
-            if said.may_change and now - self._began < 2 * GONE_S:
+            if answer.may_change and now - self._began < 2 * GONE_S:
                 continue
-            if said.problem:
+            if answer.problem:
                 self.ends = True
-                how = "ended" if said.ends else "refused"
-                raise ConfigError(f"the head at {self.head} {how}: {said.problem}")
-            self.ends = self.ends or said.ends
+                how = "ended" if answer.ends else "refused"
+                raise ConfigError(f"the head at {self.head} {how}: {answer.problem}")
+            self.ends = self.ends or answer.ends
             if not self.was_heard:
-                log.info("The head at %s knows of data-parallel ranks %s", self.head, self._ranks)
+                log.info("The head at %s has registered data-parallel ranks %s", self.head, self._ranks)
             self.was_heard = True
 
     @property
@@ -263,10 +265,10 @@ class Announcer:
         try:
             self._socket.send(msgspec.msgpack.encode(self._message), zmq.NOBLOCK)
         except zmq.Again:
-            log.debug("The head at %s is not there yet", self.head)
+            log.debug("The head at %s is not reachable yet", self.head)
 
     def close(self, problem: str = "") -> None:
-        """The head is told if this machine cannot do its part."""
+        """Close the connection; report `problem` to the head if this node cannot run its cores."""
         if problem and not self.ends:
             self._message.problem = problem
             self._send()
@@ -276,10 +278,11 @@ class Announcer:
         self._context.term()
 
 
-def own_address(head: str, given: str | None) -> str:
-    """Where the head can reach this machine: as `given`, or out of the interface that leads to it."""
-    if given:
-        return given
+def own_address(head: str, address: str | None) -> str:
+    """Return the address at which the head reaches this machine: `address`, or that of the interface to the
+    head."""
+    if address:
+        return address
     with socket.socket(socket.AF_INET6 if ":" in head else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((head, 9))
@@ -289,7 +292,7 @@ def own_address(head: str, given: str | None) -> str:
 
 
 def free_address(host: str) -> str:
-    """A port of `host` that nobody listens on."""
+    """Return the address of a free port of `host`."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""What this machine can do, found without torch: CUDA by its driver, the CPU by the kernel's files."""
+"""Hardware detection without torch: CUDA by its driver, the CPU by the kernel's files."""
 
 import ctypes
 import importlib.util
@@ -19,9 +19,10 @@ _FP16_FEATURES = {"avx512_fp16", "amx_fp16"}
 
 
 def detect(device: str = "auto", *, root: Path = Path("/")) -> Machine:
-    """The device the engine runs on: `auto` takes CUDA where torch is built for it and a device is there.
+    """Return the device the engine runs on: `auto` chooses CUDA if torch is built for it and a device is
+    present.
 
-    `root` is where /proc and /sys are.
+    `root` is the parent of /proc and /sys.
     """
     if device == "cpu":
         return _cpu(root)
@@ -29,7 +30,7 @@ def detect(device: str = "auto", *, root: Path = Path("/")) -> Machine:
     if reason is None:
         return _cuda(_driver(), _num_cores(root))
     if device == "cuda":
-        raise ConfigError(f"device='cuda' was asked for, but {reason}; use device='cpu'")
+        raise ConfigError(f"device='cuda' is not available: {reason}; use device='cpu'")
     return _cpu(root)
 
 
@@ -73,7 +74,8 @@ def _device_count(driver: ctypes.CDLL) -> int:
 
 
 def _cuda(driver: ctypes.CDLL, num_cores: int) -> Machine:
-    """Facts of the first device. All memory counts as free: to measure it takes a context, the worker's."""
+    """Return the facts of the first device. All memory counts as free: measuring it needs a context, that of
+    the worker."""
     device, total = ctypes.c_int(), ctypes.c_size_t()
     major, minor = ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
@@ -120,43 +122,43 @@ def _read(path: Path) -> str | None:
 
 
 def _line(info: str, key: str) -> str | None:
-    found = re.search(rf"^{key}\s*:\s*(.*)$", info, re.MULTILINE)
-    return found[1].strip() if found else None
+    match = re.search(rf"^{key}\s*:\s*(.*)$", info, re.MULTILINE)
+    return match[1].strip() if match else None
 
 
 def thread_advice(device: str, *, num_threads: int, num_api: int, num_workers: int) -> str | None:
-    """What to expect where a GPU engine has fewer hardware threads than two for each of its processes."""
-    wanted = 2 * (num_api + 1 + num_workers)
-    if device == "cpu" or num_threads >= wanted:
+    """Return a warning if a GPU engine has fewer than two hardware threads per process."""
+    needed = 2 * (num_api + 1 + num_workers)
+    if device == "cpu" or num_threads >= needed:
         return None
     return (
         f"there are {num_threads} hardware threads, but {num_api} API server(s), the engine and "
-        f"{num_workers} GPU worker(s) want {wanted} (2 each): expect the GPU to wait for the CPU, later "
+        f"{num_workers} GPU worker(s) need {needed} (2 each): expect the GPU to wait for the CPU, later "
         "first tokens and fewer tokens a second"
     )
 
 
 def devices_of(index: int, count: int, *, visible: str | None, num_devices: int) -> str:
-    """CUDA_VISIBLE_DEVICES for the engine of this index, of several with `count` devices each."""
+    """Return CUDA_VISIBLE_DEVICES for the engine with this index, of several with `count` devices each."""
     names = visible.split(",") if visible else [str(number) for number in range(num_devices)]
-    own = names[index * count : (index + 1) * count]
-    if len(own) < count:
+    chosen = names[index * count : (index + 1) * count]
+    if len(chosen) < count:
         raise ConfigError(
             f"there are {len(names)} devices, too few for data-parallel copies of {count} each: lower"
             " data_parallel_size, or data_parallel_size_local"
         )
-    return ",".join(own)
+    return ",".join(chosen)
 
 
 def _num_cores(root: Path) -> int:
-    """Cores that threads which compute may use: those there are, bounded by OMP_NUM_THREADS."""
+    """Return the cores for compute threads: the hardware threads, limited by OMP_NUM_THREADS."""
     cores = hardware_threads(root)
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return min(cores, int(wanted)) if wanted.isdigit() and int(wanted) else cores
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(limit)) if limit.isdigit() and int(limit) else cores
 
 
 def hardware_threads(root: Path = Path("/")) -> int:
-    """Cores of the affinity mask, bounded by every cgroup's quota."""
+    """Return the cores of the affinity mask, limited by every cgroup's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroup_folders(root, "cpu"):
         quota = _read(folder / "cpu.max")
@@ -169,7 +171,7 @@ def hardware_threads(root: Path = Path("/")) -> int:
 
 
 def _memory(root: Path) -> tuple[int, int]:
-    """Bytes this process may use, and those that are free: the machine's, within every cgroup's limit."""
+    """Return the total and the free bytes for this process: the machine's, within every cgroup's limit."""
     host, free = _host_memory(root)
     total = host
     for folder in _cgroup_folders(root, "memory"):
@@ -178,7 +180,7 @@ def _memory(root: Path) -> tuple[int, int]:
             continue
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
         stat = _read(folder / "memory.stat") or ""
-        # Page cache counts as used, but the kernel gives it up on demand.
+        # Page cache counts as used, but the kernel reclaims it on demand.
         reclaimable = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
         used -= min(used, int(reclaimable[1]) if reclaimable else 0)
         total, free = min(total, limit), min(free, max(0, limit - used))
@@ -202,7 +204,7 @@ def _number(path: Path) -> int | None:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """This process's cgroup and all above it, of version 2 and of version 1's `controller`."""
+    """Yield this process's cgroup and all its parents, of version 2 and of version 1's `controller`."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -211,7 +213,7 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
             top = root / "sys/fs/cgroup" / controller
         else:
             continue
-        # In a container the path may be the host's: what is not there is passed over, the top is always read.
+        # In a container the path may be the host's: missing folders are skipped, the top is always read.
         folder = top / path.lstrip("/")
         yield folder
         while folder != top:

@@ -14,15 +14,15 @@ LOCK = "lock"
 
 
 class Scratch:
-    """A temporary folder that goes with its owner. Who is killed cannot clean up: the next owner does.
+    """A temporary folder that is removed with its owner, or by the next owner after a kill.
 
-    The owner holds a lock on a file in the folder, which the system releases when it dies, however it dies.
+    The owner holds a lock on a file in the folder, which the system releases when it ends, however it ends.
     """
 
     def __init__(self, root: Path | None = None) -> None:
         sweep(root or Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-        # Renamed when it is locked: a folder with an unlocked lock file is always a dead one.
+        # Renamed once it is locked: the owner of a folder with an unlocked lock file is always dead.
         unnamed = self.path / "new"
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -42,15 +42,15 @@ class Scratch:
 
 
 def sweep(root: Path) -> None:
-    """Remove the folders of owners that are dead. Those of the living, and of others, stay."""
+    """Remove the folders of dead owners. Those of running owners, and of other users, stay."""
     for folder in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             _remove_if_dead(folder)
 
 
 def _remove_if_dead(folder: Path) -> None:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:

@@ -1,7 +1,7 @@
-"""Objects in shared memory: one process puts them there, others read them where they lie.
+"""Objects in shared memory: one process writes them, others read them in place.
 
-The memory has no name, as that of rings has none: others open it through a process that has it, and it goes
-with the last of them, however they end.
+The memory has no name: other processes open it through a process that has it, and it is freed with the last
+of them, however they end.
 """
 
 import itertools
@@ -17,33 +17,33 @@ from quire.data.multimodal import StoredArrays
 from quire.errors import EngineError
 
 _LINE = 64
-"""Objects begin at multiples of it, each with two words of 4 bytes: how often those who were sent it have let
-go of it, and its generation."""
+"""Alignment of objects. Each begins with two words of 4 bytes: the number of releases by its receivers, and
+its generation."""
 _HEAD = 8
 _WRAP = 1 << 32
 
 
 @dataclass(slots=True, eq=False)
 class SharedObject:
-    """An object, as the owner of the memory knows it."""
+    """An object, as the owner of the memory sees it."""
 
     start: int
     size: int
-    """Bytes that it takes, and"""
+    """Bytes with header and padding."""
     length: int
-    """those of what it is."""
+    """Bytes of the data."""
     generation: int
     num_users: int = 0
-    """Here, and"""
+    """References in this process."""
     num_sent: int = 0
-    """times that it was sent elsewhere."""
+    """Number of times it was sent to the other process."""
 
 
 class SharedArena:
-    """The memory in the hands of its owner, who says what lies where.
+    """The shared memory on the side of its owner, which allocates it.
 
-    An object is overwritten when it was dropped, no `StoredArrays` of it exists here, and the far side has
-    released all that were sent there. The far side counts releases in the object itself.
+    An object is overwritten when it was dropped, no `StoredArrays` of it exists here, and the other process
+    has released all that were sent there. Releases are counted in the object itself.
     """
 
     def __init__(self, num_bytes: int, max_parcel_bytes: int) -> None:
@@ -56,35 +56,35 @@ class SharedArena:
         self._memory = memoryview(mmap.mmap(fd, num_bytes))
         self._words = self._memory.cast("I")
         self._free = [(0, num_bytes)]
-        """Start and size of what nobody has, in order; never two side by side."""
+        """Start and size of free pieces, sorted; never two adjacent ones."""
         self._parcels: dict[int, SharedObject] = {}
         self._dropped: dict[int, SharedObject] = {}
-        """Those of them that wait to be overwritten."""
+        """Objects that wait to be overwritten."""
         self._ended: deque[int] = deque()
-        """Starts of those that somebody here had; told by whatever thread it ended in."""
+        """Starts of objects that lost a local reference; appended by any thread."""
         self._generations = itertools.count()
         self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
-        """That are taken."""
+        """Return the allocated bytes."""
         return sum(parcel.size for parcel in self._parcels.values())
 
     @property
     def num_busy(self) -> int:
-        """Parcels that must not be overwritten now."""
+        """Return the number of objects that must not be overwritten now."""
         with self._lock:
             self._settle()
             return sum(not self._is_idle(parcel) for parcel in self._parcels.values())
 
     def put(self, data: bytes) -> SharedObject | None:
-        """None: there is no room in one piece, or it is too large."""
+        """Write an object; return None if it is too large, or if there is no free piece of its size."""
         size = -(-(_HEAD + len(data)) // _LINE) * _LINE
         if size > self.max_parcel_bytes:
             return None
         with self._lock:
             self._settle()
-            start = self._take(size)
+            start = self._allocate(size)
             if start is None:
                 return None
             parcel = SharedObject(start, size, len(data), next(self._generations) % _WRAP)
@@ -94,7 +94,7 @@ class SharedArena:
         return parcel
 
     def share(self, parcel: SharedObject) -> StoredArrays | None:
-        """It stays as long as anybody has what this returns. None: it is gone already."""
+        """Return a reference that keeps the object in place while it exists; None if the object is gone."""
         with self._lock:
             if self._parcels.get(parcel.start) is not parcel:
                 return None
@@ -104,7 +104,7 @@ class SharedArena:
         return stored
 
     def send(self, stored: StoredArrays) -> None:
-        """The far side is given it, and will let go of it."""
+        """Record that the object is sent to the other process, which will release it."""
         with self._lock:
             self._parcels[stored.start].num_sent += 1
 
@@ -118,13 +118,13 @@ class SharedArena:
             return self._is_idle(parcel)
 
     def drop(self, parcel: SharedObject) -> None:
-        """It is not asked for again."""
+        """Drop an object; its memory is reused once it has no references."""
         with self._lock:
             self._dropped[parcel.start] = parcel
             self._settle()
 
     def lose_far(self) -> None:
-        """The far side is dead, and has nothing any more."""
+        """Release all objects of the other process after its death."""
         with self._lock:
             for parcel in self._parcels.values():
                 parcel.num_sent = self._words[parcel.start // 4]
@@ -134,22 +134,22 @@ class SharedArena:
     def _settle(self) -> None:
         while self._ended:
             self._parcels[self._ended.popleft()].num_users -= 1
-        for parcel in [each for each in self._dropped.values() if self._is_idle(each)]:
+        for parcel in [parcel for parcel in self._dropped.values() if self._is_idle(parcel)]:
             del self._dropped[parcel.start], self._parcels[parcel.start]
-            self._give(parcel.start, parcel.size)
+            self._free_piece(parcel.start, parcel.size)
 
     def _is_idle(self, parcel: SharedObject) -> bool:
         return not parcel.num_users and self._words[parcel.start // 4] == parcel.num_sent % _WRAP
 
-    def _take(self, size: int) -> int | None:
-        """From the first piece that is large enough."""
+    def _allocate(self, size: int) -> int | None:
+        """Allocate from the first piece that is large enough."""
         for place, (start, free) in enumerate(self._free):
             if free >= size:
                 self._free[place : place + 1] = [(start + size, free - size)] if free > size else []
                 return start
         return None
 
-    def _give(self, start: int, size: int) -> None:
+    def _free_piece(self, start: int, size: int) -> None:
         insort(self._free, (start, size))
         joined: list[tuple[int, int]] = []
         for begin, length in self._free:
@@ -162,7 +162,7 @@ class SharedArena:
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """That of somebody else."""
+    """A mapping of another process's memory."""
 
     fd: int
     words: memoryview
@@ -170,19 +170,19 @@ class _Memory:
 
 
 class ArenaReader:
-    """The far side: has what it is sent until nobody in this process refers to it, then says so.
+    """The receiving side: keeps an object until this process has no reference to it, then releases it.
 
-    Nobody has to remember to give anything back: requests and plans that end, however they do, refer to
-    nothing.
+    Release is automatic: it follows the end of requests and plans, however they end.
     """
 
     def __init__(self) -> None:
         self._memories: dict[tuple[int, int], _Memory] = {}
-        """The newest last. An owner that is started again has another."""
+        """Mappings, the newest last. A restarted owner has a new memory."""
         self._ended: deque[tuple[tuple[int, int], int]] = deque()
 
     def take(self, stored: StoredArrays) -> bool:
-        """Refer readers to this process's own way to the memory. False: there is none."""
+        """Make the reference use this process's descriptor of the memory. Return False if it cannot be
+        opened."""
         try:
             key = _key(stored.memory)
             memory = self._memories.get(key) or self._open(stored.memory, key)
@@ -199,7 +199,7 @@ class ArenaReader:
         return self._memories[key]
 
     def settle(self) -> None:
-        """Tell owners of what nobody has any more."""
+        """Release the objects that have no references any more."""
         while self._ended:
             key, start = self._ended.popleft()
             memory = self._memories[key]
@@ -211,20 +211,20 @@ class ArenaReader:
 
 
 class ArenaView:
-    """The memory as readers see it: one at a time."""
+    """The reading side: one mapping at a time."""
 
     def __init__(self) -> None:
         self._key: tuple[int, int] | None = None
         self._memory = self._words = memoryview(b"")
 
     def read(self, stored: StoredArrays) -> memoryview:
-        """Where it lies. Who has sent the `stored` keeps it there until the step is over."""
+        """Return the object in place. The sender of `stored` keeps it there until the step is over."""
         try:
             if (key := _key(stored.memory)) != self._key:
                 self._open(stored.memory)
                 self._key = key
         except OSError as error:
-            raise EngineError(f"the shared memory of media cannot be opened: {error}") from None
+            raise EngineError(f"the shared memory of multimodal items cannot be opened: {error}") from None
         return _read(self._memory, self._words, stored)
 
     def _open(self, path: str) -> None:
@@ -237,13 +237,13 @@ class ArenaView:
 
 
 def _key(path: str) -> tuple[int, int]:
-    """Which memory it is: the number of a descriptor may be that of another by now."""
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
+    """Return the identity of a memory: a descriptor number may be reused."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _read(memory: memoryview, words: memoryview, stored: StoredArrays) -> memoryview:
     if words[stored.start // 4 + 1] != stored.generation:
-        raise EngineError("something else lies where the arrays of an item were")
+        raise EngineError("the shared memory of an item was overwritten")
     first = stored.start + _HEAD
     return memory[first : first + stored.length]

@@ -1,6 +1,6 @@
-"""Memory that processes share: messages from one writer to many readers, without a copy for each of them.
+"""Shared-memory rings: messages from one writer to many readers, without a copy for each of them.
 
-The memory has no name: it goes with the last process that has its file descriptor, however they end.
+The memory has no name: it is freed with the last process that has its file descriptor, however they end.
 """
 
 import ctypes
@@ -15,24 +15,24 @@ import threading
 import time
 
 CAPACITY = 1 << 20
-"""Bytes under way; a longer message goes through piece by piece."""
+"""Bytes in flight; a longer message is sent piece by piece."""
 SPIN_S = 50e-6
-"""How long a reader looks again and again before it sleeps, where cores are to spare."""
+"""Seconds that a reader spins before it sleeps, if there are spare cores."""
 
 _LINE = 64
-"""Bytes that processors tell each other of at once: words of different processes stand that far apart."""
+"""Size of a cache line: counters of different processes are in different lines."""
 _HEAD, _SIZE = 0, 1
 _LENGTH = struct.Struct("<I")
 _POLL_S = 50e-6
 _WRAP = 1 << 32
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
-"""The number of the system call."""
+"""Number of the futex system call."""
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 1 << 30
 _fence = threading.Lock()
 
 
 def create(num_readers: int, capacity: int = CAPACITY) -> int:
-    """The file descriptor of a new ring; its capacity is a power of two."""
+    """Create a ring and return its file descriptor; its capacity is a power of two."""
     assert capacity & (capacity - 1) == 0
     size = _LINE * (1 + num_readers) + capacity
     if hasattr(os, "memfd_create"):
@@ -47,7 +47,7 @@ def create(num_readers: int, capacity: int = CAPACITY) -> int:
 
 
 class _End:
-    """One side of a ring: counters of bytes, modulo 2**32, and the bytes themselves."""
+    """One end of a ring: byte counters, modulo 2**32, and the bytes themselves."""
 
     def __init__(self, fd: int) -> None:
         size = os.fstat(fd).st_size
@@ -65,7 +65,7 @@ class _End:
 
 
 class ShmWriter(_End):
-    """The one who writes."""
+    """The writing end of a ring."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
@@ -73,13 +73,13 @@ class ShmWriter(_End):
         self._tails = [(1 + reader) * _LINE // 4 for reader in range(self.num_readers)]
 
     def send(self, data: bytes, timeout_s: float) -> None:
-        """Returns when the last of it is in the ring. After a TimeoutError the ring is of no use any more."""
+        """Send a message; return when all of it is in the ring. After a TimeoutError the ring is unusable."""
         rest = memoryview(_LENGTH.pack(len(data)) + data)
         deadline = time.monotonic() + timeout_s
         while rest:
             while not (room := self._room()):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"a message of {len(data)} bytes was not taken in {timeout_s:g} s")
+                    raise TimeoutError(f"a message of {len(data)} bytes was not read within {timeout_s:g} s")
                 time.sleep(_POLL_S)
             part, rest = rest[:room], rest[room:]
             self._put(part)
@@ -94,45 +94,45 @@ class ShmWriter(_End):
         self._bytes[at : at + first] = part[:first]
         self._bytes[: len(part) - first] = part[first:]
         self._head = (self._head + len(part)) % _WRAP
-        with _fence:  # the bytes are there before the count says so
+        with _fence:  # the bytes are written before the counter
             pass
         self._words[_HEAD] = self._head
         _wake(self._address)
 
 
 class ShmReader(_End):
-    """One of those who read, each from 0 on."""
+    """A reading end of a ring; readers are numbered from 0."""
 
     def __init__(self, fd: int, index: int = 0, spin_s: float = 0.0) -> None:
         super().__init__(fd)
         self._spin_s = spin_s
         self._place = (1 + index) * _LINE // 4
         self._tail = self._words[self._place]
-        self._got = bytearray()
+        self._received = bytearray()
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next message; None if it is not there, or not whole, in time."""
-        if (message := self._whole()) is not None:
+        """Return the next message; None if it is not complete in time."""
+        if (message := self._pop_message()) is not None:
             return message
         deadline = time.monotonic() + timeout_s
         while self._wait(deadline):
-            self._take()
-            if (message := self._whole()) is not None:
+            self._read_new()
+            if (message := self._pop_message()) is not None:
                 return message
         return None
 
-    def _whole(self) -> bytes | None:
-        if len(self._got) < _LENGTH.size:
+    def _pop_message(self) -> bytes | None:
+        if len(self._received) < _LENGTH.size:
             return None
-        end = _LENGTH.size + _LENGTH.unpack_from(self._got)[0]
-        if len(self._got) < end:
+        end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+        if len(self._received) < end:
             return None
-        message = bytes(self._got[_LENGTH.size : end])
-        del self._got[:end]
+        message = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
         return message
 
     def _wait(self, deadline: float) -> bool:
-        """Whether there is something new."""
+        """Wait until the deadline; return whether there is new data."""
         words, tail = self._words, self._tail
         if words[_HEAD] != tail:
             return True
@@ -145,14 +145,14 @@ class ShmReader(_End):
             now = time.monotonic()
         return words[_HEAD] != tail
 
-    def _take(self) -> None:
+    def _read_new(self) -> None:
         head = self._words[_HEAD]
         with _fence:
             pass
         count, at = (head - self._tail) % _WRAP, self._tail % self.capacity
         first = min(count, self.capacity - at)
-        self._got += self._bytes[at : at + first]
-        self._got += self._bytes[: count - first]
+        self._received += self._bytes[at : at + first]
+        self._received += self._bytes[: count - first]
         with _fence:
             pass
         self._tail = self._words[self._place] = head
@@ -166,7 +166,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if _FUTEX is not None else None
 
 
 def _sleep(address: int, value: int, timeout_s: float) -> None:
-    """Until somebody wakes those who sleep at this address; not at all if another value stands there."""
+    """Sleep until a wake-up at this address; return at once if its value differs."""
     if _libc is None:
         time.sleep(min(_POLL_S, timeout_s))
         return
@@ -175,7 +175,7 @@ def _sleep(address: int, value: int, timeout_s: float) -> None:
     where, what = ctypes.c_void_p(address), ctypes.c_uint32(value)
     failed = _libc.syscall(_FUTEX, where, _FUTEX_WAIT, what, ctypes.byref(until), None, 0)
     if failed and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
-        time.sleep(_POLL_S)  # a sandbox may not have it
+        time.sleep(_POLL_S)  # a sandbox may not allow futex
 
 
 def _wake(address: int) -> None:

@@ -1,12 +1,12 @@
-"""Ending tasks."""
+"""Cancellation of asyncio tasks."""
 
 import asyncio
 from typing import Any
 
 
-async def ended(tasks: "list[asyncio.Task[Any]]") -> None:
-    """Cancel those that run, and wait until none does. Empties the list: an error on its way knows the frame
-    that has it, and the tasks know the error; all that they hold would stay until the collector comes."""
+async def cancel_all(tasks: "list[asyncio.Task[Any]]") -> None:
+    """Cancel all tasks and wait until they have ended. The list is emptied: it would form a reference cycle
+    with a raised error, and keep its memory until the garbage collector runs."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

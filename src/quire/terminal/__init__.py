@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.registry import LazyTable
 
 Emit = Callable[[str], None]
@@ -60,7 +60,7 @@ def add_shared_flags(parser: FlagParser) -> None:
 
 
 def open_talker(args: argparse.Namespace) -> ChatBackend:
-    local = args.local or bool(given_from(args))
+    local = args.local or bool(engine_args_from(args))
     backend: ChatBackend = TALKERS["local" if local else "server"](args)
     print(f"Using model: {backend.name}", flush=True)
     return backend

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import msgspec
 
-from quire.config.cli import given_from
+from quire.config.cli import engine_args_from
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.entrypoints.llm import LLM
@@ -19,7 +19,7 @@ class LocalBackend:
     """Generates answers with a model in this process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.llm = LLM(**given_from(args))
+        self.llm = LLM(**engine_args_from(args))
         self.name: str = self.llm.config.model.served_model_name[0]
         self._template = read_template(self.llm.config.model.chat_template)
         self._params = _sampling(args, self.llm)

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from quire.checkpoint.transformers_backend import BORROWED
-from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.config.engine import EngineConfig
 from quire.config.parallel import Rank
 from quire.configure import configure
@@ -29,7 +29,7 @@ def add_flags(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     output = Path(args.output).expanduser()
-    config = configure(given_from(args) | {"model": args.model_tag})
+    config = configure(engine_args_from(args) | {"model": args.model_tag})
     check_state(config, output)
     checkpoint, started = config.checkpoint, time.monotonic()
     source = FORMATS[detect(checkpoint, config.load.load_format)](checkpoint, config.model.seed)

@@ -55,12 +55,12 @@ tried one by one. Short slices are for strings of limited length (benchmarks/gra
 MAX_REASON_CHARS = 500
 """Maximum length of a library error that is logged or sent to a client."""
 COMPILING_THREADS = 2
-FEW = 4
+MIN_PARALLEL = 4
 """Number of matchers from which several threads are faster than one."""
-SHARE = 3 / 8
+CORE_SHARE = 3 / 8
 """Share of the cores that fill masks while a device computes. More threads start later and slow down the
 scheduler."""
-DEAR_S = 1.5e-3
+SLOW_FILL_S = 1.5e-3
 """Seconds of mask filling after which all cores are used."""
 
 _CLASSES = {r"\d": "[:digit:]", r"\D": "[:^digit:]", r"\w": "[:word:]", r"\W": "[:^word:]"}
@@ -273,18 +273,18 @@ class Grammars:
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         words, into = self.num_words, bits.view(np.int32)
-        if len(matchers) < FEW or bits.shape[1] != words:
+        if len(matchers) < MIN_PARALLEL or bits.shape[1] != words:
             for matcher, place in matchers:
                 fill_next_token_bitmask(matcher.inner, into[:, :words], place)
         else:
             rows = [(matcher.inner, place) for matcher, place in matchers]
             started = time.perf_counter()
             fill_next_token_bitmask_par(self._all_cores if self._is_slow else self._executor, rows, into)
-            self._is_slow = self.is_beside and time.perf_counter() - started > DEAR_S
+            self._is_slow = self.is_beside and time.perf_counter() - started > SLOW_FILL_S
 
     def advance(self, steps: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
         """Advance each sequence by one token, as `Matcher.advance` does for one."""
-        if len(steps) < FEW:
+        if len(steps) < MIN_PARALLEL:
             return [matcher.advance(token_id) for matcher, token_id in steps]
         inners = [(matcher.inner, token_id) for matcher, token_id in steps]
         accepted = self._executor.consume_token_par(inners)
@@ -298,7 +298,7 @@ class Grammars:
     def _executor(self) -> "LLExecutor":
         from llguidance import LLExecutor
 
-        return LLExecutor(self._num_threads or max(int((os.cpu_count() or 1) * SHARE), 2))
+        return LLExecutor(self._num_threads or max(int((os.cpu_count() or 1) * CORE_SHARE), 2))
 
     @cached_property
     def _all_cores(self) -> "LLExecutor":

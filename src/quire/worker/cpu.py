@@ -20,12 +20,12 @@ from quire.worker.device import (
     ONE_TOKEN,
     DeviceStep,
     ForwardResult,
+    IntermediateTensors,
     Model,
     NewTokens,
-    Passed,
     batch_of,
     blank_batch,
-    hold,
+    count_accepted,
 )
 from quire.worker.input_buffers import (
     BufferSizes,
@@ -38,7 +38,7 @@ from quire.worker.input_buffers import (
 )
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
-from quire.worker.spec.drafter import Drafter, Draw, Ends, Told
+from quire.worker.spec.drafter import Drafter, Draw, SequenceEnds, TargetStates
 from quire.worker.spec.progress import DraftProgress, batch_of_spans, is_decode
 
 _MAX_SHEETS = 32
@@ -130,7 +130,7 @@ class CpuDevice:
 
         sampled_in_graph = not len(plan.constrained)  # the masks of constrained rows come later
 
-        def run() -> ForwardResult | Passed:
+        def run() -> ForwardResult | IntermediateTensors:
             return self._compute(batch, sheet, sampled_in_graph)
 
         if taped:
@@ -151,11 +151,11 @@ class CpuDevice:
 
     def _compute(
         self, batch: Batch, sheet: dict[str, Tensor], sampled_in_graph: bool = False
-    ) -> ForwardResult | Passed:
+    ) -> ForwardResult | IntermediateTensors:
         model = self.model
         hidden = model.hidden(batch)
         if not model.draws:
-            passed: Passed = hidden
+            passed: IntermediateTensors = hidden
             return passed
         states = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
         logits, sampling = model.head(states), sampling_tensors(sheet)
@@ -173,7 +173,7 @@ class CpuDevice:
         first = all_rows.num_computed[plan.rows]
         if len(plan.num_drafts):
             num_drafts = plan.num_drafts[plan.samples]
-            counts = hold(token_ids, all_rows.drafts_of(plan), num_drafts)
+            counts = count_accepted(token_ids, all_rows.drafts_of(plan), num_drafts)
             token_ids = token_ids[spread(np.cumsum(1 + num_drafts) - 1 - num_drafts, counts)]
         all_rows.learn(*NewTokens.of(plan), token_ids, counts)
         if self.drafter is not None and self.drafter.follows:
@@ -191,7 +191,7 @@ class CpuDevice:
         next_ids = np.maximum(all_rows.tokens[rows, first + num_kept], 0)
         assert self._batch is not None
         self.model.without_adapters()
-        target = Told(
+        target = TargetStates(
             next_ids=torch.from_numpy(next_ids.astype(np.int64)),
             num_kept=torch.from_numpy(num_kept.astype(np.int64)),
             states=torch.cat(done.aux_hidden_states, 1) if done.aux_hidden_states else done.hidden,
@@ -222,10 +222,10 @@ class CpuDevice:
         if len(plan.num_drafts):
             all_rows.draft(plan)
 
-    def _ends(self, rows: NDArray[np.intp], all_rows: Rows) -> Ends:
+    def _ends(self, rows: NDArray[np.intp], all_rows: Rows) -> SequenceEnds:
         last = all_rows.num_tokens[rows].astype(np.int64) - 1
         both = np.maximum(last[:, None] + (-1, 0), 0)
-        return Ends(
+        return SequenceEnds(
             rows=torch.from_numpy(rows.astype(np.int32)),
             ids=torch.from_numpy(all_rows.tokens[rows[:, None], both].astype(np.int64)),
             last=torch.from_numpy(last),

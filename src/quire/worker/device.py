@@ -83,11 +83,11 @@ def device_failures(kinds: tuple[type[Exception], ...] = (torch.AcceleratorError
         raise EngineDead(f"the device failed: {error}") from error
 
 
-Passed = tuple[Tensor, Tensor]
+IntermediateTensors = tuple[Tensor, Tensor]
 """Output of a pipeline stage for the next one, [T, hidden] each: that of its last layer, and the residual."""
 
 
-class Neighbours(Protocol):
+class PipelineNeighbours(Protocol):
     """The connection of a stage to the previous and the next pipeline stage."""
 
     num_stages: int
@@ -111,11 +111,11 @@ class DeviceStep:
     """Receive buffer for the output of the previous stage."""
     receive: Callable[[Tensor], None] | None = None
 
-    def forward(self) -> Passed:
+    def forward(self) -> IntermediateTensors:
         """Run the layers of a stage that is not the last. The next step may overwrite the result."""
         if self.before is not None and self.receive is not None:
             self.receive(self.before)
-        passed: Passed = self.run()
+        passed: IntermediateTensors = self.run()
         return passed
 
     def draw(self) -> ForwardResult:
@@ -168,7 +168,7 @@ class Model:
     forward: Callable[[Batch], Any]
     head: Callable[[Tensor], Tensor]
     attention: AttentionBackend
-    link: Neighbours | None = None
+    link: PipelineNeighbours | None = None
     """None without pipeline parallelism."""
     ep: ExpertDispatch | None = None
     """Expert-parallel dispatch; None if all experts are on this device."""
@@ -257,7 +257,7 @@ class NewTokens(NamedTuple):
         return NewTokens(plan.step, plan.sampling_rows.astype(np.intp))
 
 
-def hold(drawn: Ints, drafts: Ints, num_drafts: Ints) -> Ints:
+def count_accepted(drawn: Ints, drafts: Ints, num_drafts: Ints) -> Ints:
     """Return how many sampled tokens of each row are accepted: those up to the first one that differs from
     its draft. A row has one sampled token more than drafts."""
     num_draws = 1 + num_drafts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.config.expert_parallel import Eplb
-from quire.config.expert_placement import Placement, balanced, imbalance, moves
+from quire.config.expert_placement import Placement, balance, copies_between, imbalance
 from quire.layers.moe import Experts
 from quire.logs import get_logger
 from quire.parallel.group import Group
@@ -71,7 +71,7 @@ class Balancer:
     def _place(self, layer: Experts, loads: list[int]) -> None:
         places, before = layer.places, _placement(layer)
         assert places is not None
-        after = balanced(loads, self.group.size, before.num_slots, before)
+        after = balance(loads, self.group.size, before.num_slots, before)
         if after != before:
             move(layer, self.group, before, after)
             places.set(after)
@@ -84,7 +84,7 @@ def _placement(layer: Experts) -> Placement:
 
 def move(layer: Experts, group: Group, before: Placement, after: Placement) -> None:
     """Copy the weights of all experts that change their slot, between devices and within one."""
-    todo = moves(before, after)
+    todo = copies_between(before, after)
     out = sorted((m for m in todo if m.source == group.rank), key=lambda m: m.target)
     into = sorted((m for m in todo if m.target == group.rank), key=lambda m: m.source)
     sent = [sum(m.target == rank for m in out) for rank in range(group.size)]

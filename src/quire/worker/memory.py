@@ -70,7 +70,7 @@ def table(needs: Needs, cache: CacheSize) -> str:
     return "Memory:\n" + "\n".join(lines) + f"   {fit}"
 
 
-def unite_memory() -> None:
+def use_expandable_segments() -> None:
     """Use expandable segments, so that free CUDA memory is not fragmented; settings of the user take
     precedence."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:

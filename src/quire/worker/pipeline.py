@@ -11,7 +11,7 @@ from quire.data.plan import Pending, StepPlan, StepResult
 from quire.errors import EngineError
 from quire.parallel.group import Group, Sending
 from quire.worker.cpu import Done
-from quire.worker.device import Device, Passed
+from quire.worker.device import Device, IntermediateTensors
 from quire.worker.rows import Rows
 
 
@@ -46,7 +46,7 @@ class StageLink:
         if self._device.type == "cpu" and _is_mark(into):
             raise EngineError("the step failed in a previous pipeline stage")
 
-    def send(self, passed: Passed) -> None:
+    def send(self, passed: IntermediateTensors) -> None:
         """Send a copy. Wait only for the message sent as many steps before as there are stages."""
         self._send(torch.stack(passed))
 

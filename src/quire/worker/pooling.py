@@ -25,7 +25,7 @@ from quire.worker.cpu import Done
 from quire.worker.device import batch_of, blank_batch
 from quire.worker.input_buffers import StepBuffers, bytes_of, sizes_of, tensors
 from quire.worker.memory import Needs
-from quire.worker.multimodal.bidirectional import both_ways, reach_of
+from quire.worker.multimodal.bidirectional import bidirectional_reach, reach_of
 from quire.worker.multimodal.encoder import MediaEncoder
 from quire.worker.rows import Rows
 
@@ -114,7 +114,7 @@ class PoolingRunner:
     def _forward(self, batch: Batch) -> Tensor:
         if self.plan_attention is not None:
             for group, window in zip(batch.groups, self.windows, strict=True):
-                group.reach = both_ways(batch, window) if self.pooling.both_ways else batch.reach
+                group.reach = bidirectional_reach(batch, window) if self.pooling.both_ways else batch.reach
                 self.plan_attention(group)
         if self.adapters is not None:
             self.adapters.use(batch.adapters)

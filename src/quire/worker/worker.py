@@ -16,15 +16,13 @@ from quire.checkpoint.layout import CacheLayout, cache_specs, layout
 from quire.checkpoint.pooling import PoolingFacts
 from quire.config.engine import EngineConfig
 from quire.config.expert_parallel import Eplb
-from quire.config.generation import alignment_heads, unsaid
+from quire.config.generation import alignment_heads, suppressed_tokens
 from quire.config.parallel import Stage
 from quire.config.profiling import Profiling
-from quire.config.speculation import SpecFacts
 from quire.data.control import MEMORY
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, Pending, StepPlan
 from quire.errors import RequestError
-from quire.kernels.cpu import native
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import Experts
@@ -37,14 +35,14 @@ from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.cpu import CpuDevice
-from quire.worker.cpu import draw as draw_on_host
 from quire.worker.device import Device, Model, device_failures
 from quire.worker.eplb import Balancer
 from quire.worker.features import PromptLogprobs, StepFeature
 from quire.worker.lora import LoRAManager, check_slots, slots_of, why_no_own
-from quire.worker.memory import Needs, bind, cache_room, free_bytes, table, unite_memory
+from quire.worker.memory import Needs, bind, cache_room, free_bytes, table, use_expandable_segments
 from quire.worker.multimodal.encoder import CrossEncoder, MediaEncoder, open_encoder, tower_group
 from quire.worker.multimodal.timestamps import Alignment
+from quire.worker.open_device import open_device
 from quire.worker.pipeline import StageLink, StageRunner
 from quire.worker.pooling import PoolingRunner, pooling_builder
 from quire.worker.profiler import TorchProfiler
@@ -52,7 +50,7 @@ from quire.worker.rows import Rows
 from quire.worker.runner import Runner
 from quire.worker.sleep import OffloadedWeights, give_back, used_bytes
 from quire.worker.spec.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
-from quire.worker.spec.progress import open_seen
+from quire.worker.spec.progress import open_draft_progress
 
 log = get_logger(__name__)
 
@@ -72,7 +70,7 @@ class Worker:
         if self.device.type == "cpu":
             torch.set_num_threads(config.parallel.cpu_threads)
         else:
-            unite_memory()
+            use_expandable_segments()
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.cache_dtype = _CACHE_DTYPES.get(config.cache.kv_cache_dtype, self.dtype)
         facts, parallel = config.own_facts, config.parallel
@@ -207,7 +205,9 @@ class Worker:
             max_rows=config.scheduler.max_num_seqs,
             max_len=config.model.max_model_len,
             block_size=config.cache.block_size,
-            sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device, unsaid(config)),
+            sampling=SamplingRows(
+                config.scheduler.max_num_seqs, facts.vocab, self.device, suppressed_tokens(config)
+            ),
             num_groups=len(self.layout.groups),
             most_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
             turns=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),
@@ -434,9 +434,12 @@ class Worker:
         if self.drafter is not None:
             spec, first = config.speculation, len(config.own_facts.layers)
             is_ahead = not isinstance(device, CpuDevice)
+            progress = None
+            if not self.drafter.follows:
+                progress = open_draft_progress(all_rows, self.layout, first, ahead=is_ahead)
             device.draft_by(
                 self.drafter,
-                None if self.drafter.follows else open_seen(all_rows, self.layout, first, ahead=is_ahead),
+                progress,
                 config.scheduler.max_num_batched_tokens,
                 by_chance=spec is not None and spec.draft_sample_method == "probabilistic",
             )
@@ -487,14 +490,3 @@ class Worker:
             cache_dtype=self.cache_dtype,
             device=self.device,
         )
-
-
-def open_device(
-    model: Model, all_rows: Rows, device: torch.device, drafts: SpecFacts | None = None
-) -> Device:
-    if device.type == "cpu":
-        return CpuDevice(model, all_rows, None if native.library() is None else draw_on_host)
-    from quire.worker.cuda.device import CudaDevice
-    from quire.worker.cuda.mask_sampling import draw
-
-    return CudaDevice(model, all_rows, draw, device, drafts)

@@ -21,6 +21,8 @@ SMALL = (
     "#include <omp.h>\nint quire_answer(void) { int n = 0;\n#pragma omp parallel\n{ n = 42; }\nreturn n; }\n"
 )
 
+RUN_C = (native.SOURCES / "run.c").read_text()
+
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from interpreter import more
 
-from quire.kernels.reference.encoder import HEIGHTS, Spans, attend, tiles_of, turn
+from quire.kernels.reference.encoder import HEIGHTS, Spans, attend, rotate_in_place, tiles_of
 from quire.kernels.triton import encoder
 
 CUDA = torch.cuda.is_available()
@@ -62,6 +62,6 @@ def test_heads_are_rotated_in_place(heads: int, dim: int, half: int, dtype: torc
     torch.manual_seed(0)
     actual = torch.randn(11, heads + 2, dim, device=DEVICE).to(dtype)
     expected, angles = actual.clone(), torch.randn(11, half, device=DEVICE)
-    encoder.turn(actual[:, :heads], (angles.cos(), angles.sin()))
-    turn(expected[:, :heads], (angles.cos(), angles.sin()))
+    encoder.rotate(actual[:, :heads], (angles.cos(), angles.sin()))
+    rotate_in_place(expected[:, :heads], (angles.cos(), angles.sin()))
     torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)

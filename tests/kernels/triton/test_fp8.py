@@ -7,9 +7,9 @@ import torch
 from interpreter import more
 from torch import Tensor
 
-from quire.kernels.reference.fp8 import E4M3, Scaled, linear_reference, narrowed, quantize_reference
+from quire.kernels.reference.fp8 import E4M3, Scaled, linear_reference, quantize_reference, quantize_weight
 from quire.kernels.reference.ops import Reference
-from quire.kernels.triton.fp8 import Plan, choose, gated, linear, multiply, of_gates, quantize
+from quire.kernels.triton.fp8 import Plan, choose, gated, gated_linear, linear, multiply, quantize
 from quire.kernels.triton.matmul import RowsPlan, TilesPlan
 
 CUDA = torch.cuda.is_available()
@@ -46,7 +46,7 @@ def rounded(num: int, size: int) -> Tensor:
 def stored(size_out: int, size_in: int, *, blocked: bool) -> Scaled:
     """Return rows and blocks of different magnitudes."""
     sizes = torch.rand(size_out, 1, device=DEVICE) + 0.1
-    data, scale = narrowed(random(size_out, size_in).float() * sizes)
+    data, scale = quantize_weight(random(size_out, size_in).float() * sizes)
     if blocked:
         scale = torch.rand(-(-size_out // 128), -(-size_in // 128), device=DEVICE) / 200 + 1e-3
     if CUDA:
@@ -122,7 +122,7 @@ def test_matmul_of_gated_activations(blocked: bool) -> None:
     up, weight, bias = rounded(20, 144), stored(72, 144, blocked=blocked), random(72)
     x = torch.cat((torch.full_like(up, 30.0), up / 64), 1)  # silu(30) is 30
     narrow = Reference().gated(x, "silu")
-    close(of_gates(x, weight, bias), linear_reference(narrow, weight, bias, quantized=True), 1e-2)
+    close(gated_linear(x, weight, bias), linear_reference(narrow, weight, bias, quantized=True), 1e-2)
 
 
 def test_unsupported_shapes_are_dequantized() -> None:

@@ -15,9 +15,9 @@ from quire.kernels.triton.gguf_launch import (
     choose,
     form_of,
     gated,
+    linear,
     mix,
     multiply,
-    product,
     rows,
     unpack,
 )
@@ -122,10 +122,10 @@ def test_many_rows_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gguf_launch, "_SCRATCH_WEIGHTS", 12 * 64)
     planes, weight = made("Q5_1", 30, 64)
     x, bias = random(130, 64), random(30)
-    close(product(x, planes, bias), x.double() @ weight.T + bias.double())
+    close(linear(x, planes, bias), x.double() @ weight.T + bias.double())
     planes, weight = made("Q4_0", 24, 64)
     close(gated(x, planes), Reference().gated((x.double() @ weight.T).to(DTYPE), "silu"))
-    assert not len(product(x[:0], planes))
+    assert not len(linear(x[:0], planes))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_dequantization_without_the_copy_engine(kind: str, monkeypatch: pytest.M
     monkeypatch.setattr(gguf_launch, "has_room", lambda: False)
     planes, weight = made(kind, 13, 256)
     x = random(3, 256)
-    close(product(x, planes), x.double() @ weight.T)
+    close(linear(x, planes), x.double() @ weight.T)
 
 
 @pytest.mark.parametrize("num", [1, 2, 17, 64, 128, 129])
@@ -180,7 +180,7 @@ def test_real_shapes(kind: str, num: int) -> None:
     for size_out, size_in in [(6144, 4096), (4096, 14336), (1024, 1024)]:
         planes, weight = made(kind, size_out, size_in)
         x = random(num, size_in) / size_in**0.5
-        close(product(x, planes), x.double() @ weight.T)
+        close(linear(x, planes), x.double() @ weight.T)
         close(gated(x, planes), Reference().gated((x.double() @ weight.T).to(DTYPE), "silu"))
 
 

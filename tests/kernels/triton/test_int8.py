@@ -6,11 +6,11 @@ from interpreter import more
 from torch import Tensor
 
 from quire.kernels.reference import int8 as reference
-from quire.kernels.reference.int8 import Int8Codes, narrow, product_reference
+from quire.kernels.reference.int8 import Int8Codes, product_reference, quantize
 from quire.kernels.reference.moe import ExpertWeights
 from quire.kernels.reference.moe import mix as mix_reference
 from quire.kernels.reference.ops import Reference
-from quire.kernels.triton.int8 import Int8Product, Int8TilesPlan, Plan, multiply, round_rows
+from quire.kernels.triton.int8 import Int8GEMM, Int8TilesPlan, Plan, multiply, round_rows
 from quire.kernels.triton.int8_moe import ExpertCodes, mix
 from quire.kernels.triton.matmul import RowsPlan
 
@@ -31,7 +31,7 @@ def random(*shape: int) -> Tensor:
 
 def weight_of(*shape: int) -> Int8Codes:
     """Return a weight with outputs of very different magnitudes."""
-    made = narrow(torch.randn(*shape, device=DEVICE) * torch.rand(shape[0], 1, device=DEVICE) * 0.1)
+    made = quantize(torch.randn(*shape, device=DEVICE) * torch.rand(shape[0], 1, device=DEVICE) * 0.1)
     if CUDA:
         torch.cuda.synchronize()  # kernels may read a weight before the previous kernel has ended
     return made
@@ -104,11 +104,11 @@ def test_selected_kernel_multiplies(num: int, rounds: bool) -> None:
     for size_in in (128, 100):
         x, weight, bias = random(num, size_in), weight_of(48, size_in), random(48)
         limit = 2e-2 if rounds and num > 64 else 6e-3
-        product = Int8Product(weight, bias, rounds=rounds)
+        product = Int8GEMM(weight, bias, rounds=rounds)
         if num:
             close(product(x), product_reference(x, weight, bias), limit)
             expected = Reference().gated(product_reference(x, weight), "silu")
-            close(Int8Product(weight, None, rounds=rounds).gated(x), expected, limit)
+            close(Int8GEMM(weight, None, rounds=rounds).gated(x), expected, limit)
         else:
             assert product(x).shape == (0, 48)
 
@@ -119,7 +119,7 @@ def test_selected_kernel_multiplies(num: int, rounds: bool) -> None:
 def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
     x, weight = random(num, size_in), weight_of(size_out, size_in)
     for rounds in (False, True):
-        product = Int8Product(weight, None, rounds=rounds)
+        product = Int8GEMM(weight, None, rounds=rounds)
         limit = 2e-2 if rounds else 6e-3
         close(product(x), product_reference(x, weight), limit)
         small = x / size_in**0.5
@@ -135,8 +135,8 @@ def test_experts(num: int, biased: bool) -> None:
     """Check for scales of another expert and tiles shared by several experts."""
     hidden, inner, shape = 80, 48, (3, 2 * 48)
     gate_up, down = (
-        narrow(torch.randn(*shape, hidden, device=DEVICE) / 9),
-        narrow(random(3, hidden, inner) / 7),
+        quantize(torch.randn(*shape, hidden, device=DEVICE) / 9),
+        quantize(random(3, hidden, inner) / 7),
     )
     biases = (random(*shape), random(3, hidden)) if biased else ()
     x, ids = random(num, hidden), torch.rand(num, 3, device=DEVICE).topk(2).indices.to(torch.int32)

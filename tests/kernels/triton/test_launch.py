@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.checkpoint.facts import Routing
 from quire.kernels.triton import matmul, moe_topk
-from quire.kernels.triton.launch import compiling, launch, room
+from quire.kernels.triton.launch import allocate_indices, compiling, launch
 from quire.kernels.triton.ops import TritonOps
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -40,8 +40,8 @@ def test_uninitialized_expert_positions_are_valid_indices() -> None:
     """
     kind = {"dtype": torch.int32, "device": torch.device("cpu")}
     with compiling():
-        assert not any(room(1 << 16, **kind).any() for _ in range(3))
-    assert room(4, 5, **kind).shape == (4, 5)
+        assert not any(allocate_indices(1 << 16, **kind).any() for _ in range(3))
+    assert allocate_indices(4, 5, **kind).shape == (4, 5)
 
 
 def test_uninitialized_expert_ids_are_valid_indices(monkeypatch: pytest.MonkeyPatch) -> None:

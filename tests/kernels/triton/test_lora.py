@@ -11,7 +11,7 @@ from quire.kernels.reference.moe import ExpertAdapters, ExpertWeights
 from quire.kernels.reference.ops import Reference
 from quire.kernels.triton import moe as kernels
 from quire.kernels.triton.lora import add, assign
-from quire.kernels.triton.lora_few import FewRows, added
+from quire.kernels.triton.lora_few import FewRows, lora_outputs
 from quire.kernels.triton.matmul import RowsPlan, TilesPlan, gated, linear, multiply
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.qkv import enter
@@ -107,7 +107,7 @@ def test_split_sums(num: int) -> None:
     point, slots = LayerAdapters(9001, (24, 40), 8), slots_of(num)
     slots[-1] = 0
     x, has = random(num, 9001), slots >= 0
-    values, _ = added(x, point.adapted(slots)._replace(tokens=FewRows(slots, num)))
+    values, _ = lora_outputs(x, point.adapted(slots)._replace(tokens=FewRows(slots, num)))
     assert values is not None
     expected = point.expected(torch.zeros(num, 64, device=DEVICE), x, slots)
     close(values[has], expected[has])

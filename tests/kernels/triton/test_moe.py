@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.checkpoint.facts import Routing
 from quire.kernels.reference import moe as reference
 from quire.kernels.reference.activations import ACTIVATIONS
-from quire.kernels.reference.fp8 import E4M3, narrowed, quantize_reference
+from quire.kernels.reference.fp8 import E4M3, quantize_reference, quantize_weight
 from quire.kernels.reference.moe import ExpertWeights
 from quire.kernels.triton import moe as kernels
 from quire.kernels.triton.moe import (
@@ -159,7 +159,7 @@ def in_torch(x: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor]:
 
 
 def narrow_layer(experts: int, hidden: int, inner: int, *, blocked: bool) -> ExpertWeights:
-    gate_up, down = (narrowed(weight.float()) for weight in layer(experts, hidden, inner)[:2])
+    gate_up, down = (quantize_weight(weight.float()) for weight in layer(experts, hidden, inner)[:2])
     scales = [gate_up.scale, down.scale]
     if blocked:
         shapes = (

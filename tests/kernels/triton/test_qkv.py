@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.ops import HeadEntry, HeadNorms
-from quire.kernels.reference.fp8 import Scaled, narrowed, widened
+from quire.kernels.reference.fp8 import Scaled, dequantize, quantize_weight
 from quire.kernels.reference.ops import Reference
 from quire.kernels.triton.qkv import enter
 
@@ -32,7 +32,7 @@ def check(
 ) -> None:
     """Check for wrong RoPE halves or angles, rotated values, wrong slots and missing biases."""
     own_value = entry._replace(k_cache=entry.k_cache.clone(), v_cache=entry.v_cache.clone())
-    wide = weight if scale is None else widened(Scaled(weight, scale), torch.float32)
+    wide = weight if scale is None else dequantize(Scaled(weight, scale), torch.float32)
     product = x.double() @ wide.double().t()
     product = product if bias is None else product + bias.double()
     expected = Reference().rotate_and_write(product.to(x.dtype), entry)
@@ -60,7 +60,7 @@ def test_one_token(heads: tuple[int, int], biased: bool) -> None:
 
 @pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
 def test_qkv_weight_in_e4m3(blocked: bool) -> None:
-    weight, scale = narrowed(torch.randn(256, 512, device=DEVICE))
+    weight, scale = quantize_weight(torch.randn(256, 512, device=DEVICE))
     scale = torch.rand(2, 4, device=DEVICE) / 100 if blocked else scale
     check(case(4, 2, 32), random(1, 512) / 16, weight, scale=scale)
 

@@ -10,7 +10,7 @@ from quire.kernels.triton import spec
 from quire.kernels.triton.sampling import FREE, LATER
 from quire.kernels.triton.spec import SpecStep, SpecTokens
 from quire.worker.spec import drafter
-from quire.worker.spec.drafter import Ends
+from quire.worker.spec.drafter import SequenceEnds
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, WIDTH, BLOCK_SIZE, GROUPS = 9, 48, 4, 3
@@ -152,7 +152,7 @@ def test_drafts_have_their_own_slots(width: int) -> None:
     room = torch.tensor([48, 2, 8, 18, 0, 44, 48])
     rows = torch.randperm(ROWS)[:count].int()
     for ahead in (0, 1, 3):
-        ends = Ends(rows, torch.zeros(count, 2), last, room, tables)
+        ends = SequenceEnds(rows, torch.zeros(count, 2), last, room, tables)
         expected = drafter.place(ends, ahead, width, BLOCK_SIZE)
         value = (part.to(DEVICE) for part in (rows, last, room, tables))
         actual = spec.place(*value, ahead, width, BLOCK_SIZE)

@@ -12,10 +12,10 @@ from quire.attention.torch_sdpa import TorchSDPA
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.qwen import qwen2_5_vl
 from quire.checkpoint.reader import ConfigReader
-from quire.config.vllm_names import translated
+from quire.config.vllm_names import translate
 from quire.kernels.ops import choose
 from quire.layers.scope import Loads, Scope
-from quire.models.towers import Repeats
+from quire.models.towers import GraphableTower
 from quire.models.towers.qwen2_5_vl import Qwen2_5VL
 from quire.worker.cuda import encoder_graphs
 from quire.worker.cuda.encoder_graphs import MAX_GRAPHS, MOST_VECTORS, TIMES, Run, TowerGraphs
@@ -77,7 +77,7 @@ def check(tower: Qwen2_5VL, graphs: TowerGraphs, turns: int) -> None:
 
 def test_replayed_graph_matches_eager(cpu: Qwen2_5VL) -> None:
     graphs = TowerGraphs(cpu, stand_in)
-    assert isinstance(cpu, Repeats)
+    assert isinstance(cpu, GraphableTower)
     check(cpu, graphs, TIMES)
     assert not len(graphs), "nobody has said what they may take"
     graphs.max_bytes = 1
@@ -121,9 +121,7 @@ def test_encoder_that_cannot_be_captured_runs_eagerly(cpu: Qwen2_5VL) -> None:
 
 
 def test_encoder_graphs_use_vllms_option() -> None:
-    assert translated({"compilation_config": {"cudagraph_mm_encoder": True}}) == {
-        "cudagraph_mm_encoder": True
-    }
+    assert translate({"compilation_config": {"cudagraph_mm_encoder": True}}) == {"cudagraph_mm_encoder": True}
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quire.kernels.cpu import dtw, native
-from quire.worker.multimodal.timestamps import followed, warped
+from quire.worker.multimodal.timestamps import smooth_weights, warped
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 9), (6, 1), (5, 40), (40, 5), (17, 17)])
@@ -18,7 +18,7 @@ def test_cheapest_path_matches_transformers(shape: tuple[int, int]) -> None:
         tokens, states = _dynamic_time_warping(costs)
         begins = [int(states[tokens == token].min()) for token in range(shape[0])]
         assert warped(costs) == begins and all(type(begin) is int for begin in warped(costs))
-        assert native.library() is None or dtw.warped(costs) == begins
+        assert native.library() is None or dtw.align(costs) == begins
 
 
 @pytest.mark.parametrize("num_states", [2, 3, 4, 50])
@@ -28,5 +28,5 @@ def test_median_filter_matches_transformers(num_states: int) -> None:
     weights = torch.rand(3, 6, num_states, generator=torch.Generator().manual_seed(0)).softmax(-1)
     spread = torch.std(weights, dim=-2, keepdim=True, unbiased=False)
     expected = _median_filter((weights - weights.mean(-2, keepdim=True)) / spread, 7)
-    torch.testing.assert_close(followed(weights), expected)
-    assert torch.isfinite(followed(weights[:, :1])).all()  # a single token has no peak
+    torch.testing.assert_close(smooth_weights(weights), expected)
+    assert torch.isfinite(smooth_weights(weights[:, :1])).all()  # a single token has no peak

@@ -32,7 +32,7 @@ from quire.checkpoint.draft import read_draft
 from quire.configure import configure
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan
-from quire.worker.spec.drafter import Ends, Told
+from quire.worker.spec.drafter import SequenceEnds, TargetStates
 from quire.worker.spec.progress import Span, batch_of_spans
 from quire.worker.worker import Worker
 
@@ -97,7 +97,7 @@ class Pair:
         hidden = worker.model(batch)
         states = torch.cat(batch.aux_hidden_states, 1) if batch.aux_hidden_states else hidden
         if worker.drafter.follows:
-            worker.drafter.see(batch, Told(torch.tensor(following), torch.tensor(kept), states))
+            worker.drafter.see(batch, TargetStates(torch.tensor(following), torch.tensor(kept), states))
 
     @torch.inference_mode()
     def propose(self, rows: list[int], most: int) -> list[list[int]]:
@@ -119,7 +119,7 @@ class Pair:
         last = torch.tensor([lens[row] - 1 for row in rows])
         ids = torch.stack([history[row, lens[row] - 2 : lens[row]] for row in rows]).long()
         room = torch.full((len(rows),), LONGEST)
-        ends = Ends(torch.tensor(rows, dtype=torch.int32), ids, last, room, self.tables)
+        ends = SequenceEnds(torch.tensor(rows, dtype=torch.int32), ids, last, room, self.tables)
         return drafter.propose(ends, most).tolist()
 
     def prompt(self, lens: dict[int, int]) -> None:

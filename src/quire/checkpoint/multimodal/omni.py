@@ -10,7 +10,7 @@ from quire.checkpoint.reader import ConfigReader
 
 
 @dataclass(frozen=True, slots=True)
-class HearingFacts:
+class OmniAudioFacts:
     """Whisper's layers over chunks of audio. Two states become one token or, with `channels`, each state (of
     eight mel frames) does."""
 
@@ -48,7 +48,7 @@ class OmniFacts:
     """The two encoders of an Omni model."""
 
     grid: GridFacts
-    sound: HearingFacts
+    sound: OmniAudioFacts
 
     @property
     def num_weights(self) -> int:
@@ -64,7 +64,7 @@ def qwen2_5_omni(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     vision = part(keys, "vision_config").but(tokens_per_second=pace).values
     text, media = qwen2_5_vl(keys.but(vision_config=vision))
     audio = part(keys, "audio_config")
-    sound = HearingFacts(
+    sound = OmniAudioFacts(
         encoder=encoder_of(audio),
         window=2 * audio.size("n_window", 100),
         size_out=audio.size("output_dim", 3584),
@@ -79,7 +79,7 @@ def qwen3_omni(keys: ConfigReader) -> tuple[ConfigReader, MediaFacts]:
     grid = replace(media.tower, times="", pace=keys.number("position_id_per_seconds", 25.0))
     audio = part(keys, "audio_config")
     window = 2 * audio.size("n_window", 50)
-    sound = HearingFacts(
+    sound = OmniAudioFacts(
         encoder=encoder_of(audio),
         window=window,
         size_out=audio.size("output_dim", 3584),

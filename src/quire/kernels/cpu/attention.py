@@ -13,7 +13,7 @@ from quire.kernels.cpu.native import TYPES, Kernel, library, recording
 
 HEAD_DIM_STEP = 8
 """Head sizes are multiples of this."""
-KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+CACHE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 """Numbers of the KV cache dtypes, equal to those in cache_dtype.h."""
 
 
@@ -78,7 +78,7 @@ def attend(
     """Compute attention of the queries [T, heads, head_dim] of all sequences; the output has the same shape.
     Caches, sinks and slopes are as in the backends, `reach` is as in `Batch`. `scales` are the scales of the
     cached keys and values."""
-    assert q.dtype in TYPES and k_cache.dtype in KEPT
+    assert q.dtype in TYPES and k_cache.dtype in CACHE_DTYPES
     assert sinks is None or (sinks.dtype in TYPES and sinks.is_contiguous())
     assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and not softcap)
     q, optional = _contiguous_heads(q), (sinks, alibi_slopes, reach)
@@ -103,7 +103,7 @@ def attend(
         k_cache.shape[1],
         window or 0,
         q.dtype == torch.bfloat16,
-        KEPT[k_cache.dtype],
+        CACHE_DTYPES[k_cache.dtype],
         sinks is not None and sinks.dtype == torch.bfloat16,
         scale * scales[0],
         scales[1],

@@ -9,7 +9,7 @@ _warp = Kernel("quire_warp")
 _Job = structure("costs total came begins", "tokens states")
 
 
-def warped(costs: NDArray[np.float64]) -> list[int]:
+def align(costs: NDArray[np.float64]) -> list[int]:
     """Return the encoder state at which each token begins, from the costs [tokens, states]."""
     costs = np.ascontiguousarray(costs, np.float64)
     num_tokens, num_states = costs.shape

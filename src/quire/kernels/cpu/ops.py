@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.checkpoint.facts import Routing
 from quire.kernels.cpu import moe
-from quire.kernels.cpu.attention import KEPT, slot_stride
+from quire.kernels.cpu.attention import CACHE_DTYPES, slot_stride
 from quire.kernels.cpu.native import TYPES, Kernel, structure
 from quire.kernels.ops import HeadEntry
 from quire.kernels.reference.activations import in_c
@@ -184,7 +184,7 @@ class CPUOps(Reference):
     def rotate_and_write(self, qkv: Tensor, entry: HeadEntry) -> Tensor:
         heads, table, positions, slots, k_cache, v_cache, norms, *scales = entry
         kv_heads, head_dim = k_cache.shape[2:]
-        if k_cache.dtype not in KEPT or head_dim > _MAX_HEAD_DIM:
+        if k_cache.dtype not in CACHE_DTYPES or head_dim > _MAX_HEAD_DIM:
             return super().rotate_and_write(qkv, entry)
         assert qkv.stride(1) == 1 and qkv.dtype == table.dtype
         out = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype)
@@ -206,7 +206,7 @@ class CPUOps(Reference):
             slot_stride(k_cache, v_cache),
             table.shape[1],
             qkv.dtype == torch.bfloat16,
-            KEPT[k_cache.dtype],
+            CACHE_DTYPES[k_cache.dtype],
             norms is not None and norms.q.dtype == torch.bfloat16,
             0.0 if norms is None else norms.eps,
             *scales,

@@ -4,13 +4,13 @@
 
 #include "simd.h"
 
-/* The same numbers as in activations.py. */
+/* Equal to the numbers in reference/activations.py. */
 enum { SILU, GELU, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU };
 
 #define CLAMP 7.0f /* of CLAMPED_SWIGLU */
 #define SLOPE 1.702f
 
-/* x[i] / (1 + e^by[i]); `by` is lost. */
+/* x[i] / (1 + e^by[i]); `by` is overwritten. */
 INLINE void damp(int count, vf *x, vf *by)
 {
     for (int i = 0; i < count; i++)
@@ -32,7 +32,7 @@ INLINE void gelu(int count, vf *x)
         vf size = pick(x[i] < 0.0f, -x[i], x[i]), t = 1.0f / fused(size, splat(0.3275911f * 0.70710678f), splat(1.0f)), sum = {0};
         for (int j = 0; j < 5; j++)
             sum = fused(sum, t, splat(factors_of[j]));
-        vf tail = smaller(splat(1e30f), x[i]) * (0.5f * (sum * t * e[i])); /* infinity has none */
+        vf tail = smaller(splat(1e30f), x[i]) * (0.5f * (sum * t * e[i])); /* infinity * 0 would be NaN */
         x[i] = pick(x[i] < 0.0f, tail, x[i] - tail);
     }
 }
@@ -67,8 +67,8 @@ INLINE void activate_lanes(int kind, int count, vf *x)
     }
 }
 
-/* `count` vectors: out = act(x), times `up` if there is one. Only the last may have less than LANES `left`. `out` may be `x`.
- * If there is a `bound`, what x becomes is that at most, and `up` lies within it. */
+/* out = act(x) for `count` vectors, times `up` if it is not NULL. The last vector has `left` lanes. `out` may be `x`. With a
+ * `bound`, act(x) is at most that, and `up` is clamped to it. */
 INLINE void activate_some(int kind, float bound, int count, const void *x, long at, const void *up, long up_at, void *out,
                           long out_at, long left, int bf16)
 {
@@ -102,7 +102,7 @@ INLINE void activate_all(int kind, float bound, const void *x, long at, const vo
         activate_some(kind, bound, 1, x, at + i, up, up_at + i, out, out_at + i, size - i, bf16);
 }
 
-/* What has no bound asks for none. */
+/* For activations without a bound. */
 INLINE void activate(int kind, float bound, const void *x, long at, const void *up, long up_at, void *out, long out_at,
                      long size, int bf16)
 {

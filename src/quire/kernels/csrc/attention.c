@@ -1,10 +1,9 @@
 /* Paged attention over a whole batch.
  *
- * A row is one query of one head. What is computed for a row depends on that row and its keys alone: keys are taken in tiles that
- * start at fixed positions of the sequence, tiles are merged in order. So the result is the same to the last bit whatever else is in
- * the batch, however the work is split.
+ * A row is one query of one head. The result of a row depends only on the row and its keys: tiles of keys start at fixed
+ * positions of the sequence and are merged in order. So it is bitwise equal in any batch and with any split of the work.
  */
-/* Loads that are moved up, far from where they are used, take registers from the sums of the inner loops. */
+/* Loads that the compiler moves far ahead of their use would take registers from the sums of the inner loops. */
 #pragma GCC optimize("no-schedule-insns")
 
 #include <omp.h>
@@ -12,16 +11,16 @@
 #include "attention_tiles.h"
 #include "cache_dtype.h"
 
-#define BLOCK_ROWS 192 /* rows that share the keys of a task */
-#define FEW_ROWS 16    /* rows of a key head that leave memory as what takes time: all heads share a pass over it */
-#define TURN_ROWS 32   /* rows from which on it pays to lay keys out column by column */
-#define FEW_KEYS 8     /* keys whose values are taken before the next ones are touched, then */
-#define LINE 16        /* floats of a line of the cache, where what is read often begins */
+#define BLOCK_ROWS 192 /* maximum rows per task */
+#define FEW_ROWS 16    /* maximum rows per KV head to be memory-bound: all heads share one pass over the keys */
+#define TURN_ROWS 32   /* minimum rows for which transposing the keys pays off */
+#define FEW_KEYS 8     /* keys processed at a time for memory-bound tasks */
+#define LINE 16        /* floats per cache line, for alignment */
 #define LOG2_E 1.4426950408889634
 
-/* The same fields, in the same order, as in attention.py. */
+/* The same fields in the same order as in cpu/attention.py. */
 typedef struct {
-    void *out; /* [tokens, heads, head_dim], contiguous, of the type of q */
+    void *out; /* [tokens, heads, head_dim], contiguous, with the dtype of q */
     const void *q;
     const void *k_cache; /* [blocks, block_size, kv_heads, head_dim], tokens slot_stride apart */
     const void *v_cache;
@@ -30,22 +29,22 @@ typedef struct {
     const int32_t *query_starts;
     const int32_t *seq_lens;
     const void *sinks;    /* [heads]: logits without a value; or NULL */
-    const float *slopes;  /* [heads]: what scores lose for each token between query and key; or NULL */
-    const int32_t *reach; /* [tokens]: the last position that each sees, falling in no sequence; or NULL: its own */
+    const float *slopes;  /* [heads]: ALiBi slopes, subtracted from the score per token of distance; or NULL */
+    const int32_t *reach; /* [tokens]: last position that each attends to, never decreasing in a sequence; NULL: its own */
     int64_t q_stride;  /* between tokens */
     int64_t table_width, num_seqs, heads, kv_heads, head_dim, slot_stride, block_size;
     int64_t window;               /* 0: all */
-    int64_t q_bf16, kept, sinks_bf16; /* kept: a kind of cache_dtype.h */
-    double scale, v_scale, softcap; /* v_scale: on what is summed of values; softcap 0: none */
+    int64_t q_bf16, kept, sinks_bf16; /* kept: a cache dtype of cache_dtype.h */
+    double scale, v_scale, softcap; /* v_scale: factor of the summed values; softcap 0: none */
     int64_t max_tasks, max_saved; /* upper bounds, by quire_attention_room */
-    void *memory;                 /* scratch of as many bytes as quire_attention_room says */
+    void *memory;                 /* scratch memory; quire_attention_room returns its size */
 } Job;
 
-/* Two of them fill a line. */
+/* Two tasks fill a cache line. */
 typedef struct {
     int32_t seq, kv_head, num_kv_heads, first_query, num_queries;
-    int32_t tile;   /* the only one to sum, -1: all of them */
-    int64_t saved;  /* where its sums are kept until they are merged */
+    int32_t tile;   /* the only tile to compute, -1: all tiles */
+    int64_t saved;  /* offset of its partial sums until they are merged */
 } Task;
 
 typedef struct {
@@ -62,7 +61,7 @@ static long at_least(long x, long bound) { return x > bound ? x : bound; }
 
 static long whole(long count, long step) { return (count + step - 1) / step * step; }
 
-/* Heads are filled up with zeros to whole vectors in scratch. */
+/* Heads are zero-padded to whole vectors in scratch memory. */
 static long dim_of(const Job *job) { return whole(job->head_dim, LANES); }
 
 static Sums carve(float *memory, long rows)
@@ -81,7 +80,7 @@ static void clear(Sums *sums, long rows, long dim)
     memset(sums->out, 0, (size_t)(rows * dim) * sizeof(float));
 }
 
-/* Ask for `count` keys and values of one head, which are copied soon. */
+/* Prefetch `count` keys and values of one head. */
 static void fetch(const Job *job, long at, long count)
 {
     long bytes = kept_bytes((int)job->kept);
@@ -92,7 +91,7 @@ static void fetch(const Job *job, long at, long count)
         }
 }
 
-/* `heads` heads that follow each other, as float. */
+/* Convert `heads` consecutive heads to float. */
 static void copy_heads(const void *from, int kind, long at, long heads, long head_dim, float factor, float *into)
 {
     long dim = whole(head_dim, LANES);
@@ -107,8 +106,8 @@ static void copy_heads(const void *from, int kind, long at, long heads, long hea
 
 static int is_copied(const Job *job) { return job->kept != KEPT_F32 || job->head_dim % LANES; }
 
-/* Where the keys and values of positions [first, end) lie, as float; first and end within one tile. Those of a
- * single head are put side by side: many rows read them. */
+/* Return pointers to the keys and values of positions [first, end) of one tile, as float. Those of a single head are copied to
+ * contiguous memory, as many rows read them. */
 static void gather(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch,
                    const float **keys, const float **values)
 {
@@ -141,13 +140,13 @@ static long place_of(const Job *job, const Task *task)
     return job->seq_lens[task->seq] - query_len + task->first_query;
 }
 
-/* Behind the last position that a query of a task sees. */
+/* End of the positions that a query of a task attends to. */
 static long seen_by(const Job *job, const Task *task, long query)
 {
     return 1 + (job->reach ? job->reach[job->query_starts[task->seq] + task->first_query + query] : place_of(job, task) + query);
 }
 
-/* Scores of one row, of this query of a task, to weights, among the keys [first, end) of a tile. */
+/* Convert the scores of one row with keys [first, end) of a tile to softmax weights. */
 static void soften_row(const Job *job, const Task *task, long tile, long first, long end, long query, long row, Scratch *scratch)
 {
     long place = place_of(job, task) + query, group = job->heads / job->kv_heads;
@@ -165,7 +164,7 @@ static void soften_row(const Job *job, const Task *task, long tile, long first, 
     soften(scores, count, (float)(job->softcap * LOG2_E), scratch->part.most + row, scratch->part.sum + row);
 }
 
-/* A few rows of each key head: every key in one pass over all heads, as it lies in memory. */
+/* Attention of few rows per KV head: one pass over the keys for all heads, in memory order. */
 static void attend_few(const Job *job, const Task *task, long tile, long first, long end, const float *const *keys,
                        const float *const *values, Scratch *scratch)
 {
@@ -185,8 +184,7 @@ static void attend_few(const Job *job, const Task *task, long tile, long first, 
                          at_most(k + FEW_KEYS, until), dim, scratch->part.out + row * dim);
 }
 
-/* Scores with keys [first, end) that lie side by side, from the next lower multiple of 4 on. `turned`: the same keys column by
- * column, or NULL. */
+/* Scores with contiguous keys [first, end), rounded down to a multiple of 4. `turned`: the same keys transposed, or NULL. */
 static void score_packed(long rows, const float *q, const float *const *keys, const float *turned, long first, long end, long dim,
                          float *out)
 {
@@ -222,7 +220,8 @@ static void mix_packed(long rows, const float *weights, const float *const *valu
     mix_some(rows, 0, weights, values, 0, first, end, dim, out);
 }
 
-/* Many rows of one key head: keys, then values stay in the cache. No row goes further than the last of its ROWS sees. */
+/* Attention of many rows of one KV head, so that keys and then values stay in the CPU cache. A group of ROWS rows stops at the
+ * last position that its last row attends to. */
 static void attend_many(const Job *job, const Task *task, long tile, long first, long end, const float *const *keys,
                         const float *const *values, Scratch *scratch)
 {
@@ -247,12 +246,12 @@ static void attend_many(const Job *job, const Task *task, long tile, long first,
     }
 }
 
-/* Rows lie key head by key head. */
+/* Rows are ordered by KV head. */
 static void attend_tile(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch)
 {
     const float *keys[TILE], *values[TILE];
     gather(job, task, tile, first, end, scratch, keys, values);
-    for (long k = (first - tile) & ~3L; k < ((end - tile + 3) & ~3L); k++) /* filled up to fours with a key that is there */
+    for (long k = (first - tile) & ~3L; k < ((end - tile + 3) & ~3L); k++) /* padded to a multiple of 4 with the first key */
         if (k < first - tile || k >= end - tile)
             keys[k] = keys[first - tile];
     if (task->num_kv_heads > 1)
@@ -278,7 +277,7 @@ static void merge(Sums *total, const Sums *part, long rows, long dim)
     }
 }
 
-/* The keys that the queries of a task see. */
+/* The keys that the queries of a task attend to. */
 static void seen(const Job *job, const Task *task, long *first, long *end)
 {
     long query_len = job->query_starts[task->seq + 1] - job->query_starts[task->seq];
@@ -292,7 +291,7 @@ static long rows_of(const Job *job, const Task *task)
     return task->num_kv_heads * task->num_queries * (job->heads / job->kv_heads);
 }
 
-/* Where row `row` of a task stands in the batch: its token and its head. */
+/* Token and head of row `row` of a task. */
 static long token_of(const Job *job, const Task *task, long row, long *head)
 {
     long group = job->heads / job->kv_heads, each = task->num_queries * group;
@@ -300,11 +299,11 @@ static long token_of(const Job *job, const Task *task, long row, long *head)
     return job->query_starts[task->seq] + task->first_query + row % each / group;
 }
 
-/* What the summed values of a row are multiplied with at the end. */
+/* Final factor of the summed values of a row. */
 static float share_of(const Job *job, const Sums *sums, long row, long head)
 {
     float sum = sums->sum[row], most = sums->most[row], sink;
-    if (sum == 0) /* padding sees nothing */
+    if (sum == 0) /* padding attends to nothing */
         return 0;
     if (!job->sinks)
         return 1.0f / sum;
@@ -351,7 +350,7 @@ static void run_task(const Job *job, const Task *task, Scratch *scratch, float *
         memcpy(saved + task->saved, scratch->part.most, (size_t)sums_size(rows, dim) * sizeof(float));
 }
 
-/* Sum up the tiles that were computed apart: `task` is the first of `count`. */
+/* Merge the tiles of `count` tasks that were computed separately; `task` is the first. */
 static void join(const Job *job, const Task *task, long count, Scratch *scratch, float *saved)
 {
     long rows = rows_of(job, task), dim = dim_of(job);
@@ -365,8 +364,8 @@ static void join(const Job *job, const Task *task, long count, Scratch *scratch,
 
 static int same_rows(const Task *a, const Task *b) { return a->seq == b->seq && a->kv_head == b->kv_head; }
 
-/* The last queries of a sequence, which see most, come first. Where the queries of a sequence make one block
- * only, it is split by tiles too, if there is a thread to share them with. */
+/* The last queries of a sequence, which attend to the most keys, come first. A sequence with a single block of queries is also
+ * split by tiles if there are several threads. */
 static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
 {
     long group = job->heads / job->kv_heads, step = at_least(BLOCK_ROWS / group, 1), count = 0;
@@ -395,7 +394,7 @@ static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
     return count;
 }
 
-/* The most rows of a task, and the most key heads of one. */
+/* Maximum rows and maximum KV heads of a task. */
 static long max_rows(const Job *job)
 {
     long group = job->heads / job->kv_heads;
@@ -421,7 +420,7 @@ static Scratch carve_scratch(const Job *job, float *memory, long task_rows)
     return scratch;
 }
 
-/* Sets the upper bounds of the job for batches of these sizes; how many bytes of scratch it takes. */
+/* Set the upper bounds of the job for batches of these sizes; return the bytes of scratch memory. */
 int64_t quire_attention_room(Job *job, int64_t num_tokens, int64_t max_query_len, int64_t max_seq_len,
                              int64_t num_threads)
 {
@@ -436,7 +435,7 @@ int64_t quire_attention_room(Job *job, int64_t num_tokens, int64_t max_query_len
 void quire_attention(const Job *job)
 {
     long saved_size, thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-    /* Every thread makes the same list for itself. */
+    /* Every thread builds the same list. */
     Task *tasks = (Task *)job->memory + thread * job->max_tasks;
     float *saved = (float *)((Task *)job->memory + num_threads * job->max_tasks);
     float *own = saved + job->max_saved + thread * scratch_size(job);

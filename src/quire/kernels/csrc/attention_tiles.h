@@ -1,6 +1,6 @@
-/* The inner loops of attention: scores of a tile of keys, their weights, and the values mixed by them.
+/* Inner loops of attention: scores of a tile of keys, softmax weights, and weighted sums of values.
  *
- * Scores are in units of log2: q carries the factor. */
+ * Scores are in units of log2: q is pre-multiplied by the factor. */
 #ifndef QUIRE_ATTENTION_TILES_H
 #define QUIRE_ATTENTION_TILES_H
 
@@ -9,9 +9,9 @@
 #define ALL_LANES
 #include "simd.h"
 
-#define TILE 128            /* keys that are scored before they are weighed */
-#define STEP (SIDE * LANES) /* scores that are weighed side by side */
-/* Rows of the inner loops: 4 sums of each, and what is multiplied, in 32 or in 16 registers. */
+#define TILE 128            /* keys per tile */
+#define STEP (SIDE * LANES) /* scores per iteration of the softmax */
+/* Rows of the inner loops: 4 sums per row and the operands fit in 32 or 16 registers. */
 #if LANES == 16
 #define ROWS 6
 #elif defined(HAS_NEON)
@@ -20,7 +20,7 @@
 #define ROWS 3
 #endif
 
-/* Scores of some rows with 4 keys, which lie `from` floats behind the pointers. */
+/* Scores of several rows with 4 keys at offset `from` of the pointers. */
 INLINE void score4(int rows, const float *q, const float *const *keys, long from, long dim, float *out)
 {
     vf sums[ROWS][4];
@@ -50,8 +50,8 @@ INLINE void mix_key(int rows, int vectors, const float *values, const factors *w
     }
 }
 
-/* The weighted values of keys [first, end) of a tile, `vectors` vectors of them from `d` on, of some rows; with `more`, on top of
- * what is there. */
+/* Weighted sums of the values of keys [first, end) of a tile for several rows, `vectors` vectors from column `d` on. With `more`,
+ * they are added to the output. */
 INLINE void mix(int rows, int vectors, int more, const float *weights, const float *const *values, long first, long end, long d,
                 long dim, float *out)
 {
@@ -82,7 +82,7 @@ INLINE void mix(int rows, int vectors, int more, const float *weights, const flo
             store(out + r * dim + i * LANES, sums[r][i]);
 }
 
-/* The values lie `from` floats behind the pointers. */
+/* The values are at offset `from` of the pointers. */
 INLINE void mix_all(int rows, int more, const float *weights, const float *const *values, long from, long first, long end,
                     long dim, float *out)
 {
@@ -102,8 +102,8 @@ static void cap(float *scores, long count, float softcap)
     }
 }
 
-/* Scores of the first `count` keys, a multiple of LANES, less so much for each token behind the query: the first key is
- * `away` from it. */
+/* Subtract the ALiBi slope times the distance from the scores of the first `count` keys, a multiple of LANES. The first key has
+ * the distance `away`. */
 static void lean(float *scores, long count, float slope, long away)
 {
     vf place;
@@ -113,7 +113,7 @@ static void lean(float *scores, long count, float slope, long away)
         store(scores + k, fused(place, splat(slope), load(scores + k)));
 }
 
-/* The first `count` scores of one row in, a multiple of STEP, weights out; their largest and their sum. */
+/* Convert the first `count` scores of one row, a multiple of STEP, to weights; return their maximum and sum. */
 static void soften(float *scores, long count, float softcap, float *most, float *sum)
 {
     if (softcap > 0)
@@ -129,7 +129,7 @@ static void soften(float *scores, long count, float softcap, float *most, float 
     float now = lanes_max(top[0]);
     *most = now;
     *sum = 0;
-    if (now == -INFINITY) { /* the row sees nothing of this tile */
+    if (now == -INFINITY) { /* all keys of this tile are masked */
         memset(scores, 0, (size_t)count * sizeof(float));
         return;
     }
@@ -146,7 +146,7 @@ static void soften(float *scores, long count, float softcap, float *most, float 
     *sum = lanes_sum(total[0] + total[1]);
 }
 
-/* Scores of some rows with keys [first, end), a multiple of 4. */
+/* Scores of several rows with keys [first, end), a multiple of 4. */
 INLINE void score_all(int rows, const float *q, const float *const *keys, long from, long first, long end, long dim,
                       float *out)
 {
@@ -190,8 +190,8 @@ static void mix_some(long rows, int more, const float *weights, const float *con
 
 #ifdef HAS_AVX512
 
-#define TURNED_KEYS (2 * LANES) /* that are scored at a time */
-#define MAX_TURNED 256          /* columns of a key */
+#define TURNED_KEYS (2 * LANES) /* transposed keys per iteration */
+#define MAX_TURNED 256          /* maximum columns of a transposed key */
 
 INLINE vf lanes_of_two(int high, vf a, vf b, int is_double)
 {
@@ -200,7 +200,7 @@ INLINE vf lanes_of_two(int high, vf a, vf b, int is_double)
     return high ? (vf)_mm512_unpackhi_ps((__m512)a, (__m512)b) : (vf)_mm512_unpacklo_ps((__m512)a, (__m512)b);
 }
 
-/* 16 columns of 16 keys that are `stride` floats apart: into[i * TILE + k] = keys[k * stride + i]. */
+/* Transpose 16 columns of 16 keys with a stride of `stride` floats: into[i * TILE + k] = keys[k * stride + i]. */
 INLINE void turn_sixteen(const float *keys, long stride, float *into)
 {
     vf fours[4][4], quarter[4]; /* fours[g][i]: column i of each quarter, of keys 4g.. */
@@ -223,7 +223,7 @@ INLINE void turn_sixteen(const float *keys, long stride, float *into)
     }
 }
 
-/* Keys [first, end) of a tile, multiples of TURNED_KEYS, that lie side by side: a column of all of them after the other. */
+/* Transpose contiguous keys [first, end) of a tile, multiples of TURNED_KEYS. */
 static void turn_keys(const float *keys, long first, long end, long dim, float *into)
 {
     for (long k = first; k < end; k += LANES)
@@ -231,7 +231,7 @@ static void turn_keys(const float *keys, long first, long end, long dim, float *
             turn_sixteen(keys + k * dim + d, dim, into + d * TILE + k);
 }
 
-/* As score4, to the last bit: the lanes of a score are summed one by one, and added up in the order of lanes_sum4. */
+/* Bitwise equal to score4: the lanes of a score are summed separately and added in the order of lanes_sum4. */
 INLINE void score_two_turned(int rows, const float *q, const float *keys, long dim, float *out)
 {
     vf parts[4][2][2];
@@ -249,7 +249,7 @@ INLINE void score_two_turned(int rows, const float *q, const float *keys, long d
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < 2; i++) {
                 vf sum = sums[r][i];
-                int level = __builtin_ctz(~n); /* of the tree that adds them up */
+                int level = __builtin_ctz(~n); /* of the reduction tree */
                 for (int l = 0; l < level; l++)
                     sum = parts[l][r][i] + sum;
                 if (level < 4)
@@ -272,8 +272,8 @@ static void score_turned(long rows, const float *q, const float *keys, long firs
 }
 #endif
 
-/* Four rows of scores with keys [first, end), a multiple of 4, and their weighted values: as score_some and mix_some, of keys and
- * values that lie side by side. */
+/* Scores and weighted values of four rows with keys [first, end), a multiple of 4: like score_some and mix_some, for contiguous
+ * keys and values. */
 #ifdef HAS_NEON
 
 #define ZERO(row) "movi v" #row ".4s, 0\n"

@@ -1,4 +1,4 @@
-/* What a cache holds: float, bfloat16, or floats of 8 bits. */
+/* KV cache dtypes: float, bfloat16 and fp8. */
 #ifndef QUIRE_CACHE_DTYPE_H
 #define QUIRE_CACHE_DTYPE_H
 
@@ -6,7 +6,7 @@
 
 #include "simd.h"
 
-/* The same numbers as in attention.py. */
+/* Equal to the numbers in cpu/attention.py. */
 enum { KEPT_F32, KEPT_BF16, KEPT_E4M3, KEPT_E5M2 };
 
 INLINE long kept_bytes(int kind) { return kind == KEPT_F32 ? 4 : kind == KEPT_BF16 ? 2 : 1; }
@@ -15,24 +15,24 @@ typedef uint8_t vb __attribute__((vector_size(LANES)));
 
 INLINE vu from_bytes(vb x)
 {
-#ifdef HAS_AVX512 /* the compiler does it in parts */
+#ifdef HAS_AVX512 /* the compiler would split it */
     return (vu)_mm512_cvtepu8_epi32((__m128i)x);
 #else
     return __builtin_convertvector(x, vu);
 #endif
 }
 
-/* Numbers below the normal ones are made of their codes as whole numbers: some CPUs take long for a float so small. */
+/* Subnormal numbers are computed from their codes as integers, since subnormal floats are slow on some CPUs. */
 INLINE vf from_eight(vu code, int is_e5m2)
 {
     vu size = code & 0x7f, sign = (code & 0x80) << 24, bits = size << (is_e5m2 ? 21 : 20);
     vf low = __builtin_convertvector((vi)size, vf) * (is_e5m2 ? 0x1p-16f : 0x1p-9f);
     vf value = pick((vi)(size < (is_e5m2 ? 4 : 8)), low, (vf)(bits + ((is_e5m2 ? 112u : 120u) << 23)));
-    vu past = size > (is_e5m2 ? 0x7b : 0x7e); /* infinite, or none */
+    vu past = size > (is_e5m2 ? 0x7b : 0x7e); /* infinity or NaN */
     return (vf)((vu)value | sign | (past & 0x7f800000));
 }
 
-/* Rounded to nearest, ties to even; what is too large becomes the largest. */
+/* Rounds to nearest, ties to even; saturates at the maximum. */
 INLINE uint8_t to_eight(float x, int is_e5m2)
 {
     float size = fabsf(x), most = is_e5m2 ? 57344.0f : 448.0f;
@@ -40,7 +40,7 @@ INLINE uint8_t to_eight(float x, int is_e5m2)
     if (size != size)
         return 0x7f;
     size = size < most ? size : most;
-    if (size < (is_e5m2 ? 0x1p-14f : 0x1p-6f)) { /* rounded by the addition: the code is in the last bits */
+    if (size < (is_e5m2 ? 0x1p-14f : 0x1p-6f)) { /* the addition rounds: the code is in the low bits */
         size += is_e5m2 ? 0x1p7f : 0x1p14f;
         memcpy(&bits, &size, 4);
         return (uint8_t)(sign | (bits & 0xff));
@@ -50,7 +50,7 @@ INLINE uint8_t to_eight(float x, int is_e5m2)
     return (uint8_t)(sign | ((bits >> shift) - (is_e5m2 ? 112u << 2 : 120u << 3)));
 }
 
-/* `widen` of any kind. */
+/* `widen` for any cache dtype. */
 INLINE void widen_kept(const void *from, int kind, long at, long count, float factor, float *into)
 {
     if (kind < KEPT_E4M3) {
@@ -64,7 +64,7 @@ INLINE void widen_kept(const void *from, int kind, long at, long count, float fa
     }
 }
 
-/* `narrow` to any kind. Floats of 8 bits are divided by `scale`, and first rounded as the model's own type would be. */
+/* `narrow` for any cache dtype. Values for fp8 are first rounded to the dtype of the model, then divided by `scale`. */
 INLINE void narrow_kept(const float *from, void *into, int kind, long at, long count, float scale, int is_bf16)
 {
     if (kind < KEPT_E4M3) {

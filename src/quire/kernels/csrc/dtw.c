@@ -1,13 +1,13 @@
-/* Dynamic time warping. `worker/multimodal/timestamps.py` says the same in numpy.
+/* Dynamic time warping. The reference in numpy is `worker/multimodal/timestamps.py`.
  */
 #include <math.h>
 #include <stdint.h>
 
-/* The same fields, in the same order, as in kernels/cpu/dtw.py. */
+/* The same fields in the same order as in kernels/cpu/dtw.py. */
 typedef struct {
     const double *costs; /* [tokens, states] */
-    float *total;        /* [states + 1] of the way to each state, by the tokens so far */
-    int8_t *came;        /* [tokens + 1, states + 1] by both, by a token, by a state */
+    float *total;        /* [states + 1] cost of the best path to each state with the tokens so far */
+    int8_t *came;        /* [tokens + 1, states + 1] last step of the path: both, token only, state only */
     int64_t *begins;     /* [tokens] */
     int64_t tokens, states;
 } WarpJob;

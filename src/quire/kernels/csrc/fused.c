@@ -1,16 +1,16 @@
-/* The small operations between products, each in one pass over float or bfloat16, computed in float.
+/* Small operations between GEMMs, each in one pass over float or bfloat16, computed in float.
  *
- * Rows do not depend on each other, and a row is computed in the same order whatever thread it falls to.
+ * Rows are independent, and the order of operations of a row does not depend on its thread.
  */
 #define ALL_LANES
 #include "activations.h"
 #include "heads.h"
 #include "cache_dtype.h"
 
-#define COLUMNS 512 /* of an elementwise operation: what one thread takes at a time */
+#define COLUMNS 512 /* columns per task of an elementwise operation */
 
-/* Structures have the same fields, in the same order, as in cpu.py. All tensors of a job but the cache and the ids
- * are of one type. */
+/* Structures have the same fields in the same order as in cpu/ops.py. All tensors of a job except the cache and the ids have one
+ * dtype. */
 
 typedef struct {
     void *out;
@@ -29,13 +29,13 @@ void quire_embed(const EmbedJob *job)
 
 typedef struct {
     void *out; /* may be x */
-    const void *x, *weight, *bias; /* bias, of the type of the weight, may be NULL */
-    void *residual;                /* NULL: there is none */
+    const void *x, *weight, *bias; /* bias has the dtype of the weight, or is NULL */
+    void *residual;                /* or NULL */
     int64_t num_rows, size, stride, out_stride, centred, bf16, weight_bf16;
     double eps;
 } NormJob;
 
-/* LANES numbers without `mean`, zeros behind the last. */
+/* LANES values minus `mean`, zeros after the last. */
 INLINE vf take_from(const void *from, int bf16, long at, long left, float mean)
 {
     vf x = take(from, bf16, at, left) - mean;
@@ -94,7 +94,7 @@ void quire_norm(const NormJob *job)
 
 typedef struct {
     void *out;
-    const void *x; /* gated: what is activated and what it is multiplied with, side by side */
+    const void *x; /* gated: gate and up, concatenated */
     int64_t num_rows, size, stride, activation, gated, bf16;
     double bound; /* or 0 */
 } ActivateJob;
@@ -119,13 +119,13 @@ void quire_activate(const ActivateJob *job)
         activate_rows(job, 0);
 }
 
-/* The same numbers as in cpu.py. */
+/* Equal to the numbers in cpu/ops.py. */
 enum { SCALE, SOFTCAP, ADD, WEIGH, WEIGH_ROWS, SCALE_ROWS, SCALE_COLUMNS };
 
 typedef struct {
     void *x;
-    const void *other; /* what is added or weighs: as large as x, or a number for each row; or a float that scales one, or a
-                          * row that scales all */
+    const void *other; /* operand: of the shape of x, one value per row, a float factor per row, or one row of factors for
+                          * all */
     int64_t num_rows, size, stride, other_stride, change, bf16;
     double by;
 } ChangeJob;
@@ -175,7 +175,7 @@ typedef struct {
     const void *qkv, *table, *q_norm, *k_norm; /* norms may be NULL */
     const int64_t *positions, *slots;
     void *k_cache, *v_cache;
-    int64_t num_tokens, stride, heads, kv_heads, head_dim, slot_stride, rotary_dim, bf16, kept, norm_bf16; /* kept: of cache_dtype.h */
+    int64_t num_tokens, stride, heads, kv_heads, head_dim, slot_stride, rotary_dim, bf16, kept, norm_bf16; /* kept: a cache dtype */
     double eps, k_scale, v_scale;
 } RotateJob;
 

@@ -1,4 +1,4 @@
-/* The columns of rows in another order. */
+/* Permutation of the columns of rows. */
 #include <stdint.h>
 
 typedef struct {

@@ -1,7 +1,7 @@
-/* Products with interleaved packed weights, in whole numbers: dot products of 4 bytes, 4 rows of the weight at a time.
+/* Integer GEMM with interleaved packed weights: dot products of 4 bytes, 4 rows of the weight at a time.
  *
- * x is rounded to 14 bits with a scale for each 32 columns, and split into two planes of bytes, x = scale * (64 * high
- * + low). What is computed for a row of x does not depend on the other rows, nor on how the work is divided.
+ * x is quantized to 14 bits with a scale per 32 columns and split into two planes of bytes, x = scale * (64 * high + low).
+ * The result of a row of x depends neither on the other rows nor on the division of the work.
  */
 #include <stddef.h>
 
@@ -11,9 +11,9 @@
 
 #include "gguf_neon.h"
 
-#define MOST 8159     /* the largest code: its high plane is 127 */
-#define HALVES 16     /* of groups, 4 rows of the weight each, that 8 rows of x meet while they are in the nearest cache, at most, */
-#define CHUNK 24      /* and blocks of them; half as many groups with fewer rows of x than MANY */
+#define MOST 8159     /* largest code: its high plane is 127 */
+#define HALVES 16     /* maximum half groups, 4 rows of the weight each, that are kept in the L1 cache for 8 rows of x, */
+#define CHUNK 24      /* and maximum blocks of them; half as many half groups with fewer than MANY rows of x */
 #define MANY 32
 
 void quire_round_row(const float *x, long blocks, uint8_t *into)
@@ -28,7 +28,7 @@ void quire_round_row(const float *x, long blocks, uint8_t *into)
         int32x4_t sums[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
         for (int i = 0; i < BLOCK; i += 16) {
             int16x8_t code[2], high[2], low[2];
-            for (int j = 0; j < 2; j++) { /* rounded by the addition: the code is in the last 16 bits */
+            for (int j = 0; j < 2; j++) { /* the addition rounds: the code is in the low 16 bits */
                 float32x4_t one = vfmaq_n_f32((float32x4_t)fresh(&magic), vld1q_f32(x + i + 8 * j), inverse);
                 float32x4_t two = vfmaq_n_f32((float32x4_t)fresh(&magic), vld1q_f32(x + i + 8 * j + 4), inverse);
                 code[j] = vuzp1q_s16(vreinterpretq_s16_f32(one), vreinterpretq_s16_f32(two));
@@ -45,7 +45,7 @@ void quire_round_row(const float *x, long blocks, uint8_t *into)
     }
 }
 
-/* Columns 16 * from.. 16 * end of the block, without the scale of x. Sums of codes of 4 bits stay below 2^22. */
+/* Columns 16 * from.. 16 * end of the block, without the scale of x. Sums of 4-bit codes stay below 2^22. */
 INLINE float32x4_t dot(int form, const Half *weight, int head, const int8_t *x, int from, int end)
 {
     int32x4_t high = vdupq_n_s32(0), low = vdupq_n_s32(is_four(form) ? MAGIC_BITS : 0);
@@ -75,19 +75,19 @@ INLINE float32x4_t times_block(int form, const Half *weight, const uint8_t *x, f
     return vfmaq_laneq_f32(sum, dot(form, weight, 1, codes, 1, 2), head, 0);
 }
 
-/* times_block of 4 or 8 rows, `apart` bytes from each other, and `num` blocks, for codes of 4 bits and one head: the same
- * operations, in an order that keeps both pipes busy. The high plane is summed first, shifted in place, and the low plane on
- * top; the MAGIC is there from the start. A change from float operations to dot products costs a cycle, so they stand apart;
- * loads are free if they are spread, even of constants. What is loaded ahead for the block behind the last is that one again.
+/* times_block of 4 or 8 rows with a stride of `apart` bytes and `num` blocks, for 4-bit codes and one head. The operations are the
+ * same, in an order that keeps both pipelines busy. The high plane is summed first and shifted in place, then the low plane is
+ * added; the sum starts with MAGIC. Switching from float operations to dot products costs a cycle, so they are separated. Loads
+ * are free if they are spread, even of constants. The prefetch after the last block loads that block again.
  *
- * v0..7: sums, v8..15: whole sums of a block, v16..23: codes, v24..31: x. */
+ * v0..7: sums, v8..15: integer sums of a block, v16..23: codes, v24..31: x. */
 #define DOT4(code, lane)                                                                                                         \
     "sdot v8.4s, v" #code ".16b, v24.4b[" #lane "]\nsdot v9.4s, v" #code ".16b, v25.4b[" #lane "]\n"                             \
     "sdot v10.4s, v" #code ".16b, v26.4b[" #lane "]\nsdot v11.4s, v" #code ".16b, v27.4b[" #lane "]\n"
 #define DOT8(code, lane)                                                                                                         \
     "sdot v12.4s, v" #code ".16b, v28.4b[" #lane "]\nsdot v13.4s, v" #code ".16b, v29.4b[" #lane "]\n"                           \
     "sdot v14.4s, v" #code ".16b, v30.4b[" #lane "]\nsdot v15.4s, v" #code ".16b, v31.4b[" #lane "]\n"
-/* 16 columns of rows 0..3 or 4..7, with other work in between. */
+/* 16 columns of rows 0..3 or 4..7, interleaved with other work. */
 #define LEFT4(p, q, r, s) DOT4(16, 0) p DOT4(17, 1) q DOT4(18, 2) r DOT4(19, 3) s
 #define LEFT8(p, q, r, s) DOT8(16, 0) p DOT8(17, 1) q DOT8(18, 2) r DOT8(19, 3) s
 #define RIGHT4(p, q, r, s) DOT4(20, 0) p DOT4(21, 1) q DOT4(22, 2) r DOT4(23, 3) s
@@ -103,7 +103,7 @@ INLINE float32x4_t times_block(int form, const Half *weight, const uint8_t *x, f
 #define MAGIC8 LOAD(12, m, 0) LOAD(13, m, 0) LOAD(14, m, 0) LOAD(15, m, 0)
 #define SHL(sum) "shl v" #sum ".4s, v" #sum ".4s, 6\n"
 #define STEP(by, row) "add %[" #row "], %[" #row "], %[" #by "]\n"
-#define STOP(by) "csel %[" #by "], %[" #by "], xzr, ne\n" /* no step from the last block */
+#define STOP(by) "csel %[" #by "], %[" #by "], xzr, ne\n" /* do not advance past the last block */
 #define HEADS LOAD(20, w, %[scale]) LOAD(21, w, %[low])
 #define SHIFT(to) LOAD(to, w, %[shift])
 #define SCALE(to, sum) "fmla v" #to ".4s, v" #sum ".4s, v20.4s\n"
@@ -171,7 +171,7 @@ static void times_blocks_eight(const Half *weight, const uint8_t *x, long apart,
                  : USED);
 }
 
-/* One row of x times one group, straight from the weights. */
+/* One row of x times one group, directly from the packed weights. */
 INLINE void times_one(int form, const uint8_t *weight, const uint8_t *x, long blocks, float *out)
 {
     float32x4_t top = vdupq_n_f32(0), bottom = top;
@@ -188,7 +188,7 @@ INLINE void times_one(int form, const uint8_t *weight, const uint8_t *x, long bl
     vst1q_f32(out + 4, bottom);
 }
 
-/* Eight, four rows of x, or one, times `num` blocks of 4 rows of the weight, which were made ready. */
+/* Eight, four or one rows of x times `num` unpacked blocks of 4 rows of the weight. */
 INLINE void times_ready(int form, int count, const Half *ready, const uint8_t *x, long apart, long num, float out[][4 * HALVES])
 {
     if (count > 1 && is_four(form) && heads_of(form) == 1) {
@@ -212,7 +212,7 @@ INLINE void times_ready(int form, int count, const Half *ready, const uint8_t *x
     }
 }
 
-/* `count` rows of x, every one through all that is ready. */
+/* `count` rows of x times all unpacked blocks. */
 INLINE long times_rows(int form, int step, long r, long count, Half ready[][CHUNK], long halves, const uint8_t *x, long apart,
                        long num, float out[][4 * HALVES])
 {
@@ -222,7 +222,7 @@ INLINE long times_rows(int form, int step, long r, long count, Half ready[][CHUN
     return r;
 }
 
-/* Rows of x times `halves` of groups. What is made ready of the weight, and a few rows of x, stay in the nearest cache. */
+/* Rows of x times `halves` half groups. The unpacked weights and a few rows of x stay in the L1 cache. */
 INLINE void times_many(int form, long count, const uint8_t *weight, long halves, const uint8_t *x, long blocks,
                        float out[][4 * HALVES])
 {

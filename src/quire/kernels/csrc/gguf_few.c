@@ -1,10 +1,10 @@
-/* Few rows of x times interleaved packed weights, with NEON: a decode, or drafts that are verified.
+/* Few rows of x times interleaved packed weights, with NEON: for decode steps and for verifying draft tokens.
  *
- * A weight is read once and unpacked in registers for up to eight rows of x. The operations of a row, and their order, are
- * those of gguf.c: the same bits.
+ * A weight is read once and unpacked in registers for up to eight rows of x. The operations of a row and their order are those of
+ * gguf.c, so the results are bitwise equal.
  */
 #if defined(__aarch64__) && !defined(__clang__) && __GNUC__ >= 9
-#pragma GCC target("tune=neoverse-n1") /* otherwise loads stand right before what waits for them: a tenth slower */
+#pragma GCC target("tune=neoverse-n1") /* otherwise loads are placed right before their use, which is 10 % slower */
 #endif
 #include "linear.h"
 
@@ -12,8 +12,8 @@
 
 #include "gguf_neon.h"
 
-#define ROWS 8  /* of x, at once */
-#define PAIRS 4 /* of them, so few that both halves of a group find room in the registers */
+#define ROWS 8  /* maximum rows of x at once */
+#define PAIRS 4 /* maximum rows for which both halves of a group fit in the registers */
 #define EACH_ROW _Pragma("GCC unroll 8") for (int r = 0; r < count; r++)
 #define EACH_HALF _Pragma("GCC unroll 2") for (int h = 0; h < halves; h++)
 
@@ -21,7 +21,7 @@ typedef struct {
     int32x4_t of[ROWS][2];
 } Whole;
 
-/* Columns 16 * from.. of a plane, that begins at `plane`. Sums take turns, so that none waits for itself. */
+/* Columns 16 * from.. of the plane at `plane`. The sums alternate to hide latency. */
 INLINE void add_columns(int count, int halves, const Half *part, int from, const int8_t *plane, long apart, Whole *sums)
 {
     int8x16_t codes[ROWS];
@@ -32,7 +32,7 @@ INLINE void add_columns(int count, int halves, const Half *part, int from, const
     EACH_ROW EACH_HALF sums->of[r][h] = vdotq_laneq_s32(sums->of[r][h], part[h].codes[4 * from + 3], codes[r], 3);
 }
 
-/* The high plane is summed first, shifted in place, and the low plane on top; the MAGIC is there from the start. */
+/* The high plane is summed first and shifted in place, then the low plane is added; the sum starts with MAGIC. */
 INLINE Whole dots(int form, int count, int halves, const Half *part, const int8_t *x, long apart)
 {
     static const vi magic = {MAGIC_BITS >> 6, MAGIC_BITS >> 6, MAGIC_BITS >> 6, MAGIC_BITS >> 6};
@@ -53,7 +53,7 @@ INLINE float32x4_t scaled(int form, const Half *part, int32x4_t sum)
     return vmulq_f32(vcvtq_f32_s32(sum), part->scale);
 }
 
-/* `count` rows of x, `apart` bytes from each other, times `halves` of a group from `first` on. */
+/* `count` rows of x with a stride of `apart` bytes times `halves` half groups from `first` on. */
 INLINE void times_halves(int form, int count, int first, int halves, const uint8_t *weight, const uint8_t *x, long apart,
                          long blocks, float out[][GROUP])
 {
@@ -86,8 +86,8 @@ INLINE void times_group(int form, int count, const uint8_t *weight, const uint8_
         times_halves(form, count, first, halves, weight, x, apart, blocks, out);
 }
 
-/* A function for each form and number of rows: in one for all of them, registers would be dealt out a quarter worse. All numbers
- * of rows in the forms of the most files, fewer in others, since each takes its time to compile. */
+/* One function per format and number of rows, since a single function would have 25 % worse register allocation. Common formats
+ * have all numbers of rows, others fewer, to limit the compile time. */
 typedef void Times(const uint8_t *weight, const uint8_t *x, long apart, long blocks, float out[][GROUP]);
 #define TIMES(form, count)                                                                                                       \
     static __attribute__((noinline)) void times_##form##_##count(const uint8_t *weight, const uint8_t *x, long apart,            \

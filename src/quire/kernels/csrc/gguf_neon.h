@@ -1,18 +1,18 @@
-/* Packed weights as NEON multiplies them: 32 columns of 4 rows in registers. */
+/* Packed weights in NEON registers: 32 columns of 4 rows. */
 #ifndef QUIRE_GGUF_NEON_H
 #define QUIRE_GGUF_NEON_H
 
 #include "linear.h"
 
-#define AHEAD 1024 /* bytes from what is multiplied to what is fetched, for few rows of x */
-#define FEW 16     /* rows of x up to which it costs more to lay codes out in the nearest cache first than to unpack them again */
+#define AHEAD 1024 /* prefetch distance in bytes, for few rows of x */
+#define FEW 16     /* maximum rows of x for which unpacking again is cheaper than unpacking to the L1 cache */
 
-/* 1.5 * 2^23 as a float. A whole number below 2^22 added to its bits is that number added to the float. */
+/* 1.5 * 2^23 as a float. Adding an integer below 2^22 to its bits adds that integer to the float. */
 #define MAGIC_BITS 0x4b400000
 #define MAGIC 12582912.0f
 
-/* 32 columns of 4 rows of the weight. `shift` takes the MAGIC away again. Of a block with two heads there are two: the codes are
- * in the first. */
+/* 32 columns of 4 rows of the weight. `shift` subtracts MAGIC again. A block with two heads has two entries; the codes are in the
+ * first. */
 typedef struct {
     int8x16_t codes[8];
     float32x4_t scale, shift, low;
@@ -29,7 +29,7 @@ INLINE float32x4_t four_heads(int form, const uint8_t *at)
     return vreinterpretq_f32_u8(vld1q_u8(at));
 }
 
-/* Rows 4 * half.. of the group's block at `weight`. */
+/* Read rows 4 * half.. of the group's block at `weight`. */
 INLINE void read_half(int form, const uint8_t *weight, int half, Half *into)
 {
     long each = heads_of(form), bytes = GROUP * head_bytes(form);
@@ -62,7 +62,7 @@ INLINE int32x4_t dot16(int32x4_t sum, const int8x16_t *codes, int8x16_t x)
     return vdotq_laneq_s32(sum, codes[3], x, 3);
 }
 
-/* `width` products of a row with rows `first`.. of the weight, if there are as many. */
+/* Store the outputs of a row for rows `first`.. of the weight, at most `width`, as far as they exist. */
 INLINE void finish(const LinearJob *job, const Matrix *part, float *sums, long at, long row, long first, long width)
 {
     width = at_most(width, part->rows - first);
@@ -72,7 +72,7 @@ INLINE void finish(const LinearJob *job, const Matrix *part, float *sums, long a
     narrow(sums, job->out, (int)job->out_bf16, row * job->out_stride + at + first, width);
 }
 
-/* `quire_dot_task` of few rows of x, for forms with one head in a block. */
+/* `quire_dot_task` for few rows of x, for formats with one head per block. */
 void quire_dot_few(const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end, long group,
                    long group_end);
 

@@ -1,10 +1,10 @@
-/* From the blocks of a GGUF file to the forms that the products read, and single rows back to floats. */
+/* Conversion of the blocks of a GGUF file to the formats of the GEMM kernels, and of single rows to floats. */
 #include "half.h"
 
-/* Types of a GGUF file; the same numbers as in quantized.py. */
+/* ggml types; equal to the numbers in cpu/gguf.py. */
 enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, MXFP4 };
 
-/* What the codes of IQ4 stand for. */
+/* Values of the codes of IQ4. */
 static const int8_t IQ4[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 typedef struct {
@@ -20,8 +20,8 @@ typedef struct {
     int64_t num_ids, out_bf16;
 } RowsJob;
 
-/* 32 columns: scale * code + low. Codes of 8 bits are signed; of those of 4 bits, byte i holds columns i and 16 + i.
- * `halves` are scale and low as stored. */
+/* 32 columns: scale * code + low. 8-bit codes are signed; byte i of 4-bit codes holds columns i and 16 + i. `halves` are scale
+ * and low as stored. */
 typedef struct {
     uint8_t codes[BLOCK];
     float scale[2], low[2];
@@ -30,7 +30,7 @@ typedef struct {
 
 static const int SUPER_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 136, 18, 17};
 
-/* Rows of a group of the interleaved layout; 0 if this CPU does not multiply it. */
+/* Rows per group of the interleaved layout; 0 if this CPU does not support it. */
 int quire_group(void)
 {
 #if defined(DOT_NEON) || defined(DOT_X86)
@@ -40,7 +40,7 @@ int quire_group(void)
 #endif
 }
 
-/* Codes of 4 bits, one to a byte, to two in a byte. */
+/* Pack 4-bit codes from one per byte to two per byte. */
 INLINE void pair(Block *into)
 {
     for (int i = 0; i < 16; i++)
@@ -179,7 +179,7 @@ INLINE void read_block(int type, const uint8_t *row, long b, Block *into)
     }
 }
 
-/* Head `i` of `block`, into place `at` of an array of heads. */
+/* Write head `i` of `block` to index `at` of an array of heads. */
 INLINE void write_head(int form, const Block *block, int i, int low, uint8_t *heads, long at)
 {
     if (form == E2M1)
@@ -258,13 +258,13 @@ INLINE float value_of(int form, float scale, float low, uint8_t code)
     return has_low(form) ? scale * (float)code + low : scale * (float)(code - 8);
 }
 
-/* Block `b` of a row as floats. */
+/* Dequantize block `b` of a row. */
 INLINE void unpack_block(const Matrix *matrix, long row, long b, float *into)
 {
     int form = (int)matrix->form, each = heads_of(form), lows = has_low(form);
     long blocks = matrix->columns / BLOCK, width = BLOCK / each;
     const uint8_t *data = matrix->data, *heads, *codes;
-    long step, stride, codes_step; /* from one head of a block to the next; from scales to lows; between 4 codes */
+    long step, stride, codes_step; /* stride of the heads of a block; offset from scales to lows; stride of 4 codes */
     if (matrix->interleaved) {
         heads = data + (row / GROUP * blocks + b) * GROUP * block_bytes(form);
         codes = heads + each * (lows + 1) * head_bytes(form) * GROUP + 4 * (row % GROUP);
@@ -312,7 +312,7 @@ static void plain_rows(const RowsJob *job)
         }
 }
 
-/* Rows `ids` of a matrix: [num_ids, columns]. */
+/* Dequantize the rows `ids` of a matrix: [num_ids, columns]. */
 void quire_rows(const RowsJob *job)
 {
     const Matrix *matrix = job->matrix;

@@ -1,11 +1,11 @@
-/* The values of a packed weight, as wide vectors: what its scales, lows and codes stand for. */
+/* Dequantization of a packed weight to wide vectors. */
 #ifndef QUIRE_GGUF_VALUES_H
 #define QUIRE_GGUF_VALUES_H
 
 #include "linear.h"
 #include "wide.h"
 
-/* `count` scales or lows as floats. Up to 15 more are read and written. */
+/* Convert `count` scales or lows to floats. Up to 15 more are read and written. */
 INLINE void read_heads(int form, const uint8_t *from, long count, float *into)
 {
     for (long i = 0; form == E2M1 && i < count; i++)
@@ -28,7 +28,7 @@ INLINE void read_heads(int form, const uint8_t *from, long count, float *into)
 #endif
 }
 
-/* The scales and lows of columns [start, start + columns) of a row, and where their codes are. */
+/* Scales and lows of columns [start, start + columns) of a row, and a pointer to their codes. */
 INLINE const uint8_t *open_row(int form, const Matrix *part, long row, long start, long columns, float *scales, float *lows)
 {
     const uint8_t *from = row_at(part, row);
@@ -50,7 +50,7 @@ INLINE void block_values(int form, const uint8_t *codes, const float *scale, con
     for (int i = 0; i < 2; i++) {
         int h = i < last ? i : last;
         __m512 scales = _mm512_set1_ps(scale[h]), lows = has_low(form) ? _mm512_set1_ps(low[h]) : _mm512_setzero_ps();
-        if (is_four(form)) { /* all the values that the codes can stand for, then the right ones by their number */
+        if (is_four(form)) { /* compute the values of all codes, then look them up by code */
             __m512 codes_of = _mm512_sub_ps(fours, _mm512_set1_ps(8));
             if (form == E2M1)
                 codes_of = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)E2M1_TWICE)));

@@ -1,30 +1,30 @@
-/* Products with interleaved packed weights, in whole numbers: sums of two products of int16, GROUP rows of the weight at a time.
+/* Integer GEMM with interleaved packed weights: sums of two int16 products, GROUP rows of the weight at a time.
  *
- * x is rounded to 16 bits with a scale for each 32 columns. What is computed for a row of x does not depend on the other rows,
- * nor on how the work is divided: the sums of whole numbers are exact, and what follows them is always the same.
+ * x is quantized to 16 bits with a scale per 32 columns. The result of a row of x depends neither on the other rows nor on the
+ * division of the work: integer sums are exact, and the float operations after them are always the same.
  *
- * The ceiling of a core with two vector units of 512 bits, in multiply-adds a cycle: 64 with vpdpwssd, 32 with vpmaddwd and vpaddd
- * (as many as with FMA), of which 8 in 9 are left, 28.4, by the four instructions for each block of 32 columns that scale a sum.
- * vpmaddubsw and vpaddw would do 64 with x of 8 bits, which is too coarse; with two planes of x again 32. A tile of 12 rows and
- * 32 outputs reads 64 * 2 bytes of codes and 12 * 4 of x for its 24 * 32 products.
+ * The peak of a core with two 512-bit vector units, in multiply-adds per cycle, is 64 with vpdpwssd and 32 with vpmaddwd and
+ * vpaddd (like FMA). The four instructions that scale the sum of each block of 32 columns leave 8/9 of that, 28.4. vpmaddubsw and
+ * vpaddw would reach 64 with 8-bit x, which is too coarse, and 32 with two planes of x. A tile of 12 rows and 32 outputs reads
+ * 64 * 2 bytes of codes and 12 * 4 bytes of x for its 24 * 32 products.
  */
 #include "linear.h"
 
 #ifdef DOT_X86
 
-#define MOST 32767   /* the largest code of x */
+#define MOST 32767   /* largest code of x */
 #define PAIRS 16     /* pairs of columns in a block: (4i, 4i + 2) is pair 2i, (4i + 1, 4i + 3) pair 2i + 1 */
-#define CHUNK 8      /* blocks of a weight that are made ready at a time: they stay in the first cache */
-#define FEW (PANEL - 1) /* rows of x that are multiplied straight from the weights, at most */
+#define CHUNK 8      /* blocks of a weight that are unpacked at a time, so that they stay in the L1 cache */
+#define FEW (PANEL - 1) /* maximum rows of x that are multiplied directly from the packed weights */
 #define WIDTH (UNIT_GROUPS * GROUP)
-#define AHEAD 1536   /* bytes from what is multiplied to what is fetched */
+#define AHEAD 1536   /* prefetch distance in bytes */
 
 #if GROUP == 16
 typedef __m512i ints;
 typedef __m512 reals;
 typedef __m256i halves;
 #define OP(name) _mm512_##name
-#define PANELS 3 /* of x in a tile: 24 sums in 32 registers */
+#define PANELS 3 /* panels of x per tile: 24 sums in 32 registers */
 #else
 typedef __m256i ints;
 typedef __m256 reals;
@@ -36,15 +36,15 @@ typedef __m128i halves;
 typedef ints ints_any __attribute__((aligned(1), may_alias));
 typedef halves halves_any __attribute__((aligned(1), may_alias));
 
-/* Sums live in registers only if no loop over them is left. */
+/* Sums stay in registers only if all loops over them are unrolled. */
 #define UNROLL _Pragma("GCC unroll 16")
 #define KEEP_LOOP _Pragma("GCC unroll 1")
-/* What lies in memory is read and written here: the compiler would keep more sums in registers than there are. */
+/* Compiler barrier for memory: otherwise the compiler would keep more sums in registers than there are. */
 #define STAY asm volatile("" ::: "memory")
 
 INLINE ints same(int32_t x) { return OP(set1_epi32)(x); }
 
-/* The sum of the products of two int16 in each lane, at this place of the code: a compiler that moves it runs out of registers. */
+/* Sum of two int16 products per lane. The asm keeps its position, since a compiler that moves it runs out of registers. */
 INLINE ints pairs(ints a, ints b)
 {
     ints sum;
@@ -52,7 +52,7 @@ INLINE ints pairs(ints a, ints b)
     return sum;
 }
 
-/* The same on top of `sum`. */
+/* The same, added to `sum`. */
 INLINE ints plus_pairs(ints sum, ints a, ints b)
 {
 #if defined(__AVX512VNNI__) && (GROUP == 16 || defined(__AVX512VL__))
@@ -109,7 +109,7 @@ INLINE Rounded round_block(const float *x)
     return made;
 }
 
-/* Each of the 20 numbers of a block `lanes` * 4 bytes from the last. */
+/* Store the 20 values of a block with a stride of `lanes` * 4 bytes. */
 void quire_round_row(const float *x, long blocks, long lanes, uint8_t *into)
 {
     for (long b = 0; b < blocks; b++, x += BLOCK, into += lanes * ROUNDED_BYTES) {
@@ -119,7 +119,7 @@ void quire_round_row(const float *x, long blocks, long lanes, uint8_t *into)
     }
 }
 
-/* The rows of a panel at once. */
+/* Quantize the rows of a panel at once. */
 void quire_round_panel(const float *const *x, long blocks, uint8_t *into)
 {
     for (long b = 0; b < blocks; b++, into += PANEL * ROUNDED_BYTES) {
@@ -145,7 +145,7 @@ void quire_round_panel(const float *const *x, long blocks, uint8_t *into)
     }
 }
 
-/* 32 columns of a group of the weight, ready to be multiplied. */
+/* 32 unpacked columns of a group of the weight. */
 typedef struct {
     ints codes[PAIRS];
     reals scale[2], low[2];
@@ -164,7 +164,7 @@ INLINE reals group_heads(int form, const uint8_t *at)
     return OP(loadu_ps)((const float *)at);
 }
 
-/* Reads the scales and lows of a block; returns where its codes are. */
+/* Read the scales and lows of a block; return a pointer to its codes. */
 INLINE const uint8_t *read_heads(int form, const uint8_t *weight, reals *scale, reals *low)
 {
     long each = heads_of(form), bytes = GROUP * head_bytes(form);
@@ -178,12 +178,12 @@ INLINE const uint8_t *read_heads(int form, const uint8_t *weight, reals *scale, 
     return weight + each * (has_low(form) + 1) * bytes;
 }
 
-/* Codes of 4 bits at the low ends of int16, of which other bits do not count, as the whole numbers to multiply with. */
+/* Convert 4-bit codes in the low bits of int16, with other bits ignored, to the integer factors. */
 INLINE ints codes_of(int form, ints at)
 {
     if (form != E2M1)
         return at & same(0x000f000f);
-    /* 12 more than twice the number; index 0x80 stands for 0. */
+    /* 12 more than twice the value; index 0x80 gives 0. */
     const __m128i table = _mm_add_epi8(_mm_loadu_si128((const __m128i *)E2M1_TWICE), _mm_set1_epi8(12));
 #if GROUP == 16
     ints of = _mm512_broadcast_i32x4(table);
@@ -210,15 +210,15 @@ INLINE void make_ready(int form, const uint8_t *weight, Ready *into)
     }
 }
 
-/* What follows the whole numbers: `dots` of the columns that share a head, with that head and those of x. */
+/* Scale the integer sums `dots` of the columns of one head by that head and the scales of x. */
 INLINE reals plus_scaled(reals sum, ints dots, reals scale, reals low, float x_scale, float x_sum)
 {
     sum = OP(fmadd_ps)(low, OP(set1_ps)(x_sum), sum);
     return OP(fmadd_ps)(OP(mul_ps)(OP(cvtepi32_ps)(dots), scale), OP(set1_ps)(x_scale), sum);
 }
 
-/* The two halves of a block of a group times those of `count` rows of x. Codes of 4 bits are masked where they lie, and their sums
- * shifted down: by 256 they stay below 2^30. */
+/* The two halves of a block of a group times those of `count` rows of x. 4-bit codes are masked in place and their sums shifted
+ * down; multiplied by 256 they stay below 2^30. */
 INLINE void dot_halves(int form, int count, const uint8_t *codes, const int32_t *const *x, ints dots[][2])
 {
     ints sums[FEW][4];
@@ -256,14 +256,14 @@ INLINE void dot_halves(int form, int count, const uint8_t *codes, const int32_t 
     }
 }
 
-/* Asks for a block. */
+/* Prefetch a block. */
 INLINE void fetch(int form, const uint8_t *weight)
 {
     for (long i = 0; i < GROUP * block_bytes(form); i += 64)
         __builtin_prefetch(weight + i);
 }
 
-/* Few rows of x times one group, straight from the weights. */
+/* Few rows of x times one group, directly from the packed weights. */
 INLINE void times_few(int form, int count, const uint8_t *weight, const uint8_t *x, long blocks, float out[][WIDTH])
 {
     reals sums[FEW], scale[2], low[2];
@@ -293,7 +293,7 @@ INLINE void times_few(int form, int count, const uint8_t *weight, const uint8_t 
         OP(storeu_ps)(out[r], sums[r]);
 }
 
-/* out += `panels` panels of x, `apart` bytes from each other, times `num` blocks of two groups. */
+/* out += `panels` panels of x with a stride of `apart` bytes times `num` blocks of two groups. */
 INLINE void times_tile(int heads, int panels, const Ready (*ready)[2], const uint8_t *x, long apart, long num, float out[][WIDTH])
 {
     for (long b = 0; b < num; b++, x += PANEL * ROUNDED_BYTES)
@@ -334,7 +334,7 @@ INLINE void times_panels(int heads, long panels, const Ready (*ready)[2], const 
                          float out[][WIDTH])
 {
     for (long take; panels; panels -= take, x += take * apart, out += take * PANEL) {
-        take = PANELS == 1 || panels == 1 ? 1 : panels == 2 || panels == 4 ? 2 : 3; /* better 2 and 2 than 3 and 1 */
+        take = PANELS == 1 || panels == 1 ? 1 : panels == 2 || panels == 4 ? 2 : 3; /* 2 + 2 is faster than 3 + 1 */
         if (take == 1)
             times_tile(heads, 1, ready, x, apart, num, out);
 #if PANELS > 1
@@ -346,7 +346,7 @@ INLINE void times_panels(int heads, long panels, const Ready (*ready)[2], const 
     }
 }
 
-/* The same for all forms with so many heads. */
+/* The same for all formats with this number of heads. */
 static void times_ready(int heads, long panels, const Ready (*ready)[2], const uint8_t *x, long apart, long num, float out[][WIDTH])
 {
     if (heads == 1)
@@ -398,7 +398,7 @@ INLINE void run_task(int form, const LinearJob *job, const Matrix *part, const u
             long to = (row + r) * job->out_stride + at + first;
             for (long i = 0; job->bias && i < width; i++)
                 sums[r][i] += job->bias[at + first + i];
-            if (width == WIDTH && !job->out_bf16) /* a copy of fixed size is no call */
+            if (width == WIDTH && !job->out_bf16) /* a copy of fixed size is inlined */
                 memcpy((float *)job->out + to, sums[r], sizeof sums[r]);
             else
                 narrow(sums[r], job->out, (int)job->out_bf16, to, width);

@@ -1,6 +1,6 @@
-/* The values of a plain weight narrower than float, as wide vectors: bfloat16, and 8 bits times a scale.
+/* Conversion of bfloat16 and scaled fp8 weights to wide float vectors.
  *
- * A float of 8 bits is moved into a float16, which the CPU widens, numbers below the normal ones included.
+ * The bits of an fp8 value are moved into a float16, which the CPU converts, including subnormal numbers.
  */
 #ifndef QUIRE_HALF_H
 #define QUIRE_HALF_H
@@ -8,9 +8,9 @@
 #include "linear.h"
 #include "wide.h"
 
-#define E4M3_FACTOR 256.0f /* what its bits in a float16 are short of */
+#define E4M3_FACTOR 256.0f /* factor that its bits in a float16 lack */
 
-/* A float16 with the value of the code, or a 256th of it. */
+/* A float16 with the value of the code, or 1/256 of it. */
 INLINE uint16_t half_of_fp8(int form, uint8_t code)
 {
     uint16_t sign = (uint16_t)((code & 0x80) << 8), size = code & 0x7f;
@@ -55,7 +55,7 @@ INLINE wide wide_fp8(int form, const uint8_t *at)
 #endif
 }
 
-/* WIDE columns from `k` on of the row at `from`. */
+/* Load WIDE columns of the row at `from`, from column `k` on. */
 INLINE wide wide_narrow(int form, const uint8_t *from, long k, float factor)
 {
     if (form == BF16)
@@ -63,7 +63,7 @@ INLINE wide wide_narrow(int form, const uint8_t *from, long k, float factor)
     return wide_fp8(form, from + k) * wide_splat(factor);
 }
 
-/* 2 * WIDE of them, of a row of any plain form. */
+/* Load 2 * WIDE columns of a row of any plain format. */
 INLINE void wide_two_of(int form, const uint8_t *from, long k, float factor, wide *into)
 {
     if (form == F32 || form == BF16) {
@@ -74,7 +74,7 @@ INLINE void wide_two_of(int form, const uint8_t *from, long k, float factor, wid
     into[1] = wide_narrow(form, from, k + WIDE, factor);
 }
 
-/* So many of them, one by one. */
+/* Load a given number of columns, one by one. */
 INLINE void widen_of(int form, const uint8_t *from, long k, long count, float factor, float *into)
 {
     if (form == F32 || form == BF16) {
@@ -87,7 +87,7 @@ INLINE void widen_of(int form, const uint8_t *from, long k, long count, float fa
     }
 }
 
-/* What the codes of columns [start, start + columns) of a row are multiplied with: a factor for every BLOCK of them. */
+/* Factors of the codes of columns [start, start + columns) of a row, one per BLOCK of columns. */
 INLINE void read_factors(int form, const Matrix *part, long row, long start, long columns, float *into)
 {
     if (!is_fp8(form))

@@ -1,4 +1,4 @@
-/* The norm of a row, and how a head turns. */
+/* RMS norm of a row, and rotary embedding of a head. */
 #ifndef QUIRE_HEADS_H
 #define QUIRE_HEADS_H
 
@@ -8,8 +8,8 @@
 
 #define MAX_HEAD_DIM 1024
 
-/* `from` is rounded to the type of the model, so that it does not matter whether it was stored in between. A weight of the same
- * type multiplies what is rounded again. */
+/* `from` is rounded to the dtype of the model, so that the result does not depend on whether it was stored in between. A weight of
+ * the same dtype multiplies the rounded value. */
 INLINE void norm_row(const void *from, long from_at, const void *weight, int weight_bf16, void *into, long into_at, long size,
                      float eps, int bf16)
 {
@@ -25,7 +25,7 @@ INLINE void norm_row(const void *from, long from_at, const void *weight, int wei
     }
 }
 
-/* The first half of a head against its second, by the angles of the table at `at`: cosines, then sines. */
+/* Rotate the first half of a head with its second half, by the cosines and sines of the table at `at`. */
 INLINE void turn(float *head, const void *table, long at, long half, int bf16)
 {
     for (long i = 0; i < half; i += LANES) {

@@ -1,7 +1,7 @@
-/* out = x W^T + bias: plain weights, packed ones by their values in float, and the way to the whole numbers of gguf*.c.
+/* out = x W^T + bias: float GEMM with plain or dequantized weights, and dispatch to the integer GEMM of gguf*.c.
  *
- * In float every output is a sum over WIDE lanes of columns in order, of CHUNK columns at a time: the same for any number of
- * rows of x, any division of the work and any form of the weight.
+ * In float, every output is summed over the columns in order, in WIDE lanes and CHUNK columns at a time. It is bitwise equal
+ * for any number of rows of x, any division of the work and any format of the weight.
  */
 #include <omp.h>
 
@@ -10,33 +10,33 @@
 #include "gguf_values.h"
 
 #if WIDE == 16
-#define CHUNK 640 /* columns that are summed before their lanes are added up: ten rows fit into 32 KiB */
+#define CHUNK 640 /* columns that are summed before the lanes are reduced: ten rows fit into 32 KiB */
 #else
 #define CHUNK 1024
 #endif
 #define HEADS (CHUNK / 16)
 #ifdef DOT_NEON
-#define TILE 8 /* rows of the weight that are unpacked at a time */
+#define TILE 8 /* rows of the weight per tile */
 #else
 #define TILE 16
 #endif
-#define TILES 8                        /* tiles that many rows of x are multiplied with, chunk by chunk */
-#define TASK_ROWS (264 / STEP * STEP)  /* rows of x of a task, at most */
-#define FEW (WIDE > 4 ? 4 : 1)         /* rows of x that are computed without unpacking to memory */
-#define TASK_BYTES 65536               /* of the weight that a task reads, times rows of x, at most */
-#define SHARES 4                       /* tasks for each thread, at least */
+#define TILES 8                        /* tiles per chunk of columns with many rows of x */
+#define TASK_ROWS (264 / STEP * STEP)  /* maximum rows of x per task */
+#define FEW (WIDE > 4 ? 4 : 1)         /* maximum rows of x that are computed without unpacking to memory */
+#define TASK_BYTES 65536               /* maximum weight bytes of a task times rows of x */
+#define SHARES 4                       /* minimum tasks per thread */
 #ifdef DOT_NEON
-#define TASK_UNITS 4 /* of interleaved weights: what a task reads, at least, if there are enough; gguf.c goes through them together */
+#define TASK_UNITS 4 /* minimum units of interleaved weights per task, if there are enough; gguf.c computes them together */
 #else
 #define TASK_UNITS 1
 #endif
 
-/* Sums live in registers only if no loop over them is left. */
+/* Sums stay in registers only if all loops over them are unrolled. */
 #define UNROLL _Pragma("GCC unroll 8")
 #if WIDE > 4
 #define UNROLL_WIDE UNROLL
 #else
-#define UNROLL_WIDE /* takes long to compile, and is not what such a CPU computes with */
+#define UNROLL_WIDE /* slow to compile, and such a CPU does not use this path */
 #endif
 
 typedef struct {
@@ -47,10 +47,10 @@ typedef struct {
 
 INLINE const float *x_row(const Rows *x, long row) { return x->x + at_most(row, x->count - 1) * x->stride; }
 
-/* Four rows side by side are no stream that a CPU sees coming: the next four are asked for. */
+/* The hardware prefetcher does not detect four interleaved streams: prefetch the next four rows. */
 INLINE void fetch(const void *at, long ahead) { __builtin_prefetch((const uint8_t *)at + ahead); }
 
-/* sums[r * TILE + i] += row r of x times w[i], over `columns` of them. `ahead`: bytes to the rows that follow, or 0. */
+/* sums[r * TILE + i] += row r of x times w[i], over `columns` columns. `ahead`: offset of the next rows in bytes, or 0. */
 INLINE void times_floats(int count, const Rows *x, long first, const float *const w[4], long columns, long ahead, float *sums)
 {
     wide sum[STEP][4];
@@ -120,7 +120,7 @@ INLINE void times_panel(int count, const float *x, const float *w, long columns,
                 sums[r * TILE + i] += rest(x + r * WIDE, w + i * WIDE, 0, columns - k);
 }
 
-/* A panel of x is at hand for all of the tile. The last row of x may be there more than once. */
+/* A panel of x is reused for the whole tile. It may repeat the last row of x as padding. */
 static void times_panels(const Rows *x, const float *tile, long num, long columns, float *sums)
 {
     for (long r = 0; r < x->count; r += STEP)
@@ -135,8 +135,8 @@ static void times_panels(const Rows *x, const float *tile, long num, long column
         }
 }
 
-/* The same without memory in between: `num` rows of the weight (4 or 8), columns [start, start + columns), few rows of x.
- * `count` may be more than there are: the last row is computed again. */
+/* The same without unpacking to memory: `num` rows of the weight (4 or 8), columns [start, start + columns), few rows of x.
+ * `count` may exceed the number of rows: the last row is then repeated. */
 INLINE void times_narrow(int form, int count, int num, const Rows *x, const Matrix *part, long row, long start, long columns,
                          float *sums)
 {
@@ -216,7 +216,7 @@ INLINE void times_few(int form, int count, const Rows *x, const Matrix *part, lo
         times_packed(form, count, x, part, row, start, columns, sums);
 }
 
-/* Where WIDE columns of row i of a tile begin. */
+/* Offset of WIDE columns of row i of a tile. */
 INLINE float *tile_at(float *tile, int panels, long i, long k)
 {
     return panels ? tile + i / 4 * 4 * CHUNK + 4 * k + i % 4 * WIDE : tile + i * CHUNK + k;
@@ -311,8 +311,8 @@ static void times_form(const Rows *x, const Matrix *part, long row, long start, 
     }
 }
 
-/* Tiles of the weight that go together through a chunk of columns: few rows of x read the weight in its own order, many
- * find their chunk in a cache. */
+/* Tiles of the weight that share a chunk of columns: few rows of x read the weight in memory order, many rows keep their chunk in
+ * the CPU cache. */
 INLINE long tiles_at_once(int panels) { return panels ? TILES : 1; }
 
 static void float_task(const LinearJob *job, const Matrix *part, const Rows *x, long at, long first, long row, long row_end)
@@ -337,7 +337,7 @@ static void float_task(const LinearJob *job, const Matrix *part, const Rows *x, 
     }
 }
 
-/* Rows of x of a task: much the same for all tasks, whole panels. */
+/* Rows of x per task: whole panels, about equal for all tasks. */
 INLINE long task_rows(const LinearJob *job)
 {
     if (job->parts->interleaved)
@@ -365,7 +365,7 @@ static void run_task(const LinearJob *job, const Matrix *part, const uint8_t *pr
     float_task(job, part, &x, at, row, unit * TILE, at_most(end * TILE, part->rows));
 }
 
-/* How a part is divided: units of rows of the weight, so many of them in one task. Returns the number of tasks. */
+/* Divide a part into units of rows of the weight, several per task. Returns the number of tasks. */
 INLINE long divide(const LinearJob *job, const Matrix *part, long *units, long *each)
 {
     long size = part->interleaved ? UNIT_GROUPS * GROUP : TILE, work = size * part->row_bytes * (job->num_rows + !job->num_rows);

@@ -1,4 +1,4 @@
-/* What the products share: the forms of a weight, the job. */
+/* Shared declarations of the GEMM kernels: formats of a weight, and the job. */
 #ifndef QUIRE_LINEAR_H
 #define QUIRE_LINEAR_H
 
@@ -8,11 +8,11 @@
 #include <immintrin.h>
 #endif
 
-#define BLOCK 32 /* columns that are stored together */
+#define BLOCK 32 /* columns per block */
 
-/* Whether and how this CPU multiplies interleaved weights: with NEON (gguf.c) or with AVX2 or AVX-512 (gguf_x86.c).
- * GROUP: rows that lie side by side in the interleaved layout. UNIT_GROUPS: groups that are computed together. PANEL: rows of x that
- * lie side by side in scratch, from so many rows on. DOT_ROWS: rows of x of a task, at most. */
+/* Kernels for interleaved weights: NEON (gguf.c), AVX2 or AVX-512 (gguf_x86.c), or none. GROUP: rows per group of the
+ * interleaved layout. UNIT_GROUPS: groups that are computed together. PANEL: rows of x per panel in scratch memory, used from
+ * that many rows on. DOT_ROWS: maximum rows of x per task. */
 #if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
 #define DOT_NEON
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -33,13 +33,12 @@
 #define DOT_ROWS 128
 #endif
 
-/* How a weight is stored; the same numbers as in quantized.py. A code of 4 or 8 bits stands for scale * code + low,
- * with a scale and perhaps a low for 32 columns (for 16 in the forms _16), as float16 (H) or float (F). E4M3 and E5M2 are
- * floats of 8 bits that `scales` of the matrix belong to. A code of E2M1 is a float of 4 bits, its scale a power of two in
- * one byte. */
+/* Formats of a weight; equal to the numbers in cpu/gguf.py and cpu/linear.py. The value of a 4-bit or 8-bit code is scale * code +
+ * low, with a scale and optionally a low per 32 columns (per 16 in the formats _16), as float16 (H) or float (F). E4M3 and E5M2
+ * are fp8 with the `scales` of the matrix. E2M1 is a 4-bit float with a power of two in one byte as its scale. */
 enum { F32, BF16, FOUR_H, FOUR_LOW_H, EIGHT_H, FOUR_LOW_F, EIGHT_LOW_F, FOUR_LOW_F_16, EIGHT_F_16, E4M3, E5M2, E2M1 };
 
-/* Twice the numbers that codes of E2M1 stand for. */
+/* Twice the values of the codes of E2M1. */
 static const int8_t E2M1_TWICE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 INLINE int is_fp8(int form) { return form == E4M3 || form == E5M2; }
@@ -51,38 +50,38 @@ INLINE int is_four(int form)
 }
 INLINE int has_low(int form) { return form == FOUR_LOW_H || form == FOUR_LOW_F || form == EIGHT_LOW_F || form == FOUR_LOW_F_16; }
 INLINE int has_halves(int form) { return form == FOUR_H || form == FOUR_LOW_H || form == EIGHT_H; }
-INLINE int heads_of(int form) { return form == FOUR_LOW_F_16 || form == EIGHT_F_16 ? 2 : 1; } /* in a block */
+INLINE int heads_of(int form) { return form == FOUR_LOW_F_16 || form == EIGHT_F_16 ? 2 : 1; } /* per block */
 INLINE long head_bytes(int form) { return has_halves(form) ? 2 : form == E2M1 ? 1 : 4; }
 INLINE long code_bytes(int form) { return is_four(form) ? BLOCK / 2 : BLOCK; }
-/* Of one row. */
+/* For one row. */
 INLINE long block_bytes(int form) { return heads_of(form) * (has_low(form) + 1) * head_bytes(form) + code_bytes(form); }
 
-/* A matrix [rows, columns]. In the layout of rows, a row of a packed form is the scales, the lows and the codes of all
- * its blocks. Interleaved, a block of a group is the scales, the lows (GROUP of each) and the codes, 4 bytes of each row in
- * turn; the last group is filled up with zeros. Codes of 4 bits: byte i of a block holds column i in its low and column
- * 16 + i in its high half. */
+/* A matrix [rows, columns]. In the row layout, a row of a packed format has the scales, the lows and the codes of all its
+ * blocks. In the interleaved layout, a block of a group has the scales and lows (GROUP of each) and the codes, alternating 4
+ * bytes of each row; the last group is zero-padded. 4-bit codes: byte i of a block holds column i in its low nibble and column
+ * 16 + i in its high nibble. */
 typedef struct {
     const void *data;
-    int64_t form, rows, columns, interleaved, row_bytes; /* row_bytes: from a row to the next, if not interleaved */
-    const float *scales;                /* of floats of 8 bits: one for each block of so many rows and columns; */
-    int64_t scale_rows, scale_columns; /* a multiple of BLOCK, or all columns */
+    int64_t form, rows, columns, interleaved, row_bytes; /* row_bytes: stride of a row, if not interleaved */
+    const float *scales;                /* of fp8: one per block of scale_rows and scale_columns; */
+    int64_t scale_rows, scale_columns; /* scale_columns: a multiple of BLOCK, or all columns */
 } Matrix;
 
 typedef struct {
     void *out, *scratch;
     const void *x;
     const float *bias;     /* or NULL */
-    const Matrix *parts;   /* their outputs lie side by side */
-    const int32_t *x_rows; /* where the rows of x are; NULL: one after the other */
+    const Matrix *parts;   /* their outputs are concatenated */
+    const int32_t *x_rows; /* indices of the rows of x; NULL: consecutive */
     int64_t num_parts, num_rows, x_stride, out_stride, x_bf16, out_bf16;
-    int64_t scratch_copies, scratch_bytes; /* copies: threads that have scratch of their own */
+    int64_t scratch_copies, scratch_bytes; /* copies: threads with their own scratch memory */
 } LinearJob;
 
-/* The pieces of quire_linear, for kernels that share several products among their threads. */
+/* Parts of quire_linear, for kernels that run several GEMMs in one parallel region. */
 
-/* Rows of x to prepare, those that fill up the last panel included; 0: x is read as it is. */
+/* Rows of x to prepare, including the padding of the last panel; 0 if x is read directly. */
 long quire_linear_rows(const LinearJob *job);
-/* A row of x as the product reads it, at its place in `into`. Behind the last row comes the last again. */
+/* Convert a row of x to the input format of the GEMM, at its position in `into`. Rows after the last repeat it. */
 void quire_linear_prepare(const LinearJob *job, long row, uint8_t *into);
 long quire_linear_tasks(const LinearJob *job);
 void quire_linear_task(const LinearJob *job, const uint8_t *prepared, long task);
@@ -100,7 +99,7 @@ INLINE float from_half(const uint8_t *at)
 #else
     uint32_t bits = (uint32_t)at[0] | (uint32_t)at[1] << 8, size = bits & 0x7fff, wide;
     float sign = bits >> 15 ? -1.0f : 1.0f, value;
-    if (size < 0x400) /* below the normal numbers */
+    if (size < 0x400) /* subnormal */
         return sign * (float)size / 16777216.0f;
     wide = size < 0x7c00 ? (size + (112 << 10)) << 13 : (size & 0x3ff) << 13 | 0x7f800000;
     memcpy(&value, &wide, 4);
@@ -108,7 +107,7 @@ INLINE float from_half(const uint8_t *at)
 #endif
 }
 
-/* Half of the power of two that a byte stands for. */
+/* Half of the power of two that a byte encodes. */
 INLINE float half_power(uint8_t byte)
 {
     uint32_t bits = byte < 2 ? 0x00200000u << byte : (uint32_t)(byte - 1) << 23;
@@ -130,27 +129,27 @@ INLINE float read_head(int form, const uint8_t *heads, long i)
 
 INLINE long at_most(long x, long most) { return x < most ? x : most; }
 
-/* Of a matrix in the layout of rows. Behind the last row comes the last again. */
+/* A row of a matrix in the row layout. Rows after the last repeat it. */
 INLINE const uint8_t *row_at(const Matrix *part, long row)
 {
     return (const uint8_t *)part->data + at_most(row, part->rows - 1) * part->row_bytes;
 }
 
-/* 32 columns of a row of x: whole numbers of 2 bytes, the scale, and the sums of all 32, the first 16 and the last 16 columns. */
+/* 32 quantized columns of a row of x: int16 codes, the scale, and the sums of all 32, the first 16 and the last 16 codes. */
 #define ROUNDED_BYTES (2 * BLOCK + 16)
 
 #ifdef DOT_X86
-/* `lanes`: rows that lie side by side. */
+/* `lanes`: rows per panel. */
 void quire_round_row(const float *x, long blocks, long lanes, uint8_t *into);
-/* All of them. */
+/* All rows of a panel. */
 void quire_round_panel(const float *const *x, long blocks, uint8_t *into);
 #else
 void quire_round_row(const float *x, long blocks, uint8_t *into);
 #endif
-/* Rows [row, row_end) of x, DOT_ROWS at most, times units [unit, unit_end) of a part whose outputs begin at column `at`. */
+/* Rows [row, row_end) of x, at most DOT_ROWS, times units [unit, unit_end) of a part; its outputs begin at column `at`. */
 void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end, long unit,
                     long unit_end);
-/* Blocks [start, start + num) of a row of a packed matrix as floats. */
+/* Dequantize blocks [start, start + num) of a row of a packed matrix. */
 void quire_unpack(const Matrix *matrix, long row, long start, long num, float *into);
 
 #endif

@@ -1,8 +1,8 @@
-/* Rows of x as the products read them. */
+/* Conversion of rows of x to the input format of the GEMM kernels. */
 #include "panels.h"
 
 #if defined(DOT_NEON) || defined(DOT_X86)
-/* How many rows of x lie side by side in scratch. */
+/* Rows of x per panel in scratch memory. */
 INLINE long lanes_of(const LinearJob *job) { return job->num_rows < PANEL ? 1 : PANEL; }
 
 INLINE void round_row(const LinearJob *job, const float *x, long blocks, uint8_t *into)
@@ -29,7 +29,7 @@ INLINE void panel_row(const void *x, int is_bf16, long from, long columns, float
         widen(x, is_bf16, from + k, at_most(WIDE, columns - k), 1, into);
 }
 
-/* Where a row of x begins. Behind the last row comes the last again. */
+/* Offset of a row of x. Rows after the last repeat it. */
 INLINE long x_at(const LinearJob *job, long row)
 {
     row = at_most(row, job->num_rows - 1);
@@ -65,7 +65,7 @@ void quire_linear_prepare(const LinearJob *job, long row, uint8_t *into)
         widen(job->x, (int)job->x_bf16, from, columns, 1, (float *)into + row * columns);
 }
 
-/* All of a panel if they are floats. */
+/* A whole panel of float rows. */
 long quire_linear_together(const LinearJob *job)
 {
     (void)job;

@@ -1,21 +1,21 @@
-/* Adapters of many requests in one batch: a row of x shrinks to ranks, and these expand to outputs. */
+/* LoRA adapters of many requests in one batch: a row of x is shrunk to ranks, which are expanded to outputs. */
 #include "lora.h"
 
 #include "wide.h"
 
-#define RANKS 16    /* that a task computes */
-#define OUTPUTS 256 /* the same */
-#define SOME 64     /* the same, at a time; whole vectors */
+#define RANKS 16    /* ranks per task */
+#define OUTPUTS 256 /* outputs per task */
+#define SOME 64     /* outputs per iteration; whole vectors */
 #define MAX_RANK 512
 
-/* Structures have the same fields, in the same order, as in cpu.py. */
+/* Structures have the same fields in the same order as in cpu/ops.py. */
 
 typedef struct {
-    void *out;               /* NULL: nothing but ranks is wanted */
-    const void *x;           /* NULL: `ids` say which row of a has the ranks; without them `ranks` are given */
+    void *out;               /* NULL: only compute ranks */
+    const void *x;           /* NULL: the ranks are the rows `ids` of a, or without ids the input `ranks` */
     const void *a, *b;       /* [slots][parts * rank, size_in], [slots][sum of part_sizes, rank] */
-    const int32_t *tokens;   /* the slot of each, or -1 */
-    const int64_t *part_ends; /* where the outputs of each part end */
+    const int32_t *tokens;   /* the slot of each token, or -1 */
+    const int64_t *part_ends; /* end of the outputs of each part */
     const int64_t *ids;
     float *ranks; /* [tokens, parts * rank] */
     int64_t num_tokens, num_parts, rank, size_in, x_stride, out_stride, a_stride, b_stride, bf16, own_bf16;
@@ -125,7 +125,7 @@ static void shrink_rows(const LoraJob *job)
     }
 }
 
-/* Of an embedding: nobody had to compute them. */
+/* For an embedding, where the ranks are rows of a. */
 static const float *look_up(const LoraJob *job, long token, long slot, float *into)
 {
     widen(job->a, (int)job->own_bf16, slot * job->a_stride + job->ids[token] * job->rank, job->rank, 1, into);

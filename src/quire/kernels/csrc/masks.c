@@ -1,13 +1,13 @@
-/* What a grammar does not allow is taken out of logits. `sampling/constrain.py` says the same in numpy.
+/* Masks the logits of tokens that a grammar does not allow. The reference in numpy is `sampling/constrain.py`.
  */
 #include <stdint.h>
 
-#define TILE 128 /* words that one thread takes at a time */
+#define TILE 128 /* words per task */
 
-/* The same fields, in the same order, as in kernels/cpu/masks.py. */
+/* The same fields in the same order as in kernels/cpu/masks.py. */
 typedef struct {
     void *x;               /* [rows, vocab] float32, or bfloat16 */
-    const int32_t *packed; /* [masks, 1 + words] the row that a mask is for, and its bits */
+    const int32_t *packed; /* [masks, 1 + words] the row of a mask, then its bits */
     int64_t num_masks, num_words, vocab, stride, bf16;
 } MaskJob;
 

@@ -1,4 +1,4 @@
-/* Latent attention around the attention itself: how tokens enter, and the products of a head's own, to latents and back. */
+/* MLA without the attention itself: cache writes, and the projections of each head to the latent space and back. */
 #include <omp.h>
 
 #define ALL_LANES
@@ -6,27 +6,27 @@
 #include "cache_dtype.h"
 #include "linear.h"
 
-#define MAX_RANK 4096 /* of a latent; as in latent.py */
-#define STRIP 8      /* vectors of columns that are computed together for one row of x */
-#define TASK_ROWS 64 /* rows of x of a task; as in latent.py */
+#define MAX_RANK 4096 /* equal to that in reference/mla.py */
+#define STRIP 8      /* vectors of columns per iteration for one row of x */
+#define TASK_ROWS 64 /* rows of x per task; equal to that in reference/mla.py */
 #define TASK_COLUMNS (STRIP * LANES)
 #define TASK_OUTPUTS 32
-/* Sums live in registers only if no loop over them is left. */
+/* Sums stay in registers only if all loops over them are unrolled. */
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* Structures have the same fields, in the same order, as in latent.py. All tensors of a job are of one type, but for the cache. */
+/* Structures have the same fields in the same order as in reference/mla.py. All tensors of a job but the cache have one dtype. */
 
 typedef struct {
-    void *q;               /* turns in place from `nope_dim` on */
-    const void *kv, *norm; /* a latent, then a key */
+    void *q;               /* rotated in place from `nope_dim` on */
+    const void *kv, *norm; /* kv: latent, then key */
     const void *table;
     const int64_t *positions, *slots;
     void *cache; /* [slots, rank + rope_dim] */
-    int64_t num_tokens, q_stride, kv_stride, heads, nope_dim, rope_dim, rank, neighbours, bf16, kept; /* kept: a kind of cache_dtype.h */
+    int64_t num_tokens, q_stride, kv_stride, heads, nope_dim, rope_dim, rank, neighbours, bf16, kept; /* kept: a cache dtype */
     double eps, scale;
 } EnterJob;
 
-/* Numbers 2i and 2i + 1 of a head are a pair. */
+/* Rotate the pairs of elements 2i and 2i + 1 of a head. */
 INLINE void turn_pairs(float *head, const void *table, long at, long half, int bf16)
 {
     float angles[MAX_HEAD_DIM];
@@ -50,7 +50,7 @@ INLINE void turned(const EnterJob *job, long token, const void *from, long from_
     narrow_kept(head, into, kind, into_at, dim, (float)job->scale, bf16);
 }
 
-/* The norm of a latent into a cache of another type. */
+/* Write the norm of a latent to a cache of another dtype. */
 INLINE void norm_kept(const EnterJob *job, long from, long into, int bf16)
 {
     float wide[MAX_RANK];
@@ -94,7 +94,7 @@ void quire_latent_enter(const EnterJob *job)
 typedef struct {
     void *out;
     const void *x, *weight;
-    uint8_t *scratch; /* release: of each thread, for TASK_ROWS */
+    uint8_t *scratch; /* for release: TASK_ROWS rows per thread */
     int64_t num_tokens, x_stride, heads, nope_dim, rope_dim, v_dim, rank, bf16, scratch_bytes;
 } HeadsJob;
 
@@ -103,8 +103,8 @@ INLINE float number(const void *from, int bf16, long at)
     return bf16 ? from_bf16(((const uint16_t *)from)[at]) : ((const float *)from)[at];
 }
 
-/* `count` rows of x times columns [start, start + left) of the weight, `vecs` vectors of them. Every output is a sum over the
- * rows of the weight in order. */
+/* `count` rows of x times columns [start, start + left) of the weight, in `vecs` vectors. Every output is summed over the rows of
+ * the weight in order. */
 INLINE void times_strip(int count, int vecs, const HeadsJob *job, long row, long head, long start, long left, int bf16)
 {
     vf sum[4][STRIP], w[STRIP];
@@ -155,7 +155,7 @@ INLINE void absorb(const HeadsJob *job, int bf16)
     for (long task = 0; task < job->heads * pieces * blocks; task++) {
         long row = task % blocks * TASK_ROWS, start = task / blocks % pieces * TASK_COLUMNS, head = task / blocks / pieces;
         long row_end = at_most(row + TASK_ROWS, job->num_tokens), end = at_most(start + TASK_COLUMNS, job->rank);
-        for (long r = row; !start && r < row_end; r++) /* what turns stays beside it */
+        for (long r = row; !start && r < row_end; r++) /* copy the rotated part */
             memcpy((char *)job->out + ((r * job->heads + head) * width + job->rank) * size,
                    (const char *)job->x + (r * job->x_stride + head * query_dim + job->nope_dim) * size,
                    (size_t)(job->rope_dim * size));
@@ -168,7 +168,7 @@ INLINE void absorb(const HeadsJob *job, int bf16)
     }
 }
 
-/* What queries look for in latents: [tokens, heads, nope_dim + rope_dim] -> [tokens, heads, rank + rope_dim]. */
+/* Project queries to the latent space: [tokens, heads, nope_dim + rope_dim] -> [tokens, heads, rank + rope_dim]. */
 void quire_latent_absorb(const HeadsJob *job)
 {
     if (job->bf16)
@@ -194,7 +194,7 @@ static void release_task(const HeadsJob *job, uint8_t *scratch, long head, long 
         quire_linear_task(&product, scratch, task);
 }
 
-/* What was seen of latents, as values: [tokens, heads, rank + rope_dim] -> [tokens, heads, v_dim]. */
+/* Project attention outputs to values: [tokens, heads, rank + rope_dim] -> [tokens, heads, v_dim]. */
 void quire_latent_release(const HeadsJob *job)
 {
     long pieces = (job->v_dim + TASK_OUTPUTS - 1) / TASK_OUTPUTS, blocks = (job->num_tokens + TASK_ROWS - 1) / TASK_ROWS;

@@ -1,7 +1,7 @@
-/* Mixtures of experts: who is chosen for a token, and what the chosen make of it.
+/* Mixture of experts: routing and expert MLPs.
  *
- * Rows are pairs of a token and one of its experts, ordered by expert when the kernel runs. All products with the gates share
- * one range of tasks, and so do all products with the down projections: nobody waits for one expert to end.
+ * Rows are pairs of a token and one of its experts, ordered by expert. The gate and up projections of all experts share one
+ * range of tasks, and so do all down projections, so that no thread waits for a single expert.
  */
 #include <math.h>
 #include <omp.h>
@@ -11,23 +11,23 @@
 #include "linear.h"
 #include "lora.h"
 
-#define MAX_EXPERTS 1024 /* as in cpu_experts.py */
-#define COLUMNS 512      /* of the sum over experts: what one thread takes at a time */
+#define MAX_EXPERTS 1024 /* equal to that in cpu/moe.py */
+#define COLUMNS 512      /* columns per task of the sum over experts */
 #define TAKEN INT32_MIN
 #define LEFT_OUT (INT32_MIN + 1)
 
-/* Structures have the same fields, in the same order, as in cpu_experts.py. */
+/* Structures have the same fields in the same order as in cpu/moe.py. */
 
 typedef struct {
     int32_t *ids;   /* [tokens, per_token] */
-    float *weights; /* the same */
+    float *weights; /* [tokens, per_token] */
     const void *logits;
-    const float *bias; /* counts in the choice only; or NULL */
+    const float *bias; /* affects the choice only; or NULL */
     int64_t num_tokens, num_experts, stride, per_token, sigmoid, renormalized, num_groups, top_groups, group_best, bf16;
     double scale;
 } RouteJob;
 
-/* Numbers in the order of floats; NaN above all, as in torch. */
+/* Integers in the order of floats; NaN is the largest, as in torch. */
 INLINE int32_t rank_of(float x)
 {
     int32_t bits;
@@ -35,7 +35,7 @@ INLINE int32_t rank_of(float x)
     return x != x ? INT32_MAX : bits >= 0 ? bits : bits ^ INT32_MAX;
 }
 
-/* The first of the largest, which is taken. */
+/* Return the first maximum and remove it. */
 static long take_best(int32_t *ranks, long count)
 {
     int32_t most = TAKEN;
@@ -48,7 +48,7 @@ static long take_best(int32_t *ranks, long count)
     return at;
 }
 
-/* Whole vectors: `scores` has room for them. */
+/* Whole vectors: `scores` is padded. */
 static void score(const RouteJob *job, long token, float *scores)
 {
     vf most = splat(-INFINITY), sum = {0}, x;
@@ -73,7 +73,7 @@ static void score(const RouteJob *job, long token, float *scores)
         store(scores + i, load(scores + i) * share);
 }
 
-/* Leaves out all groups but the best. */
+/* Mask all groups but the best. */
 static void choose_groups(const RouteJob *job, const float *choice, int32_t *ranks)
 {
     int32_t worth[MAX_EXPERTS], within[MAX_EXPERTS];
@@ -116,31 +116,31 @@ void quire_route(const RouteJob *job)
 
 enum { GATE_UP, DOWN };
 
-/* The rows of one expert. Pairs are of the two products. */
+/* The rows of one expert. Arrays of two are for the two GEMMs. */
 typedef struct {
     int64_t expert, first, count;
-    int64_t prepared[2]; /* where its rows are in scratch */
-    int64_t tasks[2];    /* up to and with it */
+    int64_t prepared[2]; /* offset of its rows in scratch memory */
+    int64_t tasks[2];    /* cumulative number of tasks, including its own */
 } Group;
 
 typedef struct {
     void *out; /* [tokens, hidden] */
     const void *x;
-    const int32_t *ids; /* [tokens, per_token]; below 0: no expert of ours */
+    const int32_t *ids; /* [tokens, per_token]; negative: an expert of another rank */
     const float *weights;
     const Matrix *gate_up, *down;          /* [experts, num_parts], [experts] */
     const float *gate_up_bias, *down_bias; /* [experts, 2 * size], [experts, hidden]; or NULL */
-    int64_t *counts;                       /* [1 + experts]: the number of groups; then how many rows an expert has */
-    Group *groups;                         /* [experts], or as many as there are rows */
+    int64_t *counts;                       /* [1 + experts]: the number of groups; then the rows of each expert */
+    Group *groups;                         /* [min(experts, rows)] */
     int32_t *tokens, *places;              /* the token of a row; the row of a pair, or -1 */
     uint8_t *prepared_x, *prepared_inner;
     float *inner, *outer; /* [rows, 2 * size], [rows, hidden] */
-    const int32_t *slots;  /* of the adapter of a token, or -1; NULL: none has one */
+    const int32_t *slots;  /* adapter slot of each token, or -1; NULL: no adapters */
     const void *gate_up_a, *gate_up_b, *down_a, *down_b; /* [slots][experts, parts * rank, inputs], [slots][experts, outputs, rank] */
     float *ranks;                                        /* [rows, 2 * rank] */
     int64_t num_tokens, per_token, num_experts, num_parts, hidden, size, x_stride, activation, bf16;
     int64_t prepared_x_bytes, prepared_inner_bytes; /* of a row */
-    int64_t rank, slot_stride, adapter_bf16;        /* from one slot to the next: all four matrices lie in one piece of it */
+    int64_t rank, slot_stride, adapter_bf16;        /* slot_stride: equal for all four matrices */
     double bound;                                   /* of the activation, or 0 */
 } ExpertsJob;
 
@@ -163,7 +163,7 @@ static LinearJob product_of(const ExpertsJob *job, const Group *group, int which
     return product;
 }
 
-/* Rows by expert, and where everything of an expert begins. */
+/* Sort the rows by expert, and compute the offsets of each expert. */
 static void make_groups(const ExpertsJob *job)
 {
     long rows = job->num_tokens * job->per_token, first = 0, prepared[2] = {0}, tasks[2] = {0};
@@ -202,7 +202,7 @@ static long rows_of(const ExpertsJob *job)
     return job->counts[0] ? end[-1].first + end[-1].count : 0;
 }
 
-/* A row of its group, and behind the last one those that fill up a panel. */
+/* Prepare a row of a group; rows after the last pad the panel. */
 static void prepare(const LinearJob *product, long row, uint8_t *into)
 {
     long rows = quire_linear_rows(product), end = row + 1 < product->num_rows ? row + 1 : rows;
@@ -214,7 +214,7 @@ static const uint8_t *prepare_x(const ExpertsJob *job)
 {
     const Group *group = job->groups;
     long rows = rows_of(job);
-    if (job->num_tokens == 1 && rows) { /* the same for all experts: every thread has it for itself */
+    if (job->num_tokens == 1 && rows) { /* equal for all experts: every thread has its own copy */
         uint8_t *own = job->prepared_x + omp_get_thread_num() * job->prepared_x_bytes;
         LinearJob product = product_of(job, group, GATE_UP);
         prepare(&product, 0, own);
@@ -259,7 +259,7 @@ static void multiply(const ExpertsJob *job, int which, const uint8_t *prepared, 
     }
 }
 
-/* The experts of a token in the order of their choice. */
+/* Sum the experts of a token in the order of their choice. */
 static void add_up(const ExpertsJob *job)
 {
     long pieces = (job->hidden + COLUMNS - 1) / COLUMNS, each = job->per_token;
@@ -276,7 +276,7 @@ static void add_up(const ExpertsJob *job)
     }
 }
 
-/* What adapters make of the rows, added to one of the two products. */
+/* Add the LoRA outputs of the rows to one of the two GEMMs. */
 static void adapt(const ExpertsJob *job, int which)
 {
     const Group *group = job->groups;

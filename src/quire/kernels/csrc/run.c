@@ -1,8 +1,7 @@
 /* One parallel region for any number of kernels.
  *
- * A kernel is called by every thread of the team with the same job. It shares the work with `omp for`, whose barrier
- * ends each phase, and returns when all of its results are written. It opens no region of its own and allocates
- * nothing.
+ * Every thread of the team calls a kernel with the same job. The kernel divides the work with `omp for`, with a barrier at the
+ * end of each phase, and returns when all of its results are written. It opens no parallel region and allocates no memory.
  */
 #include <stdint.h>
 

@@ -1,6 +1,6 @@
-/* One token for each row of logits: the best, or one by chance. `sampling/random.py` says the same in torch.
+/* Greedy or random sampling of one token per row of logits. The reference in torch is `sampling/random.py`.
  *
- * What is sampled for a row depends on that row alone, and not on the number of threads.
+ * The token of a row depends only on that row, and not on the number of threads.
  */
 #include <math.h>
 #include <omp.h>
@@ -8,30 +8,30 @@
 #define ALL_LANES
 #include "simd.h"
 
-#define VOCAB 4096 /* logits that are searched at a time; they fit in the first cache */
-#define BLOCK 512  /* weights that are summed before one block is looked at */
-#define STEPS 64   /* places of the histogram per unit of a logit */
+#define VOCAB 4096 /* logits per task, which fit in the L1 cache */
+#define BLOCK 512  /* weights per block of the cumulative sum */
+#define STEPS 64   /* histogram bins per unit of a logit */
 #define PLACES 2048
 
-/* The same fields, in the same order, as in kernels/cpu/sampling.py. */
+/* The same fields in the same order as in kernels/cpu/sampling.py. */
 typedef struct {
     int64_t *out; /* [rows] */
     const void *x; /* [rows, size] */
-    float *found; /* [rows, pieces of VOCAB] the largest of each */
-    void *memory;   /* of each thread: quire_sample_room(size) bytes */
-    const float *temperature; /* NULL: all rows take the best, as do rows with 0 */
+    float *found; /* [rows, pieces of VOCAB] the maximum of each piece */
+    void *memory;   /* quire_sample_room(size) bytes per thread */
+    const float *temperature; /* NULL: all rows are greedy, like rows with 0 */
     const int32_t *top_k; /* 0: all */
     const float *top_p, *min_p;
     const int64_t *seeds, *positions;
-    const int32_t *mask_of; /* [rows] which mask each has, -1: none; NULL: nobody has one */
-    const uint32_t *masks;  /* [masks, words] a bit for each token that may be sampled */
+    const int32_t *mask_of; /* [rows] mask of each row, -1: none; NULL: no masks */
+    const uint32_t *masks;  /* [masks, words] one bit per token: whether it is allowed */
     int64_t num_rows, size, stride, bf16, num_words;
 } SampleJob;
 
-/* What one row may sample. A token behind its last word is not allowed. */
+/* The mask of one row. Tokens after its last word are disallowed. */
 typedef struct {
     const uint32_t *words;
-    long count; /* -1: there are none, everything is allowed */
+    long count; /* -1: no mask */
 } Mask;
 
 INLINE Mask mask_of(const SampleJob *job, long row)
@@ -47,7 +47,7 @@ INLINE uint32_t allowed(Mask mask, long at)
     return mask.count < 0 ? UINT32_MAX : at / 32 < mask.count ? mask.words[at / 32] : 0;
 }
 
-/* Logits from token `i` of a row on, which begins at `at`: minus infinity for those that may not be sampled. */
+/* Logits from token `i` of the row at `at`, with minus infinity for disallowed tokens. */
 INLINE vf take_allowed(const void *x, int bf16, long at, long i, long left, Mask mask)
 {
     static const uint32_t each[16] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
@@ -59,9 +59,9 @@ INLINE vf take_allowed(const void *x, int bf16, long at, long i, long left, Mask
     return pick((vi)((allowed(mask, i) >> i % 32 & bits) != 0), logit, splat(-INFINITY));
 }
 
-/* Of one thread. */
+/* Scratch memory of one thread. */
 typedef struct {
-    double sums[PLACES]; /* of the weights of a place of the histogram, later of a block */
+    double sums[PLACES]; /* sums of weights per histogram bin, later per block */
     int64_t counts[PLACES];
     float *logits, *weights, *some; /* [size] each */
 } Scratch;
@@ -70,7 +70,7 @@ int64_t quire_sample_room(int64_t size) { return (int64_t)sizeof(Scratch) + (3 *
 
 static int beats(float x, float best) { return x > best || (x != x && best == best); }
 
-/* The largest logit of a row from token `first` on; a NaN is larger than any number. */
+/* Maximum logit of a row from token `first` on; NaN is the largest value. */
 INLINE float largest(const void *x, int bf16, long at, long first, long count, Mask mask)
 {
     vf most[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, bad = {0};
@@ -97,7 +97,7 @@ INLINE float largest(const void *x, int bf16, long at, long first, long count, M
     return any_nan ? NAN : best;
 }
 
-/* The first place from `first` on of what `largest` found. */
+/* Index of the first occurrence of the result of `largest`, from `first` on. */
 INLINE long place_of_largest(const void *x, int bf16, long at, long first, long count, Mask mask, float best)
 {
     for (long i = first; i < first + count; i++) {
@@ -122,7 +122,7 @@ static double uniform(int64_t seed, int64_t position)
     return (double)(mixed(counter) >> 11) * 0x1p-53;
 }
 
-/* Largest first; equals may change places, they are only values. */
+/* Sort in descending order. */
 static void sift(float *x, long at, long count)
 {
     for (long child; (child = 2 * at + 1) < count; at = child) {
@@ -148,14 +148,14 @@ static void sort_falling(float *x, long count)
     }
 }
 
-/* Further from the peak never comes before nearer. */
+/* Histogram bin of a logit; bins are in descending order of logits. */
 INLINE long place_of(float logit, float peak)
 {
     float at = (peak - logit) * STEPS;
     return at < PLACES - 1 ? (long)at : PLACES - 1;
 }
 
-/* The values of a place of the histogram that are not below `floor`, into scratch->some. */
+/* Copy the values of a histogram bin that are at least `floor` to scratch->some. */
 static long collect(Scratch *scratch, long size, float peak, long place, float floor)
 {
     long count = 0;
@@ -185,7 +185,7 @@ static void count_places(Scratch *scratch, long size, float peak, Mask mask)
     }
 }
 
-/* The k-th largest. */
+/* The k-th largest logit. */
 static float kth(Scratch *scratch, long size, float peak, long k)
 {
     long place = 0, before = 0;
@@ -197,12 +197,12 @@ static float kth(Scratch *scratch, long size, float peak, long k)
 
 static float weight_of(float logit, float peak) { return exp_one(logit - peak); }
 
-/* The last of the smallest set of best tokens that holds `share` of the weight of those not below `floor`. */
+/* Smallest logit of the smallest set of top tokens with `share` of the total weight of the tokens that are at least `floor`. */
 static float nucleus(Scratch *scratch, long size, float peak, double share, float floor)
 {
     long last = place_of(floor, peak), place = 0;
     double total = 0, so_far = 0;
-    if (floor > -INFINITY) { /* it cuts its place in two */
+    if (floor > -INFINITY) { /* it splits a bin */
         long count = collect(scratch, size, peak, last, floor);
         scratch->sums[last] = 0;
         for (long i = 0; i < count; i++)
@@ -222,7 +222,7 @@ static float nucleus(Scratch *scratch, long size, float peak, double share, floa
     return count ? scratch->some[count - 1] : floor;
 }
 
-/* The least logit that min_p, then top_k, then top_p leave. */
+/* Smallest logit that min_p, then top_k, then top_p keep. */
 static float floor_of(const SampleJob *job, long row, Scratch *scratch, float peak, Mask mask)
 {
     long k = job->top_k[row], size = job->size;
@@ -245,7 +245,7 @@ static long at_most(long left) { return left < BLOCK ? left : BLOCK; }
 
 typedef double vd __attribute__((vector_size(8 * LANES)));
 
-/* Of one block, always added in the same order. */
+/* Sum of one block, always in the same order. */
 static double sum_of(const float *x, long count)
 {
     vd sums = {0};
@@ -257,7 +257,7 @@ static double sum_of(const float *x, long count)
     return sum;
 }
 
-/* The weights of one block, and its logits if some are to be taken out again. Returns whether there are any. */
+/* Compute the weights of one block, and its logits if `limited`. Returns whether any token is allowed. */
 INLINE int weigh(const SampleJob *job, long row, long first, long end, float peak, Scratch *scratch, Mask mask, int bf16,
                  int limited)
 {
@@ -281,7 +281,7 @@ INLINE int weigh(const SampleJob *job, long row, long first, long end, float pea
     return some;
 }
 
-/* A row with a temperature, where `best` is the place of the largest logit. */
+/* Sample a row with a temperature; `best` is the index of the maximum logit. */
 INLINE long by_chance(const SampleJob *job, long row, long best, Scratch *scratch, Mask mask, int bf16)
 {
     long size = job->size, blocks = (size + BLOCK - 1) / BLOCK;
@@ -319,7 +319,7 @@ INLINE long by_chance(const SampleJob *job, long row, long best, Scratch *scratc
             if (before + inside > target)
                 return i;
         }
-        return last; /* rounding: the sum of the block came out larger */
+        return last; /* rounding: the sum of the block was larger */
     }
     return last;
 }

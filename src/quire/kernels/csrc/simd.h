@@ -1,4 +1,4 @@
-/* Vectors of float as wide as the CPU has them, in the compiler's own vector types. */
+/* Float vectors of the CPU's width, with the compiler's vector types. */
 #ifndef QUIRE_SIMD_H
 #define QUIRE_SIMD_H
 
@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-/* Floats of a vector. Files that define ALL_LANES before they include this take vectors of 16 where the CPU has them. */
+/* Floats per vector. Files that define ALL_LANES before the include use vectors of 16 if the CPU supports them. */
 #if defined(LANES)
 #elif defined(ALL_LANES) && defined(__AVX512F__)
 #define LANES 16
@@ -21,7 +21,7 @@
 #define LANES 4
 #endif
 
-/* The CPU's own instructions for vectors of LANES; without any of these, the compiler's. */
+/* Intrinsics for vectors of LANES; otherwise the compiler's generic operations. */
 #if LANES == 4 && defined(__ARM_NEON) && defined(__aarch64__)
 #define HAS_NEON
 #elif LANES == 8 && defined(__AVX2__) && defined(__FMA__)
@@ -38,7 +38,7 @@ typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 
 INLINE vf load(const float *at) { return *(const vf_any *)at; }
 INLINE void store(float *at, vf x) { *(vf_any *)at = x; }
-/* x in a register: with few of them, the compiler would read it again for each use. */
+/* Force x into a register: with few registers, the compiler would load it again for each use. */
 INLINE vf held(vf x)
 {
 #ifdef HAS_AVX2
@@ -47,8 +47,8 @@ INLINE vf held(vf x)
     return x;
 }
 
-/* a * b + c. The compiler fuses nothing by itself (-ffp-contract=off): it would do so in one copy of a loop and
- * not in another, and a result would depend on the batch around it. */
+/* a * b + c. The compiler must not fuse by itself (-ffp-contract=off): it could do so in one copy of a loop and not in another, and
+ * results would depend on the batch. */
 INLINE vf fused(vf a, vf b, vf c)
 {
 #ifdef HAS_NEON
@@ -64,14 +64,14 @@ INLINE vf fused(vf a, vf b, vf c)
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 
-/* FACTORS numbers, and a * number `i` of them + c: the CPU's own instruction where it has one. */
+/* FACTORS values, and a * values[i] + c, with the instruction of the CPU if it has one. */
 #ifdef HAS_NEON
 #define FACTORS 4
 typedef float32x4_t factors;
 INLINE factors load_factors(const float *at) { return vld1q_f32(at); }
 INLINE vf fused_by(vf a, factors by, int i, vf c)
 {
-    switch (i) { /* the instruction wants a constant */
+    switch (i) { /* the instruction needs a constant */
     case 0: return (vf)vfmaq_laneq_f32((float32x4_t)c, (float32x4_t)a, by, 0);
     case 1: return (vf)vfmaq_laneq_f32((float32x4_t)c, (float32x4_t)a, by, 1);
     case 2: return (vf)vfmaq_laneq_f32((float32x4_t)c, (float32x4_t)a, by, 2);
@@ -144,7 +144,7 @@ INLINE float lanes_max(vf x)
 #endif
 }
 
-/* out[i] = the sum of the lanes of x[i], always added in the same order. */
+/* out[i] = the sum of the lanes of x[i], always in the same order. */
 INLINE void lanes_sum4(const vf *x, float *out)
 {
 #ifdef HAS_NEON
@@ -170,7 +170,7 @@ INLINE void lanes_sum4(const vf *x, float *out)
 #endif
 }
 
-/* A constant that the next operation may overwrite: read again each time, which is cheaper than a copy. */
+/* A constant that the next operation may overwrite: loaded each time, which is cheaper than a copy. */
 INLINE vf fresh(const vf *constant)
 {
 #ifdef HAS_NEON
@@ -190,10 +190,10 @@ INLINE vf fresh(const vf *constant)
 #else
 #define SAME(x) {SAME4(x)}
 #endif
-#define SIDE (LANES == 4 ? 4 : 2) /* vectors that are computed side by side, so that one does not wait for the other */
+#define SIDE (LANES == 4 ? 4 : 2) /* independent vectors per iteration, to hide latency */
 #define EXPONENT (12582912.0f + 127) /* 1.5 * 2^23 and the exponent of 1: added to n, the low bits are the exponent of 2^n */
 
-/* x[i] = 2^x[i] for x <= 0, to 2 units in the last place; exactly 0 below -126.5. NaN stays NaN. */
+/* x[i] = 2^x[i] for x <= 0, with an error of at most 2 ulp; exactly 0 below -126.5. NaN stays NaN. */
 INLINE void two_to(int count, vf *x)
 {
     static const vf one = SAME(1.0f), second = SAME(0.240222421f), fourth = SAME(9.67151281e-3f);
@@ -219,7 +219,7 @@ INLINE void two_to(int count, vf *x)
         x[i] *= (vf)((vi)power[i] << 23);
 }
 
-/* x[i] = e^x[i] for x <= 88, to 2 units in the last place; exactly 0 below -87.7. NaN stays NaN. */
+/* x[i] = e^x[i] for x <= 88, with an error of at most 2 ulp; exactly 0 below -87.7. NaN stays NaN. */
 INLINE void e_to(int count, vf *x)
 {
     static const vf half = SAME(0.5f), fourth = SAME(1.0f / 24);
@@ -267,7 +267,7 @@ INLINE float from_bf16(uint16_t x)
     return wide;
 }
 
-/* Rounded to nearest, ties to even. */
+/* Rounds to nearest, ties to even. */
 INLINE uint16_t to_bf16(float x)
 {
     uint32_t bits;
@@ -282,7 +282,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
 INLINE vf from_halves(vh x)
 {
-#ifdef HAS_AVX512 /* the compiler does it in two parts */
+#ifdef HAS_AVX512 /* the compiler would split it in two */
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
 #else
     return (vf)(__builtin_convertvector(x, vu) << 16);
@@ -299,7 +299,7 @@ INLINE vh to_halves(vf x)
 #endif
 }
 
-/* Rounded to the nearest bfloat16, and back. */
+/* Round to the nearest bfloat16 and convert back. */
 INLINE vf rounded(vf x, int to_bf16)
 {
     if (!to_bf16)
@@ -309,7 +309,7 @@ INLINE vf rounded(vf x, int to_bf16)
     return (vf)(((nan & (bits | 0x400000)) | (~nan & near)) & 0xffff0000);
 }
 
-/* LANES numbers at `at`, or as many as are left, then zeros. */
+/* Load LANES values at `at`, or as many as are left, then zeros. */
 INLINE vf take(const void *from, int is_bf16, long at, long left)
 {
     if (is_bf16) {
@@ -327,7 +327,7 @@ INLINE vf take(const void *from, int is_bf16, long at, long left)
     return whole;
 }
 
-/* The reverse. */
+/* Store LANES values at `at`, or as many as are left. */
 INLINE void put(void *into, int is_bf16, long at, long left, vf x)
 {
     if (is_bf16) {

@@ -1,21 +1,21 @@
-/* Layers that keep a state of fixed size for each sequence: a short convolution, the scans of Mamba and Mamba-2,
- * the gated delta rule, and the gates around them.
+/* Layers with an SSM state of fixed size per sequence: a short convolution, the scans of Mamba and Mamba-2, the gated delta
+ * rule, and their gates.
  *
- * Token after token: what a token costs is small beside the products of its layer. Sequences and heads do not depend
- * on each other, and each is computed in the same order whatever thread it falls to.
+ * Tokens are computed one after the other, which is cheap compared to the GEMMs of the layer. Sequences and heads are
+ * independent, and the order of operations does not depend on the thread.
  */
 #include <math.h>
 
 #define ALL_LANES
 #include "simd.h"
 
-/* As in state_cpu.py. */
+/* Equal to those in cpu/ssm.py. */
 #define MAX_KERNEL 8
 #define MAX_DIM 512
-#define CHANNELS 64 /* of a convolution or of Mamba's scan: what one thread takes at a time */
-#define COLUMNS 512 /* the same of an elementwise operation */
+#define CHANNELS 64 /* channels per task of a convolution or of Mamba's scan */
+#define COLUMNS 512 /* columns per task of an elementwise operation */
 
-/* Structures have the same fields, in the same order, as in state_cpu.py. Inputs and outputs are of one type. */
+/* Structures have the same fields in the same order as in cpu/ssm.py. Inputs and outputs have one dtype. */
 
 typedef struct {
     const int32_t *starts, *rows;
@@ -40,7 +40,7 @@ typedef struct {
     int64_t num_seqs, channels, stride, kernel, activated, bf16;
 } ConvJob;
 
-/* `count` channels from `from` on. The last `kernel` inputs lie in a ring. */
+/* `count` channels from `from` on. The last `kernel` inputs are in a ring buffer. */
 INLINE void conv_channels(const ConvJob *job, long seq, long from, long count, int bf16)
 {
     float seen[MAX_KERNEL][CHANNELS] = {{0}}, weight[MAX_KERNEL][CHANNELS] = {{0}}, bias[CHANNELS] = {0};
@@ -90,7 +90,7 @@ typedef struct {
     float *state; /* [rows, heads, dim, size] */
     Seqs seqs;
     int64_t num_seqs, heads, groups, dim, size, stride, dt_stride, bf16;
-    double least, most; /* of a time step */
+    double least, most; /* bounds of a time step */
 } ScanJob;
 
 INLINE void scan_token(const ScanJob *job, float *h, long token, long head, int bf16)
@@ -196,7 +196,7 @@ typedef struct {
     double eps;
 } DeltaJob;
 
-/* `x` divided by its length and multiplied by `factor`. */
+/* `x` divided by its L2 norm and multiplied by `factor`. */
 INLINE void of_length(float *x, long size, float eps, float factor)
 {
     vf squares = {0};
@@ -209,7 +209,7 @@ INLINE void of_length(float *x, long size, float eps, float factor)
         x[i] *= factor;
 }
 
-/* `count` vectors of values from `at` on; only the last may have less than LANES `left`. */
+/* `count` vectors of values from `at` on; the last vector has `left` lanes. */
 INLINE void delta_lanes(const DeltaJob *job, float *h, int count, long at, long left, const float *q, const float *k,
                         const float *v, float keep, float learned, float *y)
 {
@@ -312,7 +312,7 @@ void quire_gated_norm(const GatedNormJob *job)
             gated_norm(job, task / job->pieces, task % job->pieces, 0);
 }
 
-enum { SIGMOID, SILU, ITSELF }; /* as in state.py */
+enum { SIGMOID, SILU, ITSELF }; /* as in reference/ssm.py */
 
 typedef struct {
     void *out;

@@ -1,4 +1,4 @@
-/* Vectors of float as wide as the CPU has them for products: 16 with AVX-512. */
+/* Float vectors of the CPU's full width, for GEMM: 16 lanes with AVX-512. */
 #ifndef QUIRE_WIDE_H
 #define QUIRE_WIDE_H
 
@@ -14,7 +14,7 @@ typedef float wide __attribute__((vector_size(4 * WIDE)));
 typedef float wide_any __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
 
 INLINE wide wide_load(const float *at) { return *(const wide_any *)at; }
-/* In a register: GCC would rather read it again for each product, and run out of reads. */
+/* Force into a register: GCC would load it again for each product and saturate the load ports. */
 INLINE wide wide_held(wide x)
 {
 #if WIDE == 8
@@ -29,7 +29,7 @@ INLINE void wide_store(float *at, wide x) { *(wide_any *)at = x; }
 INLINE wide wide_splat(float x) { return (wide)_mm512_set1_ps(x); }
 INLINE wide wide_fused(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
-/* out[i] = the sum of the lanes of x[i], always added in the same order. */
+/* out[i] = the sum of the lanes of x[i], always in the same order. */
 INLINE void wide_sum4(const wide *x, float *out)
 {
     __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];

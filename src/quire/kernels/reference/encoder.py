@@ -64,7 +64,7 @@ def attend(
     return out
 
 
-def turn(x: Tensor, angles: Angles) -> None:
+def rotate_in_place(x: Tensor, angles: Angles) -> None:
     """Rotate x [T, heads, head_dim] by the angles of its tokens, in float32 and in place."""
     cos, sin = (angle[:, None].float() for angle in angles)
     x.copy_(rotate(x.float(), cos, sin))

@@ -29,13 +29,13 @@ class Scaled(NamedTuple):
         return self.scale.ndim == self.data.ndim
 
 
-def narrowed(weight: Tensor) -> Scaled:
+def quantize_weight(weight: Tensor) -> Scaled:
     """Quantize a weight [..., outputs, inputs] to e4m3 with a scale per output."""
     scale = weight.abs().amax(-1).float().clamp(min=_LEAST) / LIMIT
     return Scaled((weight / scale[..., None]).clamp(-LIMIT, LIMIT).to(E4M3), scale)
 
 
-def widened(weight: Scaled, dtype: torch.dtype) -> Tensor:
+def dequantize(weight: Scaled, dtype: torch.dtype) -> Tensor:
     """Dequantize a weight."""
     data, scale = weight
     if weight.is_blocked:
@@ -57,7 +57,7 @@ def quantize_reference(x: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor]:
 
 def linear(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tensor:
     """Compute x W^T + b with the dequantized weight, in the dtype of x."""
-    return F.linear(x, widened(weight, x.dtype), bias)
+    return F.linear(x, dequantize(weight, x.dtype), bias)
 
 
 def linear_reference(x: Tensor, weight: Scaled, bias: Tensor | None = None, *, quantized: bool) -> Tensor:
@@ -67,4 +67,6 @@ def linear_reference(x: Tensor, weight: Scaled, bias: Tensor | None = None, *, q
         narrow, scale = quantize_reference(x, grouped=weight.is_blocked)
         scale = scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]] if weight.is_blocked else scale[:, None]
         wide = narrow.double() * scale.double()
-    return F.linear(wide, widened(weight, torch.float64), None if bias is None else bias.double()).to(x.dtype)
+    return F.linear(wide, dequantize(weight, torch.float64), None if bias is None else bias.double()).to(
+        x.dtype
+    )

@@ -10,7 +10,7 @@ from quire.kernels.cpu.gguf import TYPES, group_rows, interleaves, pack
 from quire.kernels.cpu.linear import BLOCK, Matrix
 
 _KIND = "Q8_0"
-MOST = 127
+MAX_CODE = 127
 """Largest code."""
 _MIN_SCALE = 2.0**-24
 """Smallest positive float16."""
@@ -30,11 +30,11 @@ class Int8Codes(NamedTuple):
         return torch.mul(self.codes, self.scales[..., None], out=wide)
 
 
-def narrow(weight: Tensor) -> Int8Codes:
+def quantize(weight: Tensor) -> Int8Codes:
     """Quantize a weight to the nearest codes, with scales that are exact in float16, as blocks need."""
-    scales = (weight.abs().amax(-1).float() / MOST).clamp(_MIN_SCALE, torch.finfo(torch.float16).max)
+    scales = (weight.abs().amax(-1).float() / MAX_CODE).clamp(_MIN_SCALE, torch.finfo(torch.float16).max)
     scales = scales.half().float()
-    codes = (weight / scales[..., None]).round_().clamp_(-MOST, MOST)
+    codes = (weight / scales[..., None]).round_().clamp_(-MAX_CODE, MAX_CODE)
     return Int8Codes(codes.to(torch.int8), scales)
 
 
@@ -42,9 +42,9 @@ def round_rows(x: Tensor, static: Tensor | None = None) -> Int8Codes:
     """Quantize the rows of x [T, inputs], with a dynamic scale per row or with the `static` scale [1]."""
     wide = x.float()
     scales = (
-        (wide.abs().amax(-1) / MOST).clamp(min=1e-10) if static is None else static.float().expand(len(x))
+        (wide.abs().amax(-1) / MAX_CODE).clamp(min=1e-10) if static is None else static.float().expand(len(x))
     )
-    codes = (wide / scales[:, None]).round_().clamp_(-MOST, MOST)
+    codes = (wide / scales[:, None]).round_().clamp_(-MAX_CODE, MAX_CODE)
     return Int8Codes(codes.to(torch.int8), scales.contiguous())
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.attention import KEPT
+from quire.kernels.cpu.attention import CACHE_DTYPES
 from quire.kernels.cpu.linear import FORMS, PANEL, Matrix
 from quire.kernels.cpu.native import Kernel, structure
 
@@ -26,7 +26,7 @@ _HeadsJob = structure(
 )
 
 
-def enter(
+def rotate_and_write_latents(
     q: Tensor,
     kv: Tensor,
     cache: Tensor,
@@ -45,7 +45,7 @@ def enter(
     (num_tokens, heads, query_dim), rope_dim = q.shape, table.shape[1]
     assert q.dtype in FORMS and {q.dtype} == {x.dtype for x in (kv, norm, table)}
     assert q.stride()[1:] == (query_dim, 1) and kv.stride(1) == 1
-    assert cache.dtype in KEPT and cache.is_contiguous() and table.is_contiguous()
+    assert cache.dtype in CACHE_DTYPES and cache.is_contiguous() and table.is_contiguous()
     assert rope_dim <= _MAX_HEAD_DIM and cache.shape[2] - rope_dim <= _MAX_RANK
     job = _EnterJob(
         *(x.data_ptr() for x in (q, kv, norm, table, positions, slots, cache)),
@@ -58,7 +58,7 @@ def enter(
         cache.shape[2] - rope_dim,
         neighbours,
         q.dtype == torch.bfloat16,
-        KEPT[cache.dtype],
+        CACHE_DTYPES[cache.dtype],
         eps,
         scale,
     )

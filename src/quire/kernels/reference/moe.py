@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from quire.checkpoint.facts import Routing
 from quire.kernels.reference.activations import gated
-from quire.kernels.reference.fp8 import Scaled, widened
+from quire.kernels.reference.fp8 import Scaled, dequantize
 
 
 class ExpertWeights(NamedTuple):
@@ -102,4 +102,4 @@ def _select(tensors: Tensor | None, expert: int) -> Tensor | None:
 
 
 def _dequantize(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return weight if scale is None else widened(Scaled(weight, scale), dtype)
+    return weight if scale is None else dequantize(Scaled(weight, scale), dtype)

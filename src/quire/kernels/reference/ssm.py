@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels.cpu import native
-from quire.kernels.host_to_device import sent
+from quire.kernels.host_to_device import copy_to_device
 from quire.registry import LazyTable
 
 IMPLEMENTATIONS = LazyTable(
@@ -92,7 +92,7 @@ def _split(lens: NDArray[np.int32], device: torch.device) -> Split:
     joined = np.zeros(places[-1], np.int32)
     for place, array in zip(places, arrays, strict=False):
         joined[place : place + len(array)] = array
-    table = sent(joined, device)
+    table = copy_to_device(joined, device)
     parts = [table[place : place + len(array)] for place, array in zip(places, arrays, strict=False)]
     return Split(parts[2] if len(longer) else None, len(singles), parts[1], parts[0].view(-1, 2))
 

@@ -2,7 +2,7 @@
 
 The rows of a tile are all query heads of one KV head for some consecutive queries of a sequence, so that a
 key is loaded once for all of them. `tiles` processes a tile of many queries over all its keys (prefill).
-`shares` is for sequences with few queries (decode, split-KV): each program processes an equal share of the
+`attend_split_kv` is for sequences with few queries (decode): each program processes an equal share of the
 keys of all sequences.
 
 Scores are in units of log 2. Cache slots that were never written may hold anything and are not loaded.
@@ -87,7 +87,7 @@ def _accumulate(
     """Accumulate the keys first..end into each row's sum of values, maximum score and sum of weights.
 
     The rows' queries are at positions `places`, from `low` on, and attend to keys up to `last`;
-    `alibi_slopes` are those of `soften`.
+    `alibi_slopes` are those of `online_softmax`.
     """
     key = tl.arange(0, BLOCK_N)
     # 8-bit values convert to float16 in one instruction. Two dimensions are loaded as one 16-bit number,
@@ -107,7 +107,7 @@ def _accumulate(
         blocks = _load_blocks(table, at + BLOCK_N + key, end, BLOCK_SIZE)
         k = _load(cache.k, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        shrink, most, total, weights = soften(
+        shrink, most, total, weights = online_softmax(
             scores, most, total, at, end, low, places, last, alibi_slopes, scores_by, WINDOW, CAPPED, BLOCK_N
         )
         if PAIRS:
@@ -153,7 +153,7 @@ def _load(
 
 
 @triton.jit
-def soften(
+def online_softmax(
     scores: tl.tensor,
     most: tl.tensor,
     total: tl.tensor,
@@ -299,7 +299,7 @@ def tiles(
 
 
 @triton.jit(do_not_specialize=["num_seqs", "least"], do_not_specialize_on_alignment=["work"])
-def shares(
+def attend_split_kv(
     out: tl.tensor,
     q: tl.tensor,
     q_stride: tl.tensor,

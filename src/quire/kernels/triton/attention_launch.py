@@ -158,7 +158,7 @@ def attend_shares(
         row_bytes = 2 * layer.head_dim * cache.k.element_size()
         shares = shares_of(layer, programs_at_once(shape, row_bytes, sm_bytes), num_seqs, num_sms)
     ahead = overlap(len(q), layer.heads * layer.head_dim)
-    launch(kernels.shares, layer.kv_heads, shares)(
+    launch(kernels.attend_split_kv, layer.kv_heads, shares)(
         out,
         q,
         q.stride(0),

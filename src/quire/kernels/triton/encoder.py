@@ -247,7 +247,7 @@ def _rotate(
     tl.store(at + HALF, (right * c + left * s).to(x.dtype.element_ty), mask=exists)
 
 
-def turn(x: Tensor, angles: Angles) -> None:
+def rotate(x: Tensor, angles: Angles) -> None:
     """Apply RoPE in place, as `kernels.encoder.turn` does, to a tensor with contiguous heads."""
     num_tokens, heads, dim = x.shape
     cos, sin = angles

@@ -268,7 +268,7 @@ def is_native() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0) and has_room()
 
 
-def of_gates(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tensor:
+def gated_linear(x: Tensor, weight: Scaled, bias: Tensor | None = None) -> Tensor:
     """Return `linear` of silu(gate) * up for x [M, 2K], a gate and an up part. The activation is only stored
     in e4m3. Rows have at least 16 elements."""
     narrow, scale = quantize(x, grouped=weight.is_blocked, gated=True)

@@ -42,7 +42,7 @@ Plan = GGUFRowsPlan | WholeRows | TilesPlan | None
 """GEMM plan; None unpacks the weight."""
 
 
-def product(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return x W^T + b for x [M, K]; `out` may be some columns of a wider tensor."""
     if out is None:
         out = torch.empty(len(x), planes.rows, dtype=x.dtype, device=x.device)
@@ -56,7 +56,7 @@ def gated(x: Tensor, planes: Planes, activation: str = "silu") -> Tensor:
     """Return act(x G^T) * (x U^T) for W = G over U, each of which has whole tiles."""
     plan = _plan(x, planes, 2)
     if plan is None:
-        return gated_of(product(x, planes), activation)
+        return gated_of(linear(x, planes), activation)
     return multiply(x, planes, None, plan, activation)
 
 

@@ -256,9 +256,9 @@ def rows(
     up part. If TOP > 0, a row of out is a pair with token pair / TOP. Grid: (programs, rows of out)."""
     GATED: tl.constexpr = ACTIVATION != ""
     HEIGHT: tl.constexpr = 2 * _TILE if TWO and not GATED else _TILE
-    pair, stride = tl.program_id(1), tl.num_programs(0)
-    units, u = columns // FORM.unit, tl.arange(0, UNITS)
-    total, start, gap = size_out * (2 if GATED else 1), 0, size_out if GATED else _TILE
+    pair, stride, start = tl.program_id(1), tl.num_programs(0), 0
+    units, u, total = columns // FORM.unit, tl.arange(0, UNITS), size_out * (2 if GATED else 1)
+    gap = size_out if GATED else _TILE
     if TOP > 0:
         follow(OVERLAP)
         start = tl.load(ids + pair) * total

@@ -191,7 +191,7 @@ def _widen(
     tl.store(out + n * size + k, w.to(out.dtype.element_ty), mask=k < size)
 
 
-class Int8Product:
+class Int8GEMM:
     """Compute x W^T + b, or silu(gate) * up for a gate and an up part. With `rounds`, many rows of x are
     quantized in one part, by scales per row or by a `static` scale."""
 

@@ -28,7 +28,7 @@ def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
 _requested: ContextVar[set[Any] | None] = ContextVar("kernels to compile", default=None)
 
 
-def room(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocate_indices(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return an uninitialized tensor for indices that a kernel writes; zeros inside `compiling`, where no
     kernel runs and the indices would be garbage."""
     make = torch.empty if _requested.get() is None else torch.zeros

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.kernels.ops import LoRAHeads
 from quire.kernels.triton.launch import MOST_ROWS, follow, follow_late, launch, overlap
-from quire.kernels.triton.lora_few import FewRows, added
+from quire.kernels.triton.lora_few import FewRows, lora_outputs
 from quire.kernels.triton.moe_align import most_tiles, sort
 from quire.kernels.triton.tile_dots import all_of, arrivals_of, empty, times, upright
 
@@ -280,7 +280,7 @@ def _dot_own_slot(
 
 def added_to_one(x: Tensor, adapted: LoRAHeads) -> Tensor | None:
     """Return the LoRA outputs of a single row: [1, outputs]."""
-    return added(x, adapted._replace(tokens=FewRows(adapted.tokens.slots, 1)), late=False).values
+    return lora_outputs(x, adapted._replace(tokens=FewRows(adapted.tokens.slots, 1)), late=False).values
 
 
 def shrink(x: Tensor, adapted: LoRAHeads, *, late: bool = False) -> Tensor:

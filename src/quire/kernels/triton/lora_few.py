@@ -52,7 +52,7 @@ class AddedRows(NamedTuple):
     slots: Tensor | None = None
 
 
-NOTHING = AddedRows()
+NO_LORA = AddedRows()
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def plus_added(
     return acc + tl.load(added + place, mask=inside & has_adapter[:, None], other=0.0).to(tl.float32)
 
 
-def added(
+def lora_outputs(
     x: Tensor, adapted: LoRAHeads, *, top: int = 1, late: bool = True, ahead: bool | None = None
 ) -> AddedRows:
     """Return the LoRA outputs that a GEMM kernel adds. `top` rows share a row of x. If `late`, that kernel
@@ -249,14 +249,14 @@ class PairAdapters(NamedTuple):
         """Return the LoRA outputs of gate and up by pairs, from tokens."""
         a, b = self.adapters.gate_up_a, self.adapters.gate_up_b
         half = b.shape[2] // 2
-        return added(x, LoRAHeads(a, b, (half, half), self.pairs), top=self.top, ahead=False)
+        return lora_outputs(x, LoRAHeads(a, b, (half, half), self.pairs), top=self.top, ahead=False)
 
     def down(self, x: Tensor, order: Tensor | None = None) -> AddedRows:
         """Return the LoRA outputs of down by pairs, or by pairs in `order`."""
         a, b, pairs = self.adapters.down_a, self.adapters.down_b, self.pairs
         if order is not None:
             pairs = _sorted(pairs.slots[order], a.shape[0] * a.shape[1])
-        return added(x, LoRAHeads(a, b, (b.shape[2],), pairs), ahead=False)
+        return lora_outputs(x, LoRAHeads(a, b, (b.shape[2],), pairs), ahead=False)
 
 
 def _sorted(slots: Tensor, num_slots: int) -> FewRows:

@@ -30,7 +30,7 @@ from quire.kernels.triton.lora import (
     shrink,
     wait,
 )
-from quire.kernels.triton.lora_few import NOTHING, AddedRows, added, plus_added
+from quire.kernels.triton.lora_few import NO_LORA, AddedRows, lora_outputs, plus_added
 from quire.kernels.triton.tile_dots import LONGEST, all_of, arrivals_of, empty, times, upright
 
 _FEWEST = 5
@@ -257,10 +257,10 @@ def multiply(
 def _lora_arguments(x: Tensor, adapted: LoRAHeads | None) -> tuple[Expansion, AddedRows]:
     """Return the LoRA arguments of the GEMM kernel."""
     if adapted is None:
-        return Expansion(), NOTHING
+        return Expansion(), NO_LORA
     if (few := adapted.tokens.few) is not None:
-        return Expansion(), added(x, adapted._replace(tokens=few))
-    return Expansion.of(adapted, shrink(x, adapted, late=True)), NOTHING
+        return Expansion(), lora_outputs(x, adapted._replace(tokens=few))
+    return Expansion.of(adapted, shrink(x, adapted, late=True)), NO_LORA
 
 
 def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:

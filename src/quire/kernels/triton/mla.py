@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.attention import NEVER, soften
+from quire.kernels.triton.attention import NEVER, online_softmax
 from quire.kernels.triton.launch import follow
 from quire.kernels.triton.split_kv import share
 
@@ -272,7 +272,7 @@ def _accumulate(
         scores = tl.dot(rope, tl.trans(k_rope), input_precision="ieee")
         scores = tl.dot(left, tl.trans(k_left), scores, input_precision="ieee")
         scores += tl.dot(right, tl.trans(k_right), input_precision="ieee")
-        shrink, most, total, weights = soften(
+        shrink, most, total, weights = online_softmax(
             scores, most, total, at, end, low, places, places, None, scores_by, 0, False, BLOCK_N
         )
         weights = weights.to(k_left.dtype)
@@ -407,7 +407,7 @@ def tiles(
         scores = tl.dot(rope, tl.trans(k), input_precision="ieee")
         k = _load(kv + keys * kv_stride, dims, exists, NOPE)
         scores = tl.dot(nope, tl.trans(k), scores, input_precision="ieee")
-        shrink, most, total, weights = soften(
+        shrink, most, total, weights = online_softmax(
             scores, most, total, at, end, low, places, places, None, scores_by, 0, False, BLOCK_N
         )
         v = _load(kv + keys * kv_stride + NOPE, outs, exists, V)

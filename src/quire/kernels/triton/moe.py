@@ -21,7 +21,7 @@ from quire.kernels.reference.moe import ExpertAdapters, ExpertWeights
 from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.fp8 import quantize, scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.lora_few import NOTHING, AddedRows, PairAdapters
+from quire.kernels.triton.lora_few import NO_LORA, AddedRows, PairAdapters
 from quire.kernels.triton.matmul import has_room, tiled
 from quire.kernels.triton.moe_align import Sorted, most_tiles, sort, sorted_mix
 from quire.kernels.triton.moe_tiles import tiles
@@ -231,8 +231,8 @@ def mixed(
     if isinstance(plan, MoERowsPlan):
         activated = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
         out = torch.empty_like(x)
-        up_rows(activated, x, ids, experts, activation, plan, NOTHING if pairs is None else pairs.up(x))
-        added = NOTHING if pairs is None else pairs.down(activated)
+        up_rows(activated, x, ids, experts, activation, plan, NO_LORA if pairs is None else pairs.up(x))
+        added = NO_LORA if pairs is None else pairs.down(activated)
         down_rows(out, activated, ids, weights, experts, plan, added)
         return out
     by_plan = functools.partial(multiply, experts=experts, plan=plan, top=ids.shape[1], adapters=pairs)
@@ -247,7 +247,7 @@ def up_rows(
     experts: ExpertWeights,
     activation: str,
     plan: MoERowsPlan,
-    added: AddedRows = NOTHING,
+    added: AddedRows = NO_LORA,
 ) -> None:
     num, hidden = x.shape
     inner, ahead = out.shape[1], overlap(num, hidden)
@@ -266,7 +266,7 @@ def down_rows(
     weights: Tensor,
     experts: ExpertWeights,
     plan: MoERowsPlan,
-    added: AddedRows = NOTHING,
+    added: AddedRows = NO_LORA,
 ) -> None:
     num, hidden = out.shape
     inner, top, ahead = x.shape[1], ids.shape[1], overlap(num, hidden)
@@ -295,7 +295,7 @@ def multiply(
     if not activation:
         weight, bias, scale = experts.down, experts.down_bias, experts.down_scale
     (num, size_out), size_in = out.shape, x.shape[1]
-    added, x_scale = NOTHING, None
+    added, x_scale = NO_LORA, None
     if adapters is not None:
         added = adapters.up(x) if activation else adapters.down(x, pairs[0])
     if scale is not None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import follow, launch, overlap, room
+from quire.kernels.triton.launch import allocate_indices, follow, launch, overlap
 
 Sorted = tuple[Tensor, Tensor]
 """Result of `sort`."""
@@ -93,7 +93,7 @@ def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> Sorted:
     num, bins = ids.numel(), triton.next_power_of_2(num_experts)
     chunk = next((size for size in _CHUNKS if num <= size), _CHUNKS[-1])
     chunks = triton.cdiv(num, chunk)
-    order = room(num, dtype=torch.int32, device=ids.device)
+    order = allocate_indices(num, dtype=torch.int32, device=ids.device)
     work = torch.empty(4 + 4 * most_tiles(num, num_experts, height), dtype=torch.int32, device=ids.device)
     counts = order
     if chunks > 1:
@@ -113,7 +113,7 @@ def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
     return touched + (num_pairs - touched) // height
 
 
-class Multiplies(Protocol):
+class ExpertGEMM(Protocol):
     """Computes a row for each pair from rows of tokens, or of sorted pairs."""
 
     def __call__(self, out: Tensor, x: Tensor, pairs: Sorted, *, ahead: bool) -> None: ...
@@ -123,8 +123,8 @@ def sorted_mix(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    up: Multiplies,
-    down: Multiplies,
+    up: ExpertGEMM,
+    down: ExpertGEMM,
     *,
     sizes: tuple[int, int],
     height: int,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import Routing
-from quire.kernels.triton.launch import follow, launch, overlap, room
+from quire.kernels.triton.launch import allocate_indices, follow, launch, overlap
 from quire.kernels.triton.matmul import TilesPlan, aligned, has_room, multiply
 from quire.kernels.triton.tile_dots import LONGEST, arrivals_of
 
@@ -208,7 +208,7 @@ def choose(
 
 
 def _allocate(num: int, routing: Routing, device: torch.device) -> tuple[Tensor, Tensor]:
-    ids = room(num, routing.per_token, dtype=torch.int32, device=device)
+    ids = allocate_indices(num, routing.per_token, dtype=torch.int32, device=device)
     return ids, torch.empty(num, routing.per_token, dtype=torch.float32, device=device)
 
 

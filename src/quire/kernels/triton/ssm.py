@@ -190,10 +190,10 @@ class TritonStateOps:
         return out
 
     def select(
-        self, x: Tensor, gate: Tensor, inputs: MambaInputs, state: Tensor, seqs: SSMSequences
+        self, x: Tensor, gate: Tensor, mamba: MambaInputs, state: Tensor, seqs: SSMSequences
     ) -> Tensor:
         channels, size = state.shape[1:]
-        dt, b, c, rates, skip = inputs
+        dt, b, c, rates, skip = mamba
         assert b.stride(0) == c.stride(0)
         out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
         batch, strides = (seqs.starts, seqs.rows, seqs.positions), (x.stride(0), gate.stride(0), dt.stride(0))

@@ -1,4 +1,4 @@
-"""Towers: images, videos and sounds become vectors that stand among those of tokens. One line a family."""
+"""Towers: encoders of images, videos and audio to vectors in place of placeholder tokens, one per family."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -13,33 +13,32 @@ log = get_logger(__name__)
 
 
 class Tower(Protocol):
-    """All that a model has to see or to hear with; made as `TOWERS[family](facts, scope)`.
+    """The vision and audio encoders of a model; built as `TOWERS[family](facts, scope)`.
 
-    One whose layers the devices of `scope.group` share has a static method `divides(media, count)`: whether
-    so many can.
+    A tower that supports tensor parallelism has a static method `divides(media, count)`, which returns
+    whether `count` devices can share its layers.
     """
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """The vectors of each item, [num_vectors, hidden * (1 + levels)], of all in one batch: `items` are
-        their arrays, on the device, by the names that the family's processor gave them."""
+        """Encode all items in one batch; return [num_vectors, hidden * (1 + levels)] each. `items` holds
+        their arrays on the device, by the names of the family's processor."""
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        """An item of about so many vectors, for measuring what it takes."""
+        """Return a blank item of about `num_vectors` vectors, for memory profiling."""
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        """What an item takes, by the shapes of its arrays: items are spread over devices by it."""
+        """Estimate the cost of an item from the shapes of its arrays, to balance items over devices."""
 
 
 @runtime_checkable
-class Repeats(Protocol):
-    """A tower that does the same to all items of the same shapes: what depends on these alone is made once,
-    and the rest can be played again."""
+class GraphableTower(Protocol):
+    """A tower that a CUDA graph can capture: its computation depends only on the shapes of the items."""
 
     def lay_out(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> Any:
-        """All that depends on shapes, on the device; the numbers of the items are not read."""
+        """Return all inputs that depend on shapes only, on the device."""
 
     def compute(self, modality: str, items: Sequence[Mapping[str, Tensor]], layout: Any) -> list[Tensor]:
-        """As `encode` does. Nothing comes from the host, and nobody waits for the device."""
+        """Encode the items with this layout, without host copies and synchronization."""
 
 
 TOWERS = LazyTable(
@@ -79,16 +78,16 @@ TOWERS = LazyTable(
 
 
 def is_divided(media: MediaFacts, mode: str, count: int) -> bool:
-    """Whether so many devices share each layer of a tower, by mm_encoder_tp_mode and as far as it can be;
-    else each has all of them, and encodes some of the items."""
+    """Return whether the tower is tensor-parallel over `count` devices. Otherwise each device has a full copy
+    and encodes some of the items."""
     divides = getattr(TOWERS[media.family], "divides", None)
     if count == 1 or mode == "data":
         return False
     if divides is None or not divides(media, count):
         warn_once(
             log,
-            f"towers of {media.family} cannot be divided over {count} devices: each has a whole one, as with"
-            " mm_encoder_tp_mode=data",
+            f"The encoder of {media.family} cannot be divided over {count} devices: each device runs a full "
+            "copy, as with mm_encoder_tp_mode=data",
         )
         return False
     return True

@@ -1,4 +1,4 @@
-"""LLaVA-Next's and LLaVA-OneVision's towers: the whole image, then its tiles row by row, each row ended."""
+"""Vision encoder of LLaVA-Next and LLaVA-OneVision: the whole image, then its tiles with row separators."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -15,8 +15,8 @@ from quire.models.towers.llava import Llava
 
 
 class Anyres(Llava):
-    """A processor says of each place which vectors stand there, by number: those of all squares, and behind
-    them the one that ends a row. Where it names four they are mixed by weight."""
+    """The processor gives, for each output vector, its index among the vectors of all squares; the last index
+    is the newline vector. With four indices each, the vectors are averaged by weight."""
 
     facts: AnyresFacts
 
@@ -27,15 +27,15 @@ class Anyres(Llava):
     def packed(self, modality: str, vectors: Tensor, item: Mapping[str, Tensor]) -> Tensor:
         newline = self.newline.vectors[None]
         if modality == "video":
-            return torch.cat((self._halved(vectors).flatten(0, 1), newline))
-        every = torch.cat((vectors.flatten(0, 1), newline))
-        places = item["places"].long()
-        if places.shape[1] == 1:
-            return every[places[:, 0]]
-        return torch.einsum("nkh,nk->nh", every[places], item["weights"].to(every.dtype))
+            return torch.cat((self._downsample(vectors).flatten(0, 1), newline))
+        all_vectors = torch.cat((vectors.flatten(0, 1), newline))
+        index = item["places"].long()
+        if index.shape[1] == 1:
+            return all_vectors[index[:, 0]]
+        return torch.einsum("nkh,nk->nh", all_vectors[index], item["weights"].to(all_vectors.dtype))
 
-    def _halved(self, vectors: Tensor) -> Tensor:
-        """[frames, patches, hidden], half as many a side."""
+    def _downsample(self, vectors: Tensor) -> Tensor:
+        """Return [frames, patches, hidden] with the side of each frame halved by bilinear interpolation."""
         side = self.facts.vit.side
         grid = vectors.view(len(vectors), side, side, -1).permute(0, 3, 1, 2)
         half = F.interpolate(grid, size=(ceil(side / 2), ceil(side / 2)), mode="bilinear")
@@ -43,8 +43,8 @@ class Anyres(Llava):
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         if modality == "video":
-            each = ceil(self.facts.vit.side / 2) ** 2
-            return super().blank(modality, num_vectors // each * self.facts.tokens)
+            per_frame = ceil(self.facts.vit.side / 2) ** 2
+            return super().blank(modality, num_vectors // per_frame * self.facts.tokens)
         count = -(-num_vectors // self.facts.tokens)
         item = super().blank(modality, count * self.facts.tokens)
         places = torch.arange(num_vectors, device=self.device)[:, None]

@@ -1,4 +1,4 @@
-"""CLIP's and SigLIP's towers: patches of a square image, where each of them is, and layers that mix them."""
+"""CLIP and SigLIP vision encoders over square images."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,18 @@ from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
 
 _NAMES = ("model.vision_tower.vision_model", "model.vision_tower", "model.vision_model")
-"""What checkpoints call a tower."""
+"""Names of the encoder in checkpoints."""
 
 
-def rooted(scope: Scope, names: Sequence[str], probe: str) -> Scope:
-    """The scope of the first of these names under which the checkpoint has a tensor; else of the first."""
-    found = (name for name in names if scope.is_stored(f"{name}.{probe}"))
-    return scope / next(found, names[0])
+def stored_scope(scope: Scope, names: Sequence[str], probe: str) -> Scope:
+    """Return the scope of the first name under which the checkpoint has the tensor `probe`; by default of the
+    first name."""
+    stored = (name for name in names if scope.is_stored(f"{name}.{probe}"))
+    return scope / next(stored, names[0])
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each behind a norm."""
+    """Pre-norm layer: attention, then MLP, each with a residual."""
 
     def __init__(self, facts: ViTFacts, scope: Scope) -> None:
         super().__init__()
@@ -39,14 +40,14 @@ class Layer(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches and their places, and the first `depth` layers; `is_normed`: the norm behind all of them, too.
+    """Patch and position embeddings, the first `depth` layers, and with `is_normed` the final norm.
 
-    CLIP has a vector for the whole image in front, a norm before the layers, and no bias of patches.
+    CLIP also has a class embedding at the front, a norm before the layers, and no bias of patches.
     """
 
     def __init__(self, facts: ViTFacts, depth: int, scope: Scope, *, is_normed: bool = False) -> None:
         super().__init__()
-        scope = rooted(scope, _NAMES, "embeddings.patch_embedding.weight")
+        scope = stored_scope(scope, _NAMES, "embeddings.patch_embedding.weight")
         self.facts = facts
         embeddings = scope / "embeddings"
         kernel = (3, facts.patch, facts.patch)
@@ -56,7 +57,7 @@ class ViT(nn.Module):
         places = embeddings / "position_embedding" / "weight"
         self.places = Learned(places, facts.tokens, facts.hidden)
         self.order: Tensor | None = None
-        """Which of the places each patch has; None: its own."""
+        """Position id of each patch; None for consecutive ids."""
         self.all: Learned | None = None
         self.first_norm: LayerNorm | None = None
         if facts.has_class:
@@ -68,7 +69,8 @@ class ViT(nn.Module):
             self.last_norm = LayerNorm(facts.hidden, facts.norm_eps, scope / "post_layernorm")
 
     def forward(self, pixels: Tensor, depths: Sequence[int] = ()) -> Tensor:
-        """[N, 3, side, side] -> [N, tokens, hidden], behind the last layer or side by side behind so many."""
+        """Encode [N, 3, side, side] to [N, tokens, hidden]; with `depths`, concatenate the outputs of these
+        layers."""
         x = self.patches(patches_of(pixels, self.facts.patch))
         if self.all is not None:
             x = torch.cat((self.all.vectors.expand(len(x), 1, -1), x), 1)

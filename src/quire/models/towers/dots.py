@@ -1,4 +1,4 @@
-"""dots.ocr's tower: Qwen2-VL's, with gates, and norms without a mean."""
+"""Vision encoder of dots.ocr: Qwen2-VL's with gated MLPs and RMS norms."""
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ _EPS = 1e-6
 
 
 class Layer(qwen2_vl.Layer):
-    """Mostly without biases."""
+    """Qwen2-VL layer with RMS norms, a gated MLP and optional biases."""
 
     def norm(self, facts: GridFacts, scope: Scope) -> Norm:
         return RMSNorm(facts.hidden, facts.norm_eps, scope)
@@ -35,7 +35,7 @@ class Layer(qwen2_vl.Layer):
 
 
 class DotsOCR(GridTower):
-    """The tower."""
+    """dots.ocr encoder: patch embedding, norm, layers, optional final norm, merger."""
 
     facts: DotsFacts
 
@@ -58,7 +58,7 @@ class DotsOCR(GridTower):
         self.merger = qwen2_vl.Qwen2VLMerger(tower, LayerNorm(tower.hidden, _EPS, merger / "ln_q"), merger)
 
     def forward(self, x: Tensor, layout: tuple[Spans, Angles]) -> Tensor:
-        """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
+        """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""
         images, angles = layout
         x = self.first_norm.alone(x)
         for layer in self.layers:

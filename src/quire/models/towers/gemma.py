@@ -1,4 +1,4 @@
-"""Gemma 3's tower: SigLIP, whose patches are averaged to soft tokens."""
+"""Vision encoder of Gemma 3: SigLIP with patches averaged to soft tokens."""
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from quire.models.towers.squares import FixedSizeTower
 
 
 class GemmaProjector(nn.Module):
-    """The mean of each square of patches, normed, in the decoder's size."""
+    """Mean of each square of patches, norm, projection to the decoder's size."""
 
     def __init__(self, facts: GemmaFacts, scope: Scope) -> None:
         super().__init__()
@@ -23,14 +23,14 @@ class GemmaProjector(nn.Module):
         self.weight = Learned(weight, facts.vit.hidden, facts.size_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, patches, hidden] -> [N, side * side, size_out]"""
+        """Project [N, patches, hidden] to [N, side * side, size_out]."""
         grid = x.view(len(x), self.side, self.square, self.side, self.square, -1)
         means = grid.mean((2, 4)).flatten(0, 2)
         return (self.norm.alone(means) @ self.weight.vectors).view(len(x), self.side**2, -1)
 
 
 class Gemma3(FixedSizeTower):
-    """An image and its crops, if there are any."""
+    """Gemma 3 encoder over an image and its optional crops."""
 
     facts: GemmaFacts
 

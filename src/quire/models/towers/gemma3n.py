@@ -1,4 +1,4 @@
-"""Gemma 3n's tower for sounds: the conformer of the Universal Speech Model (arXiv 2303.01037)."""
+"""Audio encoder of Gemma 3n: the conformer of the Universal Speech Model (arXiv 2303.01037)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,14 +12,14 @@ from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
-from quire.models.towers.omni import waves
+from quire.models.towers.omni import sinusoids
 
 _EPS = 1e-6
-"""Of most norms."""
+"""Epsilon of most norms."""
 
 
 class SubsampleConv(nn.Module):
-    """A convolution of every second moment and pitch, and a norm by what was heard so far."""
+    """Convolution with stride 2 over frames and mel bins, and a cumulative group norm over time."""
 
     def __init__(self, size_in: int, size_out: int, eps: float, scope: Scope) -> None:
         super().__init__()
@@ -28,18 +28,18 @@ class SubsampleConv(nn.Module):
         self.norm = Learned(scope / "norm" / "weight", size_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[size_in, moments, pitches]"""
-        found = F.conv2d(F.pad(x, (1, 1, 0, 2))[None], self.weight.vectors, stride=2)[0]
-        wide = found.float().permute(1, 2, 0)
+        """Convert [size_in, frames, bins] to [size_out, frames / 2, bins / 2]."""
+        convolved = F.conv2d(F.pad(x, (1, 1, 0, 2))[None], self.weight.vectors, stride=2)[0]
+        wide = convolved.float().permute(1, 2, 0)
         count = torch.arange(1, len(wide) + 1, device=x.device)[:, None, None] * wide[0].numel()
         mean = wide.sum((1, 2), keepdim=True).cumsum(0) / count
-        spread = (wide - mean).square().sum((1, 2), keepdim=True).cumsum(0) / count
-        normed = (wide - mean) * (spread + self.eps).rsqrt() * self.norm.vectors.float()
+        variance = (wide - mean).square().sum((1, 2), keepdim=True).cumsum(0) / count
+        normed = (wide - mean) * (variance + self.eps).rsqrt() * self.norm.vectors.float()
         return F.relu(normed).to(x.dtype).permute(2, 0, 1)
 
 
 class Attention(nn.Module):
-    """Of states near each other, by what they are and by how far apart."""
+    """Local attention with relative position embeddings and a soft cap on scores."""
 
     def __init__(self, facts: Gemma3nFacts, scope: Scope) -> None:
         super().__init__()
@@ -49,36 +49,36 @@ class Attention(nn.Module):
         self.q, self.k, self.v = (WholeLinear(size, size, inner / f"{name}_proj") for name in "qkv")
         self.scale = Learned(inner / "per_dim_scale", size // facts.heads)
         self.places = WholeLinear(size, size, inner / "relative_position_embedding" / "pos_proj")
-        ahead = waves(max(facts.left, facts.right) + 1, size)
-        behind = torch.cat((-ahead[:, : size // 2], ahead[:, size // 2 :]), 1)  # sines of places below 0
-        apart = range(facts.left, -facts.right - 1, -1)
-        rows = [ahead[each] if each >= 0 else behind[-each] for each in apart]
+        positive = sinusoids(max(facts.left, facts.right) + 1, size)
+        negative = torch.cat((-positive[:, : size // 2], positive[:, size // 2 :]), 1)
+        offsets = range(facts.left, -facts.right - 1, -1)
+        rows = [positive[offset] if offset >= 0 else negative[-offset] for offset in offsets]
         self.waves = torch.stack(rows).to(scope.device, scope.dtype)
         self.out = WholeLinear(size, size, scope / "post")
         self.after = RMSNorm(size, _EPS, scope / "post_norm")
 
     def forward(self, x: Tensor) -> Tensor:
         facts, heads, clip = self.facts, self.facts.heads, self.facts.clip
-        given = self.before.alone(x.clamp(-clip, clip))
-        q, k, v = (each(given).view(len(x), heads, -1) for each in (self.q, self.k, self.v))
+        normed = self.before.alone(x.clamp(-clip, clip))
+        q, k, v = (project(normed).view(len(x), heads, -1) for project in (self.q, self.k, self.v))
         unit = F.softplus(torch.zeros((), device=x.device, dtype=x.dtype))
         q = q * (F.softplus(self.scale.vectors) * q.shape[-1] ** -0.5 / unit)
-        around = (0, 0, 0, 0, facts.left, facts.right)
-        k, v = (F.pad(each, around).unfold(0, len(self.waves), 1) for each in (k, v))
-        places = self.places(self.waves).view(len(self.waves), heads, -1)
-        scores = torch.einsum("thd,thdf->thf", q, k) + torch.einsum("thd,fhd->thf", q, places)
+        padding = (0, 0, 0, 0, facts.left, facts.right)
+        k, v = (F.pad(part, padding).unfold(0, len(self.waves), 1) for part in (k, v))
+        relative = self.places(self.waves).view(len(self.waves), heads, -1)
+        scores = torch.einsum("thd,thdf->thf", q, k) + torch.einsum("thd,fhd->thf", q, relative)
         scores = torch.tanh(scores / facts.cap) * facts.cap
-        at = torch.arange(len(x), device=x.device)[:, None]
-        seen = at + torch.arange(-facts.left, facts.right + 1, device=x.device)
-        is_there = (seen >= 0) & (seen < len(x))
-        chances = scores.masked_fill(~is_there[:, None], -torch.inf).softmax(-1, dtype=torch.float32)
-        mixed = torch.einsum("thf,thdf->thd", chances.to(v.dtype), v).flatten(1)
+        queries = torch.arange(len(x), device=x.device)[:, None]
+        keys = queries + torch.arange(-facts.left, facts.right + 1, device=x.device)
+        is_valid = (keys >= 0) & (keys < len(x))
+        weights = scores.masked_fill(~is_valid[:, None], -torch.inf).softmax(-1, dtype=torch.float32)
+        mixed = torch.einsum("thf,thdf->thd", weights.to(v.dtype), v).flatten(1)
         out: Tensor = x + self.after.alone(self.out(mixed).clamp(-clip, clip))
         return out
 
 
 class FeedForward(nn.Module):
-    """Half of one, or as much as the facts say."""
+    """Feed-forward block with a scaled residual (half a step in a conformer)."""
 
     def __init__(self, facts: Gemma3nFacts, scope: Scope) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         clip = self.facts.clip
-        said = self.down(F.silu(self.up(self.before.alone(x.clamp(-clip, clip)))))
-        out: Tensor = x + self.after.alone(said.clamp(-clip, clip)) * self.facts.residual
+        projected = self.down(F.silu(self.up(self.before.alone(x.clamp(-clip, clip)))))
+        out: Tensor = x + self.after.alone(projected.clamp(-clip, clip)) * self.facts.residual
         return out
 
 
 class LightConvolution(nn.Module):
-    """Each channel of a state, and of those before it."""
+    """Gated causal depthwise convolution over time."""
 
     def __init__(self, facts: Gemma3nFacts, scope: Scope) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class LightConvolution(nn.Module):
 
 
 class Layer(nn.Module):
-    """A conformer's."""
+    """Conformer layer: feed-forward, attention, convolution, feed-forward, norm."""
 
     def __init__(self, facts: Gemma3nFacts, scope: Scope) -> None:
         super().__init__()
@@ -133,54 +133,54 @@ class Layer(nn.Module):
 
 
 class Gemma3nTower(nn.Module):
-    """`mel` of a sound are [moments, mels]. As many vectors as the longest has: those that lack are that of
-    the last token of the tower's own; behind them is that of the end."""
+    """Gemma 3n encoder. `mel` of an audio item is [frames, mels]. Every item has a fixed number of vectors:
+    shorter ones are padded with a padding embedding, and an end embedding follows."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         assert facts.media is not None
         self.facts: Gemma3nFacts = facts.media.tower
-        self.device, own = scope.device, self.facts
+        self.device, audio = scope.device, self.facts
         scope = scope / "model"
         tower = scope / "audio_tower"
         first = tower / "subsample_conv_projection"
-        sizes = (1, *own.channels)
+        sizes = (1, *audio.channels)
         self.halvings = nn.ModuleList(
-            SubsampleConv(sizes[i], sizes[i + 1], own.group_eps, first / f"conv_{i}") for i in range(2)
+            SubsampleConv(sizes[i], sizes[i + 1], audio.group_eps, first / f"conv_{i}") for i in range(2)
         )
-        pitches = -(-own.mels // 4)
-        self.flat = WholeLinear(own.channels[1] * pitches, own.hidden, first / "input_proj_linear")
-        self.layers = nn.ModuleList(Layer(own, tower / "conformer" / i) for i in range(own.layers))
+        num_bins = -(-audio.mels // 4)
+        self.flat = WholeLinear(audio.channels[1] * num_bins, audio.hidden, first / "input_proj_linear")
+        self.layers = nn.ModuleList(Layer(audio, tower / "conformer" / i) for i in range(audio.layers))
         embed = scope / "embed_audio"
-        self.table = Learned(embed / "embedding" / "weight", own.vocab, own.hidden)
-        self.hard = RMSNorm(own.hidden, own.norm_eps, embed / "hard_embedding_norm")
-        self.soft = RMSNorm(own.hidden, own.norm_eps, embed / "soft_embedding_norm")
-        self.product = WholeLinear(own.hidden, own.size_out, embed / "embedding_projection")
+        self.table = Learned(embed / "embedding" / "weight", audio.vocab, audio.hidden)
+        self.hard = RMSNorm(audio.hidden, audio.norm_eps, embed / "hard_embedding_norm")
+        self.soft = RMSNorm(audio.hidden, audio.norm_eps, embed / "soft_embedding_norm")
+        self.product = WholeLinear(audio.hidden, audio.size_out, embed / "embedding_projection")
 
-    def _vectors(self, normed: Tensor) -> Tensor:
+    def _project(self, normed: Tensor) -> Tensor:
         wide = self.product(normed).float()
         out: Tensor = wide * (wide.square().mean(-1, keepdim=True) + self.facts.norm_eps).rsqrt()
         return out.to(normed.dtype)
 
-    def _heard(self, mel: Tensor) -> Tensor:
+    def _encode_one(self, mel: Tensor) -> Tensor:
         x = mel[None]
         for halving in self.halvings:
             x = halving(x)
         x = self.flat(x.permute(1, 2, 0).flatten(1))
         for layer in self.layers:
             x = layer(x)
-        return self._vectors(self.soft.alone(x[:: self.facts.every].contiguous()))
+        return self._project(self.soft.alone(x[:: self.facts.every].contiguous()))
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        own = self.facts
-        marks = self.table.vectors[[own.end_id - own.first, own.vocab - 1]]
-        end, silence = self._vectors(self.hard.alone(marks)).split(1)
-        found = [self._heard(item["mel"])[: own.tokens] for item in items]
-        return [torch.cat((each, silence.expand(own.tokens - len(each), -1), end)) for each in found]
+        facts = self.facts
+        marks = self.table.vectors[[facts.end_id - facts.first, facts.vocab - 1]]
+        end, padding = self._project(self.hard.alone(marks)).split(1)
+        encoded = [self._encode_one(item["mel"])[: facts.tokens] for item in items]
+        return [torch.cat((x, padding.expand(facts.tokens - len(x), -1), end)) for x in encoded]
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        moments = 4 * self.facts.every * self.facts.tokens
-        return {"mel": torch.zeros(moments, self.facts.mels, device=self.device)}
+        num_frames = 4 * self.facts.every * self.facts.tokens
+        return {"mel": torch.zeros(num_frames, self.facts.mels, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         return item["mel"][0]

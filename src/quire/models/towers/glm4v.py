@@ -1,4 +1,4 @@
-"""The tower of GLM-4.1V, 4.5V and GLM-OCR: Qwen2.5-VL's layers, and a convolution behind."""
+"""Vision encoder of GLM-4.1V, 4.5V and GLM-OCR: Qwen2.5-VL layers and a downsampling convolution."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,17 +13,22 @@ from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP
 from quire.models.towers import qwen2_5_vl
-from quire.models.towers.grid import GridTower, PatchGrid, Placed
+from quire.models.towers.grid import GridTower, PatchGrid, PatchLayout
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class Layer(qwen2_5_vl.Layer):
-    """Almost without biases; the feed-forward half is as wide as the decoder."""
+    """Qwen2.5-VL layer without biases, except optionally of QKV."""
 
-    def mixer(self, facts: GridFacts, scope: Scope, **own: Any) -> VisionAttention:
-        given: dict[str, Any] = {"names": ("qkv",), "out": "proj", "bias": facts.qkv_bias, "out_bias": False}
-        return VisionAttention(facts.hidden, facts.heads, scope, **given | own)
+    def mixer(self, facts: GridFacts, scope: Scope, **options: Any) -> VisionAttention:
+        defaults: dict[str, Any] = {
+            "names": ("qkv",),
+            "out": "proj",
+            "bias": facts.qkv_bias,
+            "out_bias": False,
+        }
+        return VisionAttention(facts.hidden, facts.heads, scope, **defaults | options)
 
     def feed(self, facts: GridFacts, scope: Scope, bias: bool = False) -> VisionMLP:
         inner, activation = facts.intermediate, facts.activation
@@ -31,9 +36,9 @@ class Layer(qwen2_5_vl.Layer):
 
 
 class OcrLayer(Layer):
-    """GLM-OCR's: queries and keys are normed, and all products have biases, or none."""
+    """GLM-OCR layer: QK norms, and biases of all projections or of none."""
 
-    def mixer(self, facts: GridFacts, scope: Scope, **own: Any) -> VisionAttention:
+    def mixer(self, facts: GridFacts, scope: Scope, **options: Any) -> VisionAttention:
         norms: dict[str, Any] = {"head_norms": ("q_norm", "k_norm"), "eps": facts.norm_eps}
         return super().mixer(facts, scope, out_bias=facts.qkv_bias, **norms)
 
@@ -42,7 +47,7 @@ class OcrLayer(Layer):
 
 
 class Glm4vMerger(nn.Module):
-    """Squares of patches, already one vector each, on their way to the decoder."""
+    """Projection, norm, GELU and gated MLP of merged patches."""
 
     def __init__(self, facts: GridFacts, scope: Scope) -> None:
         super().__init__()
@@ -57,7 +62,7 @@ class Glm4vMerger(nn.Module):
 
 
 class Glm4v(GridTower):
-    """The tower."""
+    """GLM-V encoder: patch embedding, learned positions, layers, downsampling, merger."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope, patch_bias=True)
@@ -74,14 +79,14 @@ class Glm4v(GridTower):
         self.squares = PatchEmbedding(kernel, tower.size_out, scope / "downsample")
         self.merger = Glm4vMerger(tower, scope / "merger")
 
-    def layout(self, grids: Sequence[PatchGrid]) -> Placed:
+    def layout(self, grids: Sequence[PatchGrid]) -> PatchLayout:
         places = self.places(grids)
-        none = torch.empty(0, device=self.device)
-        positions = self.positions(places, grids) if self.facts.positions else none
-        return Placed(self.images(grids), self.angles(places), positions)
+        empty = torch.empty(0, device=self.device)
+        positions = self.positions(places, grids) if self.facts.positions else empty
+        return PatchLayout(self.images(grids), self.angles(places), positions)
 
-    def forward(self, x: Tensor, layout: Placed) -> Tensor:
-        """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
+    def forward(self, x: Tensor, layout: PatchLayout) -> Tensor:
+        """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""
         images, angles, positions = layout
         if self.first_norm is not None:
             x = self.first_norm.alone(x) + positions
@@ -92,11 +97,11 @@ class Glm4v(GridTower):
         return out
 
     def positions(self, places: Tensor, grids: Sequence[PatchGrid]) -> Tensor:
-        """Of each patch the learned position where its middle falls on their square; bicubic."""
+        """Return the learned position at the center of each patch, by bicubic interpolation."""
         side = self.facts.positions
         at = (places + 0.5) / self.sizes(grids) * 2 - 1
         table = self.learned.vectors.float().view(1, side, side, -1).permute(0, 3, 1, 2)
-        found = F.grid_sample(
+        sampled = F.grid_sample(
             table, at.flip(1)[None, :, None], mode="bicubic", padding_mode="border", align_corners=False
         )
-        return found[0, :, :, 0].t().to(self.learned.vectors.dtype)
+        return sampled[0, :, :, 0].t().to(self.learned.vectors.dtype)

@@ -1,4 +1,4 @@
-"""Towers over grids of patches: what Qwen's and GLM's share."""
+"""GridTower: the base of vision encoders over grids of patches (Qwen-VL, GLM-V)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ _THETA = 10000.0
 
 
 class PatchGrid(NamedTuple):
-    """Patches in time, height and width."""
+    """Number of patches in time, height and width."""
 
     steps: int
     height: int
     width: int
 
 
-def places_of(grid: PatchGrid, merge: int) -> NDArray[np.int64]:
-    """[patches, 2]: the row and the column of each, square by square of those that become one vector."""
+def patch_positions(grid: PatchGrid, merge: int) -> NDArray[np.int64]:
+    """Return row and column of each patch, [patches, 2], ordered by squares of merged patches."""
     rows, columns = np.meshgrid(np.arange(grid.height), np.arange(grid.width), indexing="ij")
     shape = (grid.height // merge, merge, grid.width // merge, merge)
     squares = [axis.reshape(shape).swapaxes(1, 2).reshape(-1) for axis in (rows, columns)]
@@ -38,17 +38,17 @@ def _grids_of(items: Sequence[Mapping[str, Tensor]]) -> list[PatchGrid]:
     return [PatchGrid(*item["pixels"].shape[:3]) for item in items]
 
 
-class Placed(NamedTuple):
-    """Patches with learned positions."""
+class PatchLayout(NamedTuple):
+    """Layout of patches with learned positions."""
 
     images: Spans
     angles: Angles
     positions: Tensor
-    """[T, hidden], which are added to them."""
+    """[T, hidden] position embeddings, added to the patches."""
 
 
-def stretched(table: Tensor, places: Tensor, sizes: Tensor, *, align_corners: bool = True) -> Tensor:
-    """Return the learned position of each patch, interpolated bilinearly from a square of them.
+def interpolate(table: Tensor, places: Tensor, sizes: Tensor, *, align_corners: bool = True) -> Tensor:
+    """Return the learned position of each patch, interpolated bilinearly from a square table.
 
     Shapes: [side^2, hidden], [T, 2] and [T, 2] -> [T, hidden].
     """
@@ -58,20 +58,21 @@ def stretched(table: Tensor, places: Tensor, sizes: Tensor, *, align_corners: bo
     else:
         at = ((places + 0.5) * side / sizes - 0.5).clamp(0, side - 1)
     first = at.floor()
-    part = at - first
+    fraction = at - first
     first = first.long()
     out = torch.zeros(len(places), table.shape[1], dtype=torch.float32, device=table.device)
     for down in (0, 1):
         for across in (0, 1):
             near = (first + first.new_tensor([down, across])).clamp(max=side - 1)
-            row, column = (part if step else 1 - part for step in (down, across))
+            row, column = (fraction if step else 1 - fraction for step in (down, across))
             out += table[near[:, 0] * side + near[:, 1]] * (row[:, :1] * column[:, 1:])
     return out.to(table.dtype)
 
 
 class GridTower(nn.Module):
-    """Patches become vectors; `merge` x `merge` of them one for the decoder. Each step of a video is seen for
-    itself. `root` and `embed` are the names of checkpoints; `is_flat`: a patch has no time there."""
+    """Vision encoder over grids of patches; `merge` x `merge` patches become one vector. Each time step of a
+    video attends to itself only. `root` and `embed` are checkpoint names; with `is_flat` the patch kernel has
+    no time axis."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class GridTower(nn.Module):
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:
-        """Whether so many devices can share its layers."""
+        """Return whether `count` devices can share its layers."""
         return bool(media.tower.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
@@ -108,12 +109,12 @@ class GridTower(nn.Module):
         return list(vectors.split([math.prod(grid) // self.facts.merge**2 for grid in _grids_of(items)]))
 
     def layout(self, grids: Sequence[PatchGrid]) -> Any:
-        """All that `forward` needs beside patches: of most towers, who sees whom, and how far each turns."""
+        """Return the inputs of `forward` besides patches: by default attention spans and RoPE angles."""
         return self.images(grids), self.angles(self.places(grids))
 
     def _flat(self, pixels: Tensor) -> Tensor:
-        """[steps, height, width, numbers of a patch, in some axes] -> [patches, numbers of a patch]; what has
-        one frame of several has it again and again."""
+        """Flatten [steps, height, width, *patch] to [patches, numbers of a patch]; repeat the frame of an
+        image to fill the patch's time axis."""
         flat: Tensor = pixels.flatten(0, 2).flatten(1).unflatten(1, (self.facts.channels, -1))
         return flat.repeat(1, 1, self.facts.frames * self.facts.patch**2 // flat.shape[2]).flatten(1)
 
@@ -127,24 +128,24 @@ class GridTower(nn.Module):
         return steps * height * width * (6 * self.facts.hidden + height * width)
 
     def places(self, grids: Sequence[PatchGrid]) -> Tensor:
-        """[T, 2]: the row and the column of each patch."""
-        places = np.concatenate([places_of(grid, self.facts.merge) for grid in grids])
+        """Return row and column of each patch, [T, 2]."""
+        places = np.concatenate([patch_positions(grid, self.facts.merge) for grid in grids])
         return torch.from_numpy(places).to(self.device, non_blocking=True)
 
     def sizes(self, grids: Sequence[PatchGrid]) -> Tensor:
-        """[T, 2]: height and width of the grid of each patch."""
+        """Return height and width of the grid of each patch, [T, 2]."""
         counts = [grid.steps * grid.height * grid.width for grid in grids]
         sizes = np.repeat([grid[1:] for grid in grids], counts, axis=0)
         return torch.from_numpy(sizes).to(self.device, non_blocking=True)
 
     def angles(self, places: Tensor) -> Angles:
-        """Half of each head turns by the row, half by the column."""
+        """Return 2D RoPE angles: half of each head rotates by the row, half by the column."""
         half = self.facts.hidden // self.facts.heads // 2
-        speeds = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
-        turns = (places[:, :, None] * speeds).flatten(1)
-        return turns.cos(), turns.sin()
+        frequencies = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
+        angles = (places[:, :, None] * frequencies).flatten(1)
+        return angles.cos(), angles.sin()
 
     def images(self, grids: Sequence[PatchGrid]) -> Spans:
-        """Which patches see each other."""
+        """Return the attention spans: the patches of one image, or of one time step of a video."""
         lens = [grid.height * grid.width for grid in grids for _ in range(grid.steps)]
         return spans_of(np.array(lens, np.int32), self.device)

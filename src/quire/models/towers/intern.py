@@ -1,4 +1,4 @@
-"""InternVL's tower: InternViT over tiles, whose patches are gathered four by four."""
+"""Vision encoder of InternVL: InternViT over tiles, with pixel shuffle of 2 x 2 patches."""
 
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
-from quire.models.towers.squares import FixedSizeTower, gathered
+from quire.models.towers.squares import FixedSizeTower, pixel_shuffle
 
 
 class InternNames(NamedTuple):
-    """What a checkpoint calls the parts."""
+    """Checkpoint names of the encoder's parts."""
 
     tower: str
     patches: str
@@ -33,7 +33,7 @@ class InternNames(NamedTuple):
     products: tuple[str, str, str]
 
 
-OURS = InternNames(
+ORIGINAL = InternNames(
     tower="vision_model",
     patches="embeddings.patch_embedding",
     first="embeddings.class_embedding",
@@ -48,8 +48,8 @@ OURS = InternNames(
     projector="mlp1",
     products=("0", "1", "3"),
 )
-"""Those of its makers."""
-THEIRS = InternNames(
+"""Names of the original checkpoints."""
+TRANSFORMERS = InternNames(
     tower="model.vision_tower",
     patches="embeddings.patch_embeddings.projection",
     first="embeddings.cls_token",
@@ -64,7 +64,7 @@ THEIRS = InternNames(
     projector="model.multi_modal_projector",
     products=("layer_norm", "linear_1", "linear_2"),
 )
-"""Those of transformers."""
+"""Names of checkpoints saved by transformers."""
 
 
 def _norm(facts: InternFacts, scope: Scope) -> Norm:
@@ -73,7 +73,7 @@ def _norm(facts: InternFacts, scope: Scope) -> Norm:
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each behind a norm and scaled number by number."""
+    """Pre-norm layer: attention, then MLP, each with a learned scale and a residual."""
 
     def __init__(self, facts: InternFacts, names: InternNames, scope: Scope) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Layer(nn.Module):
 
 
 class InternViT(nn.Module):
-    """Patches, their places, and layers."""
+    """Patch, class and position embeddings, layers, and an optional final norm."""
 
     def __init__(self, facts: InternFacts, names: InternNames, scope: Scope) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class InternViT(nn.Module):
             self.last_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / names.last_norm)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[N, 3, side, side] -> [N, tokens, hidden]"""
+        """Encode [N, 3, side, side] to [N, tokens, hidden]."""
         patches = self.patches(patches_of(pixels, self.patch))
         whole = torch.cat((self.first.vectors.expand(len(patches), 1, -1), patches), 1) + self.places.vectors
         x, count = whole.flatten(0, 1), whole.shape[1]
@@ -127,29 +127,33 @@ class InternViT(nn.Module):
 
 
 class InternVL(FixedSizeTower):
-    """The tiles of an image, or the frames of a video."""
+    """InternVL encoder over the tiles of an image or the frames of a video."""
 
     facts: InternFacts
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
-        own = self.facts
-        names = THEIRS if scope.is_stored(f"{THEIRS.tower}.{THEIRS.patches}.weight") else OURS
-        self.vit = InternViT(own, names, scope)
-        size_in = own.vit.hidden * own.gather**2
+        tower = self.facts
+        names = (
+            TRANSFORMERS
+            if scope.is_stored(f"{TRANSFORMERS.tower}.{TRANSFORMERS.patches}.weight")
+            else ORIGINAL
+        )
+        self.vit = InternViT(tower, names, scope)
+        size_in = tower.vit.hidden * tower.gather**2
         norm, *products = names.products
         projector = scope / names.projector
         self.norm = LayerNorm(size_in, 1e-5, projector / norm)
         self.projector = VisionMLP(
             size_in,
-            own.size_out,
+            tower.size_out,
             projector,
             names=tuple(products),
-            size_out=own.size_out,
-            activation=own.activation,
+            size_out=tower.size_out,
+            activation=tower.activation,
         )
 
     def forward(self, pixels: Tensor) -> Tensor:
-        x = gathered(self.vit(pixels)[:, self.facts.first :], self.facts.gather)
+        x = pixel_shuffle(self.vit(pixels)[:, self.facts.first :], self.facts.gather)
         vectors: Tensor = self.projector(self.norm.alone(x.flatten(0, 1)))
         return vectors.view(*x.shape[:2], -1)

@@ -1,5 +1,5 @@
-"""MoonViT, the tower of Kimi-VL and Kimi-K2.5: images of any size, whose patches turn by column and row, and
-some frames of a video at once, which become one."""
+"""MoonViT, the vision encoder of Kimi-VL and Kimi-K2.5: images of any size with 2D RoPE, and clips of video
+frames that are averaged over time."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ _THETA = 10000.0
 Grid = tuple[int, int]
 """Rows and columns of patches."""
 Clip = tuple[int, int, int]
-"""Frames, rows and columns."""
+"""Frames, and rows and columns of patches."""
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each behind a norm."""
+    """Pre-norm layer: attention, then MLP, each with a residual."""
 
     def __init__(self, facts: MoonFacts, scope: Scope) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 class MoonViT(nn.Module):
-    """Patches with learned places, layers, and a norm."""
+    """Patch embedding with learned positions, layers, final norm."""
 
     def __init__(self, facts: MoonFacts, scope: Scope) -> None:
         super().__init__()
@@ -62,48 +62,53 @@ class MoonViT(nn.Module):
         self.last_norm = LayerNorm(facts.hidden, _EPS, encoder / "final_layernorm")
         dim = facts.hidden // facts.heads
         powers = torch.arange(0, dim, 4, device=scope.device, dtype=torch.float32) / dim
-        self.steps = _THETA**-powers
-        """How far each column turns a pair, and each row the pair behind it."""
+        self.frequencies = _THETA**-powers
+        """RoPE frequencies: even pairs rotate by the column, odd pairs by the row."""
 
     def forward(self, images: Sequence[Tensor], clips: Sequence[Clip]) -> Tensor:
-        """[frames, 3, height, width] each -> [patches of all, hidden]; those of a clip see each other."""
-        flat = torch.cat([patches_of(each, self.facts.patch).flatten(0, 1) for each in images])
-        x = self.patches(flat) + torch.cat([self.placed_in_time(clip) for clip in clips])
+        """Encode clips [frames, 3, height, width] to [patches of all, hidden]; attention is per clip."""
+        flat = torch.cat([patches_of(frames, self.facts.patch).flatten(0, 1) for frames in images])
+        x = self.patches(flat) + torch.cat([self.clip_positions(clip) for clip in clips])
         spans = spans_of(np.array([math.prod(clip) for clip in clips], np.int32), x.device)
-        turns = torch.cat([self.turns((rows, columns)).repeat(frames, 1) for frames, rows, columns in clips])
+        angles = torch.cat(
+            [self.angles((rows, columns)).repeat(frames, 1) for frames, rows, columns in clips]
+        )
         for layer in self.layers:
-            x = layer(x, spans, (turns.cos(), turns.sin()))
+            x = layer(x, spans, (angles.cos(), angles.sin()))
         return self.last_norm.alone(x)
 
-    def placed_in_time(self, clip: Clip) -> Tensor:
-        """[frames * patches, hidden]: where each patch is, and when, if there is more than one frame."""
+    def clip_positions(self, clip: Clip) -> Tensor:
+        """Return position embeddings [frames * patches, hidden]; several frames add a sinusoid of time."""
         frames, *grid = clip
-        where = self.placed((grid[0], grid[1]))
+        spatial = self.positions((grid[0], grid[1]))
         if frames == 1:
-            return where
+            return spatial
         half = self.facts.hidden // 2
-        speeds = _THETA ** -(torch.arange(half, device=where.device, dtype=torch.float32) / half)
-        angles = torch.arange(frames, device=where.device)[:, None] * speeds
-        when = torch.cat((angles.sin(), angles.cos()), 1).to(where.dtype)
-        return (where + when[:, None]).flatten(0, 1)
+        frequencies = _THETA ** -(torch.arange(half, device=spatial.device, dtype=torch.float32) / half)
+        angles = torch.arange(frames, device=spatial.device)[:, None] * frequencies
+        temporal = torch.cat((angles.sin(), angles.cos()), 1).to(spatial.dtype)
+        return (spatial + temporal[:, None]).flatten(0, 1)
 
-    def placed(self, grid: Grid) -> Tensor:
-        """The table of places, stretched over a grid: [patches, hidden]"""
+    def positions(self, grid: Grid) -> Tensor:
+        """Return the learned positions, interpolated to a grid: [patches, hidden]."""
         table: Tensor = self.places.vectors
         if grid != table.shape[:2]:
             wide = table.float().permute(2, 0, 1)[None]
             table = F.interpolate(wide, grid, mode="bicubic")[0].permute(1, 2, 0).to(table.dtype)
         return table.flatten(0, 1)
 
-    def turns(self, grid: Grid) -> Tensor:
-        """[patches, head_dim / 2]"""
-        down, along = (torch.arange(size, device=self.steps.device)[:, None] * self.steps for size in grid)
-        by_column, by_row = along[None].expand(grid[0], -1, -1), down[:, None].expand(-1, grid[1], -1)
+    def angles(self, grid: Grid) -> Tensor:
+        """Return the 2D RoPE angles of a grid's patches, [patches, head_dim / 2]."""
+        frequencies = self.frequencies
+        rows, columns = (
+            torch.arange(size, device=frequencies.device)[:, None] * frequencies for size in grid
+        )
+        by_column, by_row = columns[None].expand(grid[0], -1, -1), rows[:, None].expand(-1, grid[1], -1)
         return torch.stack((by_column, by_row), -1).flatten(2).flatten(0, 1)
 
 
 class KimiVL(nn.Module):
-    """One image of any size an item, [3, height, width], or one video, with its frames in front."""
+    """Kimi-VL encoder. An item is an image [3, height, width] or a video [frames, 3, height, width]."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -120,26 +125,27 @@ class KimiVL(nn.Module):
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:
-        """Whether so many devices can share its layers."""
+        """Return whether `count` devices can share its layers."""
         return bool(media.tower.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         patch, merge = self.facts.patch, self.facts.merge
-        films = [each if each.ndim == 4 else each[None] for each in (item["pixels"] for item in items)]
-        parts = [film.split(self.facts.frames) for film in films]
-        images = [each for film in parts for each in film]
-        clips = [(len(each), each.shape[2] // patch, each.shape[3] // patch) for each in images]
+        pixels = [item["pixels"] for item in items]
+        videos = [x if x.ndim == 4 else x[None] for x in pixels]
+        parts = [video.split(self.facts.frames) for video in videos]
+        images = [part for video in parts for part in video]
+        clips = [(len(part), part.shape[2] // patch, part.shape[3] // patch) for part in images]
         states = self.vit(images, clips).split([math.prod(clip) for clip in clips])
         squares = [
-            each.view(frames, rows // merge, merge, columns // merge, merge, -1)
+            state.view(frames, rows // merge, merge, columns // merge, merge, -1)
             .mean(0)
             .transpose(1, 2)
             .flatten(0, 1)
-            for each, (frames, rows, columns) in zip(states, clips, strict=True)
+            for state, (frames, rows, columns) in zip(states, clips, strict=True)
         ]
         counts = iter([rows * columns // merge**2 for _, rows, columns in clips])
         flat = self.norm.alone(torch.cat(squares).flatten(0, -2)).view(-1, self.size)
-        return list(self.projector(flat).split([sum(islice(counts, len(film))) for film in parts]))
+        return list(self.projector(flat).split([sum(islice(counts, len(video))) for video in parts]))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         side = self.facts.patch * self.facts.merge

@@ -1,4 +1,4 @@
-"""Llama 4's tower: tiles whose patches turn by column and row, gathered, and two more products."""
+"""Vision encoder of Llama 4: ViT with 2D RoPE over tiles, pixel shuffle, adapter and projector."""
 
 import numpy as np
 import torch
@@ -13,11 +13,11 @@ from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
-from quire.models.towers.squares import FixedSizeTower, gathered
+from quire.models.towers.squares import FixedSizeTower, pixel_shuffle
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each behind a norm."""
+    """Pre-norm layer: attention, then MLP, each with a residual."""
 
     def __init__(self, facts: ViTFacts, scope: Scope) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 class Llama4ViT(nn.Module):
-    """Patches, behind them a vector for the whole tile, which does not turn, and layers."""
+    """Patch embedding followed by a class embedding, which is not rotated, and layers."""
 
     def __init__(self, facts: Llama4Facts, scope: Scope) -> None:
         super().__init__()
@@ -49,50 +49,48 @@ class Llama4ViT(nn.Module):
         self.last_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "layernorm_post")
         layers = scope / "model" / "layers"
         self.layers = nn.ModuleList(Layer(vit, layers / i) for i in range(vit.layers))
-        self.turns = _turns(vit.side, vit.hidden // vit.heads // 2, facts.theta).to(scope.device)
+        self.angles = _compute_angles(vit.side, vit.hidden // vit.heads // 2, facts.theta).to(scope.device)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[N, 3, side, side] -> [N, patches, hidden]"""
+        """Encode [N, 3, side, side] to [N, patches, hidden]."""
         patches = self.patches(patches_of(pixels, self.patch))
         whole = torch.cat((patches, self.all.vectors.expand(len(patches), 1, -1)), 1) + self.places.vectors
         x, count = self.first_norm.alone(whole.flatten(0, 1)), whole.shape[1]
         tiles = spans_of(np.full(len(pixels), count, np.int32), x.device)
-        turns = self.turns.repeat(len(pixels), 1)
-        angles = turns.cos(), turns.sin()
+        angles = self.angles.repeat(len(pixels), 1)
         for layer in self.layers:
-            x = layer(x, tiles, angles)
+            x = layer(x, tiles, (angles.cos(), angles.sin()))
         return self.last_norm.alone(x).view(len(pixels), count, -1)[:, :-1]
 
 
-def _turns(side: int, dim: int, theta: float) -> Tensor:
-    """[patches and one more, dim]: columns turn the first half of the pairs, rows the other."""
-    steps = 1 / theta ** (torch.arange(0, dim, 2).float() / dim)
-    lines = (torch.arange(side)[:, None] + 1) * steps
+def _compute_angles(side: int, dim: int, theta: float) -> Tensor:
+    """Return RoPE angles [patches + 1, dim]: columns rotate the first half of the pairs, rows the second."""
+    frequencies = 1 / theta ** (torch.arange(0, dim, 2).float() / dim)
+    lines = (torch.arange(side)[:, None] + 1) * frequencies
     grid = torch.cat((lines.repeat(side, 1), lines.repeat_interleave(side, 0)), 1)
     return torch.cat((grid, torch.zeros(1, dim)))
 
 
 class Llama4Tower(FixedSizeTower):
-    """The tiles of an image, and the image as a whole."""
+    """Llama 4 encoder over the tiles of an image and the whole image."""
 
     facts: Llama4Facts
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
-        own = self.facts
-        tower = scope / "model" / "vision_model"
-        self.vit = Llama4ViT(own, tower)
+        tower, vision = self.facts, scope / "model" / "vision_model"
+        self.vit = Llama4ViT(tower, vision)
         self.adapter = VisionMLP(
-            own.vit.hidden * own.gather**2,
-            own.inner,
-            tower / "vision_adapter" / "mlp",
-            size_out=own.adapted,
+            tower.vit.hidden * tower.gather**2,
+            tower.inner,
+            vision / "vision_adapter" / "mlp",
+            size_out=tower.adapted,
             bias=False,
         )
-        product = scope / "model" / "multi_modal_projector" / "linear_1"
-        self.projector = WholeLinear(own.adapted, own.size_out, product)
+        projector = scope / "model" / "multi_modal_projector" / "linear_1"
+        self.projector = WholeLinear(tower.adapted, tower.size_out, projector)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        x = gathered(self.vit(pixels), self.facts.gather)
+        x = pixel_shuffle(self.vit(pixels), self.facts.gather)
         vectors: Tensor = self.projector(F.gelu(self.adapter(x.flatten(0, 1))))
         return vectors.view(*x.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""LLaVA's tower: CLIP or SigLIP, and two products."""
+"""Vision encoder of LLaVA: CLIP or SigLIP, and a two-layer projector."""
 
 from torch import Tensor
 
@@ -11,22 +11,22 @@ from quire.models.towers.squares import FixedSizeTower
 
 
 class Llava(FixedSizeTower):
-    """The states of some layers, in the decoder's size."""
+    """LLaVA encoder: the states of some layers, projected to the decoder's size."""
 
     facts: LlavaFacts
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
-        own = self.facts
-        self.vit = ViT(own.vit, max(own.depths), scope)
+        tower = self.facts
+        self.vit = ViT(tower.vit, max(tower.depths), scope)
         self.projector = VisionMLP(
-            own.vit.hidden * len(own.depths),
-            own.size_out,
+            tower.vit.hidden * len(tower.depths),
+            tower.size_out,
             scope / "model" / "multi_modal_projector",
             names=("linear_1", "linear_2"),
-            size_out=own.size_out,
-            activation=own.activation,
-            bias=own.bias,
+            size_out=tower.size_out,
+            activation=tower.activation,
+            bias=tower.bias,
         )
 
     def forward(self, pixels: Tensor) -> Tensor:

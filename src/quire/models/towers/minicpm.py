@@ -1,4 +1,4 @@
-"""MiniCPM-V's tower: SigLIP over an image and its slices, each of its own shape, and few vectors of each."""
+"""Vision encoder of MiniCPM-V: SigLIP over an image and its slices of any shape, then resampler or merger."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,15 @@ from quire.models.towers.clip import Layer
 
 _EPS = 1e-6
 _HEAD = 128
-"""Numbers of a head of the resampler."""
+"""Head size of the resampler."""
 _SQUARE = 64
-"""Vectors of an image that is as large as they mostly are."""
+"""Number of vectors of a slice of the usual size."""
 Grid = tuple[int, int]
-"""Rows and columns of patches, or of what was made of them."""
+"""Rows and columns of patches, or of merged patches."""
 
 
 class MiniCPMMerger(nn.Module):
-    """Squares of patches become vectors, in order of their rows."""
+    """Norm and MLP that merge 2 x 2 patches to one vector."""
 
     def __init__(self, hidden: int, inner: int, size_out: int, activation: str, scope: Scope) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class MiniCPMMerger(nn.Module):
         )
 
     def forward(self, squares: Tensor) -> Tensor:
-        """[N, 4, hidden] -> [N, size_out]"""
+        """Merge [N, 4, hidden] to [N, size_out]."""
         out: Tensor = self.mlp(self.norm.alone(squares.flatten(1)))
         return out
 
 
 class InnerMerger(MiniCPMMerger):
-    """Within the tower: the four see each other first, and their mean is kept."""
+    """Merger within the encoder: attention among the four patches, then the MLP plus their mean."""
 
     def __init__(self, facts: MiniCPMFacts, scope: Scope) -> None:
         vit = facts.vit
@@ -61,17 +61,17 @@ class InnerMerger(MiniCPMMerger):
         x = squares.flatten(0, 1)
         spans = spans_of(np.full(len(squares), 4, np.int32), x.device)
         x = x + self.attention(self.attention_norm.alone(x), spans)
-        seen = x.view_as(squares)
-        out: Tensor = super().forward(seen) + seen.mean(1)
+        attended = x.view_as(squares)
+        out: Tensor = super().forward(attended) + attended.mean(1)
         return out
 
 
 def squares_of(x: Tensor, grids: Sequence[Grid]) -> Tensor:
-    """[T, hidden] in order of rows -> [T / 4, 4, hidden]"""
+    """Group patches [T, hidden] in row order into 2 x 2 squares [T / 4, 4, hidden]."""
     parts = x.split([math.prod(grid) for grid in grids])
     squares = [
-        each.view(rows // 2, 2, columns // 2, 2, -1).transpose(1, 2).flatten(0, 1).flatten(1, 2)
-        for each, (rows, columns) in zip(parts, grids, strict=True)
+        part.view(rows // 2, 2, columns // 2, 2, -1).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+        for part, (rows, columns) in zip(parts, grids, strict=True)
     ]
     return torch.cat(squares)
 
@@ -81,7 +81,7 @@ def halved(grids: Sequence[Grid]) -> list[Grid]:
 
 
 class NaViT(nn.Module):
-    """SigLIP over images of any shape: a patch has the learned place nearest to where it is."""
+    """SigLIP over images of any shape: a patch has the learned position nearest to its relative position."""
 
     def __init__(self, facts: MiniCPMFacts, scope: Scope) -> None:
         super().__init__()
@@ -96,9 +96,9 @@ class NaViT(nn.Module):
         self.last_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "post_layernorm")
 
     def forward(self, flat: Tensor, grids: Sequence[Grid]) -> tuple[Tensor, Sequence[Grid]]:
-        """[patches of all, numbers of a patch] -> [T, hidden], and the grids that are left."""
-        where = torch.cat([self.where(grid) for grid in grids]).to(self.device, non_blocking=True)
-        x = self.patches(flat) + self.places.vectors[where]
+        """Encode flat patches of all images to [T, hidden]; return these and their grids after merging."""
+        position_ids = torch.cat([self.position_ids(grid) for grid in grids])
+        x = self.patches(flat) + self.places.vectors[position_ids.to(self.device, non_blocking=True)]
         spans = self.spans(grids)
         for i, layer in enumerate(self.layers):
             x = layer(x, spans)
@@ -110,20 +110,20 @@ class NaViT(nn.Module):
     def spans(self, grids: Sequence[Grid]) -> Spans:
         return spans_of(np.array([math.prod(grid) for grid in grids], np.int32), self.device)
 
-    def where(self, grid: Grid) -> Tensor:
-        """The places of a grid's patches, by where they begin, as a fraction of the side in float32."""
+    def position_ids(self, grid: Grid) -> Tensor:
+        """Return the position ids of patches, by their start as a fraction of the side in float32."""
         side = self.facts.vit.side
         borders = torch.arange(1 / side, 1.0, 1 / side)
         begins = [
             torch.arange(0, 1 - 1e-6, 1 / count) if self.facts.queries else torch.arange(count) / count
             for count in grid
         ]
-        down, along = (torch.bucketize(each, borders, right=True) for each in begins)
-        return (down[:, None] * side + along).flatten()
+        rows, columns = (torch.bucketize(fractions, borders, right=True) for fractions in begins)
+        return (rows[:, None] * side + columns).flatten()
 
 
 class Resampler(nn.Module):
-    """So many learned queries look at all patches of a square."""
+    """Resampler: learned queries attend to all patches of an image or slice."""
 
     def __init__(self, facts: MiniCPMFacts, scope: Scope) -> None:
         super().__init__()
@@ -141,9 +141,9 @@ class Resampler(nn.Module):
         self.product = Learned(scope / "proj", size, size)
 
     def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """[T, hidden] -> [squares * queries, size_out]"""
+        """Reduce patches [T, hidden] to [squares * queries, size_out]."""
         values = self.norm.alone(self.widen(x))
-        placed = values + torch.cat([self.placed(grid) for grid in grids]).to(values.dtype)
+        placed = values + torch.cat([self.positions(grid) for grid in grids]).to(values.dtype)
         keys, values = (values, placed) if self.facts.is_valued else (placed, values)
         projections = zip(
             (self.query_norm.alone(self.query.vectors), keys, values),
@@ -151,69 +151,69 @@ class Resampler(nn.Module):
             self.bias.vectors.chunk(3),
             strict=True,
         )
-        q, k, v = (F.linear(*each).unflatten(-1, (self.heads, -1)).transpose(0, 1) for each in projections)
+        q, k, v = (F.linear(*args).unflatten(-1, (self.heads, -1)).transpose(0, 1) for args in projections)
         counts = [math.prod(grid) for grid in grids]
-        seen = [
-            F.scaled_dot_product_attention(q, *both)
-            for both in zip(k.split(counts, 1), v.split(counts, 1), strict=True)
+        attended = [
+            F.scaled_dot_product_attention(q, *kv)
+            for kv in zip(k.split(counts, 1), v.split(counts, 1), strict=True)
         ]
-        mixed = self.out(torch.cat(seen, 1).transpose(0, 1).flatten(1))
+        mixed = self.out(torch.cat(attended, 1).transpose(0, 1).flatten(1))
         return self.last_norm.alone(mixed) @ self.product.vectors
 
-    def placed(self, grid: Grid) -> Tensor:
-        """[patches, size_out]: sines and cosines of the column, then of the row."""
+    def positions(self, grid: Grid) -> Tensor:
+        """Return sinusoidal embeddings [patches, size_out] of the column, then of the row."""
         quarter = self.size // 4
-        speeds = 10000.0 ** -(torch.arange(quarter, device=self.device, dtype=torch.float32) / quarter)
-        down, along = (torch.arange(count, device=self.device)[:, None] * speeds for count in grid)
-        waves = [torch.cat((each.sin(), each.cos()), 1) for each in (along, down)]
-        by_column, by_row = waves[0][None].expand(grid[0], -1, -1), waves[1][:, None].expand(-1, grid[1], -1)
+        frequencies = 10000.0 ** -(torch.arange(quarter, device=self.device, dtype=torch.float32) / quarter)
+        angles = (torch.arange(count, device=self.device)[:, None] * frequencies for count in grid)
+        rows, columns = (torch.cat((angle.sin(), angle.cos()), 1) for angle in angles)
+        by_column, by_row = columns[None].expand(grid[0], -1, -1), rows[:, None].expand(-1, grid[1], -1)
         return torch.cat((by_column, by_row), -1).flatten(0, 1)
 
 
 class MiniCPMV(nn.Module):
-    """`pixels` of an image are [3, height, width]; `slices`, if there are any, [slices, 3, height, width].
-    Those of a video have its frames in front."""
+    """MiniCPM-V encoder. `pixels` of an image is [3, height, width]; `slices`, if any, is
+    [slices, 3, height, width]. A video has its frames as an additional first axis."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         assert facts.media is not None
-        own: MiniCPMFacts = facts.media.tower
-        self.facts, self.device = own, scope.device
-        self.resampler = Resampler(own, scope / "resampler") if own.queries else None
-        name, size = ("vpm" if own.queries else "model.vision_tower"), own.vit.hidden
-        self.vit = NaViT(own, scope / name)
+        tower: MiniCPMFacts = facts.media.tower
+        self.facts, self.device = tower, scope.device
+        self.resampler = Resampler(tower, scope / "resampler") if tower.queries else None
+        name, size = ("vpm" if tower.queries else "model.vision_tower"), tower.vit.hidden
+        self.vit = NaViT(tower, scope / name)
         self.merger: MiniCPMMerger | None = None
-        if not own.queries:
-            self.merger = MiniCPMMerger(size, 4 * size, own.size_out, "gelu", scope / "model.merger.mlp.0")
+        if not tower.queries:
+            self.merger = MiniCPMMerger(size, 4 * size, tower.size_out, "gelu", scope / "model.merger.mlp.0")
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:
-        """Whether so many devices can share its layers."""
+        """Return whether `count` devices can share its layers."""
         return bool(media.tower.vit.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         patch = self.facts.vit.patch
         stacks = [stacks_of(item) for item in items]
-        flat = [patches_of(each, patch).flatten(0, 1) for stack in stacks for each in stack]
+        flat = [patches_of(images, patch).flatten(0, 1) for stack in stacks for images in stack]
         grids = [
-            [(each.shape[2] // patch, each.shape[3] // patch) for each in stack for _ in range(len(each))]
+            [(x.shape[2] // patch, x.shape[3] // patch) for x in stack for _ in range(len(x))]
             for stack in stacks
         ]
-        x, left = self.vit(torch.cat(flat), [grid for item in grids for grid in item])
+        x, merged = self.vit(torch.cat(flat), [grid for item in grids for grid in item])
         if self.resampler is not None:
-            vectors = self.resampler(x, left)
+            vectors = self.resampler(x, merged)
         else:
             assert self.merger is not None
-            vectors = self.merger(squares_of(x, left))
-        counts = iter([self.facts.queries or math.prod(grid) // 4 for grid in left])
+            vectors = self.merger(squares_of(x, merged))
+        counts = iter([self.facts.queries or math.prod(grid) // 4 for grid in merged])
         return list(vectors.split([sum(islice(counts, len(item))) for item in grids]))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        """One of so many slices, and what is left."""
-        each, unit = self.facts.queries or _SQUARE, self.facts.vit.patch * self.facts.unit
-        count = (num_vectors - 1) // each
+        """Return an image with as many slices as fit, and a whole image for the remaining vectors."""
+        per_slice, unit = self.facts.queries or _SQUARE, self.facts.vit.patch * self.facts.unit
+        count = (num_vectors - 1) // per_slice
         side = unit * (32 if self.facts.queries else 8)
-        width = side if self.facts.queries else unit * (num_vectors - count * each)
+        width = side if self.facts.queries else unit * (num_vectors - count * per_slice)
         whole = torch.zeros(3, side if self.facts.queries else unit, width, device=self.device)
         slices = torch.zeros(count, 3, side, side, device=self.device)
         return {"pixels": whole} | ({"slices": slices} if count else {})
@@ -227,10 +227,11 @@ class MiniCPMV(nn.Module):
 
 
 def stacks_of(item: Mapping[str, Tensor]) -> list[Tensor]:
-    """[squares of one shape, 3, height, width] each: a frame as a whole, then in slices, then the next."""
+    """Return stacks of images of one shape, [images, 3, height, width]: for each frame the whole, then its
+    slices."""
     wholes, slices = item["pixels"], item.get("slices")
     if wholes.ndim == 3:
         wholes, slices = wholes[None], None if slices is None else slices[None]
     if slices is None:
         return [wholes]
-    return [each for whole, parts in zip(wholes, slices, strict=True) for each in (whole[None], parts)]
+    return [stack for whole, parts in zip(wholes, slices, strict=True) for stack in (whole[None], parts)]

@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's towers: Qwen2.5-VL's, and Whisper's layers over pieces of a sound."""
+"""Encoders of Qwen2.5-Omni: Qwen2.5-VL's vision encoder, and Whisper layers over chunks of audio."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts, MediaFacts
-from quire.checkpoint.multimodal.omni import HearingFacts, OmniFacts
+from quire.checkpoint.multimodal.omni import OmniAudioFacts, OmniFacts
 from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
@@ -25,59 +25,60 @@ _EPS = 1e-5
 _SLOWEST = 10000
 
 
-class SeeingLayer(qwen2_5_vl.Layer):
-    """Queries, keys and values have a product each."""
+class OmniVisionLayer(qwen2_5_vl.Layer):
+    """Qwen2.5-VL layer with separate query, key and value projections."""
 
     def mixer(self, facts: GridFacts, scope: Scope) -> VisionAttention:
         return VisionAttention(facts.hidden, facts.heads, scope, names=("q", "k", "v"), out="proj")
 
 
 class OmniVisionTower(qwen2_5_vl.Qwen2_5VL):
-    """Qwen2.5-VL's."""
+    """Qwen2.5-VL vision encoder with separate query, key and value projections."""
 
-    Layer = SeeingLayer
+    Layer = OmniVisionLayer
 
 
 class OmniAudioTower(nn.Module):
-    """A sound in pieces, whose moments see each other; the means of two states each, across pieces."""
+    """Audio encoder with attention within chunks of frames, and means of two states at the end."""
 
-    def __init__(self, facts: HearingFacts, scope: Scope) -> None:
+    def __init__(self, facts: OmniAudioFacts, scope: Scope) -> None:
         super().__init__()
-        self.facts, own = facts, facts.encoder
-        self.near = Convolution(own.mels, own.hidden, 1, scope / "conv1")
-        self.halved = Convolution(own.hidden, own.hidden, 2, scope / "conv2")
-        self.places = waves(-(-facts.window // 2), own.hidden).to(scope.device, scope.dtype)
-        self.layers = nn.ModuleList(Layer(own, scope / "layers" / i) for i in range(own.layers))
-        self.norm = LayerNorm(own.hidden, _EPS, scope / "ln_post")
-        self.out = WholeLinear(own.hidden, facts.size_out, scope / "proj", bias=True)
+        self.facts, encoder = facts, facts.encoder
+        hidden = encoder.hidden
+        self.conv1 = Convolution(encoder.mels, hidden, 1, scope / "conv1")
+        self.conv2 = Convolution(hidden, hidden, 2, scope / "conv2")
+        self.places = sinusoids(-(-facts.window // 2), hidden).to(scope.device, scope.dtype)
+        self.layers = nn.ModuleList(Layer(encoder, scope / "layers" / i) for i in range(encoder.layers))
+        self.norm = LayerNorm(hidden, _EPS, scope / "ln_post")
+        self.out = WholeLinear(hidden, facts.size_out, scope / "proj", bias=True)
 
     def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
-        """[moments, mels] of each sound -> [vectors, size_out]."""
-        pieces = [piece for each in mels for piece in each.split(self.facts.window)]
-        near = self.near([F.pad(piece, (0, 0, 0, 1)) for piece in pieces])
-        states = self.halved([F.pad(each, (0, 0, 0, len(each) % 2)) for each in near])
-        x = torch.cat([each + self.places[: len(each)] for each in states])
-        spans = spans_of(np.array([len(each) for each in states], np.int32), x.device)
+        """Encode the [frames, mels] of each item to [vectors, size_out]."""
+        chunks = [chunk for mel in mels for chunk in mel.split(self.facts.window)]
+        convolved = self.conv1([F.pad(chunk, (0, 0, 0, 1)) for chunk in chunks])
+        states = self.conv2([F.pad(x, (0, 0, 0, len(x) % 2)) for x in convolved])
+        x = torch.cat([state + self.places[: len(state)] for state in states])
+        spans = spans_of(np.array([len(state) for state in states], np.int32), x.device)
         for layer in self.layers:
             x = layer(x, spans)
-        sounds = x.split([-(-len(each) // 2) for each in mels])
-        pairs = [each[: len(each) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for each in sounds]
+        items = x.split([-(-len(mel) // 2) for mel in mels])
+        pairs = [item[: len(item) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for item in items]
         vectors: Tensor = self.out(self.norm.alone(torch.cat(pairs)))
-        return list(vectors.split([len(each) for each in pairs]))
+        return list(vectors.split([len(pair) for pair in pairs]))
 
 
-def waves(count: int, size: int) -> Tensor:
-    """[count, size]: sines of places, from fast to slow, then cosines."""
-    slower = torch.exp(-log(_SLOWEST) / (size // 2 - 1) * torch.arange(size // 2).float())
-    turns = torch.arange(count)[:, None] * slower
-    return torch.cat((turns.sin(), turns.cos()), 1)
+def sinusoids(count: int, size: int) -> Tensor:
+    """Return sinusoidal position embeddings [count, size]: sines, then cosines."""
+    frequencies = torch.exp(-log(_SLOWEST) / (size // 2 - 1) * torch.arange(size // 2).float())
+    angles = torch.arange(count)[:, None] * frequencies
+    return torch.cat((angles.sin(), angles.cos()), 1)
 
 
 class Omni(nn.Module):
-    """What sees, and what hears: `mel` of a sound are [moments, mels]."""
+    """Vision and audio encoders of Qwen2.5-Omni; `mel` of an audio item is [frames, mels]."""
 
-    sees: Any
-    """A tower over grids."""
+    vision: Any
+    """Vision encoder, a `GridTower`."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -85,36 +86,36 @@ class Omni(nn.Module):
         assert media is not None
         self.facts: OmniFacts = media.tower
         self.device = scope.device
-        self.sees = self.seeing(replace(facts, media=replace(media, tower=self.facts.grid)), scope)
-        self.hears = self.hearing(scope / "model" / "audio_tower")
+        self.vision = self.build_vision(replace(facts, media=replace(media, tower=self.facts.grid)), scope)
+        self.audio = self.build_audio(scope / "model" / "audio_tower")
 
-    def seeing(self, facts: ArchFacts, scope: Scope) -> nn.Module:
+    def build_vision(self, facts: ArchFacts, scope: Scope) -> nn.Module:
         return OmniVisionTower(facts, scope)
 
-    def hearing(self, scope: Scope) -> nn.Module:
+    def build_audio(self, scope: Scope) -> nn.Module:
         return OmniAudioTower(self.facts.sound, scope)
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:
-        """Whether so many devices can share its layers."""
+        """Return whether `count` devices can share its layers."""
         return bool(media.tower.grid.heads % count == 0 and media.tower.sound.encoder.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         if modality != "audio":
-            found: list[Tensor] = self.sees.encode(modality, items)
-            return found
-        heard: list[Tensor] = self.hears([item["mel"] for item in items])
-        return heard
+            vectors: list[Tensor] = self.vision.encode(modality, items)
+        else:
+            vectors = self.audio([item["mel"] for item in items])
+        return vectors
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         if modality != "audio":
-            seen: dict[str, Tensor] = self.sees.blank(modality, num_vectors)
-            return seen
+            item: dict[str, Tensor] = self.vision.blank(modality, num_vectors)
+            return item
         mels = self.facts.sound.encoder.mels
         return {"mel": torch.zeros(4 * num_vectors, mels, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         if modality != "audio":
-            return int(self.sees.cost(modality, item))
+            return int(self.vision.cost(modality, item))
         states = item["mel"][0] // 2
         return states * (6 * self.facts.sound.encoder.hidden + self.facts.sound.window // 2)

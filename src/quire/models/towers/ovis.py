@@ -1,4 +1,4 @@
-"""Ovis 2's tower: AIMv2, whose patches become mixes of the words of a visual vocabulary."""
+"""Vision encoder of Ovis 2: AIMv2, and patches as mixtures of a visual vocabulary."""
 
 from collections.abc import Mapping
 
@@ -13,14 +13,14 @@ from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
-from quire.models.towers.squares import FixedSizeTower, gathered
+from quire.models.towers.squares import FixedSizeTower, pixel_shuffle
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _EPS = 1e-5
 
 
 class Layer(nn.Module):
-    """Attention, then a gated feed-forward half, each behind a norm."""
+    """Pre-norm layer: attention, then a gated MLP, each with a residual."""
 
     def __init__(self, facts: OvisFacts, scope: Scope) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class Layer(nn.Module):
 
 
 class Ovis2(FixedSizeTower):
-    """All that stands for an image has a word: its tiles, and the marks around them. `grid` of an item has as
-    many rows and columns as it has tiles beside the whole, or one of each if there are none."""
+    """Ovis 2 encoder. Tiles are mixtures of the visual vocabulary, and the separators between them are its
+    last entries. The shape of an item's `grid` is the rows and columns of its tiles, or (1, 1) without."""
 
     facts: OvisFacts
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
-        own, vit = self.facts, self.facts.vit
+        ovis, vit = self.facts, self.facts.vit
         tower = scope / "model" / "vision_tower"
         inner = tower / "transformer"
         first = inner / "embeddings"
@@ -56,12 +56,12 @@ class Ovis2(FixedSizeTower):
         self.first_norm = RMSNorm(vit.hidden, vit.norm_eps, first / "rms_norm")
         self.places = Learned(first / "position_embedding" / "weight", vit.tokens, vit.hidden)
         layers = inner / "encoder" / "layers"
-        self.layers = nn.ModuleList(Layer(own, layers / i) for i in range(vit.layers))
+        self.layers = nn.ModuleList(Layer(ovis, layers / i) for i in range(vit.layers))
         self.last_norm = RMSNorm(vit.hidden, vit.norm_eps, inner / "rms_norm")
-        self.head = WholeLinear(vit.hidden * own.gather**2, own.vocab, tower / "head_linear")
-        self.head_norm = LayerNorm(own.vocab, _EPS, tower / "head_norm")
+        self.head = WholeLinear(vit.hidden * ovis.gather**2, ovis.vocab, tower / "head_linear")
+        self.head_norm = LayerNorm(ovis.vocab, _EPS, tower / "head_norm")
         table = scope / "model" / "visual_embeddings_table" / "weight"
-        self.words = Learned(table, own.vocab + len(own.mark_ids), own.size_out)
+        self.words = Learned(table, ovis.vocab + len(ovis.mark_ids), ovis.size_out)
 
     def forward(self, pixels: Tensor) -> Tensor:
         vit, words = self.facts.vit, self.words.vectors[: self.facts.vocab]
@@ -71,7 +71,7 @@ class Ovis2(FixedSizeTower):
         x = x.flatten(0, 1)
         for layer in self.layers:
             x = layer(x, images)
-        squares = gathered(self.last_norm.alone(x).view(len(pixels), -1, vit.hidden), self.facts.gather)
+        squares = pixel_shuffle(self.last_norm.alone(x).view(len(pixels), -1, vit.hidden), self.facts.gather)
         logits = self.head_norm.alone(self.head(squares.flatten(0, 1)))
         mixed = words[logits.argmax(-1)] if self.facts.hard else logits.softmax(-1) @ words
         return mixed.view(len(pixels), -1, self.facts.size_out)
@@ -86,5 +86,5 @@ class Ovis2(FixedSizeTower):
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         tiles = max(1, (num_vectors - 1) // (self.facts.tokens + 1))
-        found = super().blank(modality, tiles * self.facts.tokens)
-        return found | {"grid": torch.zeros(1, max(1, tiles - 1), device=self.device)}
+        item = super().blank(modality, tiles * self.facts.tokens)
+        return item | {"grid": torch.zeros(1, max(1, tiles - 1), device=self.device)}

@@ -1,4 +1,4 @@
-"""PaddleOCR-VL's tower: SigLIP over grids of any shape, whose patches turn by row and column."""
+"""Vision encoder of PaddleOCR-VL: SigLIP with 2D RoPE over grids of any shape."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from quire.kernels.reference.encoder import Spans
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, Learned, VisionAttention, VisionMLP
-from quire.models.towers.grid import GridTower, PatchGrid, Placed, stretched
+from quire.models.towers.grid import GridTower, PatchGrid, PatchLayout, interpolate
 
 _PROJECTOR_EPS = 1e-5
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each behind a norm."""
+    """Pre-norm layer: attention, then MLP, each with a residual."""
 
     def __init__(self, facts: GridFacts, scope: Scope) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class PaddleProjector(nn.Module):
-    """Squares of patches become vectors of the decoder's size."""
+    """Norm and MLP that project squares of patches to the decoder's size."""
 
     def __init__(self, facts: GridFacts, scope: Scope) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class PaddleProjector(nn.Module):
 
 
 class PaddleOCRVL(GridTower):
-    """The tower."""
+    """PaddleOCR-VL encoder: patch and position embeddings, layers, final norm, projector."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(
@@ -58,23 +58,23 @@ class PaddleOCRVL(GridTower):
             embed="embeddings.patch_embedding",
             is_flat=True,
         )
-        tower, own = self.facts, self.scope
-        table = own / "embeddings" / "position_embedding" / "weight"
+        tower, vision = self.facts, self.scope
+        table = vision / "embeddings" / "position_embedding" / "weight"
         self.learned = Learned(table, tower.positions**2, tower.hidden)
-        layers = own / "encoder" / "layers"
+        layers = vision / "encoder" / "layers"
         self.layers = nn.ModuleList(Layer(tower, layers / i) for i in range(tower.depth))
-        self.last_norm = LayerNorm(tower.hidden, tower.norm_eps, own / "post_layernorm")
-        # The hub's checkpoints have another name for it than transformers saves.
+        self.last_norm = LayerNorm(tower.hidden, tower.norm_eps, vision / "post_layernorm")
+        # The original checkpoints have another name than the ones transformers saves.
         is_first = scope.is_stored("mlp_AR.linear_1.weight")
         self.projector = PaddleProjector(tower, scope / ("mlp_AR" if is_first else "model.projector"))
 
-    def layout(self, grids: Sequence[PatchGrid]) -> Placed:
+    def layout(self, grids: Sequence[PatchGrid]) -> PatchLayout:
         places = self.places(grids)
-        positions = stretched(self.learned.vectors, places, self.sizes(grids), align_corners=False)
-        return Placed(self.images(grids), self.angles(places), positions)
+        positions = interpolate(self.learned.vectors, places, self.sizes(grids), align_corners=False)
+        return PatchLayout(self.images(grids), self.angles(places), positions)
 
-    def forward(self, x: Tensor, layout: Placed) -> Tensor:
-        """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
+    def forward(self, x: Tensor, layout: PatchLayout) -> Tensor:
+        """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""
         images, angles, positions = layout
         x = x + positions
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""PaliGemma's tower: SigLIP, and one product."""
+"""Vision encoder of PaliGemma: SigLIP and one projection."""
 
 from torch import Tensor
 
@@ -11,16 +11,16 @@ from quire.models.towers.squares import FixedSizeTower
 
 
 class PaliGemma(FixedSizeTower):
-    """Every patch is a vector."""
+    """PaliGemma encoder: every patch becomes one vector."""
 
     facts: PaliGemmaFacts
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
-        own = self.facts
-        self.vit = ViT(own.vit, own.vit.layers, scope, is_normed=True)
+        tower = self.facts
+        self.vit = ViT(tower.vit, tower.vit.layers, scope, is_normed=True)
         projector = scope / "model" / "multi_modal_projector" / "linear"
-        self.projector = WholeLinear(own.vit.hidden, own.size_out, projector, bias=True)
+        self.projector = WholeLinear(tower.vit.hidden, tower.size_out, projector, bias=True)
 
     def forward(self, pixels: Tensor) -> Tensor:
         vectors: Tensor = self.projector(self.vit(pixels).flatten(0, 1))

@@ -1,4 +1,4 @@
-"""The tower of Pixtral, Mistral 3 and LightOnOCR: images of any size, patches that turn by row and column."""
+"""Vision encoder of Pixtral, Mistral 3 and LightOnOCR: images of any size with 2D RoPE."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,7 @@ Grid = tuple[int, int]
 
 
 class Layer(nn.Module):
-    """Attention, then a gated feed-forward half, each behind a norm."""
+    """Pre-norm layer: attention, then a gated MLP, each with a residual."""
 
     def __init__(self, facts: PixtralFacts, scope: Scope) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 class PixtralViT(nn.Module):
-    """Patches, a norm, and layers."""
+    """Patch embedding, norm, layers."""
 
     def __init__(self, facts: PixtralFacts, scope: Scope) -> None:
         super().__init__()
@@ -57,13 +57,14 @@ class PixtralViT(nn.Module):
         self.layers = nn.ModuleList(Layer(facts, layers / i) for i in range(facts.layers))
         dim = facts.head_dim
         powers = torch.arange(0, dim, 2, device=scope.device, dtype=torch.float32) / dim
-        self.steps = 1 / facts.theta**powers
-        """How far a row or column turns each pair: rows the even ones, columns the odd ones."""
+        self.frequencies = 1 / facts.theta**powers
+        """RoPE frequencies: even ones for rows, odd ones for columns."""
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
-        """[3, height, width] each -> [patches of all, hidden]"""
-        grids = [(each.shape[1] // self.facts.patch, each.shape[2] // self.facts.patch) for each in images]
-        flat = torch.cat([patches_of(each[None], self.facts.patch)[0] for each in images])
+        """Encode images [3, height, width] to [patches of all, hidden]."""
+        patch = self.facts.patch
+        grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
+        flat = torch.cat([patches_of(image[None], patch)[0] for image in images])
         x = self.norm.alone(self.patches(flat))
         spans = spans_of(np.array([rows * columns for rows, columns in grids], np.int32), x.device)
         angles = self.angles(grids)
@@ -72,19 +73,19 @@ class PixtralViT(nn.Module):
         return x
 
     def angles(self, grids: Sequence[Grid]) -> Angles:
-        turns = []
+        parts = []
         for rows, columns in grids:
-            down, along = (torch.arange(size, device=self.steps.device) for size in (rows, columns))
-            by_row = (down[:, None] * self.steps[0::2])[:, None].expand(-1, columns, -1)
-            by_column = (along[:, None] * self.steps[1::2])[None].expand(rows, -1, -1)
-            turns.append(torch.cat((by_row, by_column), -1).flatten(0, 1))
-        turned = torch.cat(turns)
-        return turned.cos(), turned.sin()
+            row, column = (torch.arange(size, device=self.frequencies.device) for size in (rows, columns))
+            by_row = (row[:, None] * self.frequencies[0::2])[:, None].expand(-1, columns, -1)
+            by_column = (column[:, None] * self.frequencies[1::2])[None].expand(rows, -1, -1)
+            parts.append(torch.cat((by_row, by_column), -1).flatten(0, 1))
+        angles = torch.cat(parts)
+        return angles.cos(), angles.sin()
 
 
 class MistralMerger(nn.Module):
-    """Mistral 3's: each square of patches becomes one, number by number side by side; a last row or column
-    that is no part of a square is left out."""
+    """Patch merger of Mistral 3: norm and projection of each square of concatenated patches. Rows and columns
+    beyond the last full square are dropped."""
 
     def __init__(self, facts: PixtralFacts, scope: Scope) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ class MistralMerger(nn.Module):
 
 
 class Pixtral(nn.Module):
-    """One image of any size an item."""
+    """Pixtral encoder. An item is one image of any size, [3, height, width]."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class Pixtral(nn.Module):
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:
-        """Whether so many devices can share its layers."""
+        """Return whether `count` devices can share its layers."""
         return bool(media.tower.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
@@ -144,10 +145,10 @@ class Pixtral(nn.Module):
         return list(self.projector(x).split([rows // merge * (columns // merge) for rows, columns in grids]))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        each = self.facts.patch * self.facts.merge
+        side = self.facts.patch * self.facts.merge
         rows = max(1, int(num_vectors**0.5))
         columns = -(-num_vectors // rows)
-        return {"pixels": torch.zeros(3, rows * each, columns * each, device=self.device)}
+        return {"pixels": torch.zeros(3, rows * side, columns * side, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         _, height, width = item["pixels"]

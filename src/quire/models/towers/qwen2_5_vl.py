@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's tower: most layers look within windows, which lie one after the other."""
+"""Vision encoder of Qwen2.5-VL: window attention in most layers, with patches ordered by window."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,7 +22,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class Layer(qwen2_vl.Layer):
-    """RMS norms, and a gated feed-forward half."""
+    """Qwen2-VL layer with RMS norms and a gated MLP."""
 
     def norm(self, facts: GridFacts, scope: Scope) -> Norm:
         return RMSNorm(facts.hidden, facts.norm_eps, scope)
@@ -32,7 +32,7 @@ class Layer(qwen2_vl.Layer):
 
 
 def windows_of(grid: PatchGrid, merge: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The squares of a grid, window by window of so many a side, and how many each window has."""
+    """Return the order of a grid's squares by windows of `side` x `side`, and the size of each window."""
     rows, columns = grid.height // merge, grid.width // merge
     step, row, column = np.indices((grid.steps, rows, columns)).reshape(3, -1)
     down, across = -(-rows // side), -(-columns // side)
@@ -41,19 +41,19 @@ def windows_of(grid: PatchGrid, merge: int, side: int) -> tuple[NDArray[np.int64
 
 
 class Windows(NamedTuple):
-    """Patches in the order of windows."""
+    """Layout of patches in window order."""
 
     order: Tensor
-    """The square that stands at each place;"""
+    """Index of the square at each position."""
     near: Spans
-    """who sees whom within windows,"""
+    """Attention spans of windows."""
     far: Spans
-    """and within images."""
+    """Attention spans of images."""
     angles: Angles
 
 
 class Qwen2_5VL(GridTower):
-    """The tower."""
+    """Qwen2.5-VL encoder: patch embedding, layers with window or full attention, merger."""
 
     Layer = Layer
 
@@ -76,7 +76,7 @@ class Qwen2_5VL(GridTower):
         return Windows(order, near, self.images(grids), angles)
 
     def forward(self, x: Tensor, layout: Windows) -> Tensor:
-        """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
+        """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""
         order, near, far, angles = layout
         x = x.view(-1, self.facts.merge**2, x.shape[1])[order].view(x.shape)
         for number, layer in enumerate(self.layers):

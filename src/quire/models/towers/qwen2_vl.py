@@ -1,4 +1,4 @@
-"""Qwen2-VL's tower: patches that turn by row and column, and see all others of their image."""
+"""Vision encoder of Qwen2-VL: 2D RoPE, and attention over the whole image."""
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from quire.models.towers.grid import GridTower
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each behind a norm."""
+    """Pre-norm layer: attention, then MLP, each with a residual."""
 
     def __init__(self, facts: GridFacts, scope: Scope) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Qwen2VLMerger(nn.Module):
-    """Squares of patches become vectors of the decoder's size."""
+    """Norm and MLP that merge squares of patches to vectors of the decoder's size."""
 
     def __init__(self, facts: GridFacts, norm: Norm, scope: Scope) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Qwen2VLMerger(nn.Module):
 
 
 class Qwen2VL(GridTower):
-    """The tower."""
+    """Qwen2-VL encoder: patch embedding, layers, merger."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope, patch_bias=False)
@@ -61,7 +61,7 @@ class Qwen2VL(GridTower):
         self.merger = Qwen2VLMerger(tower, LayerNorm(tower.hidden, tower.norm_eps, merger / "ln_q"), merger)
 
     def forward(self, x: Tensor, layout: tuple[Spans, Angles]) -> Tensor:
-        """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
+        """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""
         images, angles = layout
         for layer in self.layers:
             x = layer(x, images, angles)

@@ -1,5 +1,4 @@
-"""Qwen3-Omni's towers: Qwen3-VL's, and layers over pieces of a sound whose moments come together eight by
-eight."""
+"""Encoders of Qwen3-Omni: Qwen3-VL's vision encoder, and an audio encoder that downsamples frames by 8."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,40 +8,40 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
-from quire.checkpoint.multimodal.omni import HearingFacts
+from quire.checkpoint.multimodal.omni import OmniAudioFacts
 from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, VisionMLP
 from quire.models.towers import qwen3_vl, whisper
-from quire.models.towers.omni import Omni, waves
+from quire.models.towers.omni import Omni, sinusoids
 
 _EPS = 1e-5
 _AT_ONCE = 500
-"""Pieces that go through convolutions together."""
+"""Most chunks that run through the convolutions in one batch."""
 
 
 class Qwen3OmniMerger(qwen3_vl.Qwen3VLMerger):
-    """Qwen3-VL's, under other names."""
+    """Qwen3-VL merger with other checkpoint names."""
 
     norm_name, inner, names = "ln_q", "mlp", ("0", "2")
 
 
 class Qwen3OmniVisionTower(qwen3_vl.Qwen3VL):
-    """Qwen3-VL's."""
+    """Qwen3-VL vision encoder with other checkpoint names."""
 
     merger_class, deep_name = Qwen3OmniMerger, "merger_list"
 
 
 class Layer(whisper.Layer):
-    """Keys have a bias."""
+    """Whisper layer with a bias of keys."""
 
     key_bias = True
 
 
 class AudioSubsampleConv(nn.Module):
-    """A convolution over moments and pitches, of every second of both."""
+    """Convolution with stride 2 over mel bins and frames, and GELU."""
 
     def __init__(self, size_in: int, size_out: int, scope: Scope) -> None:
         super().__init__()
@@ -50,79 +49,79 @@ class AudioSubsampleConv(nn.Module):
         self.bias = Learned(scope / "bias", size_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, size_in, pitches, moments]"""
+        """Convert [N, size_in, bins, frames] to [N, size_out, bins / 2, frames / 2]."""
         return F.gelu(F.conv2d(x, self.weight.vectors, self.bias.vectors, stride=2, padding=1))
 
 
 class Qwen3OmniAudioTower(nn.Module):
-    """Pieces of a sound, some of which see each other. The last is as long as the others, unless it is the
-    only one."""
+    """Audio encoder over chunks of frames, with attention within groups of chunks. The last chunk is padded
+    to full length, unless it is the only one."""
 
-    def __init__(self, facts: HearingFacts, scope: Scope) -> None:
+    def __init__(self, facts: OmniAudioFacts, scope: Scope) -> None:
         super().__init__()
-        self.facts, own, size = facts, facts.encoder, facts.channels
+        self.facts, encoder, size = facts, facts.encoder, facts.channels
         sizes = [(1, size), (size, size), (size, size)]
         self.halvings = nn.ModuleList(
-            AudioSubsampleConv(*each, scope / f"conv2d{i}") for i, each in enumerate(sizes, start=1)
+            AudioSubsampleConv(*in_out, scope / f"conv2d{i}") for i, in_out in enumerate(sizes, start=1)
         )
-        pitches = -(-own.mels // 8)
-        self.flat = WholeLinear(size * pitches, own.hidden, scope / "conv_out")
-        self.places = waves(-(-facts.window // 8), own.hidden).to(scope.device, scope.dtype)
-        self.layers = nn.ModuleList(Layer(own, scope / "layers" / i) for i in range(own.layers))
-        self.norm = LayerNorm(own.hidden, _EPS, scope / "ln_post")
-        names, activation = ("proj1", "proj2"), own.activation
+        num_bins, hidden = -(-encoder.mels // 8), encoder.hidden
+        self.flat = WholeLinear(size * num_bins, hidden, scope / "conv_out")
+        self.places = sinusoids(-(-facts.window // 8), hidden).to(scope.device, scope.dtype)
+        self.layers = nn.ModuleList(Layer(encoder, scope / "layers" / i) for i in range(encoder.layers))
+        self.norm = LayerNorm(hidden, _EPS, scope / "ln_post")
+        names, activation = ("proj1", "proj2"), encoder.activation
         self.out = VisionMLP(
-            own.hidden, own.hidden, scope, size_out=facts.size_out, names=names, activation=activation
+            hidden, hidden, scope, size_out=facts.size_out, names=names, activation=activation
         )
 
     def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
-        """[moments, mels] of each sound -> [vectors, size_out]."""
-        states = [self._begun(each) for each in mels]
-        lens = [len(part) for each in states for part in each.split(self.facts.seen * len(self.places))]
+        """Encode the [frames, mels] of each item to [vectors, size_out]."""
+        states = [self._downsample(mel) for mel in mels]
+        lens = [len(part) for x in states for part in x.split(self.facts.seen * len(self.places))]
         x = torch.cat(states)
         spans = spans_of(np.array(lens, np.int32), x.device)
         for layer in self.layers:
             x = layer(x, spans)
         vectors: Tensor = self.out(self.norm.alone(x))
-        return list(vectors.split([len(each) for each in states]))
+        return list(vectors.split([len(state) for state in states]))
 
-    def _begun(self, mel: Tensor) -> Tensor:
-        """[moments, mels] -> [states, hidden], each piece with places of its own."""
+    def _downsample(self, mel: Tensor) -> Tensor:
+        """Return the states [states, hidden] of [frames, mels]; positions restart in each chunk."""
         window, count = self.facts.window, len(mel)
         padded = F.pad(mel, (0, 0, 0, -count % window)) if count > window else mel
-        pieces = padded.view(-1, min(window, count), mel.shape[1]).transpose(1, 2)[:, None]
-        found = []
-        for x in pieces.split(_AT_ONCE):
+        chunks = padded.view(-1, min(window, count), mel.shape[1]).transpose(1, 2)[:, None]
+        convolved = []
+        for x in chunks.split(_AT_ONCE):
             for halving in self.halvings:
                 x = halving(x)
-            found.append(x)
-        x = torch.cat(found).permute(0, 3, 1, 2).contiguous()
+            convolved.append(x)
+        x = torch.cat(convolved).permute(0, 3, 1, 2).contiguous()
         states: Tensor = self.flat(x.flatten(2).flatten(0, 1)).view(len(x), x.shape[1], -1)
         states = states + self.places[: states.shape[1]]
         return states.flatten(0, 1)[: count // window * len(self.places) - (-(count % window) // 8)]
 
 
 class Qwen3Omni(Omni):
-    """A sound has vectors for the first layer alone."""
+    """Qwen3-Omni encoders. Audio vectors are zero for the deepstack levels."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
         assert facts.media is not None
-        self.beyond = self.facts.sound.size_out * facts.media.levels
+        self.num_padding = self.facts.sound.size_out * facts.media.levels
 
-    def seeing(self, facts: ArchFacts, scope: Scope) -> nn.Module:
+    def build_vision(self, facts: ArchFacts, scope: Scope) -> nn.Module:
         return Qwen3OmniVisionTower(facts, scope)
 
-    def hearing(self, scope: Scope) -> nn.Module:
+    def build_audio(self, scope: Scope) -> nn.Module:
         return Qwen3OmniAudioTower(self.facts.sound, scope)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        found = super().encode(modality, items)
-        return [F.pad(each, (0, self.beyond)) for each in found] if modality == "audio" else found
+        encoded = super().encode(modality, items)
+        return [F.pad(x, (0, self.num_padding)) for x in encoded] if modality == "audio" else encoded
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         if modality != "audio":
             return super().blank(modality, num_vectors)
-        sound, each = self.facts.sound, -(-self.facts.sound.window // 8)
-        moments = num_vectors * sound.window // each
-        return {"mel": torch.zeros(moments, sound.encoder.mels, device=self.device)}
+        audio, per_chunk = self.facts.sound, -(-self.facts.sound.window // 8)
+        num_frames = num_vectors * audio.window // per_chunk
+        return {"mel": torch.zeros(num_frames, audio.encoder.mels, device=self.device)}

@@ -1,4 +1,4 @@
-"""Qwen3-VL's tower, and Qwen3.5's: learned positions stretched over the grid, vectors of several depths."""
+"""Vision encoder of Qwen3-VL and Qwen3.5: interpolated learned positions, and deepstack outputs."""
 
 from collections.abc import Sequence
 
@@ -11,20 +11,21 @@ from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, VisionMLP
 from quire.models.towers import qwen2_vl
-from quire.models.towers.grid import GridTower, PatchGrid, Placed, stretched
+from quire.models.towers.grid import GridTower, PatchGrid, PatchLayout, interpolate
 
 _MLP = ("linear_fc1", "linear_fc2")
 
 
 class Layer(qwen2_vl.Layer):
-    """Qwen2-VL's, under other names."""
+    """Qwen2-VL layer with other checkpoint names."""
 
     def feed(self, facts: GridFacts, scope: Scope) -> VisionMLP:
         return VisionMLP(facts.hidden, facts.intermediate, scope, names=_MLP, activation=facts.activation)
 
 
 class Qwen3VLMerger(nn.Module):
-    """Squares of patches become vectors of the decoder's size; the norm is of patches, or of `squares`."""
+    """Norm and MLP that merge squares of patches to vectors of the decoder's size. The norm is over patches,
+    or over `squares`."""
 
     norm_name, inner, names = "norm", "", _MLP
 
@@ -42,7 +43,7 @@ class Qwen3VLMerger(nn.Module):
 
 
 class Qwen3VL(GridTower):
-    """The tower."""
+    """Qwen3-VL encoder: patch and position embeddings, layers, merger and deepstack mergers."""
 
     merger_class, deep_name = Qwen3VLMerger, "deepstack_merger_list"
 
@@ -57,16 +58,16 @@ class Qwen3VL(GridTower):
             self.merger_class(tower, scope / self.deep_name / i, squares=True) for i in numbers
         )
 
-    def layout(self, grids: Sequence[PatchGrid]) -> Placed:
+    def layout(self, grids: Sequence[PatchGrid]) -> PatchLayout:
         places = self.places(grids)
-        positions = stretched(self.learned.vectors, places, self.sizes(grids))
-        return Placed(self.images(grids), self.angles(places), positions)
+        positions = interpolate(self.learned.vectors, places, self.sizes(grids))
+        return PatchLayout(self.images(grids), self.angles(places), positions)
 
-    def forward(self, x: Tensor, layout: Placed) -> Tensor:
-        """[T, hidden] patches of all items -> [T / merge^2, size_out * (1 + taps)]."""
+    def forward(self, x: Tensor, layout: PatchLayout) -> Tensor:
+        """Encode patches [T, hidden] of all items to [T / merge^2, size_out * (1 + deepstack levels)]."""
         images, angles, positions = layout
         x, deep = x + positions, []
         for number, layer in enumerate(self.layers):
             x = layer(x, images, angles)
-            deep += [self.deep[i](x) for i, tap in enumerate(self.facts.aux_layers) if tap == number]
+            deep += [self.deep[i](x) for i, aux in enumerate(self.facts.aux_layers) if aux == number]
         return torch.cat([self.merger(x), *deep], 1)

@@ -1,4 +1,4 @@
-"""What towers share that see squares of one size: an image, its tiles, the frames of a video."""
+"""FixedSizeTower: the base of vision encoders over square images of one size (images, tiles, frames)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from quire.layers.scope import Scope
 
 
 class FixedSizeTower(nn.Module):
-    """All squares of all items in one batch. `pixels` of an item are [squares, 3, side, side]."""
+    """Encodes the squares of all items in one batch. `pixels` of an item is [squares, 3, side, side]."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -21,20 +21,20 @@ class FixedSizeTower(nn.Module):
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:
-        """Whether so many devices can share its layers."""
+        """Return whether `count` devices can share its layers."""
         return bool(media.tower.vit.heads % count == 0)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[N, 3, side, side] -> [N, vectors, hidden]"""
+        """Encode [N, 3, side, side] to [N, vectors, hidden]."""
         raise NotImplementedError
 
     def packed(self, modality: str, vectors: Tensor, item: Mapping[str, Tensor]) -> Tensor:
-        """Those of an item's squares, [squares, vectors, hidden], as they stand in the prompt."""
+        """Return the vectors of an item's squares, [squares, vectors, hidden], in prompt order."""
         return vectors.flatten(0, 1)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         pixels = [item["pixels"] for item in items]
-        vectors = self(torch.cat(pixels)).split([len(each) for each in pixels])
+        vectors = self(torch.cat(pixels)).split([len(squares) for squares in pixels])
         return [self.packed(modality, part, item) for part, item in zip(vectors, items, strict=True)]
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
@@ -45,9 +45,9 @@ class FixedSizeTower(nn.Module):
         return item["pixels"][0]
 
 
-def gathered(x: Tensor, square: int) -> Tensor:
-    """[N, patches, hidden] of square images -> [N, fewer, hidden * square * square]: those of each square of
-    patches side by side."""
+def pixel_shuffle(x: Tensor, square: int) -> Tensor:
+    """Concatenate each square of patches: [N, patches, hidden] of square images becomes
+    [N, patches / square^2, hidden * square^2]."""
     side = round(x.shape[1] ** 0.5) // square
     grid = x.view(len(x), side, square, side, square, -1)
     return grid.transpose(2, 3).flatten(3).flatten(1, 2)

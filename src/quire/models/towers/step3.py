@@ -1,4 +1,4 @@
-"""Step3-VL's tower: squares whose patches turn by column and row, halved twice by convolutions."""
+"""Vision encoder of Step3-VL: square images with 2D RoPE, downsampled twice by convolutions."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ _THETA = 10000.0
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each behind a norm, and scaled number by number."""
+    """Pre-norm layer: attention, then MLP, each with an optional learned scale and a residual."""
 
     def __init__(self, facts: StepFacts, scope: Scope) -> None:
         super().__init__()
@@ -37,10 +37,10 @@ class Layer(nn.Module):
             self.scales.extend(Learned(scope / name / "gamma", vit.hidden) for name in ("ls_1", "ls_2"))
 
     def forward(self, x: Tensor, squares: Spans, angles: Angles) -> Tensor:
-        x = x + self.scaled(0, self.attention(self.attention_norm.alone(x), squares, angles))
-        return x + self.scaled(1, self.mlp(self.mlp_norm.alone(x)))
+        x = x + self._scale(0, self.attention(self.attention_norm.alone(x), squares, angles))
+        return x + self._scale(1, self.mlp(self.mlp_norm.alone(x)))
 
-    def scaled(self, i: int, x: Tensor) -> Tensor:
+    def _scale(self, i: int, x: Tensor) -> Tensor:
         if not len(self.scales):
             return x
         scale = self.scales[i]
@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 
 class DownsampleConv(nn.Module):
-    """A convolution over every second place and its neighbours."""
+    """3 x 3 convolution with stride 2 that doubles the channels."""
 
     def __init__(self, size_in: int, scope: Scope) -> None:
         super().__init__()
@@ -57,41 +57,41 @@ class DownsampleConv(nn.Module):
         self.bias = Learned(scope / "bias", 2 * size_in)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, size_in, rows, columns] -> [N, 2 * size_in, about half, about half]"""
+        """Convert [N, size_in, rows, columns] to [N, 2 * size_in, rows / 2, columns / 2], rounded up."""
         return F.conv2d(x, self.weight.vectors, self.bias.vectors, stride=2, padding=1)
 
 
 class StepVL(nn.Module):
-    """`pixels` of an item are [3, side, side]; `windows`, if there are any, [windows, 3, less, less]."""
+    """Step3-VL encoder. `pixels` of an item is [3, side, side]; `windows`, if any, is [windows, 3, s, s]."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         assert facts.media is not None
-        own: StepFacts = facts.media.tower
-        self.facts, self.device, vit = own, scope.device, own.vit
+        step: StepFacts = facts.media.tower
+        self.facts, self.device, vit = step, scope.device, step.vit
         tower = scope / "vision_model"
         self.patches = PatchEmbedding((3, vit.patch, vit.patch), vit.hidden, tower / "conv1", bias=False)
         self.places = Learned(tower / "positional_embedding", vit.side**2, vit.hidden)
         self.first_norm, self.last_norm = (
             LayerNorm(vit.hidden, vit.norm_eps, tower / name) if is_there else None
-            for name, is_there in (("ln_pre", own.first_norm), ("ln_post", own.last_norm))
+            for name, is_there in (("ln_pre", step.first_norm), ("ln_post", step.last_norm))
         )
         layers = tower / "transformer" / "resblocks"
-        self.layers = nn.ModuleList(Layer(own, layers / i) for i in range(vit.layers))
+        self.layers = nn.ModuleList(Layer(step, layers / i) for i in range(vit.layers))
         sizes = {"vit_downsampler1": vit.hidden, "vit_downsampler2": 2 * vit.hidden}
         self.halvings = nn.Sequential(*(DownsampleConv(size, tower / name) for name, size in sizes.items()))
         projector = scope / "vit_large_projector"
-        self.projector = WholeLinear(4 * vit.hidden, own.size_out, projector, bias=own.bias)
+        self.projector = WholeLinear(4 * vit.hidden, step.size_out, projector, bias=step.bias)
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:
-        """Whether so many devices can share its layers."""
+        """Return whether `count` devices can share its layers."""
         return bool(media.tower.vit.heads % count == 0)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[N, 3, side, side] -> [N, vectors, size_out]"""
+        """Encode [N, 3, side, side] to [N, vectors, size_out]."""
         side, count = pixels.shape[2] // self.facts.vit.patch, len(pixels)
-        x = self.patches(patches_of(pixels, self.facts.vit.patch)) + self.placed(side)
+        x = self.patches(patches_of(pixels, self.facts.vit.patch)) + self.positions(side)
         x = x.flatten(0, 1)
         x = x if self.first_norm is None else self.first_norm.alone(x)
         squares = spans_of(np.full(count, side**2, np.int32), x.device)
@@ -103,25 +103,25 @@ class StepVL(nn.Module):
         vectors: Tensor = self.projector(x.flatten(0, 1))
         return vectors.view(count, -1, vectors.shape[1])
 
-    def placed(self, side: int) -> Tensor:
-        """The learned places, stretched over a square: [patches, hidden]"""
-        table, own = self.places.vectors, self.facts.vit.side
-        if side == own:
+    def positions(self, side: int) -> Tensor:
+        """Return the learned positions, interpolated to a square: [patches, hidden]."""
+        table, table_side = self.places.vectors, self.facts.vit.side
+        if side == table_side:
             return table
-        wide = table.float().view(1, own, own, -1).permute(0, 3, 1, 2)
+        wide = table.float().view(1, table_side, table_side, -1).permute(0, 3, 1, 2)
         return F.interpolate(wide, (side, side), mode="bilinear")[0].flatten(1).t().to(table.dtype)
 
     def angles(self, side: int, count: int) -> Angles:
-        """One half of each head turns by the column, the other by the row."""
+        """Return 2D RoPE angles: one half of each head rotates by the column, the other by the row."""
         half = self.facts.vit.hidden // self.facts.vit.heads // 2
-        speeds = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
-        turns = torch.arange(side, device=self.device)[:, None] * speeds
-        by_column, by_row = turns[None].expand(side, -1, -1), turns[:, None].expand(-1, side, -1)
+        frequencies = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
+        angles = torch.arange(side, device=self.device)[:, None] * frequencies
+        by_column, by_row = angles[None].expand(side, -1, -1), angles[:, None].expand(-1, side, -1)
         both = torch.cat((by_column, by_row), -1).flatten(0, 1).repeat(count, 1)
         return both.cos(), both.sin()
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """The windows of an item come before the whole."""
+        """Encode the items; the windows of an item come before the whole image."""
         wholes = self(torch.stack([item["pixels"] for item in items]))
         counts = [len(item["windows"]) if "windows" in item else 0 for item in items]
         windows = [item["windows"] for item in items if "windows" in item]

@@ -1,4 +1,4 @@
-"""Whisper's encoder: moments of a sound, two convolutions over them, and layers where all see each other."""
+"""Whisper's audio encoder: two convolutions over mel frames, and layers of bidirectional attention."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,11 +16,11 @@ from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, Vision
 
 _EPS = 1e-5
 _WIDTH = 3
-"""Moments under a convolution's kernel."""
+"""Kernel size of the convolutions in frames."""
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each behind a norm."""
+    """Pre-norm layer: attention, then MLP, each with a residual."""
 
     key_bias = False
 
@@ -33,29 +33,30 @@ class Layer(nn.Module):
         self.mlp_norm = LayerNorm(facts.hidden, _EPS, scope / "final_layer_norm")
         self.mlp = VisionMLP(facts.hidden, facts.intermediate, scope, activation=facts.activation)
 
-    def forward(self, x: Tensor, sounds: Spans) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), sounds)
+    def forward(self, x: Tensor, spans: Spans) -> Tensor:
+        x = x + self.attention(self.attention_norm.alone(x), spans)
         out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
         return out
 
 
 class Convolution(nn.Module):
-    """A product of each moment and its neighbours, or of every second; before the first there is nothing."""
+    """Convolution over time with stride `step` and GELU, computed as a GEMM; zero padding before the first
+    frame."""
 
     def __init__(self, size_in: int, size_out: int, step: int, scope: Scope) -> None:
         super().__init__()
         self.step = step
         self.product = PatchEmbedding((size_in, _WIDTH), size_out, scope)
 
-    def forward(self, sounds: Sequence[Tensor]) -> list[Tensor]:
-        """[moments, size_in] each -> [fewer by the one behind the last, size_out]."""
-        patches = [F.pad(each, (0, 0, 1, 0)).unfold(0, _WIDTH, self.step).flatten(1) for each in sounds]
-        found: Tensor = F.gelu(self.product(torch.cat(patches)))
-        return list(found.split([len(each) for each in patches]))
+    def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Compute the convolution of [frames, size_in] of each item; the caller has padded the ends."""
+        patches = [F.pad(x, (0, 0, 1, 0)).unfold(0, _WIDTH, self.step).flatten(1) for x in inputs]
+        convolved: Tensor = F.gelu(self.product(torch.cat(patches)))
+        return list(convolved.split([len(patch) for patch in patches]))
 
 
 class WhisperEncoder(nn.Module):
-    """All layers; the norm behind them is for who uses the states."""
+    """Convolutions and layers of Whisper's encoder, without the final norm."""
 
     def __init__(self, facts: WhisperFacts, scope: Scope) -> None:
         super().__init__()
@@ -69,20 +70,20 @@ class WhisperEncoder(nn.Module):
         self.layers = nn.ModuleList(Layer(facts, scope / "layers" / i) for i in range(facts.layers))
 
     def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
-        """[2 * states + 1, mels] of each sound, with the moment behind its last -> [states, hidden]."""
+        """Encode [2 * states + 1, mels] of each item, including one padding frame, to [states, hidden]."""
         states: Sequence[Tensor] = mels
         for convolution in self.convolutions:
             states = convolution(states)
-        lens = [len(each) for each in states]
-        x = torch.cat([each + self.places.vectors[: len(each)] for each in states])
-        sounds = spans_of(np.array(lens, np.int32), x.device)
+        lens = [len(state) for state in states]
+        x = torch.cat([state + self.places.vectors[: len(state)] for state in states])
+        spans = spans_of(np.array(lens, np.int32), x.device)
         for layer in self.layers:
-            x = layer(x, sounds)
+            x = layer(x, spans)
         return list(x.split(lens))
 
 
 class WhisperTower(nn.Module):
-    """`mel` of an item are [moments + 1, mels], as of any other."""
+    """Whisper encoder with its final norm. `mel` of every item is [frames + 1, mels]."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class WhisperTower(nn.Module):
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:
-        """Whether so many devices can share its layers."""
+        """Return whether `count` devices can share its layers."""
         return bool(media.tower.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

@@ -35,7 +35,7 @@ class Video(NamedTuple):
         return cls(np.broadcast_to(np.uint8(0), (frames, height, width, 3)), *facts)
 
 
-class Sound(NamedTuple):
+class Audio(NamedTuple):
     """Audio: samples of one channel."""
 
     samples: NDArray[np.float32]
@@ -43,7 +43,7 @@ class Sound(NamedTuple):
     """Samples per second."""
 
 
-Content = Image.Image | Video | Sound
+Content = Image.Image | Video | Audio
 """A decoded item; images are RGB."""
 
 
@@ -68,7 +68,7 @@ class Processor(Protocol):
     modalities: tuple[str, ...]
 
     def marks(self, modality: str) -> list[int]:
-        """Return the mark: the tokens that stand for one item in a prompt as chat templates write it, mostly
+        """Return the mark: the placeholder tokens of one item in a prompt as chat templates write it, mostly
         one. Empty for models that cross-attend to the item."""
 
     def text(self, modality: str, number: int) -> str:
@@ -95,38 +95,38 @@ class Processor(Protocol):
 
 
 @runtime_checkable
-class Foresees(Protocol):
+class CountsVideoVectors(Protocol):
     """A processor that can count the vectors of a video before it is decoded."""
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         """Return the number of vectors of a video of this size; the pixels are not read."""
 
 
-class Spells(Protocol):
+class RewritesText(Protocol):
     """A processor that rewrites marks in the text which are not tokens."""
 
     def spelled(self, text: str) -> str:
         """Return the text of a prompt with media as it is tokenized."""
 
 
-def spells(processor: "Processor") -> TypeGuard[Spells]:
-    """Return whether a processor is a `Spells`; `isinstance` with a protocol is too slow for every prompt."""
+def rewrites_text(processor: "Processor") -> TypeGuard[RewritesText]:
+    """Return whether a processor is a `RewritesText`; `isinstance` with a protocol is too slow here."""
     return hasattr(processor, "spelled")
 
 
-class Joins(Protocol):
+class MergesTokens(Protocol):
     """A processor with spans that begin or end with tokens which merge with the text, such as newlines."""
 
     def joined(self, before: int, after: int) -> int | None:
         """Return the token that two adjacent tokens merge into at the edge of a span; None if they do not."""
 
 
-def joins(processor: "Processor") -> TypeGuard[Joins]:
-    """Return whether a processor is a `Joins`."""
+def merges_tokens(processor: "Processor") -> TypeGuard[MergesTokens]:
+    """Return whether a processor is a `MergesTokens`."""
     return hasattr(processor, "joined")
 
 
-class MakesProcessor(Protocol):
+class ProcessorFactory(Protocol):
     """Builds the processor of the checkpoint in a directory from files such as preprocessor_config.json."""
 
     def __call__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> Processor: ...

@@ -10,7 +10,7 @@ from quire.checkpoint.multimodal.whisper import WhisperFacts
 from quire.errors import ConfigError, RequestError
 from quire.multimodal.images import override_settings, stored_settings, wrong_argument
 from quire.multimodal.mel import Samples, log_mel, resampled
-from quire.multimodal.processors import Sound
+from quire.multimodal.processors import Audio
 
 
 class AudioProcessor:
@@ -29,14 +29,14 @@ class AudioProcessor:
         """Return the number of samples that the encoder reads at once."""
         return self.facts.moments * self.hop
 
-    def samples(self, sound: Sound, arguments: Mapping[str, Any], longest: int) -> Samples:
+    def samples(self, sound: Audio, arguments: Mapping[str, Any], longest: int) -> Samples:
         """Convert audio to the sample rate of the encoder. What exceeds `longest` samples is cut, or refused
         without `truncation`."""
         try:
             is_cut = override_settings(self.settings, arguments, ("truncation",)).flag("truncation", True)
         except ConfigError as error:
             raise wrong_argument(error) from error
-        sound = sound if sound.rate else Sound(sound.samples, self.rate)
+        sound = sound if sound.rate else Audio(sound.samples, self.rate)
         if not is_cut and len(sound.samples) * self.rate > longest * sound.rate:
             raise RequestError(
                 f"the audio is {len(sound.samples) / sound.rate:.1f} seconds long, and "

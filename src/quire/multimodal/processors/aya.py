@@ -62,7 +62,7 @@ class AyaProcessor(ImageProcessor):
             tiles = tiles_of(content, keys, self.facts.vit.image, self.grid)
         except ConfigError as error:
             raise wrong_argument(error) from error
-        return self.spread(self.span(len(tiles)), arrays=finish(tiles))
+        return self.build_item(self.span(len(tiles)), arrays=finish(tiles))
 
     @staticmethod
     def grid(image: Size, side: int, least: int, most: int) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class AyaProcessor(ImageProcessor):
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
 
-    def brought(self, num_vectors: int) -> list[int]:
+    def embeds_span(self, num_vectors: int) -> list[int]:
         if num_vectors % self.facts.tokens:
             many = f"a multiple of {self.facts.tokens}"
             raise RequestError(f"image_embeds: {num_vectors} vectors, expected {many}", "multi_modal_data")

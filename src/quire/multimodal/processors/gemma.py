@@ -80,7 +80,7 @@ class Gemma3Processor(Newlines):
             squares = [resized(image, (side, side), resample) for image in images]
         except ConfigError as error:
             raise wrong_argument(error) from error
-        return self.spread(self._span(len(images) - 1), arrays=finish(np.stack(squares)))
+        return self.build_item(self._span(len(images) - 1), arrays=finish(np.stack(squares)))
 
     def _span(self, num_crops: int) -> list[int]:
         name = self.tokenizer.backend.id_to_token
@@ -92,7 +92,7 @@ class Gemma3Processor(Newlines):
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
 
-    def brought(self, num_vectors: int) -> list[int]:
+    def embeds_span(self, num_vectors: int) -> list[int]:
         per_image = self.facts.tokens
         if num_vectors % per_image:
             raise RequestError(

@@ -15,7 +15,7 @@ from quire.data.multimodal import Array
 from quire.errors import ConfigError, RequestError
 from quire.multimodal.images import override_settings, stored_settings, wrong_argument
 from quire.multimodal.mel import Samples, resampled
-from quire.multimodal.processors import Content, ProcessedItem, Sound
+from quire.multimodal.processors import Audio, Content, ProcessedItem
 from quire.multimodal.processors.gemma import Newlines
 from quire.text.tokenizer import Tokenizer
 
@@ -41,12 +41,12 @@ class Gemma3nProcessor(Newlines):
         self.hop = round(self.rate * self.settings.number("hop_length_ms", 10.0) / 1000)
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Sound)
+        assert isinstance(content, Audio)
         try:
             is_cut = override_settings(self.settings, arguments, ("truncation",)).flag("truncation", True)
         except ConfigError as error:
             raise wrong_argument(error) from error
-        sound = content if content.rate else Sound(content.samples, self.rate)
+        sound = content if content.rate else Audio(content.samples, self.rate)
         seconds = len(sound.samples) / sound.rate
         if not is_cut and seconds * self.rate > _LONGEST:
             raise RequestError(
@@ -59,19 +59,19 @@ class Gemma3nProcessor(Newlines):
                 f"the audio is too short: it has {len(samples)} samples at {self.rate} Hz, and "
                 f"{self.frame + 1} are the minimum"
             )
-        return self.spread(self._span, arrays={"mel": Array.of(self._log_mel(samples))})
+        return self.build_item(self._span, arrays={"mel": Array.of(self._log_mel(samples))})
 
     @cached_property
     def _span(self) -> list[int]:
         facts, newlines = self.facts, self.tokenizer.encode("\n\n", add_special_tokens=False)
         return [*newlines, facts.start_id, *[facts.audio_id] * facts.tokens, facts.end_id, *newlines]
 
-    def spread(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
+    def build_item(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
         """Build the item: the end token has a vector, too."""
         first = token_ids.index(self.facts.audio_id)
         return ProcessedItem(token_ids, [(first, self.facts.tokens + 1)], **more)
 
-    def brought(self, num_vectors: int) -> list[int]:
+    def embeds_span(self, num_vectors: int) -> list[int]:
         if num_vectors != self.facts.tokens + 1:
             raise RequestError(
                 f"audio_embeds: {num_vectors} vectors, expected {self.facts.tokens + 1}, one for the end",

@@ -16,7 +16,7 @@ USUAL_FPS = 24.0
 """Frames per second of a video without metadata, as in transformers."""
 
 
-class PatchLayout(NamedTuple):
+class PatchSpans(NamedTuple):
     """Number of patches in time, height and width."""
 
     steps: int
@@ -149,7 +149,7 @@ def positions_of(
     out = np.empty((3, num_tokens), np.int32)
     done = at = 0
     for item, known in zip(items, facts, strict=True):
-        grid = PatchLayout(*known["grid"])
+        grid = PatchSpans(*known["grid"])
         rows, columns = grid.height // merge, grid.width // merge
         places = item.places()
         steps = grid.steps // len(places)

@@ -52,7 +52,7 @@ class Idefics3Processor(ImageProcessor):
             tiles, grid = self._tiles(content, keys)
         except ConfigError as error:
             raise wrong_argument(error) from error
-        return self.spread(self._span(grid), arrays=finish(tiles))
+        return self.build_item(self._span(grid), arrays=finish(tiles))
 
     def _tiles(self, image: Image.Image, keys: ConfigReader) -> tuple[NDArray[np.uint8], Size]:
         """Return the tiles, the whole image last, and their rows and columns; 0 and 0 if there is only the

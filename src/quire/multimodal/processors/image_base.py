@@ -21,7 +21,8 @@ def token_of(tokenizer: Tokenizer, token: str) -> int:
 
 
 class ImageProcessor:
-    """Base of processors with one token as the mark of an image, and one (or the same) as its placeholder."""
+    """Base of processors that replace a mark of one token by a span of image tokens; both may be the same
+    token."""
 
     modalities: tuple[str, ...] = ("image",)
 
@@ -35,14 +36,14 @@ class ImageProcessor:
     def text(self, modality: str, number: int) -> str:
         return self.tokenizer.backend.id_to_token(self.mark) or ""
 
-    def spread(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
+    def build_item(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
         """Build the item of a span that has vectors at its image tokens, or at the tokens `place`."""
         places = np.asarray(token_ids) == (self.image_id if place is None else place)
         edges = np.flatnonzero(np.diff(places, prepend=False, append=False)).reshape(-1, 2)
         runs = [(int(first), int(end - first)) for first, end in edges]
         return ProcessedItem(token_ids, [] if places.all() else runs, **more)
 
-    def brought(self, num_vectors: int) -> list[int]:
+    def embeds_span(self, num_vectors: int) -> list[int]:
         """Return the span of embeddings that a user sends."""
         return [self.image_id] * num_vectors
 
@@ -54,7 +55,7 @@ class ImageProcessor:
                 f"{modality}_embeds: the shape is {vectors.shape}, expected (vectors, {self.hidden})",
                 "multi_modal_data",
             )
-        return self.spread(self.brought(len(vectors)), arrays={"embeds": Array.of(vectors)})
+        return self.build_item(self.embeds_span(len(vectors)), arrays={"embeds": Array.of(vectors)})
 
     def positions(
         self, token_ids: Sequence[int], items: Sequence[MediaItem], facts: Sequence[Mapping[str, Any]]

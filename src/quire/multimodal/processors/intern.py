@@ -81,7 +81,7 @@ class InternVLProcessor(ImageProcessor):
             tiles = tiles_of(content, keys, self.facts.vit.image)
         except ConfigError as error:
             raise wrong_argument(error) from error
-        return self.spread(self._span(len(tiles)), arrays=finish(tiles))
+        return self.build_item(self._span(len(tiles)), arrays=finish(tiles))
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
@@ -94,12 +94,12 @@ class InternVLProcessor(ImageProcessor):
         text = "\n".join(f"Frame{i + 1}: {_BEGIN}{_PLACE}{_END}" for i in range(len(frames)))
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         span = [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
-        return self.spread(span, arrays=finish(frames))
+        return self.build_item(span, arrays=finish(frames))
 
     def _span(self, num_tiles: int) -> list[int]:
         return [self.begin, *[self.image_id] * (self.facts.tokens * num_tiles), self.end]
 
-    def brought(self, num_vectors: int) -> list[int]:
+    def embeds_span(self, num_vectors: int) -> list[int]:
         if num_vectors % self.facts.tokens:
             many = f"a multiple of {self.facts.tokens}"
             raise RequestError(f"image_embeds: {num_vectors} vectors, expected {many}", "multi_modal_data")

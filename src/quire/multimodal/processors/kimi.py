@@ -124,7 +124,7 @@ class KimiVLProcessor(ImageProcessor):
             )
             for token_id in self.tokenizer.encode(clip, add_special_tokens=False):
                 span += [token_id] * (self._count(pixels.shape[1:]) if token_id == place else 1)
-        return self.spread(span, place=place, arrays=finish(pixels))
+        return self.build_item(span, place=place, arrays=finish(pixels))
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))

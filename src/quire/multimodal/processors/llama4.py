@@ -51,7 +51,7 @@ class Llama4Processor(ImageProcessor):
             tiles, grid = self._tiles(content, keys)
         except ConfigError as error:
             raise wrong_argument(error) from error
-        return self.spread(self._span(*grid), arrays=finish(tiles))
+        return self.build_item(self._span(*grid), arrays=finish(tiles))
 
     def _tiles(self, image: Image.Image, keys: ConfigReader) -> tuple[NDArray[np.uint8], Size]:
         """Return the tiles and the rows and columns of the canvas."""

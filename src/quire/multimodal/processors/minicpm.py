@@ -123,7 +123,7 @@ class MiniCPMVProcessor(ImageProcessor):
             arrays = finish(**_squares(content, cut, resample))
         except ConfigError as error:
             raise wrong_argument(error) from error
-        return self.spread(self._span(cut, keys), arrays=arrays)
+        return self.build_item(self._span(cut, keys), arrays=arrays)
 
     def _process_video(
         self, video: Video, keys: ConfigReader, finish: PixelScaling, resample: Image.Resampling
@@ -134,7 +134,7 @@ class MiniCPMVProcessor(ImageProcessor):
         frames = [_squares(Image.fromarray(frame), cut, resample) for frame in video.frames]
         span = self._span(cut, keys, "video") * len(frames)
         arrays = finish(**{name: np.stack([frame[name] for frame in frames]) for name in frames[0]})
-        return self.spread(span, place=self.video_id, arrays=arrays)
+        return self.build_item(span, place=self.video_id, arrays=arrays)
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
@@ -192,7 +192,7 @@ class MiniCPMVProcessor(ImageProcessor):
         counts = iter([count, *[per_slice] * (grid[0] * grid[1])])
         return [i for i in token_ids for _ in range(next(counts) if i == place_id else 1)]
 
-    def brought(self, num_vectors: int) -> list[int]:
+    def embeds_span(self, num_vectors: int) -> list[int]:
         return self._span_of_counts(num_vectors, 0, (0, 0))
 
     def most_vectors(self, modality: str) -> int:

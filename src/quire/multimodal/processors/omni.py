@@ -8,11 +8,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from quire.checkpoint.facts import MediaFacts
-from quire.checkpoint.multimodal.omni import HearingFacts, OmniFacts
+from quire.checkpoint.multimodal.omni import OmniAudioFacts, OmniFacts
 from quire.data.multimodal import Array, MediaItem
 from quire.errors import RequestError
 from quire.multimodal.mel import Samples
-from quire.multimodal.processors import Content, ProcessedItem, Sound
+from quire.multimodal.processors import Audio, Content, ProcessedItem
 from quire.multimodal.processors.audio_base import AudioProcessor
 from quire.multimodal.processors.grid import positions_of
 from quire.multimodal.processors.qwen import GridProcessor
@@ -35,7 +35,7 @@ class OmniProcessor(GridProcessor):
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         towers: OmniFacts = facts.tower
         super().__init__(path, replace(facts, tower=towers.grid), tokenizer)
-        self.audio_facts: HearingFacts = towers.sound
+        self.audio_facts: OmniAudioFacts = towers.sound
         self.audio = AudioProcessor(path, self.audio_facts.encoder)
         video = self.settings["video"]
         least, most = (count * video.unit**2 for count in _FRAME_VECTORS)
@@ -51,7 +51,7 @@ class OmniProcessor(GridProcessor):
         return "".join(token or "" for token in self.tokenizer.convert_ids_to_tokens(ids))
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        if not isinstance(content, Sound):
+        if not isinstance(content, Audio):
             other = {name: value for name, value in arguments.items() if name not in _AUDIO_ARGUMENTS}
             return super().process(modality, content, other)
         self.settings["image"].with_arguments(

@@ -77,7 +77,7 @@ class Ovis2Processor(ImageProcessor):
             ids += tile if number == rows * columns else [*tile, column if number % columns else row]
         return [*ids, end]
 
-    def brought(self, num_vectors: int) -> list[int]:
+    def embeds_span(self, num_vectors: int) -> list[int]:
         span = self.span(1, 1)
         if num_vectors != len(span):
             raise RequestError(
@@ -86,7 +86,7 @@ class Ovis2Processor(ImageProcessor):
             )
         return span
 
-    def spread(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
+    def build_item(self, token_ids: list[int], place: int | None = None, **more: Any) -> ProcessedItem:
         return ProcessedItem(token_ids, **more)
 
     def most_vectors(self, modality: str) -> int:
@@ -140,7 +140,7 @@ def nearest_grid(size: tuple[int, int], side: int, least: int, most: int) -> tup
     ratio, area = size[1] / size[0], size[0] * size[1]
     best, off = (1, 1), float("inf")
     for grid in _grids(least, most):
-        here = abs(ratio - grid[0] / grid[1])
-        if here < off or (here == off and area > 0.5 * side * side * grid[0] * grid[1]):
-            best, off = grid, here
+        distance = abs(ratio - grid[0] / grid[1])
+        if distance < off or (distance == off and area > 0.5 * side * side * grid[0] * grid[1]):
+            best, off = grid, distance
     return best[1], best[0]

@@ -30,7 +30,7 @@ _BEGIN = "<bos>"
 
 
 class PaliGemmaProcessor(ImageProcessor):
-    """A text without a mark gets one before it, for one image."""
+    """Puts the mark of one image before a text that has none."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: PaliGemmaFacts = facts.tower

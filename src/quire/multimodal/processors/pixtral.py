@@ -68,10 +68,10 @@ class PixtralProcessor(ImageProcessor):
                 f"{size[0]}, and {self.side} x {self.side} are the minimum"
             )
         if not self.facts.breaks:
-            return self.spread([self.image_id] * (rows * columns), arrays=finish(pixels))
+            return self.build_item([self.image_id] * (rows * columns), arrays=finish(pixels))
         row = [*[self.image_id] * columns, self.break_id]
         token_ids = [*(row * rows)[:-1], self.end_id]
-        return self.spread(token_ids, arrays=finish(pixels))
+        return self.build_item(token_ids, arrays=finish(pixels))
 
     def _size(self, keys: ConfigReader, image: Size) -> Size:
         """Return the size of an image in whole patches, rounded up, reduced to the maximum."""

@@ -15,8 +15,8 @@ from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.data.multimodal import Array, MediaItem
 from quire.errors import RequestError
 from quire.multimodal.images import check_frames, resized
-from quire.multimodal.processors import Content, ProcessedItem, Sound, Video
-from quire.multimodal.processors.grid import USUAL_FPS, PatchLayout, patches_of, positions_of, sampled
+from quire.multimodal.processors import Audio, Content, ProcessedItem, Video
+from quire.multimodal.processors.grid import USUAL_FPS, PatchSpans, patches_of, positions_of, sampled
 from quire.multimodal.processors.grid_settings import GridSettings, read_settings
 from quire.text.tokenizer import Tokenizer
 
@@ -54,13 +54,13 @@ class GridProcessor:
         return "".join(token or "" for token in self.tokenizer.convert_ids_to_tokens(ids))
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert not isinstance(content, Sound), "these models have no audio input"
+        assert not isinstance(content, Audio), "these models have no audio input"
         settings = self.settings[modality].with_arguments(arguments)
         if isinstance(content, Video):
             return self._process_video(content, settings)
         size = settings.size_of(content.height, content.width)
         pixels = patches_of(resized(content, size, settings.resample)[None], settings)
-        grid = PatchLayout(*pixels.shape[:3])
+        grid = PatchSpans(*pixels.shape[:3])
         span = [self.tower.image_id] * grid.num_vectors(settings.merge)
         return _with_grid(ProcessedItem(span, arrays=settings.finish.to_arrays(pixels=pixels)), grid)
 
@@ -69,7 +69,7 @@ class GridProcessor:
         chosen, _, _ = sampled(video, settings, self.tower.times)
         height, width = self._frame_size(video, len(chosen), settings)
         patches = (height // settings.patch, width // settings.patch)
-        return PatchLayout(-(-len(chosen) // settings.frames), *patches).num_vectors(settings.merge)
+        return PatchSpans(-(-len(chosen) // settings.frames), *patches).num_vectors(settings.merge)
 
     def _frame_size(self, video: Video, count: int, settings: GridSettings) -> tuple[int, int]:
         """Return the size that each of `count` frames is resized to."""
@@ -82,7 +82,7 @@ class GridProcessor:
         size = self._frame_size(video, len(chosen), settings)
         sized = [resized(Image.fromarray(video.frames[i]), size, settings.resample) for i in chosen]
         pixels = patches_of(np.stack(sized), settings)
-        grid = PatchLayout(*pixels.shape[:3])
+        grid = PatchSpans(*pixels.shape[:3])
         total = video.total_frames or len(video.frames)
         rate = fps * len(indices) / total if fps else USUAL_FPS
         times = [index / (fps or USUAL_FPS) for index in indices]
@@ -90,7 +90,7 @@ class GridProcessor:
         processed.arrays = settings.finish.to_arrays(pixels=pixels)
         return _with_grid(processed, grid)
 
-    def _video_span(self, grid: PatchLayout, times: list[float], seconds: float) -> ProcessedItem:
+    def _video_span(self, grid: PatchSpans, times: list[float], seconds: float) -> ProcessedItem:
         """Build the span of a video: one run of tokens, or one for each step, next to its time."""
         tower, count = self.tower, grid.num_vectors(self.tower.merge)
         if not tower.times:
@@ -119,7 +119,7 @@ class GridProcessor:
         units = zip(numbers, (1, merge, merge), strict=False)
         if len(numbers) != 3 or not all(number >= 1 and number % unit == 0 for number, unit in units):
             raise RequestError(f"{key} is {numbers}, expected steps, and height and width in {merge}s", key)
-        grid = PatchLayout(*map(int, numbers))
+        grid = PatchSpans(*map(int, numbers))
         expected = (grid.num_vectors(merge), self.width)
         if vectors.shape != expected:
             raise RequestError(
@@ -158,7 +158,7 @@ class GridProcessor:
         return Array.of(positions_of(len(token_ids), items, facts, self.tower.merge))
 
 
-def _with_grid(processed: ProcessedItem, grid: PatchLayout, **arrays: NDArray[Any]) -> ProcessedItem:
+def _with_grid(processed: ProcessedItem, grid: PatchSpans, **arrays: NDArray[Any]) -> ProcessedItem:
     processed.facts["grid"] = list(grid)
     if arrays:
         processed.arrays = {name: Array.of(numbers) for name, numbers in arrays.items()}

@@ -12,7 +12,7 @@ from quire.data.multimodal import Array
 from quire.errors import RequestError
 from quire.multimodal.images import processor_settings
 from quire.multimodal.mel import Samples
-from quire.multimodal.processors import Content, ProcessedItem, Sound
+from quire.multimodal.processors import Audio, Content, ProcessedItem
 from quire.multimodal.processors.audio_base import AudioProcessor
 from quire.multimodal.processors.image_base import ImageProcessor
 from quire.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class QwenAudioProcessor(ImageProcessor):
         return _MARKED.format(number, super().text(modality, number))
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Sound)
+        assert isinstance(content, Audio)
         (longest,) = self.largest(modality)
         samples = self.audio.samples(content, arguments, longest)
         if len(samples) <= (_LEAST - 1) * self.audio.hop:

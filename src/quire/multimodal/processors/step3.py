@@ -85,7 +85,7 @@ class StepVLProcessor(ImageProcessor):
             windows = [large.crop((x, y, x + plan.side, y + plan.side)) for x, y in boxes]
             numbers = [smoothed(finish.normalized(np.asarray(window)), self.window) for window in windows]
             arrays["windows"] = Array.of(np.stack(numbers))
-        return self.spread(self._span(rows, columns), arrays=arrays)
+        return self.build_item(self._span(rows, columns), arrays=arrays)
 
     def _is_narrow(self, width: int, height: int) -> bool:
         short, long = sorted((width, height))
@@ -119,7 +119,7 @@ class StepVLProcessor(ImageProcessor):
         row = [self.start, *[self.image_id] * per_window, self.stop] * columns + [self.newline]
         return [*(row * rows)[:-1], self.begin, *[self.image_id] * whole, self.end]
 
-    def brought(self, num_vectors: int) -> list[int]:
+    def embeds_span(self, num_vectors: int) -> list[int]:
         return [self.begin, *[self.image_id] * num_vectors, self.end]
 
     def most_vectors(self, modality: str) -> int:

@@ -10,7 +10,7 @@ from quire.checkpoint.facts import MediaFacts
 from quire.checkpoint.multimodal.whisper import WhisperFacts
 from quire.data.multimodal import Array, MediaItem
 from quire.errors import RequestError
-from quire.multimodal.processors import Content, ProcessedItem, Sound
+from quire.multimodal.processors import Audio, Content, ProcessedItem
 from quire.multimodal.processors.audio_base import AudioProcessor
 from quire.text.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ class WhisperProcessor:
         return ""
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> ProcessedItem:
-        assert isinstance(content, Sound)
+        assert isinstance(content, Audio)
         mel = self.audio.padded_mel(self.audio.samples(content, arguments, self.audio.at_once))
         return ProcessedItem([], [(0, self.facts.positions)], arrays={"mel": Array.of(mel)})
 

@@ -9,7 +9,7 @@ from quire.server.anthropic.bodies import CountBody, MessagesBody
 from quire.server.anthropic.encoder import MessageEncoder
 from quire.server.anthropic.translate import as_chat
 from quire.server.http.errors import json_response
-from quire.server.openai.chat_request import begin_talk
+from quire.server.openai.chat_request import prepare_chat
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody
 from quire.server.openai.sampling_params import check_template
@@ -18,7 +18,7 @@ from quire.server.openai.service import GenerationService
 
 async def answer_messages(api: GenerationService, body: MessagesBody, request: Request) -> Response:
     chat = await _as_chat(body, request, budgets=api.parsers.reasoning is not None)
-    talk = await begin_talk(api, chat, request, kind="msg")
+    talk = await prepare_chat(api, chat, request, kind="msg")
     return await api.answer(talk.job, MessageEncoder(api, talk), request, stream=bool(body.stream))
 
 

@@ -214,7 +214,7 @@ class MessageUsage(BaseModel):
     cache_creation_input_tokens: int
 
 
-class SaidText(BaseModel):
+class ReplyText(BaseModel):
     """Text of an answer."""
 
     type: Literal["text"]
@@ -222,7 +222,7 @@ class SaidText(BaseModel):
     citations: None = None
 
 
-class SaidThinking(BaseModel):
+class ReplyThinking(BaseModel):
     """Reasoning of the model."""
 
     type: Literal["thinking"]
@@ -230,7 +230,7 @@ class SaidThinking(BaseModel):
     signature: str
 
 
-class SaidToolUse(BaseModel):
+class ReplyToolUse(BaseModel):
     """A tool that the model calls."""
 
     type: Literal["tool_use"]
@@ -246,7 +246,7 @@ class MessageReply(BaseModel):
     type: Literal["message"]
     role: str
     model: str
-    content: list[SaidText | SaidThinking | SaidToolUse]
+    content: list[ReplyText | ReplyThinking | ReplyToolUse]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage

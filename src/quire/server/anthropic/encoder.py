@@ -9,7 +9,7 @@ from quire.server.anthropic.blocks import BlockEvents, Event, content_of
 from quire.server.anthropic.errors import as_message_error
 from quire.server.http.errors import describe
 from quire.server.http.sse import event, quote
-from quire.server.openai.chat_request import Talk
+from quire.server.openai.chat_request import ChatJob
 from quire.server.openai.service import GenerationService
 
 _TEXT_HEAD = (
@@ -26,7 +26,7 @@ _ERRORS = {"abort": "the request was aborted", "error": "the engine failed while
 class MessageEncoder:
     """Encodes a message. A text-only event is concatenated from prepared bytes."""
 
-    def __init__(self, api: GenerationService, talk: Talk) -> None:
+    def __init__(self, api: GenerationService, talk: ChatJob) -> None:
         self._api, self._talk = api, talk
         self._id = "msg_" + talk.job.id.removeprefix("msg-")
         self._listener = talk.listener()

@@ -14,9 +14,9 @@ from quire.frontend.inputs import Prompt
 from quire.frontend.speech import MAX_SECONDS, RATE, Samples, Transcriber, pieces_of
 from quire.multimodal.inputs import MediaInput
 from quire.multimodal.processing import PreparedItem
-from quire.multimodal.processors import Sound
+from quire.multimodal.processors import Audio
 from quire.server.audio.bodies import SpeechForm, TranscriptionForm, TranslationForm
-from quire.server.audio.encoder import NAMES, Heard, SpeechEncoder, respond
+from quire.server.audio.encoder import NAMES, SpeechEncoder, SpeechRequest, respond
 from quire.server.http.errors import NotFound, TooLarge
 from quire.server.openai.beam import all_of
 from quire.server.openai.sampling_params import check_fields
@@ -57,7 +57,7 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
     job = api.job(_KINDS[task], form, request, prompts, [params] * len(prompts))
-    heard = Heard(
+    heard = SpeechRequest(
         task,
         form,
         job,
@@ -126,7 +126,7 @@ async def _read_audio(
     except RequestError as error:
         raise item.wrong(error) from None
     chunks = pieces_of(samples, at_once)
-    works = [media.prepare([replace(item, source=Sound(piece, RATE))]) for _, piece in chunks]
+    works = [media.prepare([replace(item, source=Audio(piece, RATE))]) for _, piece in chunks]
     prepared = await all_of(works)
     return samples, [(start, piece) for (start, _), (piece,) in zip(chunks, prepared, strict=True)]
 
@@ -174,7 +174,7 @@ async def _no_speech_probs(
 
 async def _align(
     api: GenerationService,
-    heard: Heard,
+    heard: SpeechRequest,
     pieces: list[tuple[int, PreparedItem]],
     request: Request,
     outputs: list[RequestOutput],

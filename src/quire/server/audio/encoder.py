@@ -20,7 +20,7 @@ NAMES = {"transcribe": "transcription", "translate": "translation"}
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class SpeechRequest:
     """The audio of a request and its settings."""
 
     task: str
@@ -50,7 +50,7 @@ class SpeechEncoder:
 
     text_only = False
 
-    def __init__(self, api: GenerationService, heard: Heard) -> None:
+    def __init__(self, api: GenerationService, heard: SpeechRequest) -> None:
         self._api, self._heard = api, heard
         job, form = heard.job, heard.form
         forced = api.settings.api.enable_force_include_usage
@@ -119,14 +119,14 @@ def respond(form: SpeechForm) -> Callable[[Any], Response]:
     return lambda answer: PlainTextResponse(answer["text"] + "\n")
 
 
-def _json(heard: Heard, completions: list[CompletionOutput]) -> dict[str, Any]:
+def _json(heard: SpeechRequest, completions: list[CompletionOutput]) -> dict[str, Any]:
     text = heard.speech.between.join(completion.text for completion in completions).strip()
     if heard.task == "translate":
         return {"text": text}
     return {"text": text, "usage": {"type": "duration", "seconds": math.ceil(heard.seconds)}}
 
 
-def _verbose(heard: Heard, completions: list[CompletionOutput]) -> dict[str, Any]:
+def _verbose(heard: SpeechRequest, completions: list[CompletionOutput]) -> dict[str, Any]:
     segments, texts = list[dict[str, Any]](), list[str]()
     words = list[dict[str, Any]]()
     for piece, start, segment in _segments(heard, completions):
@@ -154,14 +154,14 @@ def _verbose(heard: Heard, completions: list[CompletionOutput]) -> dict[str, Any
     return _json(heard, completions) | {"text": "".join(texts).strip()} | more
 
 
-def _words(heard: Heard, piece: int, start: float, segment: Segment) -> list[dict[str, Any]]:
+def _words(heard: SpeechRequest, piece: int, start: float, segment: Segment) -> list[dict[str, Any]]:
     return [
         {"word": word.text, "start": round(start + word.start, 3), "end": round(start + word.end, 3)}
         for word in heard.speech.words(segment, heard.begins[piece], heard.language)
     ]
 
 
-def _segments(heard: Heard, completions: list[CompletionOutput]) -> list[tuple[int, float, Segment]]:
+def _segments(heard: SpeechRequest, completions: list[CompletionOutput]) -> list[tuple[int, float, Segment]]:
     """Return the segments, each with the index of its chunk and the start time of the chunk."""
     ends = [*heard.starts[1:], heard.length]
     return [
@@ -179,8 +179,10 @@ def _mean_logprob(output: CompletionOutput, segment: Segment) -> float | None:
     return max(sum(chosen) / len(chosen), _LEAST_LOGPROB)
 
 
-def _subtitles(head: str, comma: str, *, numbered: bool) -> Callable[[Heard, list[CompletionOutput]], Any]:
-    def encode(heard: Heard, completions: list[CompletionOutput]) -> dict[str, Any]:
+def _subtitles(
+    head: str, comma: str, *, numbered: bool
+) -> Callable[[SpeechRequest, list[CompletionOutput]], Any]:
+    def encode(heard: SpeechRequest, completions: list[CompletionOutput]) -> dict[str, Any]:
         blocks = [head] if head else []
         for number, (_, start, segment) in enumerate(_segments(heard, completions), 1):
             times = f"{_clock(start + segment.start, comma)} --> {_clock(start + segment.end, comma)}"
@@ -197,7 +199,7 @@ def _clock(seconds: float, comma: str) -> str:
     return f"{hours:02}:{minutes:02}:{milliseconds // 1000:02}{comma}{milliseconds % 1000:03}"
 
 
-_ENCODERS: dict[str, Callable[[Heard, list[CompletionOutput]], dict[str, Any]]] = {
+_ENCODERS: dict[str, Callable[[SpeechRequest, list[CompletionOutput]], dict[str, Any]]] = {
     "json": _json,
     "text": _json,
     "verbose_json": _verbose,

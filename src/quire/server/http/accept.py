@@ -24,7 +24,7 @@ PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
-class Hand:
+class ConnectionHandle:
     """Handle with which an API process receives connections."""
 
     channel: socket.socket
@@ -33,7 +33,7 @@ class Hand:
     index: int
 
 
-class Dealer:
+class ConnectionDealer:
     """The supervisor's side. A process receives connections from `admit` until `drop`."""
 
     def __init__(self, listener: socket.socket, closed_file: Path, count: int) -> None:
@@ -55,14 +55,14 @@ class Dealer:
         """Return the sockets that are readable when `deal` has work."""
         return [self._listener] if self._up and self._held is None else []
 
-    def open(self, index: int) -> Hand:
+    def open(self, index: int) -> ConnectionHandle:
         """Return the handle for a new process, which has no connections yet."""
         self.drop(index)
         supervisor_end, process_end = socket.socketpair()
         supervisor_end.setblocking(False)
         self._channels[index] = supervisor_end, process_end
         self._num_passed[index] = self._closed[index] = 0
-        return Hand(process_end, self._file, index)
+        return ConnectionHandle(process_end, self._file, index)
 
     def admit(self, index: int) -> None:
         """Start to pass connections to a process that has its end of the channel and serves."""
@@ -128,10 +128,10 @@ class Dealer:
             self.drop(index)
 
 
-class Taker:
+class ConnectionReceiver:
     """The API process's side: receives connections, and counts those that it has closed."""
 
-    def __init__(self, hand: Hand) -> None:
+    def __init__(self, hand: ConnectionHandle) -> None:
         self._channel = hand.channel
         self._channel.setblocking(False)
         self._index = hand.index

@@ -22,7 +22,7 @@ from quire.server.http.refusals import OpenConnections, RefusalLog, network_of
 from quire.server.settings import HttpSection
 
 MAX_PIPELINED = 16
-"""Maximum pipelined requests that wait behind the running one."""
+"""Maximum pipelined requests that wait for the running one."""
 MAX_HELD_BYTES = 256 << 10
 """Maximum unparsed bytes of pipelined requests."""
 LINGER_S = 2.0
@@ -84,7 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Requests without a complete response in front of `cycle`, the running one first: there are some
         only if requests are pipelined."""
         self._held = bytearray()
-        """Bytes behind a complete request that is being answered."""
+        """Bytes received after a complete request that is still running."""
         self._is_ended = False
         """Whether all further input is discarded."""
         self._num_unparsed = 0
@@ -154,7 +154,7 @@ class HttpProtocol(HttpToolsProtocol):
         )
 
     def _in_body(self) -> bool:
-        """Whether headers are complete, and the body behind them is not."""
+        """Whether the headers are complete and the body is not."""
         return self.cycle is not None and self.cycle.more_body
 
     def _parse_in_pieces(self, data: memoryview) -> None:

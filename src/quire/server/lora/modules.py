@@ -14,7 +14,7 @@ MAX_NAME = 256
 _FIELDS = ("name", "path", "base_model_name")
 
 
-class Module(msgspec.Struct, frozen=True, omit_defaults=True):
+class LoRAModule(msgspec.Struct, frozen=True, omit_defaults=True):
     """The name and location of a LoRA adapter."""
 
     name: str
@@ -53,9 +53,9 @@ def name_problem(name: str) -> str:
     )
 
 
-def read_modules(values: Iterable[str]) -> tuple[Module, ...]:
+def read_modules(values: Iterable[str]) -> tuple[LoRAModule, ...]:
     """Return the adapters of --lora-modules, or raise a ConfigError."""
-    modules: dict[str, Module] = {}
+    modules: dict[str, LoRAModule] = {}
     for value in values:
         for module in _parse(value):
             if problem := name_problem(module.name):
@@ -66,7 +66,7 @@ def read_modules(values: Iterable[str]) -> tuple[Module, ...]:
     return tuple(modules.values())
 
 
-def check_modules(modules: Sequence[Module], *, enabled: bool, served: Sequence[str]) -> None:
+def check_modules(modules: Sequence[LoRAModule], *, enabled: bool, served: Sequence[str]) -> None:
     """Raise a ConfigError if the adapters cannot be served with a model of these names."""
     if modules and not enabled:
         raise ConfigError("lora_modules needs enable_lora: give --enable-lora, too")
@@ -78,7 +78,7 @@ def check_modules(modules: Sequence[Module], *, enabled: bool, served: Sequence[
             )
 
 
-def _parse(value: str) -> list[Module]:
+def _parse(value: str) -> list[LoRAModule]:
     if value.lstrip().startswith(("{", "[")):
         try:
             entries = json.loads(value)
@@ -91,10 +91,10 @@ def _parse(value: str) -> list[Module]:
             f"lora_modules: {value!r:.200} must be name=path, or JSON such as "
             '\'{"name": "a", "path": "/adapters/a"}\''
         )
-    return [Module(name.strip(), path)]
+    return [LoRAModule(name.strip(), path)]
 
 
-def _parse_entry(entry: Any) -> Module:
+def _parse_entry(entry: Any) -> LoRAModule:
     if not isinstance(entry, dict) or not {"name", "path"} <= entry.keys():
         raise ConfigError(f"lora_modules: {entry!r:.200} must be an object with `name` and `path`")
     for field, value in entry.items():
@@ -104,4 +104,4 @@ def _parse_entry(entry: Any) -> Module:
             raise ConfigError(f"lora_modules: {field} must be a string, not {value!r:.80}")
     if not entry["path"]:
         raise ConfigError(f"lora_modules: the path of {entry['name']!r} is empty")
-    return Module(entry["name"], entry["path"], base=entry.get("base_model_name"))
+    return LoRAModule(entry["name"], entry["path"], base=entry.get("base_model_name"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from filelock import FileLock, Timeout
 
-from quire.server.lora.modules import Module
+from quire.server.lora.modules import LoRAModule
 
 _NUM_LOCKS = 1024
 """Number of locks. Names that hash to the same lock wait for each other."""
@@ -25,15 +25,15 @@ class LoRARegistry:
     A process that changes it replaces the file; the other processes notice the new modification time.
     """
 
-    def __init__(self, file: Path | None = None, modules: Iterable[Module] = ()) -> None:
+    def __init__(self, file: Path | None = None, modules: Iterable[LoRAModule] = ()) -> None:
         """Create a registry. `modules` are the entries of one in memory; one in a file reads them from it."""
         self._file = file
-        self._known: dict[str, Module] = {module.name: module for module in modules}
+        self._known: dict[str, LoRAModule] = {module.name: module for module in modules}
         self._mtime = -1
         self._locks: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @staticmethod
-    def create(file: Path, modules: Iterable[Module]) -> None:
+    def create(file: Path, modules: Iterable[LoRAModule]) -> None:
         _write(file, {module.name: module for module in modules}, _TICK_NS)
 
     @property
@@ -49,22 +49,22 @@ class LoRARegistry:
     def _read_mark(file: Path) -> Path:
         return file.with_name(f"{file.name}.read")
 
-    def all(self) -> Mapping[str, Module]:
+    def all(self) -> Mapping[str, LoRAModule]:
         if self._file is not None and (mtime := os.stat(self._file).st_mtime_ns) != self._mtime:
-            modules = msgspec.json.decode(self._file.read_bytes(), type=list[Module])
+            modules = msgspec.json.decode(self._file.read_bytes(), type=list[LoRAModule])
             self._known, self._mtime = {module.name: module for module in modules}, mtime
         return self._known
 
-    def put(self, module: Module) -> None:
+    def put(self, module: LoRAModule) -> None:
         with self._changing() as known:
             known[module.name] = module
 
-    def drop(self, name: str) -> Module | None:
+    def drop(self, name: str) -> LoRAModule | None:
         with self._changing() as known:
             return known.pop(name, None)
 
     @contextmanager
-    def _changing(self) -> Iterator[dict[str, Module]]:
+    def _changing(self) -> Iterator[dict[str, LoRAModule]]:
         if self._file is None:
             yield self._known
             return
@@ -110,7 +110,7 @@ def _lock_index(name: str) -> int:
     return zlib.crc32(name.encode()) % _NUM_LOCKS
 
 
-def _write(file: Path, known: Mapping[str, Module], version_ns: int) -> None:
+def _write(file: Path, known: Mapping[str, LoRAModule], version_ns: int) -> None:
     """Write the file. Its modification time is a version number, since clocks are too coarse."""
     new = file.with_name(f"{file.name}.new")
     new.write_bytes(msgspec.json.encode(list(known.values())))

@@ -7,7 +7,7 @@ from quire.errors import EngineDead, RequestError
 from quire.logs import get_logger
 from quire.server.http.errors import Forbidden, NotFound
 from quire.server.lora.locations import LoRALocations, is_url
-from quire.server.lora.modules import Module, name_problem
+from quire.server.lora.modules import LoRAModule, name_problem
 
 logger = get_logger(__name__)
 
@@ -34,7 +34,7 @@ class Resolver:
             return False
         return self._place(name) is not None
 
-    def find(self, name: str) -> Module | None:
+    def find(self, name: str) -> LoRAModule | None:
         """Return the adapter of a name, or None. May block for long."""
         place = self._place(name)
         assert place is not None
@@ -46,7 +46,7 @@ class Resolver:
         except RequestError as error:
             logger.warning("Adapter %r could not be located: %s", name, error)
             raise EngineDead("the adapter store is not available; try again later") from None
-        return Module(name, place, str(path), within=self._places.bounds(path))
+        return LoRAModule(name, place, str(path), within=self._places.bounds(path))
 
     def note(self, name: str, error: RequestError | None) -> None:
         """Remember that an adapter does not exist or cannot be loaded."""

@@ -16,7 +16,7 @@ from quire.logs import get_logger
 from quire.server.engine import Engine
 from quire.server.http.errors import Forbidden, InvalidUserInput, NotFound
 from quire.server.lora.locations import LoRALocations, is_url, resolved
-from quire.server.lora.modules import Module, check_modules, name_problem
+from quire.server.lora.modules import LoRAModule, check_modules, name_problem
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.resolver import Resolver
 from quire.server.lora.search import Search
@@ -41,11 +41,11 @@ class LoRAService:
         self._left = asyncio.Event()
         self._search = Search()
 
-    def __iter__(self) -> Iterator[Module]:
+    def __iter__(self) -> Iterator[LoRAModule]:
         known = self._registry.all().values() if self.enabled else ()
         return (module for module in known if not module.is_leaving)
 
-    def get(self, name: str) -> Module | None:
+    def get(self, name: str) -> LoRAModule | None:
         module = self._registry.all().get(name) if self.enabled else None
         return None if module is None or module.is_leaving else module
 
@@ -144,7 +144,7 @@ class LoRAService:
                 )
             try:
                 path = await self._search(self._places.for_client, place)
-                module = Module(name, place, str(path), base, is_3d, self._places.bounds(path))
+                module = LoRAModule(name, place, str(path), base, is_3d, self._places.bounds(path))
                 # In place: an engine core may still have an older adapter of this name.
                 await self._engine.add_adapter(module.request(load_inplace=True))
             except RequestError as error:
@@ -206,7 +206,7 @@ def adapters_of(
     )
 
 
-def located(settings: ServerSettings) -> list[Module]:
+def located(settings: ServerSettings) -> list[LoRAModule]:
     """Return the adapters of the command line with their directories. Remote ones are downloaded."""
     places = LoRALocations(cache=_cache(), max_bytes=settings.adapters.lora_max_download_bytes)
     modules = []
@@ -219,7 +219,7 @@ def located(settings: ServerSettings) -> list[Module]:
     return modules
 
 
-def default_roots(modules: Sequence[Module], model: str) -> list[str]:
+def default_roots(modules: Sequence[LoRAModule], model: str) -> list[str]:
     """Return the folders of the command line's adapters and of the model, never a whole disk or home."""
     roots = [_folder_above(module.root) for module in modules]
     return [*roots, *([model] if Path(model).is_dir() else [])]

@@ -10,7 +10,7 @@ from quire.text.parsers import Chain
 from quire.text.parsers.engine import Parser, join
 
 
-class Listener:
+class OutputParser:
     """Parser of the outputs of one choice. Without a text parser, all output is text."""
 
     def __init__(
@@ -108,7 +108,7 @@ class WholeAnswer:
     calls: list[CalledTool] = field(default_factory=list)
 
 
-def gathered(pieces: Iterable[Piece]) -> WholeAnswer:
+def collect_pieces(pieces: Iterable[Piece]) -> WholeAnswer:
     """Collect the pieces of a complete output."""
     texts: list[str] = []
     reasoning: list[str] = []

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quire.errors import RequestError
 from quire.server.http.errors import json_response
 from quire.server.openai.chat import ChatEncoder, answer_chat
-from quire.server.openai.chat_request import Talk, begin_talk
+from quire.server.openai.chat_request import ChatJob, prepare_chat
 from quire.server.openai.completions import answer_completion
 from quire.server.openai.requests import ChatBody, CompletionBody
 from quire.server.openai.service import GenerationService
@@ -48,9 +48,9 @@ async def answer_chats(api: GenerationService, body: ChatBatchBody, request: Req
             f"{api.settings.max_sequences} (VLLM_MAX_N_SEQUENCES); send fewer at once",
             param="messages",
         )
-    talks, answers, pause = list[Talk](), list[dict[str, Any]](), Pauses()
+    talks, answers, pause = list[ChatJob](), list[dict[str, Any]](), Pauses()
     for messages in body.messages:
-        talks.append(await begin_talk(api, body.model_copy(update={"messages": messages}), request))
+        talks.append(await prepare_chat(api, body.model_copy(update={"messages": messages}), request))
         await pause.if_due()
     prompts = [prompt for talk in talks for prompt in talk.job.prompts]
     params = [item for talk in talks for item in talk.job.params]

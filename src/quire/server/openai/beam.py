@@ -13,7 +13,7 @@ from quire.frontend.inputs import Prompt
 from quire.metrics.keys import KeyAccount
 from quire.server.engine import Engine, Outputs
 from quire.server.openai.streams import Pauses
-from quire.system.tasks import ended
+from quire.system.tasks import cancel_all
 from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -111,4 +111,4 @@ async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        await ended(tasks)
+        await cancel_all(tasks)

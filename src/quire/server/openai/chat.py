@@ -8,8 +8,8 @@ from starlette.responses import Response
 from quire.data.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.server.http.sse import DONE, event, failure, opening, quote
-from quire.server.openai.answer_pieces import WholeAnswer, gathered
-from quire.server.openai.chat_request import Talk, begin_talk
+from quire.server.openai.answer_pieces import WholeAnswer, collect_pieces
+from quire.server.openai.chat_request import ChatJob, prepare_chat
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.openai.parsing import NAMED
 from quire.server.openai.requests import ChatBody
@@ -19,7 +19,7 @@ _TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 async def answer_chat(api: GenerationService, body: ChatBody, request: Request) -> Response:
-    talk = await begin_talk(api, body, request)
+    talk = await prepare_chat(api, body, request)
     return await api.answer(talk.job, ChatEncoder(api, talk), request, stream=bool(body.stream))
 
 
@@ -27,7 +27,7 @@ class ChatEncoder:
     """Encoder of chat completions. A text-only chunk is a constant head, the quoted text and a constant
     tail."""
 
-    def __init__(self, api: GenerationService, talk: Talk) -> None:
+    def __init__(self, api: GenerationService, talk: ChatJob) -> None:
         self._api, self._talk, self._body, self._job = api, talk, talk.body, talk.job
         body, job = talk.body, talk.job
         forced = api.settings.api.enable_force_include_usage
@@ -182,7 +182,7 @@ class ChatEncoder:
         }
 
     def _build_choice(self, output: CompletionOutput) -> dict[str, Any]:
-        answer = gathered(self._listeners[output.index].hear(output))
+        answer = collect_pieces(self._listeners[output.index].hear(output))
         return {
             "index": output.index,
             "message": _message(self._talk, answer),
@@ -232,7 +232,7 @@ def _delta(piece: Piece) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _message(talk: Talk, answer: WholeAnswer) -> dict[str, Any]:
+def _message(talk: ChatJob, answer: WholeAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": talk.role,
         "content": (talk.echoed + answer.text) or (None if answer.calls or answer.reasoning else ""),

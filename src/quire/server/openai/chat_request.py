@@ -9,8 +9,8 @@ from starlette.requests import Request
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
-from quire.server.openai.answer_pieces import Listener
-from quire.server.openai.parsing import Reading
+from quire.server.openai.answer_pieces import OutputParser
+from quire.server.openai.parsing import AnswerFormat
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody, Message
 from quire.server.openai.sampling_params import (
     beam_params,
@@ -32,7 +32,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class ChatJob:
     """A chat request that is ready for the engine."""
 
     body: ChatBody
@@ -42,15 +42,15 @@ class Talk:
     echoed: str
     """Beginning of the response: the last message, if `echo` is set and the roles match."""
     use: ToolUse = field(default_factory=ToolUse)
-    reading: Reading = field(default_factory=Reading)
+    reading: AnswerFormat = field(default_factory=AnswerFormat)
 
     @property
     def parses(self) -> bool:
         return self.reading.make is not None
 
-    def listener(self) -> Listener:
+    def listener(self) -> OutputParser:
         """Return the output parser of one choice."""
-        return Listener(
+        return OutputParser(
             self.reading.make and self.reading.make(),
             reasoning=self.reading.reasoning,
             breaks=self.reading.breaks,
@@ -59,9 +59,9 @@ class Talk:
         )
 
 
-async def begin_talk(
+async def prepare_chat(
     api: GenerationService, body: ChatBody, request: Request, kind: str = "chatcmpl"
-) -> Talk:
+) -> ChatJob:
     """Check a chat request and prepare its call; `kind` is the prefix of its id."""
     settings = api.settings.api
     await api.check_model(body.model, pools=False)
@@ -78,7 +78,7 @@ async def begin_talk(
     last = body.messages[-1]
     role = settings.response_role if body.add_generation_prompt else last.role
     echoed = _text(last) if body.echo and last.role == role else ""
-    return Talk(body, api.job(kind, body, request, [prompt], [params]), role, echoed, use, reading)
+    return ChatJob(body, api.job(kind, body, request, [prompt], [params]), role, echoed, use, reading)
 
 
 def _text(message: Message) -> str:
@@ -113,11 +113,11 @@ def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _choose_reading(
     api: GenerationService, body: ChatBody, use: ToolUse, prompt: Prompt, *, free: bool
-) -> Reading:
+) -> AnswerFormat:
     """Return how to parse the output. `free`: whether the output is unconstrained."""
     tokenizer = api.inputs_of(body.model).tokenizer
     if tokenizer is None or (api.parsers.reasoning is None and use.calls == "none"):
-        return Reading()
+        return AnswerFormat()
     text = prompt.text
     if text is None:
         text = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
@@ -146,7 +146,7 @@ def _build_params(
     body: ChatBody,
     max_tokens: int,
     constraint: dict[str, Any] | None,
-    reading: Reading,
+    reading: AnswerFormat,
 ) -> SamplingParams | BeamSearchParams:
     facts = api.engine.facts
     if body.use_beam_search:

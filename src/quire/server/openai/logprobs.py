@@ -15,7 +15,7 @@ Position = Mapping[int, Logprob]
 
 
 @dataclass(frozen=True, slots=True)
-class Speller:
+class TokenFormatter:
     """Formatter of tokens, as text or as `token_id:ID`."""
 
     tokenizer: Tokenizer | None
@@ -33,7 +33,7 @@ class Speller:
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], positions: Iterable[Position | None], num_top: int, speller: Speller
+    token_ids: Sequence[int], positions: Iterable[Position | None], num_top: int, speller: TokenFormatter
 ) -> dict[str, Any]:
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
@@ -45,7 +45,7 @@ def chat_logprobs(
     return {"content": content}
 
 
-def _entry(token_id: int, entry: Logprob, speller: Speller) -> dict[str, Any]:
+def _entry(token_id: int, entry: Logprob, speller: TokenFormatter) -> dict[str, Any]:
     return {
         "token": speller.token(token_id, entry),
         "logprob": finite(entry.logprob),
@@ -58,7 +58,7 @@ class LogprobColumns:
     """The four columns of a completion's logprobs; text offsets continue from chunk to chunk."""
 
     num_top: int
-    speller: Speller
+    speller: TokenFormatter
     offset: int = 0
     columns: dict[str, list[Any]] = field(default_factory=lambda: _no_columns())
 

@@ -17,7 +17,7 @@ NAMED, REQUIRED = "named", "required"
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class AnswerFormat:
     """How to parse one output."""
 
     make: Callable[[], Parser | Chain] | None = None
@@ -55,7 +55,7 @@ class Parsers:
         thinks: bool | None = None,
         free: bool = True,
         begun: str = "",
-    ) -> Reading:
+    ) -> AnswerFormat:
         """Return how to parse the output of a prompt. `calls` is auto, required, named (of the tool `name`)
         or none. `num_calls` counts the calls of the conversation so far. `thinks`: whether the request turns
         thinking on or off. `free`: whether the output is unconstrained. `begun` is the message to
@@ -74,11 +74,11 @@ class Parsers:
                 make_parser, tools=partial(NamedCall, name), make_id=self._id_maker(num_calls)
             )
         elif self.reasoning is None:
-            return Reading()
+            return AnswerFormat()
         parser = make_parser()
         reasoning = reasoning_ids(parser, tokenizer)
         special = reasoning is not None and any(map(tokenizer.is_special, (*reasoning.start, *reasoning.end)))
-        return Reading(
+        return AnswerFormat(
             make_parser,
             parser.keeps_special_tokens or special,
             reasoning,

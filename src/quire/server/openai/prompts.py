@@ -13,7 +13,7 @@ from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt, pair_prompt
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.message_parts import part_media
-from quire.frontend.score_inputs import Sides, sides_prompt
+from quire.frontend.score_inputs import ScoreInputs, sides_prompt
 from quire.multimodal.processing import PreparedItem
 from quire.server.engine import Engine
 from quire.server.http.errors import InvalidBody
@@ -30,7 +30,7 @@ from quire.text.chat_template import choose_template
 
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
-PoolingInput = str | list[int] | tuple[str, str] | Sides
+PoolingInput = str | list[int] | tuple[str, str] | ScoreInputs
 """A text, token ids, a pair of texts that form one prompt, or one or two lists of content parts."""
 
 _LONG = 16384
@@ -90,7 +90,7 @@ class PromptReader:
 
     async def of_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:
         """Return the prompts of a completion."""
-        prompts = [*_embeds_of(body), *([] if body.prompt in (None, "") else each_of(body.prompt))]
+        prompts = [*_embeds_of(body), *([] if body.prompt in (None, "") else list_prompts(body.prompt))]
         if not prompts:
             raise InvalidBody(
                 "Either prompt or prompt_embeds must be provided and non-empty.", param="prompt"
@@ -133,7 +133,7 @@ class PromptReader:
         wait: Wait | None = None,
     ) -> list[Prompt]:
         """Return the prompts of a pooling model. Errors mention the name of the input."""
-        parted = [(name, value) for name, value in named if isinstance(value, Sides)]
+        parted = [(name, value) for name, value in named if isinstance(value, ScoreInputs)]
         if any(value.items for _, value in parted):
             work = self._prepare(parted, body)
             await (work if wait is None else wait(work))
@@ -145,10 +145,10 @@ class PromptReader:
                     prompts.append(self._pooling_prompt(value, body, add_special_tokens))
             return prompts
 
-        size = sum(_LONG if isinstance(value, Sides) else _num_chars(value) for _, value in named)
+        size = sum(_LONG if isinstance(value, ScoreInputs) else _num_chars(value) for _, value in named)
         return await off_loop(size, read)
 
-    async def _prepare(self, named: Sequence[tuple[str, Sides]], body: Any) -> None:
+    async def _prepare(self, named: Sequence[tuple[str, ScoreInputs]], body: Any) -> None:
         """Process the media of the inputs; a side that several inputs share is processed once."""
         for name, value in named:
             with _naming_input(name):
@@ -227,7 +227,7 @@ class PromptReader:
 
     def _pooling_prompt(self, value: PoolingInput, body: EngineBody, add_special_tokens: bool) -> Prompt:
         inputs, size = self._inputs_for(body), self._truncated_len(body, 0)
-        if isinstance(value, Sides):
+        if isinstance(value, ScoreInputs):
             return self._truncate(self._prompt_of_parts(value, inputs), body, 0)
         if isinstance(value, tuple) and (size is None or self._template is not None):
             prompt = pair_prompt(inputs, *value, self._template)
@@ -238,7 +238,7 @@ class PromptReader:
             prompt = inputs.parse_cut(*texts, max_len=size, side=self._truncation_side(body))
         return self._truncate(prompt, body, 0)
 
-    def _prompt_of_parts(self, value: Sides, inputs: InputProcessor) -> Prompt:
+    def _prompt_of_parts(self, value: ScoreInputs, inputs: InputProcessor) -> Prompt:
         """Return the prompt of content parts. A message uses the chat template, a pair only the template of
         the server, and a single side of a score no template."""
         if not value.is_talk:
@@ -327,7 +327,7 @@ def _embeds_of(body: CompletionBody) -> list[dict[str, str]]:
     return [{"prompt_embeds": item} for item in embeds]
 
 
-def each_of(prompts: Prompts) -> list[Any]:
+def list_prompts(prompts: Prompts) -> list[Any]:
     """Return the prompts of a body as a list; a single text or list of token ids becomes one prompt."""
     several = isinstance(prompts, list) and not isinstance(prompts[0], int)
     return prompts if several else [prompts]  # type: ignore[return-value]

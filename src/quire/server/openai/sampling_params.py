@@ -3,7 +3,7 @@
 import reprlib
 from typing import Any
 
-from quire.config.unsupported import UNBUILT, refuse
+from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.logs import get_logger, warn_once
@@ -38,9 +38,9 @@ _FUNCTION_FIELDS = ("functions", "function_call")
 
 def check_fields(body: Body) -> None:
     """Refuse unsupported fields, and log unknown ones."""
-    for name in UNBUILT["body field"].keys() & body.model_fields_set:
-        refuse("body field", name, getattr(body, name))
-    extra = {name for name in body.model_extra or () if name not in UNBUILT["body field"]}
+    for name in UNSUPPORTED["body field"].keys() & body.model_fields_set:
+        check_supported("body field", name, getattr(body, name))
+    extra = {name for name in body.model_extra or () if name not in UNSUPPORTED["body field"]}
     if extra:
         logger.debug("fields without effect: %s", reprlib.repr(sorted(extra)))
 
@@ -175,7 +175,7 @@ def beam_params(
     body: GenerateBody, facts: EngineFactsLike, *, max_tokens: int, constraint: dict[str, Any] | None = None
 ) -> BeamSearchParams:
     width = body.n or 1
-    refuse("call argument", "structured_outputs", constraint or constraint_of(body))
+    check_supported("call argument", "structured_outputs", constraint or constraint_of(body))
     if 2 * width > facts.max_logprobs:
         raise RequestError(
             f"a beam search of n={width} needs {2 * width} logprobs per token, above max_logprobs="

@@ -17,7 +17,7 @@ from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingPa
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.pooling import GENERATES_NOT, NOT_POOLING
+from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
 from quire.logs import get_logger, printable
 from quire.metrics.keys import KeyAccount
 from quire.server.encoder import AnswerEncoder
@@ -31,7 +31,7 @@ from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, adapters_of
 from quire.server.openai.beam import all_of, beam_search, final
 from quire.server.openai.checked_params import ParamsChecker
-from quire.server.openai.logprobs import Speller
+from quire.server.openai.logprobs import TokenFormatter
 from quire.server.openai.prompts import PromptReader
 from quire.server.openai.requests import CallBody, GenerateBody
 from quire.server.openai.sampling_params import output_limit
@@ -96,7 +96,7 @@ class GenerationService:
                 raise no_model(name)
             await asyncio.to_thread(self.inputs_of, name)  # may read the adapter's tokenizer files
         if pools is not None and pools != (self.engine.inputs.pooling is not None):
-            raise NotFound(NOT_POOLING.format(what="this route") if pools else GENERATES_NOT)
+            raise NotFound(NOT_POOLING.format(what="this route") if pools else NOT_GENERATIVE)
 
     def inputs_of(self, name: str | None) -> InputProcessor:
         """Return the input processor of the model or of the adapter with this name."""
@@ -146,10 +146,10 @@ class GenerationService:
             raise no_model(name)
         return name, lora
 
-    def speller(self, body: GenerateBody) -> Speller:
+    def speller(self, body: GenerateBody) -> TokenFormatter:
         requested = body.return_tokens_as_token_ids
         as_ids = self.settings.api.return_tokens_as_token_ids if requested is None else requested
-        return Speller(self.inputs_of(body.model).tokenizer, as_ids)
+        return TokenFormatter(self.inputs_of(body.model).tokenizer, as_ids)
 
     def output_limit(self, max_tokens: int | None, prompt_len: int) -> int:
         default = self.engine.facts.default_sampling.get("max_tokens")

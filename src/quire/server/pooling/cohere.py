@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.data.params import INT64_MAX
 from quire.errors import RequestError
-from quire.frontend.score_inputs import Side, Sides
+from quire.frontend.score_inputs import ScoreInput, ScoreInputs
 from quire.server.http.errors import json_response
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import Body, CallBody, Int, Some
@@ -164,7 +164,9 @@ def _inputs_of(body: CohereBody) -> tuple[str, Sequence[str | MixedInput]]:
     ]
 
 
-def _read_input(api: GenerationService, instruction: str, name: str, input: str | MixedInput) -> str | Sides:
+def _read_input(
+    api: GenerationService, instruction: str, name: str, input: str | MixedInput
+) -> str | ScoreInputs:
     """Return the text with the instruction prepended, or a message."""
     if isinstance(input, str):
         return instruction + input
@@ -180,10 +182,10 @@ def _read_input(api: GenerationService, instruction: str, name: str, input: str 
         else {"type": "image_url", "image_url": part.image_url}
         for part in input.content
     ]
-    side = Side.of("user", parts, name)
+    side = ScoreInput.of("user", parts, name)
     if name.startswith("images"):
         side.items[0].place = name
-    return Sides((side,), is_talk=api.reader.has_template)
+    return ScoreInputs((side,), is_talk=api.reader.has_template)
 
 
 def _instruction(api: GenerationService, input_type: str | None) -> str:

@@ -12,12 +12,12 @@ from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.server.engine import PooledOutputs
-from quire.server.openai.prompts import Wait, each_of
+from quire.server.openai.prompts import Wait, list_prompts
 from quire.server.openai.sampling_params import check_fields, check_template
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.openai.streams import Pauses
 from quire.server.pooling.bodies import InputBody, PoolingBody, PoolingChatBody
-from quire.system.tasks import ended
+from quire.system.tasks import cancel_all
 
 Pooled = PoolingRequestOutput[PoolingOutput]
 T = TypeVar("T")
@@ -54,7 +54,7 @@ async def read_inputs(
     if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
         return [await api.reader.of_conversation(body, waiting(api, request))]
-    inputs = each_of(body.input)
+    inputs = list_prompts(body.input)
     check_count(api, len(inputs), "input")
     return await api.reader.of_inputs(
         named("input", inputs), body, add_special_tokens=body.add_special_tokens
@@ -96,7 +96,7 @@ async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:
             await pause.if_due()
         return list(await asyncio.gather(*tasks))
     finally:
-        await ended(tasks)
+        await cancel_all(tasks)
 
 
 async def _await_output(answer: PooledOutputs) -> Pooled:

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.pooling import cosine, pairs, pools, reads_pairs
-from quire.frontend.score_inputs import ROLES, Side, Sides
+from quire.frontend.score_inputs import ROLES, ScoreInput, ScoreInputs
 from quire.server.http.errors import json_response
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.service import ApiCall, GenerationService
@@ -84,7 +84,7 @@ async def _score(
         prompts = await api.reader.of_inputs(named(second, both), body, wait=wait)
         return await pool(api, kind, body, request, prompts, task="classify")
     alone = [
-        (name, Sides((value,)) if isinstance(value, Side) else value)
+        (name, ScoreInputs((value,)) if isinstance(value, ScoreInput) else value)
         for side in sides
         for name, value in side
     ]
@@ -95,12 +95,14 @@ async def _score(
     return job, await off_loop(size, lambda: [cosine(*pair) for pair in embedded])
 
 
-def _side(text: Text, role: str, name: str, salt: str | None) -> str | Side:
-    return text if isinstance(text, str) else Side.of(role, text.content, name, salt)
+def _side(text: Text, role: str, name: str, salt: str | None) -> str | ScoreInput:
+    return text if isinstance(text, str) else ScoreInput.of(role, text.content, name, salt)
 
 
-def _pair(first: str | Side, second: str | Side) -> tuple[str, str] | Sides:
+def _pair(first: str | ScoreInput, second: str | ScoreInput) -> tuple[str, str] | ScoreInputs:
     if isinstance(first, str) and isinstance(second, str):
         return first, second
     both = zip(ROLES, (first, second), strict=True)
-    return Sides(tuple(Side.of(role, side, role) if isinstance(side, str) else side for role, side in both))
+    return ScoreInputs(
+        tuple(ScoreInput.of(role, side, role) if isinstance(side, str) else side for role, side in both)
+    )

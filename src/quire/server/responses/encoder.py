@@ -10,7 +10,7 @@ from quire.data.pieces import TextPiece
 from quire.errors import RequestError
 from quire.server.http.errors import describe
 from quire.server.http.sse import event, quote
-from quire.server.openai.chat_request import Talk
+from quire.server.openai.chat_request import ChatJob
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import ResponseBody
@@ -28,7 +28,7 @@ class ResponseEncoder:
     def __init__(
         self,
         api: GenerationService,
-        talk: Talk,
+        talk: ChatJob,
         frame: dict[str, Any],
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
@@ -187,7 +187,7 @@ class ResponseEncoder:
         return content
 
 
-def frame_of(body: ResponseBody, talk: Talk, id: str, *, stored: bool) -> dict[str, Any]:
+def frame_of(body: ResponseBody, talk: ChatJob, id: str, *, stored: bool) -> dict[str, Any]:
     """Return the response's fields that repeat the request and do not change while it runs."""
     (params,) = talk.job.params
     assert isinstance(params, SamplingParams)

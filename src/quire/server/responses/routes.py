@@ -11,7 +11,7 @@ from quire.errors import RequestError
 from quire.server.http.document import BODY, CODES, replies_of
 from quire.server.http.errors import NotFound, json_response
 from quire.server.http.limits import account_of, stay
-from quire.server.openai.chat_request import Talk, begin_talk
+from quire.server.openai.chat_request import ChatJob, prepare_chat
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import ResponseBody
@@ -51,7 +51,7 @@ class Responses:
             chat_of, body, items, stream=bool(body.stream) or by_token, request_id=id.removeprefix("resp_")
         )
         chat = await off_loop(sum(turn.num_bytes for turn in turns), make_chat)
-        talk = await begin_talk(self.api, chat, request, "resp")
+        talk = await prepare_chat(self.api, chat, request, "resp")
         stored = StoredResponse(frame_of(body, talk, id, stored=keeps), turns)
         keep = functools.partial(self._keep, stored) if keeps else _forget
         encoder = ResponseEncoder(self.api, talk, stored.response, keep)
@@ -63,7 +63,13 @@ class Responses:
         return await self.api.answer(talk.job, encoder, request, stream=bool(body.stream))
 
     async def _in_background(
-        self, stored: StoredResponse, encoder: ResponseEncoder, talk: Talk, request: Request, *, stream: bool
+        self,
+        stored: StoredResponse,
+        encoder: ResponseEncoder,
+        talk: ChatJob,
+        request: Request,
+        *,
+        stream: bool,
     ) -> Response:
         store = self.store
         assert store is not None
@@ -178,7 +184,7 @@ def _forget(response: dict[str, Any]) -> None:
     """Ignore the response: it is not stored."""
 
 
-async def _generate_whole(api: GenerationService, talk: Talk, encoder: ResponseEncoder) -> dict[str, Any]:
+async def _generate_whole(api: GenerationService, talk: ChatJob, encoder: ResponseEncoder) -> dict[str, Any]:
     """Generate a response token by token and return it whole."""
     outputs = await api.streamed(talk.job)
     try:

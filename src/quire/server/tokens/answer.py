@@ -11,7 +11,7 @@ from quire.data.params import ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.server.http.errors import InvalidBody
 from quire.server.http.sse import DONE, event, failure
-from quire.server.openai.logprobs import Speller, chat_logprobs, prompt_logprobs
+from quire.server.openai.logprobs import TokenFormatter, chat_logprobs, prompt_logprobs
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.sampling_params import check_fields, check_stops
 from quire.server.openai.service import ApiCall, GenerationService
@@ -131,7 +131,7 @@ class TokensEncoder:
         if completion.logprobs is not None and num_top is not None:
             num_top = -1 if self._params.logprob_token_ids is not None else num_top
             as_ids = self._api.settings.api.return_tokens_as_token_ids
-            speller = Speller(self._api.inputs_of(self._job.model).tokenizer, as_ids)
+            speller = TokenFormatter(self._api.inputs_of(self._job.model).tokenizer, as_ids)
             logprobs = chat_logprobs(completion.token_ids, completion.logprobs, num_top, speller)
         return {
             "index": completion.index,

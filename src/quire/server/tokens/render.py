@@ -15,7 +15,7 @@ from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.limits import without_account
 from quire.server.openai.chat import ChatEncoder
-from quire.server.openai.chat_request import Talk, begin_talk
+from quire.server.openai.chat_request import ChatJob, prepare_chat
 from quire.server.openai.completions import CompletionEncoder, begin_completion
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody, CompletionBody
@@ -30,7 +30,7 @@ from quire.server.tokens.bodies import (
 
 
 async def render_chat(api: GenerationService, body: ChatBody, request: Request) -> Response:
-    talk = await begin_talk(api, body, _without_account(request))
+    talk = await prepare_chat(api, body, _without_account(request))
     return await _render(api, body, talk.job, lambda prompts: prompts[0])
 
 
@@ -122,11 +122,11 @@ async def derender_chat(api: GenerationService, body: DerenderChatBody, request:
     tokens_reply, chat, request = body.generate_response, body.chat_request, _without_account(request)
     await _check(api, body, [tokens_reply])
     if chat is not None:
-        talk = await begin_talk(api, chat.model_copy(update=_NOT_STREAMED), request)
+        talk = await prepare_chat(api, chat.model_copy(update=_NOT_STREAMED), request)
     else:
         chat = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
         job = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
-        talk = Talk(chat, job, api.settings.api.response_role, "")
+        talk = ChatJob(chat, job, api.settings.api.response_role, "")
     _check_choices([tokens_reply], chat.n or 1)
     output = await _decode_reply(
         api.inputs_of(talk.job.model), tokens_reply, _sampling_params(talk.job.params[0])

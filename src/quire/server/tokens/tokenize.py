@@ -50,7 +50,7 @@ async def detokenize(api: GenerationService, body: DetokenizeBody) -> Response:
     limit = max(api.engine.inputs.max_model_len, _MAX_IDS)
     if len(ids) > limit:
         raise RequestError(
-            f"{len(ids)} token ids exceed the maximum of {limit} per request (max_model_len, or "
+            f"{len(ids)} token ids are too many: at most {limit} are allowed per request (max_model_len, or "
             f"{_MAX_IDS} if that is more): send them in parts",
             param="tokens",
         )

@@ -11,7 +11,7 @@ from quire.checkpoint.layout import cache_specs
 from quire.config.engine import EngineConfig
 from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints, Masks, Pending, StepPlan
-from quire.kernels.host_to_device import sent
+from quire.kernels.host_to_device import copy_to_device
 from quire.memory import (
     GRAPH_BYTES,
     MAX_DRAWS,
@@ -20,10 +20,10 @@ from quire.memory import (
     short_bytes,
     short_shapes,
 )
-from quire.sampling.memory_probe import rehearse
+from quire.sampling.memory_probe import probe_memory
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.cuda.draft_graphs import DraftGraphs
-from quire.worker.cuda.draft_verify import Followed, Speculation, read, take_back
+from quire.worker.cuda.draft_verify import DrafterUpdate, Speculation, read, take_back
 from quire.worker.cuda.graphs import IN_FLIGHT, Graph, Graphs, pinned, wide_shapes
 from quire.worker.cuda.mask_sampling import MaskedSampling
 from quire.worker.cuda.readback import PendingTokens, Read
@@ -32,9 +32,9 @@ from quire.worker.device import (
     ONE_TOKEN,
     DeviceStep,
     ForwardResult,
+    IntermediateTensors,
     Model,
     NewTokens,
-    Passed,
     batch_of,
 )
 from quire.worker.input_buffers import StepBuffers, bytes_of, sampling_tensors, sizes_of, tensors
@@ -97,7 +97,7 @@ class CudaDevice:
             if sampler is None:
                 return
             outputs = done.hidden, done.logits, done.sampling
-            rehearse(sampler, self.model.head_of_one, *outputs, num_logprobs=config.model.max_logprobs)
+            probe_memory(sampler, self.model.head_of_one, *outputs, num_logprobs=config.model.max_logprobs)
 
         self.dummies.compile(config, self.graphs.query_lens, self._short(config), self._draft_graphs)
         most_tokens, most_rows = limits.max_num_batched_tokens, limits.max_num_seqs
@@ -190,7 +190,7 @@ class CudaDevice:
         state = self.speculation.known, self.block_tables, self._all_rows, self.sample
         self._draft_graphs = DraftGraphs(drafter, *state, seen, max_tokens, by_chance=by_chance)
         if drafter.follows:
-            self.speculation.behind = Followed(drafter)
+            self.speculation.behind = DrafterUpdate(drafter)
 
     def forget(self) -> None:
         self.graphs.forget()
@@ -231,7 +231,7 @@ class CudaDevice:
             draft_graphs.skip(plan)
             return False
         if len(ids):
-            self._set_blocks(sent(places, self.device), sent(ids, self.device))
+            self._set_blocks(copy_to_device(places, self.device), copy_to_device(ids, self.device))
         self.model.without_adapters()
         draft_graphs(plan)
         return True
@@ -251,7 +251,7 @@ class CudaDevice:
         graph.load(plan, all_rows, places, ids, embeds)
         count = len(plan.logit_rows)
 
-        def run() -> ForwardResult | Passed:
+        def run() -> ForwardResult | IntermediateTensors:
             done = graph.replay(count)
             if isinstance(done, ForwardResult):
                 self._sampled_in_graph = done.token_ids
@@ -293,7 +293,7 @@ class CudaDevice:
         if plan.counts:
             batch.num_real, batch.room = plan.total_tokens, self.graphs.size_for(max(plan.counts))
 
-    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | Passed:
+    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> ForwardResult | IntermediateTensors:
         """Compute a step on the device, inside or outside a captured graph."""
         self._set_blocks(sheet["block_places"], sheet["block_ids"])
         verify_inputs = None
@@ -305,7 +305,7 @@ class CudaDevice:
             batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], sheet["token_ids"])
         hidden = self.model.hidden(batch)
         if not self.model.draws:
-            passed: Passed = hidden
+            passed: IntermediateTensors = hidden
             return passed
         # Padding tokens of a captured step lie between the others; their samples come last.
         is_all = len(batch.logit_tokens) == len(hidden) and not (verify_inputs and batch.max_query_len > 1)

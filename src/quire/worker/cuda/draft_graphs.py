@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.data.plan import Ints, StepPlan
-from quire.kernels.host_to_device import sent
+from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton.spec import SpecTokens
 from quire.memory import MAX_DRAWS
 from quire.sampling.random import SamplingTensors
 from quire.worker.cuda.graphs import capturing, pinned
 from quire.worker.rows import Rows
-from quire.worker.spec.drafter import Drafter, Draw, Ends
+from quire.worker.spec.drafter import Drafter, Draw, SequenceEnds
 from quire.worker.spec.progress import DraftProgress, aligned, batch_of_spans, is_decode
 
 Sample = Callable[[Tensor, SamplingTensors], Tensor]
@@ -87,7 +87,7 @@ class DraftGraphs:
         if decodes.any():
             self._propose(plan.rows[decodes], int(plan.num_drafts.max(initial=1)))
         if late.any():
-            rows = sent(plan.rows[late].astype(np.int64), self.tables.device)
+            rows = copy_to_device(plan.rows[late].astype(np.int64), self.tables.device)
             self.known.num_drafts.index_fill_(0, rows, 0)
 
     def _propose(self, rows: Ints, most: int) -> None:
@@ -119,7 +119,7 @@ class DraftGraphs:
         known, rows = self.known, inputs[0]
         last = known.lengths[rows].long() - 1
         both = torch.stack((last - 1, last), 1).clamp_(min=0)
-        ends = Ends(
+        ends = SequenceEnds(
             rows=rows.int(),
             ids=known.history[rows[:, None], both].long(),
             last=last,

@@ -10,14 +10,14 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints, StepPlan, spread
-from quire.kernels.host_to_device import sent
+from quire.kernels.host_to_device import copy_to_device
 from quire.kernels.triton.spec import DRAFTED, SpecStep, SpecTokens, derive, look_up, verify
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.transfer import to_device
 from quire.worker.input_buffers import slots_of
 from quire.worker.rows import Rows
-from quire.worker.spec.drafter import Drafter, Told, last_kept
+from quire.worker.spec.drafter import Drafter, TargetStates, last_kept
 
 _COUNT = (1 << DRAFTED) - 1
 
@@ -29,7 +29,7 @@ class VerifyInputs(NamedTuple):
     step: SpecStep
 
 
-class Drawn(NamedTuple):
+class VerifiedStep(NamedTuple):
     """The results of a step that a drafter reads, all on the device."""
 
     batch: Batch
@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
     """[B] int32, the result of `verify` for each sequence"""
 
 
-Behind = Callable[[SpecTokens, Drawn], None]
+Behind = Callable[[SpecTokens, VerifiedStep], None]
 """Runs after each step, to update a drafter."""
 
 
@@ -55,18 +55,18 @@ class NgramLookup:
         look_up(known, step, self._scratch, self._least)
 
 
-class Followed:
+class DrafterUpdate:
     """Passes each step to a drafter that reads the target's hidden states."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
-    def __call__(self, known: SpecTokens, drawn: Drawn) -> None:
+    def __call__(self, known: SpecTokens, drawn: VerifiedStep) -> None:
         batch, step, hidden, verified = drawn
         starts, rows = step.query_starts.long(), step.rows.long()
         num_kept = torch.where(step.planned >= 0, (verified & _COUNT).long(), starts[1:] - starts[:-1])
         after = batch.positions[last_kept(batch, num_kept)] + 1
-        target = Told(
+        target = TargetStates(
             next_ids=known.history[rows, after].long(),
             num_kept=num_kept,
             states=torch.cat(batch.aux_hidden_states, 1) if batch.aux_hidden_states else hidden,
@@ -109,7 +109,7 @@ class Speculation:
         known = self.known
         for new in plan.admitted:
             row, length = new.row, int(all_rows.num_tokens[new.row])
-            tokens = sent(all_rows.tokens[row, :length], self.device)
+            tokens = copy_to_device(all_rows.tokens[row, :length], self.device)
             known.history[row, :length].copy_(tokens, non_blocking=True)
             known.lengths[row].fill_(length)
             known.num_drafts[row].fill_(0)
@@ -118,9 +118,9 @@ class Speculation:
         if len(plan.drafts):
             drafts = np.zeros((len(plan.rows), self.most), np.int64)
             drafts[np.arange(self.most) < plan.num_drafts[:, None]] = plan.drafts
-            rows = sent(plan.rows.astype(np.int64), self.device)
-            known.drafts.index_copy_(0, rows, sent(drafts, self.device))
-            known.num_drafts.index_copy_(0, rows, sent(plan.num_drafts, self.device))
+            rows = copy_to_device(plan.rows.astype(np.int64), self.device)
+            known.drafts.index_copy_(0, rows, copy_to_device(drafts, self.device))
+            known.num_drafts.index_copy_(0, rows, copy_to_device(plan.num_drafts, self.device))
 
     def derive(self, batch: Batch, sheet: dict[str, Tensor], tables: Tensor) -> VerifyInputs:
         """Compute the inputs of the decodes, in place."""
@@ -157,7 +157,7 @@ class Speculation:
         """Verify the drafts and update the drafter."""
         verified = verify(self.known, inputs.step, token_ids, seeds, self.rates, later)
         if self.behind is not None:
-            self.behind(self.known, Drawn(*inputs, hidden, verified[: len(inputs.step.rows)]))
+            self.behind(self.known, VerifiedStep(*inputs, hidden, verified[: len(inputs.step.rows)]))
         return verified
 
 

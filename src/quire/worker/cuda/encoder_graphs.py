@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.logs import get_logger
-from quire.models.towers import Repeats
+from quire.models.towers import GraphableTower
 
 log = get_logger(__name__)
 
@@ -47,7 +47,7 @@ class _Graph:
 class TowerGraphs:
     """An encoder with graphs of its recurring batches, the most recently used."""
 
-    def __init__(self, tower: Repeats, capture: Capture | None = None) -> None:
+    def __init__(self, tower: GraphableTower, capture: Capture | None = None) -> None:
         self.tower = tower
         self.max_bytes = 0
         """Memory limit of all graphs; none is captured before it is set."""

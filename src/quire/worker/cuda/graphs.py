@@ -15,7 +15,7 @@ from quire.attention.batch import Batch
 from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.memory import MAX_DRAWS, ladder
-from quire.worker.device import ForwardResult, Passed, batch_of
+from quire.worker.device import ForwardResult, IntermediateTensors, batch_of
 from quire.worker.input_buffers import BufferSizes, StepBuffers, blank, bytes_of, pad, tensors
 from quire.worker.multimodal.embeds import VectorRoom
 from quire.worker.rows import Rows, Wide
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 IN_FLIGHT = 3
 """Host buffers of each kind: one more than steps in flight. A pipeline has as many steps in flight as
 stages."""
-Compute = Callable[[Batch, dict[str, Tensor]], ForwardResult | Passed]
+Compute = Callable[[Batch, dict[str, Tensor]], ForwardResult | IntermediateTensors]
 Follow = Callable[[ForwardResult], Tensor]
 Room = Callable[[int], Tensor | None]
 """Returns the receive buffer for the output of the previous stage, by number of tokens."""
@@ -94,8 +94,8 @@ class Graphs:
     ) -> None:
         """Capture the ladder up to `largest`, the largest first: the others reuse its memory. Sizes not
         captured within `seconds` run eagerly. `kinds`: without adapters, with them. `short`: steps with
-        prompts, up to so many sequences and tokens. `follow` and `redraw` are captured as graphs of their own
-        after each step."""
+        prompts, as (most sequences and samples, tokens). `follow` and `redraw` are captured as graphs of
+        their own after each step."""
         started, self.pool = time.monotonic(), torch.cuda.graph_pool_handle()
         buffers = self.block_tables, self.pool, self.in_flight
         captured = partial(Graph, compute, *buffers, follow=follow, redraw=redraw)
@@ -233,7 +233,7 @@ class Graph:
             done = self._done
             more = [function and _capture_after(function, done, pool) for function in (follow, redraw)]
             self._done = done._replace(follow=more[0], redraw=more[1])
-        self._done_for: dict[int, ForwardResult | Passed] = {}
+        self._done_for: dict[int, ForwardResult | IntermediateTensors] = {}
 
     def _blank(self, page: StepBuffers, first: int) -> None:
         query_len = self.sizes.query_len
@@ -267,7 +267,7 @@ class Graph:
         if self._vectors is not None:
             self._vectors.load(embeds)
 
-    def replay(self, count: int) -> ForwardResult | Passed:
+    def replay(self, count: int) -> ForwardResult | IntermediateTensors:
         """Replay the graph and return the results of the first `count` sampled positions. They are valid
         until the next replay of any graph."""
         self._graph.replay()
@@ -291,7 +291,9 @@ def _capture_after(follow: Follow, done: ForwardResult, pool: Any) -> Callable[[
     return play
 
 
-def _first(done: ForwardResult | Passed, count: int, *, all_states: bool) -> ForwardResult | Passed:
+def _first(
+    done: ForwardResult | IntermediateTensors, count: int, *, all_states: bool
+) -> ForwardResult | IntermediateTensors:
     if not isinstance(done, ForwardResult):
         return done[0][:count], done[1][:count]
     assert done.token_ids is not None and done.sampling is not None and done.rows is not None

@@ -72,7 +72,7 @@ class MaskedSampling:
         return ConstrainedDevice(self._page[:count], self._page[self._width_at :], self._bits)
 
     def send(self, masks: Masks, places: Ints) -> bool:
-        """Send the masks; what is launched next waits until they are filled. `places` [max_rows] maps rows to
+        """Send the masks; the next launches wait until they are filled. `places` [max_rows] maps rows to
         positions in the batch. Return False if there are too many masks."""
         if masks.bits.size > len(self._bits):
             return False
@@ -151,7 +151,7 @@ class HostMemory:
 
 
 def _owner(bits: NDArray[np.uint32]) -> mmap | None:
-    """Return the memory map that an array lies in, if there is one."""
+    """Return the memory map that contains an array, if there is one."""
     base = bits.base
     while isinstance(base, np.ndarray):
         base = base.base

@@ -37,7 +37,7 @@ def _bidirectional_spans(row: int, all_rows: Rows) -> Iterator[tuple[int, int]]:
         yield from item.places()
 
 
-def both_ways(batch: Batch, window: int | None) -> Tensor:
+def bidirectional_reach(batch: Batch, window: int | None) -> Tensor:
     """Return [T], the last position that each token attends to, in a batch of whole prompts with
     bidirectional attention: the last one, or as far ahead as the window of the layers reaches back."""
     lens = batch.query_lens_host

@@ -16,7 +16,7 @@ from quire.data.plan import StepPlan
 from quire.errors import EngineError
 from quire.layers.cross_attention import CrossAttentionCache
 from quire.memory import max_vectors
-from quire.models.towers import Repeats, Tower, is_divided
+from quire.models.towers import GraphableTower, Tower, is_divided
 from quire.parallel.group import ALONE, Group
 from quire.sampling.transfer import to_device
 from quire.system.shared_arena import ArenaView
@@ -285,7 +285,7 @@ def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.d
     if config.multimodal.cudagraph_mm_encoder and device.type == "cuda" and not config.model.enforce_eager:
         # Ranks that shard an encoder would have to capture the same batches, but each checks its own memory.
         is_whole = tower_group(config, group).size == 1
-        graphs = TowerGraphs(tower) if is_whole and isinstance(tower, Repeats) else None
+        graphs = TowerGraphs(tower) if is_whole and isinstance(tower, GraphableTower) else None
     kind: Callable[..., MediaEncoder] = (
         partial(CrossEncoder, model.crossing) if media.crossed else MediaEncoder
     )

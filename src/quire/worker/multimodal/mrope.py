@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from quire.data.multimodal import Media
 from quire.data.plan import Ints, StepPlan
-from quire.layers.rope import num_turns
+from quire.layers.rope import num_mrope_positions
 
 
 class MRopePositions:
@@ -15,7 +15,7 @@ class MRopePositions:
         self.ahead: Ints = np.zeros(max_rows, np.int32)
         """Offset of the M-RoPE position to the position in the sequence after the prompt; usually
         negative."""
-        self.last = num_turns(max_len) - 1
+        self.last = num_mrope_positions(max_len) - 1
         """Last position with a rotation; positions beyond are clipped to it."""
         self._prompts: dict[int, NDArray[np.int32]] = {}
         """[3, prompt] by row, until the prompt is computed."""

@@ -37,7 +37,7 @@ class Alignment:
         for layer, head in heads:
             if head // num_own == group.rank:
                 self._heads.setdefault(layer, []).append(head % num_own)
-        self._warped = warped if native.library() is None else dtw.warped
+        self._warped = warped if native.library() is None else dtw.align
         self._wanted: dict[int, AlignmentHeads] = {}
         self._chunks: dict[int, list[list[Tensor]]] = {}
         """Queries by row, chunk and layer, [tokens, heads, head_dim]."""
@@ -88,12 +88,12 @@ class Alignment:
             keys = self.crossing.layers[layer].keys_of(blocks, heads)[: self.crossing.num_vectors]
             queries = torch.cat(parts).float().transpose(0, 1)  # [heads, tokens, head_dim]
             scores = queries @ keys.float().permute(1, 2, 0) * self.crossing.layers[layer].spec.score_scale
-            total += followed(scores.softmax(-1)[..., :num_states]).sum(0)
+            total += smooth_weights(scores.softmax(-1)[..., :num_states]).sum(0)
         total = self.group.all_reduce(total)
         return self._warped(-(total / self.num_heads).double().cpu().numpy())
 
 
-def followed(weights: Tensor) -> Tensor:
+def smooth_weights(weights: Tensor) -> Tensor:
     """Normalize the attention weights [heads, tokens, states] over tokens, and smooth them with a median
     filter."""
     spread, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)

@@ -34,7 +34,7 @@ Draw = Callable[[Tensor, Tensor], Tensor]
 """Samples tokens from [B, V] logits for the [B] positions."""
 
 
-class Ends(NamedTuple):
+class SequenceEnds(NamedTuple):
     """The last tokens of B sequences that get drafts, all on the device."""
 
     rows: Tensor
@@ -55,7 +55,7 @@ class Ends(NamedTuple):
         return logits.argmax(-1) if self.draw is None else self.draw(logits, self.last + ahead)
 
 
-class Told(NamedTuple):
+class TargetStates(NamedTuple):
     """The results of a step of B sequences for a draft head, all on the device."""
 
     next_ids: Tensor
@@ -80,13 +80,13 @@ class Drafter(Protocol):
     """Whether it reads each step of the target right after it (`see`). If not, it must `catch_up` on all
     tokens of a sequence but the last two before it proposes."""
 
-    def see(self, batch: Batch, target: Told) -> None:
+    def see(self, batch: Batch, target: TargetStates) -> None:
         """Read a step of the target."""
 
     def catch_up(self, batch: Batch) -> None:
         """Compute tokens that the draft has not computed yet."""
 
-    def propose(self, ends: Ends, most: int) -> Tensor:
+    def propose(self, ends: SequenceEnds, most: int) -> Tensor:
         """Return [B, most] int64, the proposed tokens. Proposals beyond the room of a sequence are
         undefined."""
 
@@ -134,7 +134,7 @@ class _Ahead:
                 group.seq_lens_host = kept.seq_lens.numpy()
         return kept
 
-    def behind(self, ends: Ends, ids: Tensor, ahead: int) -> Batch:
+    def behind(self, ends: SequenceEnds, ids: Tensor, ahead: int) -> Batch:
         """Build the batch of `ids` [B, n], the last of which stand `ahead` positions after the last
         tokens."""
         (count, width), device = ids.shape, ids.device
@@ -160,12 +160,12 @@ class _Ahead:
         made.others = tuple(replace(made, slots=slot, block_tables=table) for slot, table in others)
         return self.planned(self._reuse_buffers(made))
 
-    def _longest(self, ends: Ends, count: int) -> Ints:
+    def _longest(self, ends: SequenceEnds, count: int) -> Ints:
         """Return upper bounds of the sequence lengths for the host; kernels read the real ones."""
         return np.full(count, ends.tables.shape[2] * self.block_size, np.int32)
 
 
-def place(ends: Ends, ahead: int, width: int, block_size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+def place(ends: SequenceEnds, ahead: int, width: int, block_size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the positions [B * width] int64, lengths [B] int32 and, by layer group, slots [B * width] of the
     tokens up to `ahead` positions after the last one. Beyond the room of a sequence a valid position is read,
     and nothing is written."""
@@ -202,14 +202,14 @@ class ModelDrafter:
         self.vocab = vocab
         """Number of token ids that it shares with the target."""
 
-    def see(self, batch: Batch, target: Told) -> None:
+    def see(self, batch: Batch, target: TargetStates) -> None:
         """Ignore the step: the draft model catches up before it proposes."""
 
     def catch_up(self, batch: Batch) -> None:
         batch.token_ids.clamp_(0, self.vocab - 1)
         self.model(self.ahead.planned(batch))
 
-    def propose(self, ends: Ends, most: int) -> Tensor:
+    def propose(self, ends: SequenceEnds, most: int) -> Tensor:
         ids, drafts = ends.ids.clamp(0, self.vocab - 1), list[Tensor]()
         for number in range(most):
             hidden = self.ahead.hidden(self.model, self.ahead.behind(ends, ids, number))
@@ -240,7 +240,7 @@ class HeadDrafter:
         self.kept = kept
         """[2, rows, hidden]: by row, the head's output for the last token, and the states for the next one"""
 
-    def see(self, batch: Batch, target: Told) -> None:
+    def see(self, batch: Batch, target: TargetStates) -> None:
         at = last_kept(batch, target.num_kept)
         shifted = batch.token_ids.roll(-1).clamp_(min=0).index_copy_(0, at, target.next_ids)
         first = replace(batch, token_ids=shifted, **_DRAFT_FIELDS)
@@ -252,7 +252,7 @@ class HeadDrafter:
     def catch_up(self, batch: Batch) -> None:
         raise AssertionError("a draft head reads every step of the target")
 
-    def propose(self, ends: Ends, most: int) -> Tensor:
+    def propose(self, ends: SequenceEnds, most: int) -> Tensor:
         out, states = self.kept[:, ends.rows.long()]
         drafts: list[Tensor] = []
         for number in range(most):

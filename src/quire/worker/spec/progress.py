@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.checkpoint.layout import CacheLayout
 from quire.data.plan import Ints, StepPlan, spread
-from quire.kernels.host_to_device import sent
+from quire.kernels.host_to_device import copy_to_device
 from quire.worker.rows import Rows
 
 _STEPS_AHEAD = 4
@@ -146,7 +146,7 @@ class DraftProgress:
             self._blocks[ids] = True
 
 
-def open_seen(all_rows: Rows, cache: CacheLayout, first: int, *, ahead: bool) -> DraftProgress:
+def open_draft_progress(all_rows: Rows, cache: CacheLayout, first: int, *, ahead: bool) -> DraftProgress:
     """Build the progress of a draft; its layers are numbered from `first` on."""
     groups = [at for at, group in enumerate(cache.groups) if max(group.layers, default=-1) >= first]
     most = _STEPS_AHEAD * all_rows.drafts.shape[1] if ahead else 0
@@ -178,8 +178,8 @@ def batch_of_spans(
         wide[2 + group, :num_tokens] = np.where(blocks > 0, blocks * size + positions % size, -1)
     narrow = np.zeros((3, aligned(count + 1)), np.int32)
     narrow[0, :count], narrow[1, :count], narrow[2, 1 : count + 1] = ends, rows, np.cumsum(lens)
-    places, row_ids, *slots = sent(wide, tables.device)[:, :num_tokens]
-    seq_lens, seqs, query_starts = sent(narrow, tables.device)
+    places, row_ids, *slots = copy_to_device(wide, tables.device)[:, :num_tokens]
+    seq_lens, seqs, query_starts = copy_to_device(narrow, tables.device)
     made = Batch(
         token_ids=history[row_ids, places].long(),
         positions=places,
