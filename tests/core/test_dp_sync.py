@@ -134,10 +134,10 @@ def test_engine_that_fails_to_start_ends_the_others(
 class LockstepEngine(Engine):
     """An engine in lockstep with others in threads, or alone."""
 
-    def __init__(self, model: Path, world: World, where: str, **value: Any) -> None:
-        own_value = {"model": str(model), "dtype": "float32", "block_size": 4, "enforce_eager": True}
-        own_value |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
-        self.config = configure(own_value | value)
+    def __init__(self, model: Path, world: World, where: str, **settings: Any) -> None:
+        defaults = {"model": str(model), "dtype": "float32", "block_size": 4, "enforce_eager": True}
+        defaults |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
+        self.config = configure(defaults | settings)
         executor = InProcessExecutor.__new__(InProcessExecutor)
         executor._worker = Worker(self.config, world)
         self.world, self.where = world, where
@@ -179,19 +179,19 @@ def traffic(seed: int) -> dict[int, list[Any]]:
     }
 
 
-def alone(model: Path, late: dict[int, list[Any]], **value: Any) -> dict[str, list[int]]:
-    engine = LockstepEngine(model, World(), "", **value)
+def alone(model: Path, late: dict[int, list[Any]], **settings: Any) -> dict[str, list[int]]:
+    engine = LockstepEngine(model, World(), "", **settings)
     for requests in late.values():
         for request in requests:
             engine.add(*request)
     return engine.run()
 
 
-def together(model: Path, num_engines: int, **value: Any) -> list[LockstepEngine]:
+def together(model: Path, num_engines: int, **settings: Any) -> list[LockstepEngine]:
     table, where = Table(num_engines), address()
     worlds = [World(Rank(dp=rank), ep=ThreadGroup(table, rank)) for rank in range(num_engines)]
-    value |= {"enable_expert_parallel": True, "data_parallel_size": num_engines}
-    engines = [LockstepEngine(model, world, where, **value) for world in worlds]
+    settings |= {"enable_expert_parallel": True, "data_parallel_size": num_engines}
+    engines = [LockstepEngine(model, world, where, **settings) for world in worlds]
     left, stop, errors = threading.Barrier(num_engines + 1, timeout=PATIENCE_S), threading.Event(), []
 
     def live(engine: LockstepEngine) -> None:

@@ -50,7 +50,7 @@ def test_token_types_begin_with_the_second_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "value", "task", "kind"),
+    ("stored", "overrides", "task", "kind"),
     [
         ({}, {}, None, None),
         ({}, {"runner": "pooling"}, "embed", "LAST"),
@@ -66,9 +66,9 @@ def test_token_types_begin_with_the_second_text() -> None:
     ],
 )  # fmt: skip
 def test_task_of_a_model(
-    stored: dict[str, Any], value: dict[str, Any], task: str | None, kind: str | None
+    stored: dict[str, Any], overrides: dict[str, Any], task: str | None, kind: str | None
 ) -> None:
-    facts = resolve_pooling(StoredPooling(**stored), **({"is_encoder": False, "hidden": 8} | value))
+    facts = resolve_pooling(StoredPooling(**stored), **({"is_encoder": False, "hidden": 8} | overrides))
     assert (facts and facts.task, facts and facts.type) == (task, kind)
 
 
@@ -84,7 +84,7 @@ STEPS = {"pooling_type": "STEP", "step_tag_id": 9}
 
 
 @pytest.mark.parametrize(
-    ("stored", "value", "tasks"),
+    ("stored", "overrides", "tasks"),
     [
         ({}, {"runner": "pooling"}, ("embed", "token_embed")),
         ({}, {"runner": "pooling", "pooler": {"pooling_type": "all"}}, ("token_embed", "embed")),
@@ -94,9 +94,11 @@ STEPS = {"pooling_type": "STEP", "step_tag_id": 9}
     ],
 )
 def test_supported_and_default_tasks(
-    stored: dict[str, Any], value: dict[str, Any], tasks: tuple[str, ...]
+    stored: dict[str, Any], overrides: dict[str, Any], tasks: tuple[str, ...]
 ) -> None:
-    facts = resolve_pooling(StoredPooling(labels=("a", "b"), **stored), is_encoder=False, hidden=8, **value)
+    facts = resolve_pooling(
+        StoredPooling(labels=("a", "b"), **stored), is_encoder=False, hidden=8, **overrides
+    )
     assert facts is not None and facts.tasks == tasks
     assert completed(PoolingParams(), facts, None).task == tasks[0]
     if "classify" not in tasks:

@@ -44,8 +44,10 @@ class Replayed:
         for old, new in zip(self.done, _flat(self.again()), strict=True):
             old.copy_(new)
 
-    def remember(self, second: Callable[[], Any], done: ForwardResult | IntermediateTensors | Tensor) -> None:
-        self.again, self.done = second, _flat(done)
+    def remember(
+        self, recompute: Callable[[], Any], done: ForwardResult | IntermediateTensors | Tensor
+    ) -> None:
+        self.again, self.done = recompute, _flat(done)
 
 
 def _flat(done: ForwardResult | IntermediateTensors | Tensor) -> list[Tensor]:
@@ -104,10 +106,10 @@ class WithPrompts(WithGraphs):
 def _remembered(compute: Callable[..., None]) -> Callable[..., None]:
     """Return the function with outputs copied into the tensors of its first call."""
 
-    def computed(*value: Any) -> None:
-        compute(*value)
+    def computed(*args: Any) -> None:
+        compute(*args)
         if Replayed.capturing:
-            Replayed.capturing[-1].remember(lambda: (compute(*value), torch.empty(0))[1], torch.empty(0))
+            Replayed.capturing[-1].remember(lambda: (compute(*args), torch.empty(0))[1], torch.empty(0))
 
     return computed
 
@@ -118,7 +120,7 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("quire.worker.worker.choose", lambda *requests: TritonAttention())
+    monkeypatch.setattr("quire.worker.worker.choose", lambda *args: TritonAttention())
 
 
 def use_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +137,6 @@ def use_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return WithGraphs(model, all_rows, lambda logits, *_: logits.argmax(-1), device, drafts)
 
     use_fake_graphs(monkeypatch)
-    monkeypatch.setattr("quire.worker.worker.choose", lambda *requests: TorchSDPA())
+    monkeypatch.setattr("quire.worker.worker.choose", lambda *args: TorchSDPA())
     monkeypatch.setattr(Model, "hidden", hidden)
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)

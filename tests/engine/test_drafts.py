@@ -173,11 +173,11 @@ def always_draft(llm: LLM, proposer: Any = None) -> AlwaysDraft:
     return pace
 
 
-@pytest.mark.parametrize("requests", ASKED)
-def test_drafts_do_not_change_outputs(requests: str, plain: LLM, drafting: LLM) -> None:
-    expected = ask(plain, ASKED[requests])
+@pytest.mark.parametrize("params", ASKED)
+def test_drafts_do_not_change_outputs(params: str, plain: LLM, drafting: LLM) -> None:
+    expected = ask(plain, ASKED[params])
     pace = always_draft(drafting, ReplayProposer(sequences(expected)))
-    actual = ask(drafting, ASKED[requests])
+    actual = ask(drafting, ASKED[params])
     assert facts(actual) == expected_facts(expected)
     assert 0 < pace.num_held < pace.num_drafts
 
@@ -190,15 +190,15 @@ def test_drafts_do_not_change_outputs(requests: str, plain: LLM, drafting: LLM) 
 def test_drafts_do_not_change_outputs_with_few_blocks_or_tokens(
     settings: dict[str, Any], model: TextModel, plain: LLM
 ) -> None:
-    requests = {"temperature": 0.9, "seed": 2, "max_tokens": 40, "ignore_eos": True}
-    expected = ask(plain, requests)
+    params = {"temperature": 0.9, "seed": 2, "max_tokens": 40, "ignore_eos": True}
+    expected = ask(plain, params)
     config = {"method": "ngram", "num_speculative_tokens": 5}
     llm = open_text(model, speculative_config=config, max_model_len=128, **settings)
     pace = always_draft(llm, ReplayProposer(sequences(expected)))
-    assert facts(ask(llm, requests)) == expected_facts(expected)
+    assert facts(ask(llm, params)) == expected_facts(expected)
     if "num_gpu_blocks_override" in settings:
         assert llm.llm_engine.core.scheduler.num_preemptions
-    second = ask(llm, requests)  # prefixes written by accepted drafts are cached too
+    second = ask(llm, params)  # prefixes written by accepted drafts are cached too
     assert facts(second) == expected_facts(expected)
     assert any(output.num_cached_tokens for output in second)
     assert 0 < pace.num_held < pace.num_drafts
@@ -208,20 +208,20 @@ def test_drafts_do_not_change_outputs_with_few_blocks_or_tokens(
 def test_prompt_lookup_drafts_repeating_text(model: TextModel, plain: LLM) -> None:
     """Check a vocabulary of three tokens, which soon repeats."""
     words = {"allowed_token_ids": [60, 61, 62]}
-    requests = {"temperature": 0, "max_tokens": 80, "ignore_eos": True, **words}
+    params = {"temperature": 0, "max_tokens": 80, "ignore_eos": True, **words}
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     llm = open_text(model, speculative_config=config)
     pace = always_draft(llm)
-    assert facts(ask(llm, requests)) == expected_facts(ask(plain, requests))
+    assert facts(ask(llm, params)) == expected_facts(ask(plain, params))
     assert pace.num_held > 40
 
 
 def test_draft_metrics_are_counted(model: TextModel, plain: LLM) -> None:
-    requests = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    params = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
     config = {"method": "ngram", "num_speculative_tokens": 5}
     llm = open_text(model, speculative_config=config, disable_log_stats=False)
-    pace = always_draft(llm, ReplayProposer(sequences(ask(plain, requests))))
-    outputs = ask(llm, requests)
+    pace = always_draft(llm, ReplayProposer(sequences(ask(plain, params))))
+    outputs = ask(llm, params)
     actual = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
     drafts, tokens, held = (actual[name].value for name in ("drafts", "draft_tokens", "accepted_tokens"))
     assert (tokens, held) == (pace.num_drafts, pace.num_held)
@@ -239,8 +239,8 @@ def test_grammar_holds_with_a_draft_model(model: TextModel, plain: LLM) -> None:
     config = {"model": str(model.path), "num_speculative_tokens": 3}
     llm = open_text(model, speculative_config=config, max_model_len=99, block_size=16)
     pace = always_draft(llm)
-    for requests in ("json", "choice", "greedy"):
-        assert facts(ask(llm, ASKED[requests])) == expected_facts(ask(plain, ASKED[requests]))
+    for params in ("json", "choice", "greedy"):
+        assert facts(ask(llm, ASKED[params])) == expected_facts(ask(plain, ASKED[params]))
     full = {"temperature": 0, "max_tokens": 99 - 8, "ignore_eos": True}
     actual = [item.generate(PROMPTS[:1], SamplingParams(**full), use_tqdm=False) for item in (llm, plain)]
     assert facts(actual[0]) == expected_facts(actual[1]) and pace.num_held > 20

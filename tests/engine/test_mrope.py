@@ -50,8 +50,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
     admit = Rows._admit
 
     def with_positions(self: Rows, new: Admission, step: int) -> None:
-        value = GIVEN.get(tuple(new.token_ids[: new.prompt_len]))
-        new.media = None if value is None else Media([], Array.of(value))
+        positions = GIVEN.get(tuple(new.token_ids[: new.prompt_len]))
+        new.media = None if positions is None else Media([], Array.of(positions))
         admit(self, new, step)
 
     monkeypatch.setattr(Rows, "_admit", with_positions)
@@ -120,7 +120,7 @@ def test_mrope_on_a_device_that_runs_ahead(
     use_fake_device(monkeypatch)
     here = "quire.worker.cuda.draft_verify."
     monkeypatch.setattr(here + "derive", spec.derive_reference)
-    monkeypatch.setattr(here + "verify", lambda *value: spec.verify_reference(*value[:3], *value[5:]))
+    monkeypatch.setattr(here + "verify", lambda *args: spec.verify_reference(*args[:3], *args[5:]))
     monkeypatch.setattr(
         here + "look_up", lambda known, step, _, least: spec.look_up_reference(known, step, least)
     )

@@ -80,7 +80,7 @@ def test_collective_rpc_calls_all_workers(llm: LLM) -> None:
     actual = llm.collective_rpc("memory_stats")
     assert len(actual) == llm.get_world_size() and all(item["weights"] > 0 for item in actual)
     assert llm.collective_rpc("check_health") == [None] * llm.get_world_size()
-    for method, value, problem in [
+    for method, arguments, problem in [
         ("no_such", (), "no method 'no_such'"),
         ("_bind", (1,), "no method"),
         ("__init__", (), "no method"),
@@ -90,7 +90,7 @@ def test_collective_rpc_calls_all_workers(llm: LLM) -> None:
         ("sleep", (1,), "engine alone"),
     ]:
         with pytest.raises(RequestError, match=problem):
-            llm.collective_rpc(method, args=value)
+            llm.collective_rpc(method, args=arguments)
     said(llm)
 
 
@@ -144,7 +144,7 @@ def test_second_wake_up_completes_a_failed_one(
     Also check that a failed wake-up leaves no cache allocated.
     """
 
-    def fail(*_: Any, **value: Any) -> None:
+    def fail(*_: Any, **arguments: Any) -> None:
         monkeypatch.undo()
         raise torch.OutOfMemoryError("no room")
 
@@ -217,12 +217,12 @@ def test_queued_requests_and_sleep(alone: LLM, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "problem"),
+    ("arguments", "problem"),
     [({"level": 3}, "unknown level 3"), ({"mode": "later"}, "unknown mode 'later'")],
 )
-def test_invalid_sleep_and_wake_up_arguments_change_nothing(alone: LLM, value: Any, problem: str) -> None:
+def test_invalid_sleep_and_wake_up_arguments_change_nothing(alone: LLM, arguments: Any, problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
-        alone.sleep(**value)
+        alone.sleep(**arguments)
     with pytest.raises(RequestError, match="unknown tags"):
         alone.wake_up(["weights", "dreams"])
     assert said(alone)

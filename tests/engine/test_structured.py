@@ -102,20 +102,20 @@ def llm(model: TextModel) -> LLM:
     return open_text(model)
 
 
-def params(requests: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:
-    fields = {"temperature": 1.5, "max_tokens": 120, "seed": 1, "structured_outputs": requests} | fields
+def params(constraint: dict[str, Any] | None = None, **fields: Any) -> SamplingParams:
+    fields = {"temperature": 1.5, "max_tokens": 120, "seed": 1, "structured_outputs": constraint} | fields
     return SamplingParams(**fields)
 
 
-def ask(llm: LLM, requests: dict[str, Any] | None, **fields: Any) -> list[CompletionOutput]:
-    actual: list[RequestOutput] = llm.generate([PROMPT], params(requests, **fields), use_tqdm=False)
+def ask(llm: LLM, constraint: dict[str, Any] | None, **fields: Any) -> list[CompletionOutput]:
+    actual: list[RequestOutput] = llm.generate([PROMPT], params(constraint, **fields), use_tqdm=False)
     return actual[0].outputs
 
 
 def test_every_finished_output_satisfies_its_grammar(llm: LLM) -> None:
     """Check all kinds in one batch, several of each."""
     outputs = llm.generate(
-        [PROMPT] * len(ASKED), [params(requests, n=6) for requests, _ in ASKED.values()], use_tqdm=False
+        [PROMPT] * len(ASKED), [params(constraint, n=6) for constraint, _ in ASKED.values()], use_tqdm=False
     )
     for name, (_, is_right), output in zip(ASKED, ASKED.values(), outputs, strict=True):
         done = [item for item in output.outputs if item.finish_reason == "stop"]
@@ -188,7 +188,7 @@ def test_preempted_constrained_request_continues(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "words"),
+    ("constraint", "words"),
     [
         ({"json": {"type": "strange"}}, "Invalid type"),
         ({"json": {"type": "object", "dependentRequired": {"a": ["b"]}}}, "dependentRequired"),
@@ -207,10 +207,10 @@ def test_preempted_constrained_request_continues(llm: LLM) -> None:
     ids=str,
 )
 def test_unsupported_grammars_are_rejected_before_running(
-    llm: LLM, requests: dict[str, Any], words: str
+    llm: LLM, constraint: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RequestError, match=re.escape(words)) as refused:
-        ask(llm, requests)
+        ask(llm, constraint)
     assert refused.value.param == "structured_outputs"
     assert not llm.llm_engine.has_unfinished_requests()
 
@@ -239,9 +239,9 @@ MIXED: list[dict[str, Any]] = [
 def mixed(llm: LLM, batches: int = 1) -> list[list[Any]]:
     """Return the output of each request; in one batch, or one after another."""
     prompts = [PROMPT, LONG, LONG, PROMPT, LONG, PROMPT, PROMPT, LONG, PROMPT]
-    requests = [params(**({"max_tokens": 80} | fields)) for fields in MIXED]
+    all_params = [params(**({"max_tokens": 80} | fields)) for fields in MIXED]
     item = [slice(None)] if batches == 1 else [slice(at, at + 1) for at in range(len(MIXED))]
-    actual = [one for part in item for one in llm.generate(prompts[part], requests[part], use_tqdm=False)]
+    actual = [one for part in item for one in llm.generate(prompts[part], all_params[part], use_tqdm=False)]
     return [[(out.token_ids, out.finish_reason, out.stop_reason) for out in one.outputs] for one in actual]
 
 
@@ -292,14 +292,14 @@ def test_constrained_row_is_in_every_step(model: TextModel) -> None:
 
 
 def test_grammar_starts_after_reasoning_in_the_engine(llm: LLM) -> None:
-    requests = {"regex": "[0-9]{4}"}
-    (opened,) = ask(llm, requests, reasoning=OPENED, thinking_token_budget=6, ignore_eos=True)
+    constraint = {"regex": "[0-9]{4}"}
+    (opened,) = ask(llm, constraint, reasoning=OPENED, thinking_token_budget=6, ignore_eos=True)
     thought, answer = opened.token_ids[:7], opened.token_ids[7:]
     assert thought[-1] == END or END in thought
     assert re.fullmatch("[0-9]{4}", llm.get_tokenizer().decode(answer)) and opened.finish_reason == "stop"
-    (forced,) = ask(llm, requests, reasoning=REASONING, logit_bias={START: 100}, thinking_token_budget=0)
+    (forced,) = ask(llm, constraint, reasoning=REASONING, logit_bias={START: 100}, thinking_token_budget=0)
     assert list(forced.token_ids[:2]) == [START, END] and forced.finish_reason == "stop"
-    (direct,) = ask(llm, requests, reasoning=REASONING, logit_bias={START: -100})
+    (direct,) = ask(llm, constraint, reasoning=REASONING, logit_bias={START: -100})
     assert re.fullmatch("[0-9]{4}", direct.text)
     with pytest.raises(RequestError, match="reasoning parser"):
         ask(llm, None, thinking_token_budget=3)

@@ -143,16 +143,16 @@ def test_port_in_use_and_unauthenticated_connections(
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("settings", "words"),
     [
         ({"nnodes": 3}, "2 workers cannot be divided evenly over nnodes=3"),
         ({"node_rank": 2}, r"node_rank=2 must be below nnodes \(2\)"),
         ({"data_parallel_size": 2}, "data_parallel_address"),
     ],
 )
-def test_invalid_configurations_are_rejected_before_start(tiny: Path, value: Any, words: str) -> None:
+def test_invalid_configurations_are_rejected_before_start(tiny: Path, settings: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        configure({"model": str(tiny)} | SETTINGS | value)
+        configure({"model": str(tiny)} | SETTINGS | settings)
 
 
 def test_two_machines_match_one_and_restart(tiny: Path, tmp_path: Path) -> None:

@@ -180,15 +180,15 @@ def test_abort_releases_held_back_text(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "default", "sizes"),
+    ("interval", "default", "sizes"),
     [(None, 1, [1] * 7), (3, 1, [1, 3, 3]), (2, 3, [1, 3, 3]), (5, 1, [1, 5, 1])],
 )
 def test_stream_interval_gathers_tokens_except_first_and_last(
-    requests: int | None, default: int, sizes: list[int]
+    interval: int | None, default: int, sizes: list[int]
 ) -> None:
     processor = OutputProcessor(None, stream_interval=default)
     params = SamplingParams(
-        max_tokens=7, output_kind=RequestOutputKind.DELTA, stream_interval=requests, detokenize=False
+        max_tokens=7, output_kind=RequestOutputKind.DELTA, stream_interval=interval, detokenize=False
     )
     request = Request(id="a", tokens=[1], params=params, prompt_len=1, limit=8, seed=0)
     processor.add("a", Prompt([1]), [request])
@@ -274,16 +274,14 @@ def test_plain_text_path_gives_the_same_text(tokenizer: Tokenizer, token_ids: li
     assert not answer or sum(count for _, count in answer) <= len(token_ids) - 2
 
 
-@pytest.mark.parametrize("requests", [{"n": 2}, {"logprobs": 1}, {"stop": "zz"}, {"stream_interval": 2}])
-def test_requests_beyond_plain_text_skip_the_fast_path(
-    tokenizer: Tokenizer, requests: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("fields", [{"n": 2}, {"logprobs": 1}, {"stop": "zz"}, {"stream_interval": 2}])
+def test_requests_beyond_plain_text_skip_the_fast_path(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     def never(*_: object) -> None:
         raise AssertionError
 
     outputs = OutputProcessor(tokenizer)
-    add(outputs, "a", output_kind=DELTA, put_text=never, **requests)
-    id = "0_a" if "n" in requests else "a"
-    logprobs = {id: [RowLogprobs([50, 51], [-1.0, -2.0], 1)]} if "logprobs" in requests else {}
+    add(outputs, "a", output_kind=DELTA, put_text=never, **fields)
+    id = "0_a" if "n" in fields else "a"
+    logprobs = {id: [RowLogprobs([50, 51], [-1.0, -2.0], 1)]} if "logprobs" in fields else {}
     seen = [outputs.process(step({id: 50}, logprobs=dict(logprobs))).outputs for _ in range(5)]
     assert sum(map(len, seen)) >= 2

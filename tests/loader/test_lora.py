@@ -47,32 +47,32 @@ def reader(*, layers: range | None = None, **options: Any) -> LoRAReader:
 
 def tensors(**changes: Tensor | None) -> dict[str, Tensor]:
     """Return an adapter of the queries, with changes by tensor name suffix."""
-    actual = {
+    weights = {
         f"{LAYER}.q_proj.lora_A.weight": torch.ones(2, HIDDEN),
         f"{LAYER}.q_proj.lora_B.weight": torch.ones(32, 2),
     }
     for name, tensor in changes.items():
         full = f"{LAYER}.q_proj.lora_{name}.weight"
-        actual = {key: value for key, value in actual.items() if key != full}
+        weights = {key: value for key, value in weights.items() if key != full}
         if tensor is not None:
-            actual[full] = tensor
-    return actual
+            weights[full] = tensor
+    return weights
 
 
-def save(path: Path, actual: dict[str, Tensor], **config: Any) -> Path:
+def save(path: Path, weights: dict[str, Tensor], **config: Any) -> Path:
     path.mkdir(exist_ok=True)
     (path / "adapter_config.json").write_text(json.dumps(CONFIG | config))
-    save_file(actual, path / "adapter_model.safetensors")
+    save_file(weights, path / "adapter_model.safetensors")
     return path
 
 
 def test_parts_are_padded_and_scaled(tmp_path: Path) -> None:
     """Check the places of ranks, parts and scales, and the scale of each layer's rank."""
-    actual = tensors() | {
+    weights = tensors() | {
         f"{LAYER}.v_proj.lora_A.default.weight": torch.full((3, HIDDEN), 2.0),
         f"{LAYER}.v_proj.lora_B.default.weight": torch.full((16, 3), 3.0),
     }
-    path = save(tmp_path, actual, rank_pattern={"v_proj": 3}, alpha_pattern={".*q_proj": 6})
+    path = save(tmp_path, weights, rank_pattern={"v_proj": 3}, alpha_pattern={".*q_proj": 6})
     adapter = reader().read("one", path)
     assert (adapter.facts.rank, len(adapter.facts.digest)) == (3, 32)
     ((name, (a, b)),) = adapter.factors.items()
@@ -107,8 +107,8 @@ def test_other_names_of_the_same_layer(tmp_path: Path) -> None:
 def test_digest_follows_the_contents(tmp_path: Path) -> None:
     """Check that another adapter at the same path does not hit the prefix cache of the first."""
     digests = [
-        reader().read("one", save(tmp_path, actual, **config)).facts.digest
-        for actual, config in (
+        reader().read("one", save(tmp_path, weights, **config)).facts.digest
+        for weights, config in (
             (tensors(), {}),
             (tensors(A=torch.zeros(2, HIDDEN)), {}),
             (tensors(), {"lora_alpha": 8}),
@@ -204,9 +204,9 @@ WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_faulty_tensor_is_named(what: str, tmp_path: Path) -> None:
-    actual, message = WRONG[what]
+    weights, message = WRONG[what]
     with pytest.raises(RequestError, match=f"adapter 'one': .*{message}"):
-        reader().read("one", save(tmp_path, actual))
+        reader().read("one", save(tmp_path, weights))
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def test_unused_bytes_and_headers_of_any_length(tmp_path: Path) -> None:
     expected, (header, data) = reader().read("one", path), _parts(file)
     for size in range(8):
         _write(file, json.dumps(header).encode() + b" " * size, data)
-        actual = reader().read("one", path)
-        assert all(map(torch.equal, *(next(iter(item.factors.values())) for item in (actual, expected))))
+        adapter = reader().read("one", path)
+        assert all(map(torch.equal, *(next(iter(item.factors.values())) for item in (adapter, expected))))
     _write(file, json.dumps(header).encode(), data + b"!")
     with pytest.raises(RequestError, match="its header lists"):
         reader().read("one", path)
@@ -304,18 +304,18 @@ def test_digest_depends_on_each_byte_and_its_place(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("quire.loader.lora_files._PART_BYTES", 32)
     path = save(tmp_path, tensors(A=torch.arange(2.0 * HIDDEN).view(2, HIDDEN)))
     file = path / "adapter_model.safetensors"
-    full, actual = file.read_bytes(), {reader().read("one", path).facts.digest}
+    full, digests = file.read_bytes(), {reader().read("one", path).facts.digest}
     data = len(full) - 4 * (2 * HIDDEN + 64)
     changed = [full[:at] + bytes([full[at] ^ 1]) + full[at + 1 :] for at in range(data, len(full), 13)]
     first = -(-data // 32) * 32
     changed += [full[:first] + full[first + 32 : first + 64] + full[first : first + 32] + full[first + 64 :]]
     for written in changed:
         file.write_bytes(written)
-        actual.add(reader().read("one", path).facts.digest)
-    assert len(actual) == 1 + len(changed)
+        digests.add(reader().read("one", path).facts.digest)
+    assert len(digests) == 1 + len(changed)
     file.write_bytes(full)
-    assert reader().read("one", path).facts.digest in actual
-    assert reader().read("one", save(path, _read(file), lora_alpha=5)).facts.digest not in actual
+    assert reader().read("one", path).facts.digest in digests
+    assert reader().read("one", save(path, _read(file), lora_alpha=5)).facts.digest not in digests
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -338,9 +338,9 @@ def test_copy_threads_do_not_limit_torch_threads() -> None:
 
 def test_error_messages_are_serializable_and_short(tmp_path: Path) -> None:
     """Check lone surrogates, which cannot be encoded, and very long names."""
-    actual = tensors() | {"x" * 100_000: torch.ones(1)}
+    weights = tensors() | {"x" * 100_000: torch.ones(1)}
     with pytest.raises(RequestError, match="xxx") as refused:
-        reader().read("one", save(tmp_path / "long", actual))
+        reader().read("one", save(tmp_path / "long", weights))
     assert len(str(refused.value)) < 2000
     with pytest.raises(RequestError, match=r"peft_type \\ud800 is not supported") as refused:
         reader().read("one", save(tmp_path / "half", tensors(), peft_type="\ud800"))
@@ -348,8 +348,8 @@ def test_error_messages_are_serializable_and_short(tmp_path: Path) -> None:
 
 
 def test_only_some_layers_take_adapters(tmp_path: Path) -> None:
-    actual = tensors() | {name.replace("q_proj", "k_proj"): item[:16] for name, item in tensors().items()}
-    path = save(tmp_path, actual)
+    weights = tensors() | {name.replace("q_proj", "k_proj"): item[:16] for name, item in tensors().items()}
+    path = save(tmp_path, weights)
     assert (reader().read("one", path).factors["model.layers.0.self_attn.q_proj"].b[32:48]).any()
     for only in (["q_proj"], ["qkv_proj"]):
         b = reader(only=only).read("one", path).factors["model.layers.0.self_attn.q_proj"].b
@@ -358,8 +358,8 @@ def test_only_some_layers_take_adapters(tmp_path: Path) -> None:
 
 
 def test_layers_of_other_ranks_are_skipped(tmp_path: Path) -> None:
-    actual = tensors() | {name.replace("layers.0", "layers.7"): item for name, item in tensors().items()}
-    path = save(tmp_path, actual)
+    weights = tensors() | {name.replace("layers.0", "layers.7"): item for name, item in tensors().items()}
+    path = save(tmp_path, weights)
     assert len(reader(layers=range(1)).read("one", path).factors) == 1
     with pytest.raises(RequestError, match=r"layers\.7"):
         reader().read("one", path)

@@ -44,8 +44,8 @@ def states(model: Any, ids: list[int]) -> Tensor:
     return actual
 
 
-def rewritten(path: Path, **output: Any) -> Path:
-    config = json.loads((path / "config.json").read_text()) | output
+def rewritten(path: Path, **changes: Any) -> Path:
+    config = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -169,8 +169,8 @@ def test_llama_bidirectional(tmp_path: Path) -> None:
     import transformers
 
     path, hf = make_tiny("llama", tmp_path, is_causal=False)
-    output = {"architectures": ["LlamaBidirectionalModel"], "model_type": "llama_bidirec", "pooling": "avg"}
-    rewritten(path, **output, is_causal=None, temperature=0.02)
+    changes = {"architectures": ["LlamaBidirectionalModel"], "model_type": "llama_bidirec", "pooling": "avg"}
+    rewritten(path, **changes, is_causal=None, temperature=0.02)
     actual = opened(path).embed(prompts(), RAW, use_tqdm=False)
     for ids, item in zip(prompts(), actual, strict=True):
         wanted = states(hf.model, ids).mean(0).numpy()
@@ -179,8 +179,8 @@ def test_llama_bidirectional(tmp_path: Path) -> None:
     scored = transformers.LlamaForSequenceClassification(hf.config).float().eval()
     scored.model.load_state_dict(hf.model.state_dict())
     scored.save_pretrained(tmp_path / "scored")
-    output["architectures"] = ["LlamaBidirectionalForSequenceClassification"]
-    rewritten(tmp_path / "scored", **output, is_causal=None, temperature=0.5)
+    changes["architectures"] = ["LlamaBidirectionalForSequenceClassification"]
+    rewritten(tmp_path / "scored", **changes, is_causal=None, temperature=0.5)
     scores = opened(tmp_path / "scored").classify(prompts(), RAW, use_tqdm=False)
     for ids, one in zip(prompts(), scores, strict=True):
         with torch.inference_mode():

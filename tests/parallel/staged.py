@@ -100,9 +100,9 @@ class StagedExecutor:
             pass
 
     def _run_one(self, number: int) -> bool:
-        if (value := self.plans[number].get()) is None:
+        if (entry := self.plans[number].get()) is None:
             return False
-        plan, outcome = value
+        plan, outcome = entry
         try:
             outcome.said.put((number, self.workers[number].submit(plan).wait()))
         except Exception as error:
@@ -113,11 +113,11 @@ class StagedExecutor:
 class Engine:
     """A core over stages, or over one worker, and its outputs."""
 
-    def __init__(self, model: Path, *, in_threads: bool = True, **value: Any) -> None:
+    def __init__(self, model: Path, *, in_threads: bool = True, **settings: Any) -> None:
         # Two threads would share their tapes.
-        own_value = {"model": str(model), "dtype": "float32", "block_size": 4, "enforce_eager": True}
-        own_value |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
-        self.config = configure(own_value | value)
+        defaults = {"model": str(model), "dtype": "float32", "block_size": 4, "enforce_eager": True}
+        defaults |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
+        self.config = configure(defaults | settings)
         self.executor = StagedExecutor(self.config, in_threads)
         size = self.executor.start()
         depth = self.config.parallel.pipeline_parallel_size
@@ -128,10 +128,8 @@ class Engine:
         self.logprobs: dict[str, list[RowLogprobs]] = {}
         self.prompt_logprobs: dict[str, list[RowLogprobs]] = {}
 
-    def add(
-        self, id: str, prompt: list[int], count: int, media: Media | None = None, **requests: Any
-    ) -> None:
-        params = SamplingParams(**({"temperature": 0.0, "max_tokens": count, "ignore_eos": True} | requests))
+    def add(self, id: str, prompt: list[int], count: int, media: Media | None = None, **fields: Any) -> None:
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": count, "ignore_eos": True} | fields))
         limit = len(prompt) + count
         self.tokens[id], self.logprobs[id], self.prompt_logprobs[id] = [], [], []
         sizes = {"prompt_len": len(prompt), "limit": limit}

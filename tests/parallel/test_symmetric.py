@@ -134,9 +134,9 @@ def test_no_rank_uses_symmetric_memory_if_one_fails(
     monkeypatch.setattr(
         symmetric,
         "_gather_objects",
-        lambda group, own_item: [
-            *ask(group, own_item),
-            own_item if isinstance(own_item, PeerAddress) else "broken",
+        lambda group, value: [
+            *ask(group, value),
+            value if isinstance(value, PeerAddress) else "broken",
         ],
     )
     assert symmetric.with_symmetric_memory(group, CUDA) is group

@@ -32,10 +32,10 @@ class ThreadGroup(Group):
         self.table = table
         self.num_told = 0
 
-    def _exchange(self, own_item: Any) -> list[Any]:
+    def _exchange(self, value: Any) -> list[Any]:
         """Return the tensors of all ranks, after all ranks have taken them."""
         self.num_told += 1
-        self.table.laid[self.rank] = own_item
+        self.table.laid[self.rank] = value
         self.table.barrier.wait()
         laid = list(self.table.laid)
         self.table.barrier.wait()

@@ -18,8 +18,8 @@ SIZES = "layers=80,hidden=65536,heads=512,kv_heads=8,intermediate=229376,vocab=1
 """A model of 4 trillion weights, which fits no machine."""
 
 
-def found(**value: object) -> dict[str, doctor.Finding]:
-    return {item.what: item for item in doctor.examine(Namespace(**ARGS | value))}
+def found(**overrides: object) -> dict[str, doctor.Finding]:
+    return {item.what: item for item in doctor.examine(Namespace(**ARGS | overrides))}
 
 
 def only(findings: dict[str, doctor.Finding], text: str) -> doctor.Finding:

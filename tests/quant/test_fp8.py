@@ -184,8 +184,8 @@ def test_experts_with_one_scale_for_gate_and_up() -> None:
     assert torch.equal(experts.gate_up.scale, torch.tensor([1.0, 0.1, 0.01])[:, None].expand(3, 32))
 
 
-def read(**output: Any) -> Fp8 | None:
-    facts = read_quant(ConfigReader("config.json", {"quantization_config": output}))
+def read(**config: Any) -> Fp8 | None:
+    facts = read_quant(ConfigReader("config.json", {"quantization_config": config}))
     assert facts is not None
     scheme = facts.scheme("model.layers.0.mlp.up_proj")
     assert scheme is None or isinstance(scheme, Fp8)
@@ -203,7 +203,7 @@ def test_valid_configs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "message"),
+    ("config", "message"),
     [
         ({"activation_scheme": "maybe"}, "activation_scheme is 'maybe', expected 'dynamic' or 'static'"),
         ({"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\], expected \[128, 128\], or null"),
@@ -212,9 +212,9 @@ def test_valid_configs() -> None:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', expected 'FP8'"),
     ],
 )
-def test_invalid_configs_are_rejected(output: dict[str, Any], message: str) -> None:
+def test_invalid_configs_are_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(**({"quant_method": "fp8"} | output))
+        read(**({"quant_method": "fp8"} | config))
 
 
 def test_indivisible_blocks_are_rejected_before_loading() -> None:

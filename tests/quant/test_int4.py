@@ -171,7 +171,7 @@ def test_logits_match_a_plain_model_of_the_same_values(family: str, name: str, t
 
 
 @pytest.mark.parametrize(
-    ("scheme", "inputs", "output"),
+    ("scheme", "inputs", "message"),
     [
         (replace(AWQ, bits=3), 128, "3 bits is not supported; 4 bits are"),
         (replace(GPTQ, bits=2), 128, "2 bits is not supported; 4 and 8 bits are"),
@@ -180,6 +180,6 @@ def test_logits_match_a_plain_model_of_the_same_values(family: str, name: str, t
         (replace(GPTQ, group=-1), 100, "packs 8 numbers into a word"),
     ],
 )
-def test_unsupported_configs_are_rejected_before_loading(scheme: Grouped, inputs: int, output: str) -> None:
-    with pytest.raises(ConfigError, match=output):
+def test_unsupported_configs_are_rejected_before_loading(scheme: Grouped, inputs: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         linear_of(scheme, (16,), inputs)

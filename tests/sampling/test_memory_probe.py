@@ -44,8 +44,8 @@ def asked_by(num_rows: int) -> SamplingTensors:
     return SamplingTensors(some, some.int(), some, 0 * some, torch.arange(num_rows), torch.arange(num_rows))
 
 
-def kernel(logits: Tensor, requests: SamplingTensors) -> Tensor:
-    return sampling.sample(logits, *requests)
+def kernel(logits: Tensor, columns: SamplingTensors) -> Tensor:
+    return sampling.sample(logits, *columns)
 
 
 def sampled(sampler: Sampler, logits: Tensor, num_logprobs: int = 20) -> Sampled:

@@ -64,8 +64,8 @@ LIMITS = st.fixed_dictionaries(
 class MediaEngine(Engine):
     """An engine that checks the encoder cache invariants in every plan."""
 
-    def __init__(self, *, size: int, full: bool, **limits: Any) -> None:
-        super().__init__(media=EncoderCache(size=size, whole=full), **limits)
+    def __init__(self, *, size: int, whole: bool, **limits: Any) -> None:
+        super().__init__(media=EncoderCache(size=size, whole=whole), **limits)
         self.kept: dict[bytes, int] = {}
 
     def check(self, plan: StepPlan) -> None:
@@ -82,9 +82,9 @@ class MediaEngine(Engine):
         for row in plan.rows.tolist():
             reach, items = int(running.num_computed[row]), items_of(running.request(row))
             if media.whole:
-                full = running.request(row).media.whole if items else 0
-                assert not 0 < reach < full or full > most, "ends inside a prompt that sees itself"
-                for item in items if not full else ():
+                whole = running.request(row).media.whole if items else 0
+                assert not 0 < reach < whole or whole > most, "ends inside a prompt that sees itself"
+                for item in items if not whole else ():
                     assert not item.offset < reach < item.end or item.length > most, "ends inside an item"
 
 

@@ -55,17 +55,17 @@ def test_end_of_sequence_costs_one_extra_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "requests",
+    "fields",
     [
         {"bad_words_token_ids": [[3], [4, 5]]},
     ],
     ids=lambda request: next(iter(request)),
 )
-def test_row_that_needs_its_token_runs_every_second_step(requests: dict[str, Any]) -> None:
+def test_row_that_needs_its_token_runs_every_second_step(fields: dict[str, Any]) -> None:
     """Check parameters for which the sampler needs a token that the host does not have yet."""
     engine = overlapped(share=False)
     params = SamplingParams(max_tokens=5)
-    for name, value in requests.items():
+    for name, value in fields.items():
         setattr(params, name, value)
     engine.add("slow", prompt(5), count=5, params=params)
     engine.add("fast", prompt(5, 40), count=5)

@@ -149,7 +149,7 @@ def test_drafts_are_computed_without_adapters(tiny: Tiny) -> None:
     class Drafts:
         follows = True
 
-        def see(self, batch: Any, message: Any) -> None:
+        def see(self, batch: Any, states: Any) -> None:
             assert worker.adapters is not None
             seen.extend((batch.adapters, worker.adapters.slots.tokens, worker.adapters.slots.logit_tokens))
             worker.model.logits(torch.zeros(7, 64))

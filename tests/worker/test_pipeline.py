@@ -25,9 +25,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def answers(model: Path, **value: Any) -> Engine:
+def answers(model: Path, **settings: Any) -> Engine:
     """Generate with chunked prompts, shared prefixes, more rows than blocks, and an abort."""
-    engine = Engine(model, max_num_batched_tokens=16, num_gpu_blocks_override=24, max_model_len=64, **value)
+    engine = Engine(
+        model, max_num_batched_tokens=16, num_gpu_blocks_override=24, max_model_len=64, **settings
+    )
     draw = random.Random(3)
     common = [draw.randrange(3, 90) for _ in range(13)]
     for number in range(7):
@@ -52,9 +54,9 @@ def test_two_and_three_stages_match_one_worker(family: str, tmp_path: Path) -> N
     one = answers(model)
     num_layers = len(one.config.checkpoint.facts.layers)
     uneven = {"pipeline_parallel_size": 3, "pp_layer_partition": f"1,{num_layers - 2},1"}
-    for value in [{"pipeline_parallel_size": 2}, *([uneven] if num_layers > 2 else [])]:
-        many = answers(model, **value)
-        assert many.most_in_flight == value["pipeline_parallel_size"]
+    for settings in [{"pipeline_parallel_size": 2}, *([uneven] if num_layers > 2 else [])]:
+        many = answers(model, **settings)
+        assert many.most_in_flight == settings["pipeline_parallel_size"]
         assert many.core.scheduler.num_preemptions > 0, "blocks that suffice prove less"
         check_same(many, one)
 
@@ -135,8 +137,8 @@ def test_step_that_fails_in_one_stage_fails_only_after_it(
 def test_decodes_of_every_stage_use_tapes(tmp_path: Path) -> None:
     model, _ = make_tiny("llama", tmp_path, num_hidden_layers=3)
     output = []
-    for value in ({}, {"pipeline_parallel_size": 3, "enforce_eager": False}):
-        engine = Engine(model, in_threads=False, **value)
+    for settings in ({}, {"pipeline_parallel_size": 3, "enforce_eager": False}):
+        engine = Engine(model, in_threads=False, **settings)
         for number in range(5):
             engine.add(str(number), [number * 9 + at for at in range(5)], count=12)
         output.append(engine.run())

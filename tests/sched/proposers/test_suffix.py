@@ -20,23 +20,23 @@ def ints(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 def counted(
-    own_value: list[int], answers: list[list[int]], most: int, depth: int, factor: float, min_prob: float
+    own_tokens: list[int], answers: list[list[int]], most: int, depth: int, factor: float, min_prob: float
 ) -> list[int]:
     """Return the proposal that counting every suffix in every text gives."""
     pool = [END] * MIN_MATCH + [token for answer in answers for token in [*answer, END]]
     best, actual = 0.0, []
-    for tokens in (own_value, pool):
-        score, guess = _guess(tokens, own_value, most, depth, factor, min_prob)
+    for tokens in (own_tokens, pool):
+        score, guess = _guess(tokens, own_tokens, most, depth, factor, min_prob)
         if score > best:
             best, actual = score, guess
     return actual
 
 
 def _guess(
-    tokens: list[int], own_value: list[int], most: int, depth: int, factor: float, min_prob: float
+    tokens: list[int], own_tokens: list[int], most: int, depth: int, factor: float, min_prob: float
 ) -> tuple[float, list[int]]:
-    for length in range(min(depth, len(own_value)), MIN_MATCH - 1, -1):
-        places = [at for at in range(length, len(tokens)) if tokens[at - length : at] == own_value[-length:]]
+    for length in range(min(depth, len(own_tokens)), MIN_MATCH - 1, -1):
+        places = [at for at in range(length, len(tokens)) if tokens[at - length : at] == own_tokens[-length:]]
         if not places:
             continue
         guess: list[int] = []
@@ -84,12 +84,12 @@ def test_proposal_matches_counting(
             proposer.admit(1, ints([7, 8]))
             proposer.extend(1, ints(message))
             proposer.release(1, ints([7, 8, *message]))
-        own_value = prompt
-        proposer.admit(0, ints(own_value))
+        own_tokens = prompt
+        proposer.admit(0, ints(own_tokens))
         for piece in [*pieces, []]:
-            expected = counted(own_value, answers, most, depth, factor, min_prob)
+            expected = counted(own_tokens, answers, most, depth, factor, min_prob)
             assert proposer.propose(0, most).tolist() == expected
-            own_value = own_value + piece
+            own_tokens = own_tokens + piece
             proposer.extend(0, ints(piece))
 
 

@@ -315,11 +315,11 @@ def test_pipeline_stages_on_the_device(
         assert engine.tokens[str(number)] == greedy(tiny[1], tokens, 7), number
 
 
-def data_parallel_plan(counts: tuple[int, ...], own_value: StepPlan | None = None) -> StepPlan:
+def data_parallel_plan(counts: tuple[int, ...], own_plan: StepPlan | None = None) -> StepPlan:
     """Return the plan of one of several engines; an idle engine takes part in the others' step."""
-    own_value = StepPlan.idle(-1) if own_value is None else own_value
-    own_value.counts = counts
-    return own_value
+    own_plan = StepPlan.idle(-1) if own_plan is None else own_plan
+    own_plan.counts = counts
+    return own_plan
 
 
 @pytest.mark.parametrize("backend", ["allgather_reducescatter", "all2all"])

@@ -84,16 +84,18 @@ def core_of(
     # The kernels are tested elsewhere and are slow on a CPU.
     here = "quire.worker.cuda.draft_verify."
     monkeypatch.setattr(here + "derive", drafts.derive_reference)
-    monkeypatch.setattr(here + "verify", lambda *value: drafts.verify_reference(*value[:3], *value[5:]))
+    monkeypatch.setattr(
+        here + "verify", lambda *settings: drafts.verify_reference(*settings[:3], *settings[5:])
+    )
     monkeypatch.setattr(
         here + "look_up", lambda known, step, _, least: drafts.look_up_reference(known, step, least)
     )
     monkeypatch.setattr("quire.worker.device.Model.hidden", hidden)
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)
-    value: dict[str, Any] = {"model": str(path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
-    value |= {"max_num_batched_tokens": 24, "use_tqdm_on_load": False, "max_model_len": 64}
-    value |= {"num_gpu_blocks_override": 200, "enable_prefix_caching": True}
-    worker = Worker(configure(value | ({} if pace is None else {"speculative_config": requests})))
+    settings: dict[str, Any] = {"model": str(path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
+    settings |= {"max_num_batched_tokens": 24, "use_tqdm_on_load": False, "max_model_len": 64}
+    settings |= {"num_gpu_blocks_override": 200, "enable_prefix_caching": True}
+    worker = Worker(configure(settings | ({} if pace is None else {"speculative_config": requests})))
     worker.start()
     size = CacheSize(num_blocks, 64, 0, worker.layout.windows)
     scheduler = build_scheduler(worker.config, size)
@@ -220,10 +222,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     actual: list[int] = []
     load = Graph.load
 
-    def counted(self: Graph, plan: StepPlan, *value: Any) -> None:
+    def counted(self: Graph, plan: StepPlan, *settings: Any) -> None:
         if self.is_short:
             actual.append(len(plan.rows))
-        load(self, plan, *value)
+        load(self, plan, *settings)
 
     monkeypatch.setattr(Graph, "load", counted)
     return actual
@@ -271,11 +273,11 @@ def test_penalties_count_accepted_drafts(full: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "value, words",
+    "settings, words",
     [(("FLASHINFER", 4, False), "TRITON_ATTN"), (("TRITON_ATTN", 8, True), "num_speculative_tokens=8")],
 )
-def test_host_planned_attention_disables_drafts(value: tuple[str, int, bool], words: str) -> None:
-    backend, num_drafts, latent = value
+def test_host_planned_attention_disables_drafts(settings: tuple[str, int, bool], words: str) -> None:
+    backend, num_drafts, latent = settings
     with pytest.raises(ConfigError, match=words):
         check_ahead(backend, num_drafts, latent=latent)
     check_ahead("TRITON_ATTN", num_drafts, latent=False)

@@ -121,9 +121,7 @@ def test_encoder_that_cannot_be_captured_runs_eagerly(cpu: Qwen2_5VL) -> None:
 
 
 def test_encoder_graphs_use_vllms_option() -> None:
-    assert translate({"compilation_config": {"cudagraph_mm_encoder": True}}) == {
-        "cudagraph_mm_encoder": True
-    }
+    assert translate({"compilation_config": {"cudagraph_mm_encoder": True}}) == {"cudagraph_mm_encoder": True}
 
 
 @pytest.mark.gpu

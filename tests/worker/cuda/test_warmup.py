@@ -44,7 +44,7 @@ class Steps:
         self.given.append((lens, batch.are_decodes, batch.are_any, batch.adapters is not None))
         return torch.zeros(len(batch.token_ids), HIDDEN)
 
-    def sample(self, logits: Tensor, requests: Any, constrained: Any) -> Tensor:
+    def sample(self, logits: Tensor, columns: Any, constrained: Any) -> Tensor:
         self.sampled.append((len(logits), logits.dtype))
         return logits.argmax(-1)
 

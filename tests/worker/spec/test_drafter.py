@@ -47,14 +47,14 @@ class Pair:
 
     def __init__(self, target: Path, method: str, draft: Path | None = None, **more: Any) -> None:
         """Build the pair; `of_states` is for a target with SSM states, which must accept all drafts."""
-        value = {"model": str(target), "dtype": "float32", "block_size": BLOCK, "max_num_seqs": ROWS}
-        value |= {"max_model_len": LONGEST, "use_tqdm_on_load": False, "num_gpu_blocks_override": 200}
+        settings = {"model": str(target), "dtype": "float32", "block_size": BLOCK, "max_num_seqs": ROWS}
+        settings |= {"max_model_len": LONGEST, "use_tqdm_on_load": False, "num_gpu_blocks_override": 200}
         requests = {"method": method, "num_speculative_tokens": MOST, "model": draft and str(draft)}
         if more.pop("of_states", False):
-            config = configure(value)
+            config = configure(settings)
             config = replace(config, draft=read_draft(method, config.checkpoint, MOST))
         else:
-            config = configure(value | {"speculative_config": requests | more})
+            config = configure(settings | {"speculative_config": requests | more})
         self.worker = Worker(config)
         self.worker.start()
         self.rng = np.random.default_rng(5)
@@ -112,8 +112,8 @@ class Pair:
         spans = [span for span in spans if span.start < span.end and not drafter.follows]
         all_rows.block_tables[:, :ROWS, :WIDTH] = self.tables
         if spans:
-            value = all_rows, range(len(self.tables)), history, self.tables
-            drafter.catch_up(batch_of_spans(spans, *value))
+            settings = all_rows, range(len(self.tables)), history, self.tables
+            drafter.catch_up(batch_of_spans(spans, *settings))
         self.seen |= lens
         self.close = set(rows)
         last = torch.tensor([lens[row] - 1 for row in rows])
@@ -241,17 +241,17 @@ def states_of(hf: Any, tokens: list[int], aux_hidden_states: list[int]) -> Tenso
 
 
 @pytest.mark.parametrize(
-    "own_value", [False, True], ids=["the target's embedding", "an embedding of its own_value"]
+    "own_embedding", [False, True], ids=["the target's embedding", "an embedding of its own"]
 )
-def test_eagle(folder: Path, deep: tuple[Path, Any], own_value: bool) -> None:
+def test_eagle(folder: Path, deep: tuple[Path, Any], own_embedding: bool) -> None:
     path, hf = deep
     torch.manual_seed(1)
     weights = layer_weights("layers.0") | {"fc.weight": 0.2 * torch.randn(HIDDEN, 2 * HIDDEN)}
     embed = hf.model.embed_tokens.weight
-    if own_value:
+    if own_embedding:
         embed = torch.randn(VOCAB, HIDDEN)
         weights |= {"fc.bias": torch.randn(HIDDEN), "embed_tokens.weight": embed}
-    draft = save_head(folder / f"eagle{own_value}", weights, architectures=["LlamaForCausalLM"])
+    draft = save_head(folder / f"eagle{own_embedding}", weights, architectures=["LlamaForCausalLM"])
 
     @torch.no_grad()
     def expected(tokens: list[int], count: int) -> list[int]:
@@ -363,7 +363,7 @@ def test_mtp_of_step(folder: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
     layer, hf.model.layers, hf.model.config.num_hidden_layers = hf.model.layers[2], hf.model.layers[:2], 2
     noted: list[Tensor] = []
-    hf.model.norm.register_forward_pre_hook(lambda _, value: noted.append(value[0][0]))
+    hf.model.norm.register_forward_pre_hook(lambda _, settings: noted.append(settings[0][0]))
 
     def head(tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         return mtp(hf, layer, weights, tokens, states, names, plus=1.0, window=5)
