@@ -306,9 +306,7 @@ def experts() -> str:
 
 def adapters() -> str:
     """Draw the cost of adapters at 64 sequences."""
-    row = next(
-        row for row in _table("performance.md", "| | no adapter | one |") if row[0].startswith("batch 64")
-    )
+    row = next(row for row in _table("lora.md", "| | no adapter | one |") if row[0].startswith("batch 64"))
     values = [float(re.findall(r"\d+\.\d+", cell)[0]) for cell in row[1:]]
     names = ("no adapter", "one adapter", "eight in the batch")
     groups = [

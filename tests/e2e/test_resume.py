@@ -189,7 +189,7 @@ def test_core_that_cannot_restart_ends_its_streams(start: Start, tiny: TextModel
         os.kill(server.core, signal.SIGKILL)
         results = list(chunks)
     assert results[-1] == "[DONE]" and isinstance(results[-2], dict)
-    assert results[-2]["error"]["code"] == 503 and "is not back" in results[-2]["error"]["message"]
+    assert results[-2]["error"]["code"] == 503 and "was not restarted" in results[-2]["error"]["message"]
     server.end_cleanly()
 
 

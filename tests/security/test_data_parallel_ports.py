@@ -241,7 +241,7 @@ def test_node_without_the_token_registers_no_rank(roll: NodeRegistry, tmp_path: 
     ["tcp://one", "ipc:///tmp/other", "tcp://a:1\n", "inproc://x", "tcp://h:99999999", "", "x" * 9999],
 )
 def test_only_engine_core_addresses_are_registered(roll: NodeRegistry, tmp_path: Path, address: str) -> None:
-    noted = roll._note(b"node", JoinNode("node", 2, TOKEN, {1: address}))
+    noted = roll._register(b"node", JoinNode("node", 2, TOKEN, {1: address}))
     assert "is no address of a core: expected tcp://HOST:PORT" in noted.problem and len(noted.problem) < 200
     assert roll.missing == [1] and not NodeRegistry.file_of(tmp_path, 1).exists()
 

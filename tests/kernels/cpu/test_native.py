@@ -184,7 +184,7 @@ def test_kernel_is_called_by_every_thread(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check for work done twice or by one thread only, and for jobs read after they are freed."""
-    (small / "run.c").write_text((native.SOURCES / "run.c").read_text())
+    (small / "run.c").write_text(RUN_C)
     (small / "small.c").write_text(
         "#include <omp.h>\ntypedef struct { long *counts; long size; double step; } Job;\n"
         "void quire_count(const Job *job) {\n#pragma omp atomic\njob->counts[0]++;\n"
