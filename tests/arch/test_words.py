@@ -1,4 +1,4 @@
-"""Tests of the language: retired words do not return, class names are unique, and fragments become fewer."""
+"""One language: retired words do not come back, class names are unique, and fragments become fewer."""
 
 import ast
 from collections import Counter, defaultdict
@@ -21,10 +21,10 @@ RETIRED = frozenset(_RETIRED.split())
 SHARED = frozenset({"Attention", "Layer", "MLP"})
 """Class names that every model file may use for its own parts."""
 
-MAX_FRAGMENTS = 2557
-MAX_PERSONS = 582
-MAX_VAGUE = 1447
-"""Limits that may only fall: lower them when a change removes some."""
+MAX_FRAGMENTS = 0
+MAX_PERSONS = 0
+MAX_VAGUE = 2
+"""These may only fall: lower them when a change removes some."""
 
 
 @cache
@@ -37,7 +37,7 @@ def counts() -> Counter[str]:
     return Counter(kind for path in FILES for kind, _, _ in findings(path))
 
 
-def test_retired_words_are_not_used() -> None:
+def test_retired_words_stay_away() -> None:
     returned = []
     for path in FILES:
         for node in ast.walk(tree(path)):
@@ -47,7 +47,7 @@ def test_retired_words_are_not_used() -> None:
     assert not returned, "\n".join(returned)
 
 
-def test_class_names_are_unique() -> None:
+def test_a_class_name_exists_once() -> None:
     places = defaultdict(list)
     for path in FILES:
         for node in ast.walk(tree(path)):
@@ -62,19 +62,19 @@ def test_every_floor_exists() -> None:
     assert not missing
 
 
-def test_fragments_do_not_increase() -> None:
+def test_fragments_become_fewer() -> None:
     assert counts()["fragment"] <= MAX_FRAGMENTS, "a docstring is a complete sentence"
 
 
-def test_persons_do_not_increase() -> None:
+def test_data_are_not_persons() -> None:
     assert counts()["person"] <= MAX_PERSONS, "who, nobody, somebody: data are things"
 
 
-def test_vague_names_do_not_increase() -> None:
+def test_names_say_what_they_hold() -> None:
     assert counts()["vague"] <= MAX_VAGUE, "given, found, own, each: a name says what it holds"
 
 
-def test_counter_finds_each_kind(tmp_path: Path) -> None:
+def test_the_counter_sees_what_it_counts(tmp_path: Path) -> None:
     source = '''"""Module."""
 
 

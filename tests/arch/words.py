@@ -1,4 +1,4 @@
-"""Count violations of the language rules: docstring fragments, data described as persons, vague names."""
+"""Counts of the language rules: docstring fragments, data spoken of as persons, names that say nothing."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 FRAGMENT = re.compile(
     r"(Of|What|Who|Whom|Whose|That|Its|Those|These|Theirs|Such|The same|Which|And|But|Or|As|Where)\b"
 )
-"""First words of a docstring that is no sentence. "Whether ..." describes a flag."""
+"""First words of a docstring that is no sentence. "Whether ..." is how a flag is described."""
 _IMPERATIVES = """
     accept add admit advance align allocate allow answer append apply assert assign attach await
     begin bind block bring broadcast build bump cache call cancel capture cast change charge check
@@ -51,8 +51,7 @@ VAGUE = frozenset(_VAGUE.split())
 
 
 def documented(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
-    """Yield every docstring with its line, and whether it belongs to a function; fields have strings after
-    them."""
+    """Every docstring with its line, and whether it is a function's; fields have strings behind them."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
@@ -69,7 +68,7 @@ def documented(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
 
 
 def is_fragment(text: str, of_function: bool) -> bool:
-    """Return whether a docstring is no sentence: by its first word, or because a function's has no verb."""
+    """Whether a docstring is no sentence: its first word says so, or a function's has no verb."""
     text = " ".join(text.split())
     if FRAGMENT.match(text):
         return True
@@ -90,7 +89,7 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield parameters and variables with vague names; those of one- or two-line loops may be short."""
+    """Parameters and variables with names that say nothing; those of one- or two-line loops may be short."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and node.arg in VAGUE:
             yield node.lineno, node.arg
@@ -99,7 +98,7 @@ def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def findings(path: Path) -> Iterator[tuple[str, int, str]]:
-    """Yield the kind, line and text of every finding in a file."""
+    """Kind, line and text of every finding in a file."""
     source = path.read_text()
     tree = ast.parse(source)
     for line, text, of_function in documented(tree):

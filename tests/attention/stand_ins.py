@@ -1,4 +1,4 @@
-"""Torch versions of the functions of optional attention packages."""
+"""The functions of optional attention packages, written out in torch: what their arguments mean."""
 
 from types import ModuleType
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of both transports to an engine."""
+"""Both ways to an engine give the same answers."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def test_over_http() -> None:
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Return the request; wait for a disconnect meanwhile, as servers do."""
+    """Says what it got; listens for a hang-up meanwhile, as servers do."""
     message = await receive()
     hang_up = asyncio.create_task(receive())
     for _ in range(20):
@@ -33,33 +33,32 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     assert not hang_up.done(), "the client seemed to hang up"
     hang_up.cancel()
     headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-    echo = {
+    found = {
         "path": scope["path"],
         "method": scope["method"],
         "headers": headers,
         "body": message["body"].decode(),
     }
-    content = json.dumps(echo).encode()
+    content = json.dumps(found).encode()
     await send({"type": "http.response.start", "status": 202, "headers": []})
     await send({"type": "http.response.body", "body": content[:10], "more_body": True})
     await send({"type": "http.response.body", "body": content[10:]})
 
 
-def test_into_an_asgi_application() -> None:
+def test_into_an_application() -> None:
     transport = AsgiTransport(app, headers={"Authorization": "Bearer k"})
     answer = asyncio.run(transport.send("/v1/completions", b'{"prompt": 1}', "r1"))
-    result = json.loads(answer.body)
-    assert (answer.status, result["path"], result["method"]) == (202, "/v1/completions", "POST")
-    assert result["body"] == '{"prompt": 1}'
-    assert result["headers"]["x-request-id"] == "r1" and result["headers"]["authorization"] == "Bearer k"
+    found = json.loads(answer.body)
+    assert (answer.status, found["path"], found["method"]) == (202, "/v1/completions", "POST")
+    assert found["body"] == '{"prompt": 1}'
+    assert found["headers"]["x-request-id"] == "r1" and found["headers"]["authorization"] == "Bearer k"
     assert (
-        result["headers"]["content-type"] == "application/json"
-        and result["headers"]["content-length"] == "13"
+        found["headers"]["content-type"] == "application/json" and found["headers"]["content-length"] == "13"
     )
 
 
 def test_into_fastapi() -> None:
-    """A real framework accepts the scope."""
+    """A real framework reads the scope without complaint."""
     from fastapi import FastAPI
 
     api = FastAPI()
@@ -68,5 +67,5 @@ def test_into_fastapi() -> None:
     async def answer(body: dict[str, Any]) -> dict[str, Any]:
         return {"echo": body["prompt"]}
 
-    result = asyncio.run(AsgiTransport(api).send("/v1/completions", b'{"prompt": "x"}', "r1"))
-    assert (result.status, json.loads(result.body)) == (200, {"echo": "x"})
+    found = asyncio.run(AsgiTransport(api).send("/v1/completions", b'{"prompt": "x"}', "r1"))
+    assert (found.status, json.loads(found.body)) == (200, {"echo": "x"})

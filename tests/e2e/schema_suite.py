@@ -1,7 +1,8 @@
-"""The JSON-Schema-Test-Suite (draft 2020-12) as schemas that a request can use.
+"""The JSON-Schema-Test-Suite (draft 2020-12) as schemas that a request can ask for.
 
 `json_schema/suite.json` holds the suite's own groups: file -> [[description, schema, [[instance, valid]]]];
-`json_schema/LICENSE` is the suite's."""
+`json_schema/LICENSE` is the suite's.
+"""
 
 import json
 import re
@@ -21,7 +22,7 @@ TYPE_OF = {
     "string": "format maxLength minLength pattern",
     "number": "exclusiveMaximum exclusiveMinimum maximum minimum multipleOf",
 }
-"""Type of the values that a keyword constrains; it does not constrain others."""
+"""Which values a keyword is about: it says nothing of others."""
 
 KNOWN = {
     "optional/ecmascript-regex: ECMA 262 \\S matches everything but whitespace": "U+FEFF is no whitespace",
@@ -29,18 +30,18 @@ KNOWN = {
     "optional/format/date: validation of date strings": "29 February in any year",
     "optional/format/time: validation of time strings": "second 60 in any minute",
 }
-"""Groups where llguidance accepts an invalid instance; docs/structured.md lists them, too."""
+"""Where llguidance lets an instance pass that the suite calls wrong. docs/structured.md says so, too."""
 
 UNCHECKED_FORMATS = ("date", "date-time", "time")
-"""Formats with such a fault: finished answers are not checked for them."""
+"""Formats with such a fault: of a finished answer they are not checked again."""
 
 _ALONE = ("$ref", "$id", "$anchor", "$defs", "$dynamicRef", "$dynamicAnchor", "definitions")
-"""Keywords that change their meaning inside another schema."""
+"""Schemas that mean another thing inside of another one."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Schema of the suite, with valid and invalid instances."""
+    """A schema of the suite, with instances that it must or must not allow."""
 
     name: str
     schema: Any
@@ -48,17 +49,17 @@ class Group:
 
 
 def groups() -> list[Group]:
-    result = json.loads(SUITE.read_text(encoding="utf-8"))
+    found = json.loads(SUITE.read_text(encoding="utf-8"))
     return [
         Group(f"{file}: {description}", schema, [(data, valid) for data, valid in instances])
-        for file, item in result.items()
-        for description, schema, instances in item
+        for file, each in found.items()
+        for description, schema, instances in each
     ]
 
 
 def cases() -> dict[str, Any]:
-    """Return every schema as it is; again with the type of its keywords, because a model would mostly write
-    another type; and with the next one as properties of an object."""
+    """Every schema as it is; again with the type that its keywords are about, because a model would
+    mostly say something else; and with the next one as properties of an object."""
     plain = {group.name: group.schema for group in groups()}
     typed = {
         f"{name} ({kind})": {**schema, "type": kind}
@@ -88,7 +89,7 @@ def validator(schema: Any) -> jsonschema.Draft202012Validator:
 
 
 def _fits_pattern(_: Any, pattern: str, instance: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
-    """Match as ECMA 262 does: `\\d` and `\\w` are ASCII, `\\s` is Unicode."""
+    """As ECMA 262 reads it: `\\d` and `\\w` are of ASCII, `\\s` of all Unicode."""
     ascii_only = re.ASCII if re.search(r"\\[dDwW]", pattern) else 0
     if isinstance(instance, str) and not re.search(pattern, instance, ascii_only):
         yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")

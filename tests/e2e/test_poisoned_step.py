@@ -1,4 +1,4 @@
-"""A request that breaks every step it is in fails alone."""
+"""A request that breaks every step it is in ends alone."""
 
 from collections.abc import Iterator
 
@@ -22,19 +22,19 @@ def engine(tiny: TextModel) -> Iterator[LocalEngine]:
 
 
 def finished(engine: LocalEngine) -> dict[str, RequestOutput]:
-    results: dict[str, RequestOutput] = {}
+    found: dict[str, RequestOutput] = {}
     for _ in range(500):
         if not engine.has_unfinished_requests():
-            return results
-        results |= {output.request_id: output for output in engine.step() if output.finished}
-    raise AssertionError("the engine does not finish")
+            return found
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+    raise AssertionError("the engine does not come to an end")
 
 
 @pytest.mark.parametrize("after", [0, 3], ids=["at once", "after 3 tokens"])
-def test_only_the_request_at_fault_fails(
+def test_only_the_request_at_fault_ends(
     engine: LocalEngine, tiny: TextModel, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """Catches a bad request that ends other requests, or changes their output."""
+    """Catches a bad request that takes its neighbours along, or makes them say something else."""
     submit = engine.core.executor.submit
     core = engine.core.scheduler
 
@@ -50,9 +50,9 @@ def test_only_the_request_at_fault_fails(
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    result = finished(engine)
-    assert result.pop(str(POISONED)).outputs[0].finish_reason == "error"
-    for id, output in result.items():
+    found = finished(engine)
+    assert found.pop(str(POISONED)).outputs[0].finish_reason == "error"
+    for id, output in found.items():
         assert list(output.outputs[0].token_ids) == tiny.greedy(PROMPTS[int(id)], 8)
-    assert len(result) == 8
+    assert len(found) == 8
     assert engine.core.scheduler.kv.pool.usage == 0

@@ -1,4 +1,4 @@
-"""A CUDA-like device on the CPU: its bookkeeping, with stand-ins for captured graphs."""
+"""The device that computes as a GPU does, on the CPU: its bookkeeping, and stand-ins for captured graphs."""
 
 import functools
 import os
@@ -27,7 +27,7 @@ NEEDS_KERNELS = pytest.mark.skipif(
 
 
 class OnCPU(CudaDevice):
-    """Runs everything except the graphs."""
+    """Everything but the graphs."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler, bound: int = 0) -> Needs:
         return Needs(weights, 1 << 20)
@@ -36,7 +36,7 @@ class OnCPU(CudaDevice):
 
 
 class Replayed:
-    """A stand-in for a captured graph: it computes again into the tensors of the first run."""
+    """Stands in for a captured graph: computes again, into the tensors of the first time."""
 
     capturing: list["Replayed"] = []
 
@@ -44,10 +44,8 @@ class Replayed:
         for old, new in zip(self.done, _flat(self.again()), strict=True):
             old.copy_(new)
 
-    def remember(
-        self, recompute: Callable[[], Any], done: ForwardResult | IntermediateTensors | Tensor
-    ) -> None:
-        self.again, self.done = recompute, _flat(done)
+    def remember(self, again: Callable[[], Any], done: ForwardResult | IntermediateTensors | Tensor) -> None:
+        self.again, self.done = again, _flat(done)
 
 
 def _flat(done: ForwardResult | IntermediateTensors | Tensor) -> list[Tensor]:
@@ -56,13 +54,13 @@ def _flat(done: ForwardResult | IntermediateTensors | Tensor) -> list[Tensor]:
     if not isinstance(done, ForwardResult):
         return [*done]
     assert done.token_ids is not None and done.sampling is not None
-    actual = [] if done.verified is None else [done.verified]
-    return [done.hidden, done.logits, done.token_ids, *done.sampling, *actual]
+    found = [] if done.verified is None else [done.verified]
+    return [done.hidden, done.logits, done.token_ids, *done.sampling, *found]
 
 
 @contextmanager
 def captured(graph: Replayed, pool: object, capture_error_mode: str) -> Iterator[None]:
-    assert capture_error_mode == "thread_local"  # other threads pin memory meanwhile
+    assert capture_error_mode == "thread_local"  # others pin memory meanwhile
     Replayed.capturing.append(graph)
     yield
     Replayed.capturing.pop()
@@ -80,10 +78,10 @@ class WithGraphs(OnCPU):
 
     def _verify(self, done: ForwardResult) -> Tensor:
         verify = functools.partial(super()._verify, done)
-        actual = verify()
+        found = verify()
         if Replayed.capturing:
-            Replayed.capturing[-1].remember(verify, actual)
-        return actual
+            Replayed.capturing[-1].remember(verify, found)
+        return found
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
@@ -104,39 +102,38 @@ class WithPrompts(WithGraphs):
 
 
 def _remembered(compute: Callable[..., None]) -> Callable[..., None]:
-    """Return the function with outputs copied into the tensors of its first call."""
+    """What leaves all it gives where it lay."""
 
-    def computed(*args: Any) -> None:
-        compute(*args)
+    def computed(*given: Any) -> None:
+        compute(*given)
         if Replayed.capturing:
-            Replayed.capturing[-1].remember(lambda: (compute(*args), torch.empty(0))[1], torch.empty(0))
+            Replayed.capturing[-1].remember(lambda: (compute(*given), torch.empty(0))[1], torch.empty(0))
 
     return computed
 
 
-def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftGraphs, "compute", _remembered(DraftGraphs.compute))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(torch.cuda, "graph", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("quire.worker.worker.choose", lambda *args: TritonAttention())
+    monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TritonAttention())
 
 
-def use_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the next engines run ahead of the host in graphs, with torch attention and greedy sampling."""
+def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that open next run ahead of the host, in graphs; torch attends, and the likeliest is said."""
 
     def hidden(self: Model, batch: Batch) -> Any:
         for group in batch.groups:
-            # a GPU's attention kernel would read them from there
-            group.seq_lens_host = batch.seq_lens.numpy().copy()
+            group.seq_lens_host = batch.seq_lens.numpy().copy()  # a GPU's attention would read them there
             self.attention.plan(group)
         return self.forward(batch)
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, drafts: Any) -> WithGraphs:
         return WithGraphs(model, all_rows, lambda logits, *_: logits.argmax(-1), device, drafts)
 
-    use_fake_graphs(monkeypatch)
-    monkeypatch.setattr("quire.worker.worker.choose", lambda *args: TorchSDPA())
+    pretend_graphs(monkeypatch)
+    monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TorchSDPA())
     monkeypatch.setattr(Model, "hidden", hidden)
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)

@@ -1,4 +1,4 @@
-"""Fixture of a scope that builds small float32 layers on the CPU."""
+"""A scope that builds small float32 layers on the CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random PEFT adapters on disk, and a driver for batches with several adapters."""
+"""Random adapters as PEFT makes and saves them, and a driver that runs a batch of several."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,11 +15,12 @@ from quire.layers.lora import AdapterSlots
 from quire.loader.lora import LoRAReader, LoRAWeights
 
 PLAIN = -1
-"""Slot of a row without adapter."""
+"""The slot of a row without an adapter."""
 
 
 def save_adapter(hf_model: Any, path: Path, seed: int, **settings: Any) -> Any:
-    """Wrap `hf_model` with a random PEFT adapter and save it at `path`; call `unload()` before the next."""
+    """A PEFT model around `hf_model` with a random adapter, which is saved at `path`; `unload()` it before
+    the next."""
     from peft import LoraConfig, get_peft_model
 
     with warnings.catch_warnings():
@@ -39,7 +40,7 @@ def slots_for(max_slots: int, max_rank: int, **options: Any) -> AdapterSlots:
 
 
 class Adapted:
-    """A model whose rows have adapters; `slot_of` gives the slot by row."""
+    """A model whose rows have adapters: `slot_of` by row."""
 
     def __init__(self, path: Path, slots: AdapterSlots, **options: Any) -> None:
         self.slots = slots
@@ -68,7 +69,7 @@ class Adapted:
         return out
 
     def run(self, prompts: list[list[int]], slot_of: list[int]) -> list[Tensor]:
-        """Return logits of every position: all prompts at once, in two chunks and a decode."""
+        """Logits of every position: all prompts at once, in two chunks and a decode."""
         self.slot_of = slot_of
         lens = [len(ids) for ids in prompts]
         first = [size // 2 for size in lens]

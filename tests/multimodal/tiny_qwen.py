@@ -1,4 +1,4 @@
-"""Tiny vision models of Qwen and GLM: random weights, saved as transformers saves them."""
+"""Tiny models of Qwen's and GLM's kinds that see: random weights, saved as transformers saves them."""
 
 import functools
 import json
@@ -79,7 +79,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _VISION | {"image_size": 20, "attention_bias": True},
     ),
 }
-"""Text and vision settings that differ from the defaults, by family."""
+"""What the text and the vision part of each are other than the rest."""
 MARKS = ("<image>", "<video>", "<begin>", "<end>", "<video begin>", "<video end>")
 IMAGE, VIDEO, BEGIN, END, VIDEO_BEGIN, VIDEO_END = range(259, 265)
 _IDS = {
@@ -102,8 +102,7 @@ PIXELS = {"shortest_edge": 256, "longest_edge": 4096}
 
 @functools.cache
 def made(family: str, directory: Path, heads: int = 2) -> tuple[Path, Any]:
-    """Make a model once in `directory` (such as pytest's base temporary folder); return its path and
-    transformers' model."""
+    """One, made once in `directory` (the base of pytest's temporary folders, say), and transformers' own."""
     import transformers
 
     path = directory / f"tiny_{family}_{heads}"
@@ -134,7 +133,7 @@ def made(family: str, directory: Path, heads: int = 2) -> tuple[Path, Any]:
 
 
 def tokenizer() -> Tokenizer:
-    """Return a tokenizer with a token for each byte and the markers."""
+    """A token for each byte, and the marks."""
     special = ("<s>", "</s>", "<pad>")
     names = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *MARKS]
     backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))

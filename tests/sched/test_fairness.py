@@ -1,4 +1,4 @@
-"""Tests of fair sharing between keys: tokens by weight, time to first token, and order within a key."""
+"""Fair shares: two keys and more, one of them greedy; tokens by weight, first tokens in time, order kept."""
 
 from collections import Counter
 from random import Random
@@ -16,19 +16,18 @@ from quire.sched.queues import FairQueue
 GREEDY, LIGHT = 1, 2
 
 
-class TenantLoad:
-    """An engine under the load of several tenants, with the tokens computed for each of them."""
+class Keys:
+    """An engine under load of several keys, and what each of them got."""
 
     def __init__(self, **limits: Any) -> None:
         self.engine = Engine(fair=True, **limits)
         self.engine.check_index = lambda: None  # type: ignore[method-assign]  # slow; test_properties has it
-        # A fixed prompt limit keeps steps independent of this machine's speed; test_prompt_pace.py tests the
-        # pace.
+        # Otherwise steps would depend on how fast this machine runs them; test_prompt_pace.py has it.
         self.engine.scheduler.admitter.prompt_pace.limit = lambda most: most  # type: ignore[method-assign]
         self.tenants: dict[str, int] = {}
         self.first_token_at: dict[str, int] = {}
         self.computed: list[Counter[int]] = []
-        """Computed tokens by tenant, for each step."""
+        """By step: tokens by tenant."""
 
     def add(self, tenant: int, length: int, count: int, weight: float = 1.0) -> str:
         id = f"{tenant}-{len(self.tenants)}"
@@ -42,20 +41,20 @@ class TenantLoad:
         output = engine.step()
         for id in output.request_ids:
             self.first_token_at.setdefault(id, len(self.computed))
-        computed: Counter[int] = Counter()
+        found: Counter[int] = Counter()
         for plan in engine.plans[num_plans:]:
-            # A row keeps its tenant for one step after its request ends.
+            # A row's tenant outlives its request by a step.
             tenants = engine.scheduler.running.tenant[plan.rows].tolist()
             for tenant, num_tokens in zip(tenants, plan.num_tokens.tolist(), strict=True):
-                computed[tenant] += num_tokens
-        self.computed.append(computed)
+                found[tenant] += num_tokens
+        self.computed.append(found)
 
     def num_waiting(self, tenant: int) -> int:
-        waiting = (request for request in self.engine.scheduler.requests.values() if request.row < 0)
-        return sum(request.tenant == tenant for request in waiting)
+        waiting = (each for each in self.engine.scheduler.requests.values() if each.row < 0)
+        return sum(each.tenant == tenant for each in waiting)
 
 
-def test_queue_order_follows_tokens_used_per_tenant() -> None:
+def test_a_line_goes_by_what_each_tenant_has_had() -> None:
     shares = FairShare()
     line = FairQueue("fcfs", shares)
     for number in range(6):
@@ -67,11 +66,11 @@ def test_queue_order_follows_tokens_used_per_tenant() -> None:
         request = line.pop()
         order.append((request.tenant, request.id))
         shares.charge(np.array([request.tenant]), np.array([10]))
-    # Two of the second tenant for one of the first while both wait; within a tenant, the order of arrival.
+    # Two of the second for one of the first while both wait; among one tenant's the order of arrival.
     assert order == [(1, "0"), (2, "4"), (2, "5"), (1, "1"), (1, "2"), (1, "3")]
 
 
-def test_policy_decides_within_a_tenant() -> None:
+def test_within_a_tenant_the_policy_decides() -> None:
     line = FairQueue("priority", FairShare())
     requests = [make_request(number, priority=-number) for number in range(4)]
     for request in requests:
@@ -79,8 +78,8 @@ def test_policy_decides_within_a_tenant() -> None:
     assert [line.pop() for _ in range(4)] == requests[::-1]
 
 
-def test_idle_tenant_earns_no_credit() -> None:
-    """Check that a tenant that arrives late does not monopolize the engine."""
+def test_idle_time_is_no_credit() -> None:
+    """Catches a key that comes late and has everything for as long as it was away."""
     shares = FairShare()
     line = FairQueue("fcfs", shares)
     for number, tenant in enumerate([1, 1, 2, 2]):
@@ -89,21 +88,21 @@ def test_idle_tenant_earns_no_credit() -> None:
         if number == 2:
             shares.charge(np.array([1]), np.array([10_000]))
         line.push(request)
-    tenants = []
+    found = []
     while len(line):
-        tenants.append(line.pop().tenant)
-        shares.charge(np.array([tenants[-1]]), np.array([10]))
-    assert tenants == [1, 2, 1, 2]
-    # With an empty queue a new tenant starts at the level of the tenant that has used most.
+        found.append(line.pop().tenant)
+        shares.charge(np.array([found[-1]]), np.array([10]))
+    assert found == [1, 2, 1, 2]
+    # With nobody in the line a newcomer starts level with who has had most.
     late = make_request(9)
     late.tenant = 3
     line.push(late)
     assert shares.levels[3] == shares.levels[:3].max()
 
 
-def test_long_outputs_in_all_rows_do_not_delay_other_tenants() -> None:
-    """Check that rows are taken from a greedy tenant, and that its requests resume and finish."""
-    keys = TenantLoad(max_num_seqs=4, num_blocks=400)
+def test_long_answers_in_every_row_delay_nobody_else() -> None:
+    """Catches rows that a key keeps until its answers end, and one that is never given back its own."""
+    keys = Keys(max_num_seqs=4, num_blocks=400)
     for _ in range(20):
         keys.add(GREEDY, 8, 150)
     for _ in range(30):
@@ -116,13 +115,13 @@ def test_long_outputs_in_all_rows_do_not_delay_other_tenants() -> None:
     keys.engine.run()
     assert all(reason == "length" for reason in keys.engine.reasons.values())
     for request in keys.engine.seen:
-        output = keys.engine.outputs[request.id]
-        assert output == continuation(request.tokens[: request.prompt_len], len(output))
+        said = keys.engine.outputs[request.id]
+        assert said == continuation(request.tokens[: request.prompt_len], len(said))
     keys.engine.check_empty()
 
 
-def test_full_cache_preempts_greedy_tenant() -> None:
-    keys = TenantLoad(max_num_seqs=64, num_blocks=60, max_num_batched_tokens=64, share=False)
+def test_a_full_cache_makes_way_too() -> None:
+    keys = Keys(max_num_seqs=64, num_blocks=60, max_num_batched_tokens=64, share=False)
     for _ in range(20):
         keys.add(GREEDY, 20, 60)
     for _ in range(20):
@@ -136,9 +135,9 @@ def test_full_cache_preempts_greedy_tenant() -> None:
     keys.engine.check_empty()
 
 
-def test_long_prompts_leave_tokens_for_short_prompts() -> None:
-    """Check that a prompt of many chunks does not fill every step."""
-    keys = TenantLoad(num_blocks=2000, max_num_seqs=8)
+def test_long_prompts_leave_room_for_short_ones() -> None:
+    """Catches a prompt of many chunks that has every step to itself."""
+    keys = Keys(num_blocks=2000, max_num_seqs=8)
     for _ in range(4):
         keys.add(GREEDY, 1500, 2)
     for _ in range(3):
@@ -153,7 +152,7 @@ def test_long_prompts_leave_tokens_for_short_prompts() -> None:
 
 
 ENOUGH = 33
-"""Number of waiting requests per tenant: more than one step can admit."""
+"""Requests of a key that wait: more than a step can take in."""
 LOADS = st.lists(
     st.tuples(
         st.sampled_from([0.5, 1.0, 2.0, 3.0]),
@@ -167,11 +166,11 @@ LOADS = st.lists(
 
 @settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(LOADS, st.sampled_from([8, 12, 24]), st.sampled_from([1, 2]), st.booleans(), st.integers(0, 2**31))
-def test_tokens_are_shared_by_weight_under_load(
+def test_while_all_wait_tokens_are_shared_by_weight(
     loads: list[Any], max_num_seqs: int, depth: int, share: bool, seed: int
 ) -> None:
-    """Check that each tenant gets its share within 10 % and its requests are admitted in order of arrival."""
-    keys = TenantLoad(max_num_seqs=max_num_seqs, num_blocks=max_num_seqs * 20, depth=depth, share=share)
+    """Within 10 % of each share, whatever the lengths; nobody starves and nobody overtakes its own."""
+    keys = Keys(max_num_seqs=max_num_seqs, num_blocks=max_num_seqs * 20, depth=depth, share=share)
     draw, longest = Random(seed), 0
     for _ in range(400):
         for tenant, (weight, *shapes) in enumerate(loads, 1):
@@ -185,7 +184,7 @@ def test_tokens_are_shared_by_weight_under_load(
     for tenant, weight in weights.items():
         due = weight / sum(weights.values()) * total.total()
         assert abs(total[tenant] - due) <= 0.1 * due + longest, (total, weights)
-    admitted = [admission.request_id for plan in keys.engine.plans for admission in plan.admitted]
+    admitted = [each.request_id for plan in keys.engine.plans for each in plan.admitted]
     for tenant in weights:
         numbers = [int(id.split("-")[1]) for id in dict.fromkeys(admitted) if keys.tenants[id] == tenant]
         assert numbers == sorted(numbers) and len(numbers) > 3

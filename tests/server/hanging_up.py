@@ -1,4 +1,4 @@
-"""A client that disconnects when a test sets an event."""
+"""A client that hangs up: its request, and the end of its connection when a test says so."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from quire.server.app import Application
 async def post(
     application: Application, path: str, body: dict[str, Any], gone: asyncio.Event, key: str = ""
 ) -> int:
-    """Return the status; the client disconnects once `gone` is set."""
+    """The status; once `gone` is set, the client has hung up."""
     content, sent = json.dumps(body).encode(), list[dict[str, Any]]()
     messages = [{"type": "http.request", "body": content, "more_body": False}]
 

@@ -1,4 +1,4 @@
-"""Tests of the per-head matmuls of MLA in C against torch with any size and dtype."""
+"""The products of latent attention by heads in C against those in torch: any size, either type."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no n
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 
-def near(actual: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual, expected.to(actual.dtype), atol=tolerance, rtol=tolerance)
+def near(ours: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours, expected.to(ours.dtype), atol=tolerance, rtol=tolerance)
 
 
 def both(q: Tensor, seen: Tensor, weight: Tensor, spec: MLASpec) -> tuple[Tensor, Tensor]:
-    """Compute the query and the output projection to and from the latent space."""
+    """Queries on their way to latents, what was seen on its way back."""
     queries = mla.absorb(q, weight, rope_dim=spec.rope_dim)
     return queries, mla.release(seen, weight, v_dim=spec.v_dim)
 
@@ -36,10 +36,11 @@ def both(q: Tensor, seen: Tensor, weight: Tensor, spec: MLASpec) -> tuple[Tensor
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60)
-def test_per_head_matmuls(
+def test_products_by_heads(
     tokens: int, heads: int, rank: int, dims: tuple[int, int, int], dtype: torch.dtype, gap: int, seed: int
 ) -> None:
-    """Check for weights of another head or part, strides, tails and RoPE dimensions, and batch invariance."""
+    """The weight of another head, or its other part; a stride ignored; a tail left out; numbers that turn
+    lost; bits that depend on the batch or on threads."""
     torch.manual_seed(seed)
     spec = MLASpec(heads, rank, *dims, scale=1.0)
     weight = (torch.randn(heads, spec.nope_dim + spec.v_dim, rank) / rank**0.5).to(dtype)
@@ -56,7 +57,7 @@ def test_per_head_matmuls(
         some = slice(tokens // 2, tokens // 2 + 1)
         for alone, company in zip(both(q[some], seen[some], weight, spec), (queries, values), strict=True):
             assert torch.equal(alone, company[some])
-        for second, first in zip(both(q, seen, weight, spec), (queries, values), strict=True):
-            assert torch.equal(second, first)
+        for again, first in zip(both(q, seen, weight, spec), (queries, values), strict=True):
+            assert torch.equal(again, first)
     finally:
         torch.set_num_threads(before)

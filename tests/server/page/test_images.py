@@ -1,4 +1,4 @@
-"""Tests of images in the chat page in a real browser: added, shown, sent and refused."""
+"""Images in the chat, in a real browser: how they are taken, shown, sent and refused."""
 
 import base64
 import io
@@ -9,8 +9,8 @@ from browse import answered, ask
 from PIL import Image
 
 Open = Callable[..., Any]
-VISION_MODEL = {"modalities": ["image", "video"]}
-DISPATCH_FILE = """([kind, name, type, text]) => {
+SEES = {"modalities": ["image", "video"]}
+GIVE = """([kind, name, type, text]) => {
     const data = new DataTransfer();
     const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
     data.items.add(new File([bytes], name, { type }));
@@ -20,8 +20,7 @@ DISPATCH_FILE = """([kind, name, type, text]) => {
     document.getElementById("question").dispatchEvent(event);
     return event.defaultPrevented;
 }"""
-"""Script that dispatches a synthetic event with a file: a browser lets no script fill the clipboard or drag
-files in."""
+"""A browser lets no script fill the clipboard with files, or drag them in from outside."""
 
 
 def png(colour: str) -> bytes:
@@ -30,11 +29,9 @@ def png(colour: str) -> bytes:
     return file.getvalue()
 
 
-def drop_or_paste(page: Any, kind: str, name: str, content: bytes, type: str = "image/png") -> None:
+def give(page: Any, kind: str, name: str, content: bytes, type: str = "image/png") -> None:
     text = base64.b64encode(content).decode()
-    assert page.evaluate(DISPATCH_FILE, [kind, name, type, text]), (
-        "left to the browser, which goes to the file"
-    )
+    assert page.evaluate(GIVE, [kind, name, type, text]), "left to the browser, which goes to the file"
 
 
 def image_part(content: bytes) -> dict[str, Any]:
@@ -42,20 +39,19 @@ def image_part(content: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def test_images_are_added_by_button_drop_and_paste(serve: Open, open_page: Open) -> None:
-    """Catches an input method that adds no image, a removed image that is sent, and one that is sent
-    twice."""
+def test_images_come_by_button_drop_and_paste(serve: Open, open_page: Open) -> None:
+    """Catches a way that takes none, a removed image that is sent, and one not shown or sent twice."""
     site = serve()
-    site.engine.changes = VISION_MODEL
+    site.engine.changes = SEES
     page = open_page(site)
     red, green, blue = png("red"), png("green"), png("blue")
     with page.expect_file_chooser() as chooser:
         page.click("#add-images")
     chooser.value.set_files([{"name": "red.png", "mimeType": "image/png", "buffer": red}])
     page.wait_for_selector("#images img[alt='red.png']")
-    drop_or_paste(page, "drop", "green.png", green)
+    give(page, "drop", "green.png", green)
     page.wait_for_selector("#images img[alt='green.png']")
-    drop_or_paste(page, "paste", "blue.png", blue)
+    give(page, "paste", "blue.png", blue)
     page.wait_for_selector("#images img[alt='blue.png']")
     page.click("[aria-label='Remove green.png']")
     ask(page, "What is this?")
@@ -63,7 +59,7 @@ def test_images_are_added_by_button_drop_and_paste(serve: Open, open_page: Open)
     assert page.locator("#images img").count() == 0
     shown = page.locator(".question img")
     assert shown.evaluate_all("nodes => nodes.map((node) => node.naturalWidth)") == [24, 24]
-    drop_or_paste(page, "paste", "green.png", green)
+    give(page, "paste", "green.png", green)
     page.wait_for_selector("#images img")
     ask(page, "")
     answered(page)
@@ -77,16 +73,16 @@ def test_images_are_added_by_button_drop_and_paste(serve: Open, open_page: Open)
     assert page.problems == []
 
 
-def test_images_that_cannot_be_sent_are_reported(serve: Open, open_page: Open) -> None:
-    """Catches images offered to a text-only model, a file that is no image, and a refused image that stays
-    in the history."""
+def test_images_that_cannot_be_sent_are_told(serve: Open, open_page: Open) -> None:
+    """Catches images offered to a model that does not see, a file that is none, and a conversation that one
+    refused image has spoiled."""
     site = serve()
-    site.engine.changes = VISION_MODEL
+    site.engine.changes = SEES
     page = open_page(site)
     page.wait_for_selector("#add-images")
-    drop_or_paste(page, "drop", "notes.pdf", b"%PDF", "application/pdf")
+    give(page, "drop", "notes.pdf", b"%PDF", "application/pdf")
     page.wait_for_selector("text=notes.pdf cannot be read as an image.")
-    drop_or_paste(page, "paste", "red.png", png("red"))
+    give(page, "paste", "red.png", png("red"))
     page.wait_for_selector("#images img")
     assert page.locator("#image-note").is_hidden()
     ask(page, "refuse")
@@ -96,6 +92,6 @@ def test_images_that_cannot_be_sent_are_reported(serve: Open, open_page: Open) -
     assert site.bodies[-1]["messages"] == [{"role": "user", "content": "And without?"}]
     site.engine.changes = {"modalities": []}
     page.wait_for_selector("#add-images", state="hidden")
-    drop_or_paste(page, "drop", "red.png", png("red"))
+    give(page, "drop", "red.png", png("red"))
     page.wait_for_selector("text=This model takes no images.")
     assert page.locator("#images img").count() == 0
