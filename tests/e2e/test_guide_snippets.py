@@ -99,8 +99,8 @@ GUIDE: dict[int, dict[str, str]] = {
     23: {"the memory formula": "../plan/test_plan.py::test_the_weights_of_70b_are_what_the_guide_says"},
     24: {"HPA": "test_deploy.py::test_replicas_follow_those_who_wait"},
     25: {"alerts": "test_deploy.py::test_alerts_fire_when_they_should"},
-    26: {"VLLM_ENGINE_READY_TIMEOUT_S": "../executor/test_nodes.py::test_who_never_comes_is_named"},
-    27: {"threads": "../dist/test_platform.py::test_two_hardware_threads_for_each_process_of_a_gpu_engine"},
+    26: {"VLLM_ENGINE_READY_TIMEOUT_S": "../executor/test_multi_node.py::test_who_never_comes_is_named"},
+    27: {"threads": "../system/test_platform.py::test_two_hardware_threads_for_each_process_of_a_gpu_engine"},
     28: {"Ray": "../executor/test_ray.py::test_"},
     29: {"client": "test_openai_client.py::test_"},
 }

@@ -230,7 +230,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "ids of a wrong type": ({"prompt_token_ids": "abc"}, "must be a list of integers, got str"),
     "media": (
         {"prompt": "a", "multi_modal_data": {"image": 1}},
-        "int is nothing that can be read",
+        "the type int is not supported",
     ),
     "embeddings": ({"prompt_embeds": [1.0]}, "You must set `--enable-prompt-embeds`"),
     "empty salt": ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a non-empty string"),

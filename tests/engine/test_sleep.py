@@ -296,7 +296,7 @@ def test_a_profile_of_what_was_run(model: TextModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"profiler": "proton"}, "no profiler 'proton'"),
+        ({"profiler": "proton"}, "the profiler 'proton' is not supported"),
         ({"profiler": "torch"}, "torch_profiler_dir"),
         ({"profiler": "torch", "torch_profiler_dir": 3}, "cannot be 3"),
         ({"profiller": "torch"}, "unknown profiler_config key"),

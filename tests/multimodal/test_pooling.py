@@ -107,7 +107,7 @@ def test_sounds_are_embedded(tmp_path: Path) -> None:
         last = states(twin.model, twin.inputs(text, sounds))[-1]
         assert np.abs(np.array(output.outputs.embedding) - normed(last)).max() < 1e-5
     save_whisper(tmp_path / "writes")
-    with pytest.raises(ConfigError, match="does not pool"):
+    with pytest.raises(ConfigError, match="does not support pooling"):
         configure({"model": str(tmp_path / "writes"), "runner": "pooling"})
 
 
