@@ -21,7 +21,7 @@ ROUNDS = 3
 
 def workloads(vocab: int, encode: Any) -> dict[str, tuple[list[int], dict[str, Any]]]:
     """Return prompts and their sampling parameters by workload."""
-    code = HERE.with_name("benchmarks/structured_outputs.py").read_text()[1000:3200]
+    code = HERE.with_name("structured_outputs.py").read_text()[1000:3200]
     prose = (HERE.parents[1] / "tests/engine/prose.txt").read_text()[:1500]
     numbers = random.Random(1)
     greedy = {"temperature": 0.0}

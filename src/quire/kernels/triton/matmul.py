@@ -294,7 +294,7 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     """Return the plan for `num` rows and a weight of this shape; `parts` is 2 for gate and up.
 
     The plans were measured on an H200 in CUDA graphs of GEMMs with different weights; see
-    docs/performance.md.
+    docs/evidence/kernels.md.
     """
     length = triton.next_power_of_2(size_in)
     if num == 1 and length <= LONGEST:

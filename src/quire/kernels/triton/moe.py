@@ -330,7 +330,7 @@ def plan_of(
     """Return the plan for `num_pairs` pairs, `top` per token; `dtype` is that of the weights.
 
     The plans were measured on an H200 in CUDA graphs of layers with different weights; see
-    docs/performance.md.
+    docs/evidence/kernels.md.
     """
     length = triton.next_power_of_2(hidden)
     held = triton.next_power_of_2(top) * triton.next_power_of_2(inner)
