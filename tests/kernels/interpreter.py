@@ -48,12 +48,30 @@ def quicken() -> None:
         if id(fn.__globals__) not in patched_modules:
             patched_modules.add(id(fn.__globals__))
             patch(fn)
+            triton.language.core.tensor.__index__ = _index
         return Patched()
 
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
     _look_up_shapes(triton.language.core)
+    _keep_named_tuples(triton.language.core)
+
+
+def _keep_named_tuples(core: Any) -> None:
+    """Pass named tuples to constexpr functions as such: Triton 3.6 makes plain tuples of them."""
+    unwrap = core._unwrap_if_constexpr
+
+    def unwrap_named(value: Any) -> Any:
+        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+        return type(value)(*map(unwrap, value)) if is_named else unwrap(value)
+
+    core._unwrap_if_constexpr = unwrap_named
+
+
+def _index(tensor: Any) -> int:
+    """Return the number of a tensor with one element: numpy 2.4 does not convert it as Triton 3.6 expects."""
+    return int(tensor.handle.data.item())
 
 
 def _by_name(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -136,7 +136,7 @@ def test_nothing_is_left_of_an_item_that_is_refused() -> None:
         return [type(each).__name__ for each in gc.garbage]
 
     try:
-        assert not {"Given", "Blob", "PngImageFile", "Task"} & {*asyncio.run(go())}
+        assert not {"MediaInput", "Blob", "PngImageFile", "Task"} & {*asyncio.run(go())}
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

@@ -124,6 +124,7 @@ def opened(data: bytes, limits: DecodeLimits) -> Iterator[Image.Image]:
     except Image.DecompressionBombError:
         raise RequestError(f"it has more than {limits.max_pixels} pixels") from None
     except Exception as error:  # decoders raise any exception
+        error.__traceback__ = None  # its frames would keep the image in a reference cycle (Python 3.12)
         raise RequestError(f"the file is broken or truncated: {error}") from None
 
 
