@@ -48,7 +48,7 @@ sbom: .venv/ready
 
 .venv-docs/ready: mkdocs.yml
 	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip --disable-pip-version-check install 'mkdocs-material>=9.5,<10'
+	.venv-docs/bin/python -m pip --disable-pip-version-check install 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=0.27,<2'
 	@touch $@
 
 # Real clients have needs of their own, so they have a place of their own.
