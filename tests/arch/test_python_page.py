@@ -11,7 +11,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 def test_every_exported_name_is_on_the_page() -> None:
     entries = re.findall(r"^::: (\S+)", PAGE.read_text(), re.MULTILINE)
-    exported = {f"{target.__module__}.{target.__qualname__}" for name in _EXPORTS if (target := classes(name))}
+    exported = {
+        f"{target.__module__}.{target.__qualname__}" for name in _EXPORTS if (target := classes(name))
+    }
     aliases = {"quire.frontend.inputs.PromptType"}
     assert set(entries) == exported | aliases
 

@@ -37,9 +37,11 @@ def test_variables_that_are_read_are_not_mentioned(warnings: Callable[[], list[s
 
 def test_variables_of_the_reference_engine_have_no_effect(warnings: Callable[[], list[str]]) -> None:
     """Catches a launch script that is scolded for what every one of them sets."""
-    warn_unknown({"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"})
+    names = ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_NO_USAGE_STATS", "VLLM_USE_DEEP_GEMM")
+    warn_unknown(dict.fromkeys(names, "1"))
     assert warnings() == [
         "VLLM_NO_USAGE_STATS has no effect in Quire",
+        "VLLM_USE_DEEP_GEMM has no effect in Quire: block FP8 always uses Quire's own kernel",
         "VLLM_WORKER_MULTIPROC_METHOD has no effect in Quire",
     ]
     assert not {f"VLLM_{name.upper()}" for name in Env.__dataclass_fields__} & NO_EFFECT

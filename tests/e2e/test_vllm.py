@@ -1,6 +1,8 @@
 """Scripts that were written for vLLM run as they are."""
 
 import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.entrypoints import vllm_shim
 from quire.errors import ConfigError
+from quire.version import VLLM_VERSION
 
 SCRIPT = """
 import asyncio
@@ -99,3 +102,63 @@ def test_models_are_listed_and_none_is_added() -> None:
 def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["python", "nowhere.py"]) == 2
     assert "nowhere.py" in capsys.readouterr().err
+
+
+def test_flags_of_a_script_become_engine_arguments(tiny: TextModel) -> None:
+    vllm_shim.install()
+    from vllm import EngineArgs  # type: ignore[import-not-found]
+    from vllm.utils import FlexibleArgumentParser  # type: ignore[import-not-found]
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(description="An example."))
+    parser.set_defaults(model="other", max_num_seqs=4)
+    args = parser.parse_args(["--model", str(tiny.path), "--max_model_len", "1k"])
+    engine_args = EngineArgs.from_cli_args(args)
+    assert (engine_args.model, engine_args.max_model_len, engine_args.max_num_seqs) == (
+        str(tiny.path),
+        1000,
+        4,
+    )
+
+
+def test_assets_are_generated() -> None:
+    vllm_shim.install()
+    from vllm.assets.audio import AudioAsset  # type: ignore[import-not-found]
+    from vllm.assets.image import ImageAsset  # type: ignore[import-not-found]
+    from vllm.assets.video import VideoAsset  # type: ignore[import-not-found]
+
+    image = ImageAsset("stop_sign").pil_image
+    assert image.mode == "RGB" and image.tobytes() != ImageAsset("cherry_blossom").pil_image.tobytes()
+    video = VideoAsset("baby_reading", num_frames=4)
+    assert video.np_ndarrays.shape[0] == 4 == len(video.pil_images) == video.metadata["total_num_frames"]
+    assert not (video.np_ndarrays[0] == video.np_ndarrays[3]).all()
+    samples, rate = AudioAsset("mary_had_lamb").audio_and_sample_rate
+    assert len(samples) == 4 * rate and 0.1 < abs(samples).max() < 1
+
+
+def test_the_version_is_that_of_the_interface() -> None:
+    vllm_shim.install()
+    import vllm
+
+    assert vllm.__version__ == VLLM_VERSION and vllm.__version_tuple__[:2] == (0, 24)
+
+
+def test_the_vllm_command_runs_quire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["install-vllm-command", "--dir", str(tmp_path)]) == 0
+    assert main(["install-vllm-command", "--dir", str(tmp_path)]) == 0, "it may be written again"
+    script = tmp_path / "vllm"
+    shown = subprocess.run([script, "bench", "--help"], capture_output=True, text=True, env=os.environ)
+    assert shown.stderr.startswith("vllm: this is Quire") and "usage: quire" in shown.stdout
+    version = subprocess.run([script, "--version"], capture_output=True, text=True, env=os.environ)
+    assert (version.stdout, version.stderr) == (f"{VLLM_VERSION}\n", "")
+
+
+def test_another_vllm_command_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "vllm").write_text("#!/bin/sh\n")
+    (tmp_path / "vllm").chmod(0o755)
+    assert main(["install-vllm-command", "--dir", str(tmp_path)]) == 1
+    assert "is another vllm command" in capsys.readouterr().err
+    assert (tmp_path / "vllm").read_text() == "#!/bin/sh\n"

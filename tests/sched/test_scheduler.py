@@ -159,7 +159,7 @@ def test_preemption_warns_with_count_and_remedies_but_not_every_time(monkeypatch
     remedies = (
         "Increase gpu_memory_utilization or tensor_parallel_size",
         "Increasing pipeline_parallel_size",
-        "decreasing max_num_seqs or max_num_batched_tokens",
+        "decreasing max_num_seqs, max_num_batched_tokens or max_model_len",
     )
     assert [remedy for remedy in remedies if remedy not in warning] == []
 

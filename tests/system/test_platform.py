@@ -1,6 +1,7 @@
 """detect(): the CPU by a made-up /proc and /sys, CUDA by a made-up driver."""
 
 import ctypes
+import logging
 import os
 import subprocess
 import sys
@@ -161,7 +162,7 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch, driver: Driver | None, built: boo
         return driver
 
     monkeypatch.setattr(platform, "_driver", load)
-    monkeypatch.setattr(platform, "_torch_has_cuda", lambda: built)
+    monkeypatch.setattr(platform, "_torch_built_for", lambda name: name == "cuda" and built)
 
 
 def test_cuda_is_taken_where_it_is(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +216,23 @@ def test_the_build_of_torch_is_read_without_importing_it(
     write(tmp_path, "torch/version.py", text)
     spec = SimpleNamespace(origin=str(tmp_path / "torch/__init__.py"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
-    assert platform._torch_has_cuda() is built
+    assert platform._torch_built_for("cuda") is built
+
+
+def test_a_rocm_build_of_torch_is_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(platform, "_torch_built_for", lambda name: name == "hip")
+    logging.getLogger("quire").addHandler(caplog.handler)
+    try:
+        assert detect(root=root).device == "cpu"
+    finally:
+        logging.getLogger("quire").removeHandler(caplog.handler)
+    assert "ROCm build, and AMD GPUs are not supported: the engine runs on the CPU" in caplog.text
+    with pytest.raises(
+        ConfigError, match="is a ROCm build, and AMD GPUs are not supported; use device='cpu'"
+    ):
+        detect("cuda", root=root)
 
 
 def test_this_machine_is_described_without_torch() -> None:

@@ -34,6 +34,21 @@ def _changed_args(self: Any) -> dict[str, Any]:
     }
 
 
+def _add_cli_args(parser: Any) -> Any:
+    """Add a flag for every engine argument; return the parser."""
+    from quire.config.cli import add_engine_flags
+
+    add_engine_flags(parser)
+    return parser
+
+
+def _from_cli_args(cls: Any, args: Any) -> Any:
+    """Build the arguments from a parsed command line."""
+    from quire.config.cli import engine_args_from
+
+    return cls(**engine_args_from(args))
+
+
 def _args_fields() -> list[tuple[str, Any, Any]]:
     listed: list[tuple[str, Any, Any]] = []
     for option in options().values():
@@ -45,7 +60,15 @@ def _args_fields() -> list[tuple[str, Any, Any]]:
 
 
 EngineArgs: Any = make_dataclass(
-    "EngineArgs", _args_fields(), kw_only=True, repr=False, namespace={"given": _changed_args}
+    "EngineArgs",
+    _args_fields(),
+    kw_only=True,
+    repr=False,
+    namespace={
+        "given": _changed_args,
+        "add_cli_args": staticmethod(_add_cli_args),
+        "from_cli_args": classmethod(_from_cli_args),
+    },
 )
 EngineArgs.__module__ = __name__
 EngineArgs.__doc__ = "Every engine argument by name, all optional; `given()` holds those that were changed."

@@ -205,6 +205,10 @@ _GROUPS: dict[str, tuple[type, str]] = {
 """Fields that consist of several variables, and the prefix of these variables' names."""
 
 
+_REPLACED = {"VLLM_USE_DEEP_GEMM": "block FP8 always uses Quire's own kernel"}
+"""Variables without effect whose feature Quire has in another form."""
+
+
 def warn_unknown(environ: Mapping[str, str]) -> None:
     """Warn once about each variable with one of our prefixes that is not read."""
     known = {f"{prefix}_{name.upper()}" for prefix in PREFIXES for name in _ENV_KINDS}
@@ -212,6 +216,7 @@ def warn_unknown(environ: Mapping[str, str]) -> None:
         if not environ[name] or name.partition("_")[0] not in PREFIXES or name.startswith("QUIRE_TEST_"):
             continue
         if name in NO_EFFECT:
-            warn_once(logger, f"{name} has no effect in Quire")
+            reason = f": {_REPLACED[name]}" if name in _REPLACED else ""
+            warn_once(logger, f"{name} has no effect in Quire{reason}")
         else:
             warn_once(logger, f"unknown environment variable {name} is ignored{nearest(name, sorted(known))}")

@@ -30,6 +30,11 @@ _ENGINES = {
     "AsyncLLM": "quire.entrypoints.async_llm:AsyncLLMEngine",
 }
 _LLM = {"LLM": "quire.entrypoints.llm:LLM"}
+_PARSER = {"FlexibleArgumentParser": "quire.config.cli:FlagParser"}
+_VERSION = {
+    "__version__": "quire.version:VLLM_VERSION",
+    "__version_tuple__": "quire.version:VLLM_VERSION_TUPLE",
+}
 _METRICS = ("Counter", "Gauge", "Histogram", "Vector", "Metric")
 _SECTIONS = (
     *("AttentionConfig", "CompilationConfig", "EPLBConfig", "KVTransferConfig", "PoolerConfig"),
@@ -47,7 +52,7 @@ MODULES: dict[str, dict[str, str]] = {
         **_ARGS,
         **_ENGINES,
         **_targets("quire", (*_PARAMS, *_OUTPUTS, *_POOLED, *_PROMPTS, "PoolingParams")),
-        **_targets("quire", ("__version__", "__version_tuple__")),
+        **_VERSION,
         **_targets("quire.entrypoints.vllm_shim", ("ModelRegistry", "initialize_ray_cluster")),
     },
     "vllm.config": dict.fromkeys(_SECTIONS, "quire.entrypoints.vllm_shim:Section"),
@@ -67,7 +72,12 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.v1.engine.async_llm": _ENGINES,
     "vllm.entrypoints.llm": _LLM,
     "vllm.v1.metrics.reader": _targets("quire.metrics", _METRICS),
-    "vllm.version": _targets("quire", ("__version__", "__version_tuple__")),
+    "vllm.version": _VERSION,
+    "vllm.utils": _PARSER,
+    "vllm.utils.argparse_utils": _PARSER,
+    "vllm.assets.image": _targets("quire.entrypoints.vllm_assets", ("ImageAsset",)),
+    "vllm.assets.video": _targets("quire.entrypoints.vllm_assets", ("VideoAsset",)),
+    "vllm.assets.audio": _targets("quire.entrypoints.vllm_assets", ("AudioAsset",)),
 }
 """Modules of vLLM that scripts import from: name -> "module:attribute" of Quire."""
 _PACKAGES = {name[: name.rindex(".")] for name in MODULES if "." in name} | {

@@ -42,7 +42,7 @@ class PreemptionWarning:
             "Sequence group %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV "
             "cache space. This can affect the end-to-end performance. Increase gpu_memory_utilization or "
             "tensor_parallel_size to provide more KV cache memory. Increasing pipeline_parallel_size, or "
-            "decreasing max_num_seqs or max_num_batched_tokens, helps, too. "
+            "decreasing max_num_seqs, max_num_batched_tokens or max_model_len, helps, too. "
             "total_cumulative_preemption_cnt=%d",
             printable(request_id),
             num_preemptions,

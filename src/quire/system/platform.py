@@ -10,7 +10,11 @@ from pathlib import Path
 
 from quire.config.machine import Machine
 from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
 
+logger = get_logger(__name__)
+
+_ROCM = "the installed torch is a ROCm build, and AMD GPUs are not supported"
 # CUdevice_attribute values of cuda.h.
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -31,12 +35,14 @@ def detect(device: str = "auto", *, root: Path = Path("/")) -> Machine:
         return _cuda(_driver(), _num_cores(root))
     if device == "cuda":
         raise ConfigError(f"device='cuda' is not available: {reason}; use device='cpu'")
+    if _torch_built_for("hip"):
+        warn_once(logger, f"{_ROCM}: the engine runs on the CPU")
     return _cpu(root)
 
 
 def _why_no_cuda() -> str | None:
-    if not _torch_has_cuda():
-        return "the installed torch is not a CUDA build"
+    if not _torch_built_for("cuda"):
+        return _ROCM if _torch_built_for("hip") else "the installed torch is not a CUDA build"
     try:
         driver = _driver()
     except OSError:
@@ -47,12 +53,14 @@ def _why_no_cuda() -> str | None:
     return None if _device_count(driver) > 0 else "no CUDA device is visible (see CUDA_VISIBLE_DEVICES)"
 
 
-def _torch_has_cuda() -> bool:
+def _torch_built_for(platform: str) -> bool:
+    """Whether torch is built for `cuda` or `hip` (ROCm), by its version file."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
     version = Path(spec.origin).with_name("version.py")
-    return version.is_file() and bool(re.search(r"^cuda\b[^=]*=\s*['\"]", version.read_text(), re.MULTILINE))
+    pattern = rf"^{platform}\b[^=]*=\s*['\"]"
+    return version.is_file() and bool(re.search(pattern, version.read_text(), re.MULTILINE))
 
 
 def _driver() -> ctypes.CDLL:
