@@ -10,7 +10,7 @@ from quire.errors import QuireError, nearest
 from quire.version import __version__
 
 COMMANDS = {
-    "serve": ("serve the OpenAI API over HTTP", "quire.entrypoints.launch"),
+    "serve": ("serve the OpenAI API over HTTP", "quire.entrypoints.serve"),
     "chat": ("chat with a model in the terminal", "quire.terminal.chat"),
     "complete": ("complete texts in the terminal", "quire.terminal.complete"),
     "bench throughput": ("measure offline requests and tokens per second", "quire.bench.throughput"),
@@ -24,7 +24,7 @@ COMMANDS = {
     "python": ("run a script that was written for vLLM", "quire.entrypoints.vllm_shim"),
     "install-vllm-command": (
         "put a `vllm` script that runs Quire on the path",
-        "quire.entrypoints.vllm_command",
+        "quire.vllm_command",
     ),
     "run-batch": ("answer the requests of an OpenAI batch file", "quire.batch.run"),
     "quantize": ("quantize a model", "quire.quantize.command"),

@@ -18,7 +18,7 @@ FLOORS = [
     ["bench", "batch", "terminal", "quantize", "vllm"],
     ["plan"],
     ["cli"],
-    ["__main__", "__init__"],
+    ["__main__", "__init__", "vllm_command"],
 ]
 TORCH_FREE = [
     "checkpoint",

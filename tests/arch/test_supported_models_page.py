@@ -7,7 +7,7 @@ from pathlib import Path
 from quire.checkpoint.families import ALIASES, FAMILIES
 from quire.checkpoint.multimodal import MEDIA_FAMILIES
 from quire.config.cli import FlagParser
-from quire.entrypoints.launch import add_flags
+from quire.entrypoints.serve import add_flags
 from quire.text.parsers import REASONING, TOOLS
 
 PAGE = Path(__file__).parents[2] / "docs" / "supported_models.md"

@@ -124,7 +124,8 @@ class FlagParser(argparse.ArgumentParser):
             ]
             lines += ["", f"{group.title}:", *shown] if shown else []
         if topics := ", ".join(self._topics()):
-            lines += ["", f"More: --help=all, --help=FLAG, or --help=GROUP with GROUP of {topics}."]
+            lines += ["", "Defaults are in brackets. More: --help=all, --help=FLAG, --help=listgroup, or"]
+            lines += [f"--help=GROUP with GROUP of {topics}."]
         return "\n".join([*lines, *(["", self.epilog] if self.epilog else [])]) + "\n"
 
     def format_full_help(self) -> str:
@@ -187,6 +188,8 @@ class FlagParser(argparse.ArgumentParser):
     def _help_on(self, topic: str) -> str:
         if topic.lower() == "all":
             return self.format_full_help()
+        if topic.lower() == "listgroup":
+            return "\n".join(self._topics()) + "\n"
         for group in self._action_groups:
             if str(group.title).lower().removesuffix("config") == topic.lower().removesuffix("config"):
                 return "\n".join([f"{group.title}:", *map(_format_full, group._group_actions)]) + "\n"
@@ -338,10 +341,16 @@ _NO_TOPICS = ("positional arguments", "options", HIDDEN_TITLE)
 
 
 @functools.cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    """Return the syntax trees of a module's classes: the file is parsed once for all its sections."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+@functools.cache
 def field_help(section: type) -> dict[str, str]:
     """Return the docstring of each field of the section, read from its source."""
-    (cls,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(cls, ast.ClassDef)
+    cls = _classes_of(section.__module__)[section.__name__]
     help_of = {}
     for item, after in zip(cls.body, cls.body[1:], strict=False):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
@@ -367,8 +376,10 @@ def _title(action: argparse.Action) -> str:
 
 def _format_line(action: argparse.Action) -> str:
     title = re.sub(r"\{.*\}", "CHOICE", _title(action))
-    sentence = re.split(r"(?<=\.) ", (action.help or "").replace("%%", "%"))[0]
-    return f"  {title:<36} {sentence}"
+    text = (action.help or "").replace("%%", "%")
+    sentence = re.split(r"(?<=\.) ", text)[0]
+    default = re.search(r" Default: (.*?)\.( |$)", text)
+    return f"  {title:<36} {sentence}" + (f" [{default[1]}]" if default else "")
 
 
 def _format_full(action: argparse.Action) -> str:

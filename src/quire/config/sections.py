@@ -375,8 +375,9 @@ class SpeculationSection:
     """Settings of speculative decoding as given by the user; `SpecFacts` is the resolved form."""
 
     speculative_config: Annotated[dict[str, Any], FieldRule(short="-sc")] = field(default_factory=dict)
-    """JSON of speculative decoding: method (`ngram`, `suffix`), num_speculative_tokens, prompt_lookup_min and
-    prompt_lookup_max, and the other keys in config/speculation.py. Default: no speculation."""
+    """JSON of speculative decoding: method (`ngram`, `suffix`, `draft_model`, `eagle`, `eagle3`, `mtp`),
+    model, num_speculative_tokens, prompt_lookup_min and prompt_lookup_max, and the other keys in
+    config/speculation.py. Default: no speculation."""
     spec_method: str | None = None
     """`method` of speculative_config."""
     spec_model: str | None = None

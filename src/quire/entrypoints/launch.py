@@ -1,6 +1,5 @@
 """The supervisor: binds the port, starts core and API processes, restarts those that die, and shuts down."""
 
-import argparse
 import functools
 import multiprocessing
 import os
@@ -13,13 +12,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.config.data_parallel import Topology, lay_out
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.expert_parallel import steps_together
 from quire.config.mm_caches import engine_holds_values
-from quire.configure import configure
 from quire.core.process import CoreAddress, config_of_rank, core_name, run_core
 from quire.entrypoints.api_process import run_api
 from quire.errors import ConfigError
@@ -34,7 +31,7 @@ from quire.server.http.sockets import bind
 from quire.server.lora.modules import check_modules
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import located
-from quire.server.settings import ServerSettings, add_server_flags, server_settings
+from quire.server.settings import ServerSettings
 from quire.system.child import Child
 from quire.system.cluster_token import cluster_token, new_token
 from quire.system.node_registry import Announcer, NodeRegistry, free_address, own_address
@@ -332,22 +329,3 @@ def launch(config: EngineConfig, settings: ServerSettings) -> int:
     raise_file_limit()
     with Scratch() as scratch:
         return Supervisor(config, settings, topology, scratch.path).run()
-
-
-def add_flags(parser: FlagParser) -> None:
-    """Add the flags of `quire serve`."""
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="Same as --model.")
-    add_server_flags(parser)
-    add_engine_flags(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    values = engine_args_from(args)
-    if args.model_tag is not None and values.setdefault("model", args.model_tag) != args.model_tag:
-        raise ConfigError(f"two models: {args.model_tag!r} and --model {values['model']!r}; give one")
-    settings = server_settings(args, Env.read(os.environ))
-    if key_names(settings.keys):
-        values.setdefault("share_by_key", True)
-    if settings.api.tokens_only:
-        values["skip_tokenizer_init"] = True
-    return launch(configure(values, usage="server"), settings)

@@ -11,7 +11,7 @@ from fake_engine import ANSWER, FakeEngine
 from test_tools import HERMES, THOUGHT, TOOLS, TWO
 
 from quire.config.cli import FlagParser
-from quire.entrypoints import launch
+from quire.entrypoints import serve
 from quire.server.app import Application
 from quire.server.openai import batch, streams
 from quire.server.openai.chat import ChatEncoder
@@ -267,11 +267,11 @@ def test_tokens_only_leaves_out_all_that_needs_a_text() -> None:
 
 def test_tokens_only_needs_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(launch, "configure", lambda found, usage: given.update(found))
-    monkeypatch.setattr(launch, "launch", lambda config, settings: 0)
+    monkeypatch.setattr("quire.configure.configure", lambda found, usage: given.update(found))
+    monkeypatch.setattr("quire.entrypoints.launch.launch", lambda config, settings: 0)
     parser = FlagParser(prog="quire serve")
-    launch.add_flags(parser)
+    serve.add_flags(parser)
     for flags, expected in (([], None), (["--tokens-only"], True)):
         given.clear()
-        assert launch.run(parser.parse_args(["m", *flags])) == 0
+        assert serve.run(parser.parse_args(["m", *flags])) == 0
         assert given.get("skip_tokenizer_init") is expected

@@ -7,10 +7,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from quire.cli import main as run_quire
 from quire.errors import ConfigError
 from quire.version import VLLM_VERSION, __version__
 
-_MARK = "from quire.entrypoints.vllm_command import main"
+_MARK = "from quire.vllm_command import main"
 _SCRIPT = f"""#!{{python}}
 # Runs Quire under the name of vLLM. Written by `quire install-vllm-command`; delete this file to undo it.
 import sys
@@ -47,8 +48,6 @@ def run(args: Namespace) -> int:
 
 def main(words: Sequence[str]) -> int:
     """Run the `quire` command under the name of vLLM, and say so."""
-    from quire.cli import main as run_quire
-
     if list(words) in (["--version"], ["-v"]):
         print(VLLM_VERSION)
         return 0
