@@ -1,4 +1,4 @@
-"""The version of Quire, and the version of vLLM whose interface it has."""
+"""The versions of Quire and of the vLLM interface that it has."""
 
 __version__ = "0.1.0"
 VLLM_VERSION = "0.24.0"

@@ -206,7 +206,7 @@ _GROUPS: dict[str, tuple[type, str]] = {
 
 
 _REPLACED = {"VLLM_USE_DEEP_GEMM": "block FP8 always uses Quire's own kernel"}
-"""Variables without effect whose feature Quire has in another form."""
+"""Variables that have no effect because Quire has the feature in another form."""
 
 
 def warn_unknown(environ: Mapping[str, str]) -> None:

@@ -36,7 +36,7 @@ class VideoAsset:
 
     @cached_property
     def np_ndarrays(self) -> np.ndarray[Any, Any]:
-        """The frames as one array [frames, height, width, 3]."""
+        """Return the frames as one array [frames, height, width, 3]."""
         return np.stack([_frame(self.name, at / self.num_frames) for at in range(self.num_frames)])
 
     @property
@@ -81,7 +81,7 @@ def _frame(name: str, time: float) -> np.ndarray[Any, Any]:
 
 
 def _tone(name: str, rate: int) -> np.ndarray[Any, Any]:
-    """Return a tone whose loudness rises and falls; the name decides on its pitch."""
+    """Return a tone that swells and fades; the name decides on its pitch."""
     pitch = 220 + zlib.crc32(name.encode()) % 440
     times = np.arange(_SECONDS * rate) / rate
     return (0.3 * np.sin(2 * math.pi * pitch * times) * np.sin(math.pi * times / _SECONDS)).astype(np.float32)
