@@ -6,9 +6,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_engine import FakeEngine
 from preloaded import Preloaded
 from serve_process import SHARED_FLAGS, ServeProcess, eventually, joined
 from tiny_text import TextModel
+
+from quire.server import main
+from quire.server.app import Application
+from quire.server.settings import make_settings
 
 WAKING_S = 120.0
 STARTING_S = 300.0
@@ -179,6 +184,11 @@ def test_workers_are_asked_and_survive_what_cannot_be_answered(server: ServeProc
     assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
-def test_the_log_lists_the_routes(server: ServeProcess) -> None:
-    assert "Route: /v1/chat/completions, Methods: POST" in server.text()
-    assert "Route: /wake_up, Methods: POST" in server.text()
+def test_the_log_lists_the_routes_at_debug_level_only(
+    server: ServeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Route: " not in server.text()
+    lines: list[str] = []
+    monkeypatch.setattr(main.logger, "debug", lambda text, *args: lines.append(text % args))
+    main._log_routes(Application(FakeEngine("Hi"), make_settings({})))
+    assert "Route: /v1/chat/completions, Methods: POST" in lines

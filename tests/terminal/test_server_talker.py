@@ -7,6 +7,7 @@ import pytest
 from fake_openai import MODEL, FakeServer
 
 from quire.cli import main
+from quire.terminal.server import api_url
 
 Capture = pytest.CaptureFixture[str]
 
@@ -30,7 +31,7 @@ def test_what_is_not_asked_for_is_not_sent() -> None:
     with FakeServer() as server:
         ask(server, "chat", "-q", "One", "--model-name", "mine")
         (request,) = server.requests
-    assert "max_tokens" not in request and "temperature" not in request and request["model"] == "mine"
+    assert request["max_tokens"] == 1024 and "temperature" not in request and request["model"] == "mine"
     assert "authorization" not in request["_headers"] and request["_path"] == "/v1/chat/completions"
 
 
@@ -88,3 +89,16 @@ def test_another_kind_of_server_is_one_line(capsys: Capture) -> None:
     with FakeServer() as server:
         assert main(["chat", "--url", f"{server.url}/other", "-q", "hi"]) == 1
     assert "HTTP 404: Not Found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("localhost:8000", "http://localhost:8000/v1"),
+        ("http://host:1/", "http://host:1/v1"),
+        ("https://host/v1", "https://host/v1"),
+        ("http://host/prefix/v1", "http://host/prefix/v1"),
+    ],
+)
+def test_a_url_may_leave_out_the_path_of_the_api(url: str, expected: str) -> None:
+    assert api_url(url) == expected

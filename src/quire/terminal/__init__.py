@@ -12,6 +12,7 @@ from quire.registry import LazyTable
 Emit = Callable[[str], None]
 """Receives the text of an answer as it is generated."""
 
+DEFAULT_MAX_TOKENS = 1024
 TALKERS = LazyTable(
     "talker",
     {"local": "quire.terminal.local:LocalBackend", "server": "quire.terminal.server:ServerBackend"},
@@ -35,7 +36,7 @@ def add_shared_flags(parser: FlagParser) -> None:
     group.add_argument(
         "--url",
         default="http://localhost:8000/v1",
-        help="URL of the server. Default: http://localhost:8000/v1.",
+        help="URL of the server, with or without /v1. Default: http://localhost:8000/v1.",
     )
     group.add_argument(
         "--model-name", metavar="NAME", help="Model to use. Default: the first one that the server lists."
@@ -49,8 +50,9 @@ def add_shared_flags(parser: FlagParser) -> None:
     group.add_argument(
         "--max-tokens",
         type=int,
+        default=DEFAULT_MAX_TOKENS,
         metavar="N",
-        help="Maximum tokens of an answer. Default: as many as fit the context.",
+        help=f"Maximum tokens of an answer. Default: {DEFAULT_MAX_TOKENS}.",
     )
     group.add_argument("--temperature", type=float, metavar="T", help="Default: the model's setting.")
     group.add_argument("--stats", action="store_true", help="Print times after each answer.")

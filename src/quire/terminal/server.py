@@ -5,6 +5,7 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -13,15 +14,26 @@ from quire.remote.openai import Chunk, bearer, models, stream
 from quire.terminal import Emit
 
 
+def api_url(url: str) -> str:
+    """Return the URL of the API: a URL without a scheme or a path, such as `localhost:8000`, gets both."""
+    url = url if "://" in url else f"http://{url}"
+    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1"
+
+
 class ServerBackend:
     """Streams answers from a running server."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._client = HttpClient(args.url, headers=bearer(args.api_key or os.environ.get("OPENAI_API_KEY")))
+        self._client = HttpClient(
+            api_url(args.url), headers=bearer(args.api_key or os.environ.get("OPENAI_API_KEY"))
+        )
         self.name: str = args.model_name or asyncio.run(self._first_model())
-        self._options = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
-        if args.max_tokens is not None:
-            self._options["max_tokens"] = args.max_tokens
+        self._options = {
+            "model": self.name,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": args.max_tokens,
+        }
         if args.temperature is not None:
             self._options["temperature"] = args.temperature
 
