@@ -17,6 +17,7 @@ from quire.checkpoint.layout import CacheSpec
 from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.quant.facts import QuantFacts
 from quire.config.args import EngineArgs, check_args
+from quire.config.attention_backends import check_backend
 from quire.config.engine import GIB, EngineConfig, resolve
 from quire.config.env import Env
 from quire.config.generation import default_sampling
@@ -629,3 +630,11 @@ def test_stages_and_where_they_are_said(warnings: Any) -> None:
     assert two.parallel.pp_layer_partition == "1,1" and not two.scheduler.async_scheduling
     assert [message for message in warnings() if "async_scheduling" in message]
     assert make(env=Env.read({"VLLM_PP_LAYER_PARTITION": "7"})).parallel.pp_layer_partition == ""
+
+
+def test_an_unknown_attention_backend_is_refused_before_anything_starts() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown attention backend 'FLASH'; did you mean.*known: AUTO, CPU_"
+    ):
+        check_backend("flash")
+    assert check_backend("auto") == "AUTO" and check_backend("triton_attn") == "TRITON_ATTN"

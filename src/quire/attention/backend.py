@@ -11,21 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
+from quire.config.attention_backends import BACKENDS
 from quire.config.machine import Machine
 from quire.errors import ConfigError
-from quire.registry import LazyTable
-
-BACKENDS = LazyTable(
-    "attention backend",
-    {
-        "CPU_ATTN": "quire.attention.cpu_attn:CPUAttention",
-        "TRITON_ATTN": "quire.attention.triton_attn:TritonAttention",
-        "FLASH_ATTN": "quire.attention.flash_attn:FlashAttention",
-        "FLASHINFER": "quire.attention.flashinfer:FlashInfer",
-        "TORCH_SDPA": "quire.attention.torch_sdpa:TorchSDPA",
-    },
-)
-"""Backends in order of preference."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from quire.checkpoint.quant import choose_quant
 from quire.checkpoint.quant.facts import QuantFacts
 from quire.checkpoint.tensor_parallel import check_divisible, shard_facts
 from quire.config.args import check_args
+from quire.config.attention_backends import check_backend
 from quire.config.cpu_kernels import Cpu, check_cpu_kernels
 from quire.config.data_parallel import local_ranks
 from quire.config.env import Env
@@ -43,7 +44,6 @@ logger = get_logger(__name__)
 
 GIB = 1 << 30
 CPU_KV_CACHE_LIMIT = 4 * GIB
-RETIRED_BACKENDS = ("XFORMERS",)
 """Attention backends of old scripts, which have no effect."""
 _OVERFLOWS_FLOAT16 = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "Glm4ForCausalLM")
 """Architectures with hidden states that overflow float16."""
@@ -388,11 +388,8 @@ def _divide_cpu_memory(cache: CacheSection, parallel: ParallelSection) -> CacheS
 
 
 def _resolve_attention(values: Mapping[str, Any], env: Env) -> AttentionSection:
-    backend = (values.get("attention_backend") or env.attention_backend or "AUTO").upper()
-    if backend in RETIRED_BACKENDS:
-        warn_once(logger, f"attention backend {backend} is retired; the default is used in its place")
-        backend = "AUTO"
-    return AttentionSection(attention_backend=backend)
+    backend = values.get("attention_backend") or env.attention_backend or "AUTO"
+    return AttentionSection(attention_backend=check_backend(backend))
 
 
 def _budget(machine: Machine, usage: str, world: int) -> tuple[int, int]:

@@ -1,0 +1,7 @@
+"""docs/attention_backends.md shows what the checks of the backends answer."""
+
+from attention_page import PAGE, page
+
+
+def test_the_page_of_attention_backends_is_fresh() -> None:
+    assert PAGE.read_text() == page(), "run: python tests/arch/attention_page.py > docs/attention_backends.md"
