@@ -80,7 +80,7 @@ def parts(of: list[Layer], plan: Plan) -> Iterator[tuple[str, Callable[[], objec
                 multiply(apart, between, pair, experts=at.experts) for at, pair in zip(of, pairs, strict=True)
             ],
         )
-        yield "sum", each(lambda layer: add(out, apart, layer.weights, ahead=ahead))
+        yield "sum", each(lambda layer: add(out, apart, layer.ids, layer.weights, ahead=ahead))
     mixed = functools.partial(kernels.mixed, activation="silu", plan=plan)
     yield "mix", each(lambda at: mixed(at.x, at.ids, at.weights, at.experts))
 
