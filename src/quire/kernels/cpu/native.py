@@ -53,6 +53,7 @@ class KernelRecorder(Protocol):
 
 
 _recording = threading.local()
+_ONE_POINTER = ctypes.c_void_p * 1
 
 
 @functools.cache
@@ -112,21 +113,26 @@ class Kernel:
         assert loaded is not None, "call library() first"
         return ctypes.cast(loaded[self.name], ctypes.c_void_p).value or 0
 
+    @functools.cached_property
+    def _address_array(self) -> ctypes.Array[ctypes.c_void_p]:
+        return _ONE_POINTER(self.address)
+
     def __call__(
         self, tensors: Sequence[Tensor | None], *numbers: float, held: Sequence[Tensor] = ()
     ) -> None:
         """Run on all threads with the job's pointers (None is a null pointer) and its numbers. `held` are the
         tensors that the memory of `tensors` points to."""
-        job = self._job(*(None if tensor is None else tensor.data_ptr() for tensor in tensors), *numbers)
-        self.run(job, *(tensor for tensor in tensors if tensor is not None), *held)
+        job = self._job(*[None if tensor is None else tensor.data_ptr() for tensor in tensors], *numbers)
+        self.run(job, tensors, held)
 
-    def run(self, job: ctypes.Structure, *tensors: Tensor) -> None:
-        """Run on all threads. The job points to the memory of `tensors`."""
-        one = ctypes.c_void_p * 1
-        run(one(self.address), one(ctypes.addressof(job)), torch.get_num_threads())
+    def run(
+        self, job: ctypes.Structure, tensors: Sequence[Tensor | None], held: Sequence[Tensor] = ()
+    ) -> None:
+        """Run on all threads. The job points to the memory of `tensors`, which may point to `held`."""
+        run(self._address_array, _ONE_POINTER(ctypes.addressof(job)), torch.get_num_threads())
         recorder = recording()
         if recorder is not None:
-            recorder.add(self.address, job, tensors)
+            recorder.add(self.address, job, tuple(x for x in (*tensors, *held) if x is not None))
 
 
 def run(
