@@ -1,8 +1,10 @@
-"""A plan as text: memory by term, the layouts that fit and those that do not, and the command to run."""
+"""A plan as text and as a chart: memory by term, the layouts that fit and those that do not, and the command
+to run."""
 
 import shlex
 from typing import Any
 
+from quire.bench.plot import stacked_chart
 from quire.checkpoint.layout import ROW_KINDS
 from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.weights import count_parameters
@@ -12,6 +14,13 @@ from quire.plan.estimate import PRECISIONS, MemoryFit, Wanted, kv_bytes_per_toke
 from quire.plan.rates import TokenRates, rates
 
 _BATCHES = (1, 32, 256)
+_COLOURS = {
+    "weights": "#4c72b0",
+    "activations": "#dd8452",
+    "graphs": "#937860",
+    "libraries": "#8c8c8c",
+    "KV cache": "#55a868",
+}
 
 
 def best(fits: list[MemoryFit], preferred: str) -> MemoryFit | None:
@@ -124,6 +133,20 @@ def text(
             *_notes(chosen),
         ]
     )
+
+
+def memory_chart(model: str, device: Accelerator, fits: list[MemoryFit]) -> str:
+    """Draw the memory of one device for each layout that fits; the frame is the device's memory."""
+    bars = [
+        (
+            f"{fit.precision} tp{fit.tp}" + (f" pp{fit.pp}" if fit.pp > 1 else ""),
+            {**fit.memory.terms(), "KV cache": fit.cache.num_bytes},
+        )
+        for fit in fits
+        if fit.memory is not None and fit.cache is not None
+    ]
+    title = f"{model}: one {device.label}, {human(device.total_bytes)}"
+    return stacked_chart(title, bars, total=device.total_bytes, colours=_COLOURS, text=human)
 
 
 def _line(fit: MemoryFit, wanted: Wanted) -> str:
