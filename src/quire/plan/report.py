@@ -59,7 +59,7 @@ def described(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> dict[str, 
         "why_not": fit.why_not,
     }
     if fit.memory is not None and fit.cache is not None:
-        result["bytes_per_device"] = {**fit.memory.terms(), "KV cache": fit.cache.num_bytes}
+        result["bytes_per_device"] = fit.memory.terms(fit.cache)
         result["cache_tokens"] = fit.cache.num_tokens
         result["concurrency"] = round(fit.cache.num_tokens / wanted.context, 2)
     if not fit.why_not:
@@ -140,7 +140,7 @@ def memory_chart(model: str, device: Accelerator, fits: list[MemoryFit]) -> str:
     bars = [
         (
             f"{fit.precision} tp{fit.tp}" + (f" pp{fit.pp}" if fit.pp > 1 else ""),
-            {**fit.memory.terms(), "KV cache": fit.cache.num_bytes},
+            fit.memory.terms(fit.cache),
         )
         for fit in fits
         if fit.memory is not None and fit.cache is not None
@@ -162,7 +162,7 @@ def _formula(fit: MemoryFit) -> list[str]:
     """Return the memory formula: weights + libraries + peak activations + KV cache of a sequence x
     sequences."""
     assert fit.memory is not None and fit.cache is not None
-    terms = {**fit.memory.terms(), "KV cache": fit.cache.num_bytes}
+    terms = fit.memory.terms(fit.cache)
     lines = [f"Memory of one device, {fit.precision}, tp {fit.tp}, pp {fit.pp}:"]
     lines += [
         f"  {'' if number == 0 else '+ '}{name:<14}{human(size):>14}".replace("  +", " +")
