@@ -21,9 +21,9 @@ class _Flag(NamedTuple):
     """A flag of the command."""
 
     names: str
-    """Its names, then the placeholder of its value if it has one."""
-    kind: Callable[[str], Any]
-    """Converts the value; `bool` is a switch."""
+    """Names of the flag, then the placeholder of its value, if it has one."""
+    kind: Callable[..., Any]
+    """Converts the value, unless an action does; `bool` is a switch."""
     default: object
     help: str
     options: Mapping[str, Any] = {}
