@@ -4,26 +4,21 @@ python benchmarks/cpu_engine.py MODEL...
 """
 
 import sys
-import time
 
-from quire import LLM, SamplingParams
+from measuring import generate_s
 
-
-def seconds(llm: LLM, num: int, prompt_len: int, length: int) -> float:
-    prompts = [[(7 * i + 13 * j) % 40_000 + 5 for j in range(prompt_len)] for i in range(num)]
-    params = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True, detokenize=False)
-    began = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - began
+from quire import LLM
 
 
 def best(llm: LLM, num: int, prompt_len: int, length: int) -> float:
-    return min(seconds(llm, num, prompt_len, length) for _ in range(3))
+    """Return the least seconds of three runs."""
+    prompts = [[(7 * i + 13 * j) % 40_000 + 5 for j in range(prompt_len)] for i in range(num)]
+    return min(generate_s(llm, prompts, length) for _ in range(3))
 
 
 def main(model: str) -> None:
     llm = LLM(model, max_model_len=2304, max_num_seqs=32, enable_prefix_caching=False, disable_log_stats=True)
-    seconds(llm, 1, 64, 8)
+    best(llm, 1, 64, 8)
     rates = {
         "prompt of 512": 512 / best(llm, 1, 512, 1),
         "of 2,048": 2048 / best(llm, 1, 2048, 1),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import COLD_BYTES, cold_seconds, print_best
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -23,8 +24,6 @@ from quire.kernels.triton.launch import compiling
 MODELS = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}
 CONTEXT = 576
 BLOCK = 16
-COLD_BYTES = 256 << 20
-"""Caches are used in turn, so that this many bytes are read between two uses of one."""
 
 SHARE_SHAPES = [
     AttentionShape(16, 32, 1, 3),
@@ -91,32 +90,12 @@ class Load:
         return torch.from_numpy(work.astype(np.int32)).cuda()
 
 
-def seconds(run: Callable[[Cache], None], caches: list[Cache], repeats: int = 5) -> float:
-    """Return the seconds of one launch, in a CUDA graph of one launch per cache."""
-    run(caches[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for cache in caches:
-            run(cache)
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        graph.replay()
-        after.record()
-        after.synchronize()
-        times.append(before.elapsed_time(after) / 1000 / len(caches))
-    return float(sorted(times)[repeats // 2])
-
-
 def measured(load: Load, runs: Mapping[Any, Callable[[Cache], None]]) -> Iterator[tuple[Any, float, float]]:
     """Yield name, seconds and largest difference from the first run for each run that fits the device."""
     reference: Tensor | None = None
     for name, run in runs.items():
         try:
-            time_s = seconds(run, load.caches)
+            time_s = cold_seconds(run, load.caches)
         except OutOfResources:
             continue
         load.out.fill_(torch.nan)
@@ -222,9 +201,7 @@ def main() -> None:
         shapes = [launch.tile_shape(layer, torch.bfloat16, 2048)] if args.short else TILE_SHAPES
         compile_all(args.what, shapes, cache_dtype)
         rows = list(prefill_rows(shapes, cache_dtype))
-    for _, group in itertools.groupby(rows, key=lambda row: (row["model"], row["seqs"], row["keys"])):
-        for row in sorted(group, key=lambda row: row["us"])[:6]:
-            print(*(f"{name}={value}" for name, value in row.items()))
+    print_best(rows)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ The floor is the bytes of the weights over 4.28 TB/s, the copy bandwidth of an H
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from measuring import COPY_BYTES_S, graph_us, random
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -41,31 +41,6 @@ MODELS = {
 }
 
 
-def random(*shape: int) -> Tensor:
-    return 0.02 * torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-
-def graph_us(run: Callable[[], object], repeats: int = 9) -> float:
-    """Return the median microseconds of a replay."""
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    times = []
-    for _ in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return sorted(times[2:])[repeats // 2]
-
-
 class Model:
     """All of a decode step but the attention itself; queries stand in for its output."""
 
@@ -89,7 +64,7 @@ class Model:
         norms = HeadNorms(random(sizes.head_dim), random(sizes.head_dim), EPS)
         self.norms = norms if sizes.normed else None
         num = sum(weight.numel() for layer in self.weights for weight in layer) + self.head.numel()
-        self.floor_ms = 2 * num / 4.28e9
+        self.floor_ms = 1e3 * 2 * num / COPY_BYTES_S
 
     def step(self, ids: Tensor, positions: Tensor, slots: Tensor, *, own: bool) -> Tensor:
         multiply = linear if own else F.linear

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
-from kernel_decode_layer import graph_us, random
+from measuring import COPY_BYTES_S, graph_us, random
 from torch import Tensor
 
 from quire.kernels.reference.fp8 import Scaled, linear_reference, quantize_weight
@@ -39,7 +39,7 @@ def weights_of(size_out: int, size_in: int, *, blocked: bool = False) -> list[Sc
 
 
 def floor_us(num: int, size_out: int, size_in: int) -> float:
-    return max(size_out * size_in / 4.28e6, 2 * num * size_out * size_in / 1.4e9)
+    return max(1e6 * size_out * size_in / COPY_BYTES_S, 2 * num * size_out * size_in / 1.4e9)
 
 
 def plans(num: int, parts: int) -> Iterator[Plan]:

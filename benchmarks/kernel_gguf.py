@@ -14,7 +14,7 @@ from itertools import product as product_of
 from typing import Any
 
 import torch
-from kernel_decode_layer import graph_us, random
+from measuring import COPY_BYTES_S, graph_us, random
 from torch import Tensor
 
 from quire.kernels.triton import gguf_launch, int4
@@ -31,7 +31,7 @@ SHAPES = {
     "down": (4096, 14336, ""),
     "head": (128256, 4096, ""),
 }
-TB_S = 4.28e6
+BYTES_US = COPY_BYTES_S / 1e6
 """Bytes per microsecond."""
 ENOUGH_BYTES = 4e8
 SWEEP: dict[int, list[WholeRows | TilesPlan]] = {
@@ -96,7 +96,7 @@ def timed(run: Callable[..., Tensor], weights: list[Weight], x: Tensor, activati
 
     ours, known = run(x, weights[0], activation), expected(x, weights[0], activation)
     error = ((ours.float() - known.float()).norm() / known.float().norm()).item()
-    us, floor = graph_us(all_of) / len(weights), bytes_of(weights[0]) / TB_S
+    us, floor = graph_us(all_of) / len(weights), bytes_of(weights[0]) / BYTES_US
     return f"{us:.1f} us {100 * floor / us:.0f}%" + (f" WRONG: {error:.3f}" if not error < 0.02 else "")
 
 
@@ -119,7 +119,7 @@ def main() -> None:
                     run(x, first, activation)
             for name, run in runs.items():
                 said.append(f"{len(x)} {name}: {timed(run, weights, x, activation)}")
-        print(f"{kind} {shape} (floor {bytes_of(first) / TB_S:.1f} us):", "; ".join(said), flush=True)
+        print(f"{kind} {shape} (floor {bytes_of(first) / BYTES_US:.1f} us):", "; ".join(said), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import functools
 import itertools
 
 import torch
-from kernel_decode_layer import EPS, MODELS, OPS, Model, graph_us, random
+from kernel_decode_layer import EPS, MODELS, OPS, Model
+from measuring import graph_us, random
 from torch import Tensor
 
 from quire.kernels.ops import HeadEntry, LoRAHeads

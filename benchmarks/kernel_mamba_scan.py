@@ -7,11 +7,11 @@ The floor is everything read and written once, over 4.8 TB/s, the bandwidth that
 
 import itertools
 
-import numpy as np
 import torch
-from kernel_decode_layer import graph_us, random
+from kernel_ssm import sequences
+from measuring import graph_us, random
 
-from quire.kernels.reference.ssm import DecayRates, MambaInputs, SSMSequences, StateReference
+from quire.kernels.reference.ssm import DecayRates, MambaInputs, StateReference
 from quire.kernels.triton import ssm as kernels
 
 OPS, SIZE, RANK = kernels.TritonStateOps(), 16, 256
@@ -51,13 +51,6 @@ class Scan:
         inputs = self.num_tokens * 2 * (4 * self.channels + 2 * SIZE)
         states = (2 * len(self.lens) + 1) * self.channels * SIZE * 4
         return 1e6 * (inputs + states) / BANDWIDTH
-
-
-def sequences(lens: list[int]) -> SSMSequences:
-    starts = torch.tensor([0, *itertools.accumulate(lens)], device="cuda", dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) + 5 for n in lens]).cuda()
-    rows = torch.arange(len(lens), device="cuda", dtype=torch.int32)
-    return SSMSequences(starts, rows, positions, np.array(lens, np.int32))
 
 
 def check() -> None:

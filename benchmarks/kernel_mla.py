@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import COLD_BYTES, COPY_BYTES_S, cold_seconds, print_best, random
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -24,11 +25,6 @@ from quire.kernels.triton.launch import compiling
 
 MODELS = {"V2-Lite": 16, "V3": 128}
 BLOCK = 16
-COLD_BYTES = 256 << 20
-"""Caches are used in turn, so that this many bytes are read between two uses of one."""
-PEAK = 4.28e12
-"""Copy bandwidth of an H200 in bytes per second."""
-
 SHARE_SHAPES = {
     "V2-Lite": [
         AttentionShape(16, 64, 8, 2),
@@ -111,30 +107,6 @@ class Load:
         self.seen = TritonMLA().attend(self.q, self.weight, cache, batch, self.spec)
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-
-def seconds(run: Callable[[Tensor], None], caches: list[Tensor], repeats: int = 5) -> float:
-    """Return the seconds of one launch, in a CUDA graph of one launch per cache."""
-    run(caches[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for cache in caches:
-            run(cache)
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        graph.replay()
-        after.record()
-        after.synchronize()
-        times.append(before.elapsed_time(after) / 1000 / len(caches))
-    return float(sorted(times)[repeats // 2])
-
-
 def decode_rows(short: bool) -> Iterator[dict[str, Any]]:
     for model, num_seqs, length in itertools.product(MODELS, (1, 32, 128), (1024, 4096, 16384)):
         load = Load(model, num_seqs, length)
@@ -143,7 +115,7 @@ def decode_rows(short: bool) -> Iterator[dict[str, Any]]:
             runs = {shape: partial(load.decode, shape=shape) for shape in SHARE_SHAPES[model]}
         for name, run in runs.items():
             try:
-                time_s = seconds(run, load.caches)
+                time_s = cold_seconds(run, load.caches)
             except OutOfResources:
                 continue
             yield {
@@ -153,7 +125,7 @@ def decode_rows(short: bool) -> Iterator[dict[str, Any]]:
                 "shape": tuple(name) if isinstance(name, AttentionShape) else name,
                 "us": round(time_s * 1e6, 1),
                 "GB/s": round(load.bytes / time_s / 1e9),
-                "%": round(100 * load.bytes / time_s / PEAK),
+                "%": round(100 * load.bytes / time_s / COPY_BYTES_S),
             }
 
 
@@ -171,7 +143,7 @@ def prefill_rows(short: bool) -> Iterator[dict[str, Any]]:
         for shape in [chosen(torch.bfloat16, 228 << 10)] if short else TILE_SHAPES:
             launch.tile_shape = lambda dtype, sm_bytes, shape=shape: shape
             try:
-                time_s = seconds(load.layer, load.caches[:2])
+                time_s = cold_seconds(load.layer, load.caches[:2])
             except OutOfResources:
                 continue
             yield {
@@ -202,9 +174,7 @@ def main() -> None:
     if args.what == "decode" and not args.short:
         compile_all()
     rows = decode_rows(args.short) if args.what == "decode" else prefill_rows(args.short)
-    for _, group in itertools.groupby(rows, key=lambda row: (row["model"], row["seqs"], row["keys"])):
-        for row in sorted(group, key=lambda row: row["us"])[:6]:
-            print(*(f"{name}={value}" for name, value in row.items()))
+    print_best(rows)
 
 
 if __name__ == "__main__":

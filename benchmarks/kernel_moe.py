@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from kernel_decode_layer import graph_us, random
+from measuring import COPY_BYTES_S, graph_us, random
 from torch import Tensor
 
 from quire.checkpoint.facts import Routing
@@ -27,8 +27,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192, 16384)
 ROUTING = Routing(TOP, renormalized=True)
 EXPERT_BYTES = 2 * 3 * HIDDEN * INNER
 PARTS = ("choose", "sort", "up", "down", "sum", "mix", "both")
-TB_S = 4.28e6
-"""Bytes per microsecond."""
+BYTES_US = COPY_BYTES_S / 1e6
 
 
 class Layer(NamedTuple):
@@ -80,7 +79,7 @@ def parts(of: list[Layer], plan: Plan) -> Iterator[tuple[str, Callable[[], objec
                 multiply(apart, between, pair, experts=at.experts) for at, pair in zip(of, pairs, strict=True)
             ],
         )
-        yield "sum", each(lambda layer: add(out, apart, layer.weights, ahead=ahead))
+        yield "sum", each(lambda layer: add(out, apart, layer.ids, layer.weights, ahead=ahead))
     mixed = functools.partial(kernels.mixed, activation="silu", plan=plan)
     yield "mix", each(lambda at: mixed(at.x, at.ids, at.weights, at.experts))
 
@@ -109,7 +108,7 @@ def table(weights: list[ExpertWeights]) -> None:
         touched = sum(len(layer.ids.unique()) for layer in of) / len(of)
         size, flop = touched * EXPERT_BYTES, num * TOP * EXPERT_BYTES
         times = " | ".join(f"{us[name]:.1f}" if name in us else "-" for name in PARTS)
-        floor, products = size / TB_S, us["up"] + us["down"]
+        floor, products = size / BYTES_US, us["up"] + us["down"]
         print(
             f"{num} | {touched:.1f} | {times} | {floor:.1f} | {size / us['mix'] / 1e3:.0f} | "
             f"{flop / products / 1e6:.0f} | {floor / us['mix']:.0%}"
@@ -182,7 +181,7 @@ def sweep(weights: list[ExpertWeights]) -> None:
     for (num, name), times in found.items():
         touched = sum(len(layer.ids.unique()) for layer in cases[num]) / len(cases[num])
         share = 2 / 3 if name == "up" else 1 / 3
-        floor = share * touched * EXPERT_BYTES / TB_S
+        floor = share * touched * EXPERT_BYTES / BYTES_US
         flop = share * num * TOP * EXPERT_BYTES
         print(f"{num} {name}, floor {floor:.1f}, {flop / min(times)[0] / 1e6:.0f} TFLOP/s:")
         for us, plan in sorted(times)[:8]:

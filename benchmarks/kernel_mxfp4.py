@@ -9,7 +9,7 @@ over 4.28 TB/s, the copy bandwidth of an H200.
 import argparse
 
 import torch
-from kernel_decode_layer import graph_us, random
+from measuring import COPY_BYTES_S, graph_us, random
 
 from quire.kernels.triton.launch import compiling
 from quire.kernels.triton.moe import MoERowsPlan, MoETile, MoETilesPlan, Plan
@@ -18,7 +18,7 @@ from quire.kernels.triton.mxfp4 import Mxfp4Weights, mixed, plan_of
 EXPERTS, TOP, SIZE, LAYERS = 32, 4, 2880, 4
 TOKENS = (1, 2, 4, 8, 32, 64, 256, 2048)
 EXPERT_BYTES = 3 * SIZE * SIZE * 17 // 32
-TB_S = 4.28e6
+BYTES_US = COPY_BYTES_S / 1e6
 """Bytes per microsecond."""
 ROWS: list[Plan] = [MoERowsPlan(*rows, warps, warps) for rows in ((2, 4), (4, 4), (4, 8)) for warps in (2, 4)]
 SWEEP: dict[int, list[Plan]] = {
@@ -58,7 +58,7 @@ def us_of(num: int, plan: Plan, of: list[Mxfp4Weights]) -> tuple[float, float]:
             mixed(x, chosen, shares, of[i % LAYERS], "clamped_swiglu", plan)
 
     touched = sum(len(chosen.unique()) for chosen in ids) / count
-    return graph_us(run) / count, touched * EXPERT_BYTES / TB_S
+    return graph_us(run) / count, touched * EXPERT_BYTES / BYTES_US
 
 
 def main() -> None:

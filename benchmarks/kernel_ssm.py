@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import triton
-from kernel_decode_layer import graph_us, random
+from measuring import COPY_BYTES_S, graph_us, random
 from torch import Tensor
 
 from quire.kernels.reference.ssm import DecayRates, SSMSequences
 from quire.kernels.triton import ssm as kernels
 
 OPS = kernels.TritonStateOps()
-BANDWIDTH = 4.28e12
 
 
 class Sizes(NamedTuple):
@@ -101,7 +100,7 @@ def report(name: str, sizes: Sizes) -> None:
     for batch in (1, 8, 32, 128, 256):
         layers = max(2, min(24, 2**31 // (row_bytes * batch)))
         mixed, every = (layer_us(sizes, [1] * batch, part, layers) for part in (only_state, whole))
-        floor = 1e6 * row_bytes * batch / BANDWIDTH
+        floor = 1e6 * row_bytes * batch / COPY_BYTES_S
         print(f"{name:20} decode {batch:4}: state {mixed:7.1f} us ({floor / mixed:4.0%})", end=", ")
         print(f"with conv and norm {every:7.1f} us ({floor / every:4.0%})", flush=True)
     for lens in ([8192], [2048] * 4, [512] * 16, [8000] + [1] * 192):

@@ -4,11 +4,10 @@ python benchmarks/kernel_vision_encoder.py [--shapes]
 """
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
+from measuring import event_s
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -36,20 +35,6 @@ SHAPES = [
 ]  # fmt: skip
 CASES = [("full", 4096, 4096), ("full", 8192, 8192), ("full", 16384, 16384)]
 CASES += [("windows", 64, 4096), ("windows", 64, 16384)]
-
-
-def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
-    run()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        run()
-        after.record()
-        after.synchronize()
-        times.append(before.elapsed_time(after) / 1000)
-    return sorted(times)[repeats // 2]
 
 
 def spans(length: int, num_tokens: int, height: int) -> Spans:
@@ -81,7 +66,7 @@ def compare_shapes() -> None:
             for shape in SHAPES:
                 some = spans(length, num_tokens, height)
                 try:
-                    time_s = seconds(lambda: encoder.attend(q, k, v, some, None, shape))  # noqa: B023
+                    time_s = event_s(lambda: encoder.attend(q, k, v, some, None, shape))  # noqa: B023
                 except OutOfResources:
                     continue
                 found.append((time_s, height, *shape))
@@ -94,15 +79,15 @@ def chosen() -> None:
     for dim in (64, 72, 80, 88, 96, 128, 160):
         q, k, v = qkv_of(8192, dim)
         some = spans(8192, 8192, 128)
-        ours = seconds(lambda: encoder.attend(q, k, v, some))  # noqa: B023
+        ours = event_s(lambda: encoder.attend(q, k, v, some))  # noqa: B023
         heads = [each.transpose(0, 1)[None] for each in (q, k, v)]
-        theirs = seconds(lambda: torch.nn.functional.scaled_dot_product_attention(*heads))  # noqa: B023
+        theirs = event_s(lambda: torch.nn.functional.scaled_dot_product_attention(*heads))  # noqa: B023
         share = floor(8192, 8192, dim) / ours
         print(f"head {dim:4}  {ours * 1e6:8.1f} us  {share:5.0%} of the floor; torch {theirs * 1e6:8.1f} us")
     x = torch.randn(16384, 3 * HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     angles = torch.randn(16384, DIM // 2, device="cuda")
     turned = x[:, : 2 * HEADS]
-    time_s = seconds(lambda: encoder.rotate(turned, (angles, angles)))
+    time_s = event_s(lambda: encoder.rotate(turned, (angles, angles)))
     print(f"turn 16384  {time_s * 1e6:8.1f} us, floor {2 * turned.numel() * 2 / BANDWIDTH * 1e6:.1f} us")
 
 
@@ -128,7 +113,7 @@ def tower() -> None:
     for side in (24, 48, 74, 96, 128):
         num = side * side
         item = {"pixels": torch.randn(1, side, side, made.patches.weight.shape[1], device=device)}
-        time_s = seconds(lambda: made.encode("image", [item]), 3)  # noqa: B023
+        time_s = event_s(lambda: made.encode("image", [item]), 3)  # noqa: B023
         per_patch = 2 * 32 * (4 * 1280**2 + 3 * 1280 * 3420) + 2 * 5120 * (5120 + 2048) // 4 + 2 * 1176 * 1280
         mixed = 4 * 1280 * num * (4 * num + 28 * 64)
         bound = (per_patch * num + mixed) / PEAK
@@ -137,7 +122,7 @@ def tower() -> None:
         if num // 4 <= MOST_VECTORS:
             found = [graphs.encode("image", [item], num // 4)[0] for _ in range(TIMES)]
             assert len(graphs) and torch.equal(found[-1], made.encode("image", [item])[0])
-            time_g = seconds(lambda: graphs.encode("image", [item], num // 4), 3)  # noqa: B023
+            time_g = event_s(lambda: graphs.encode("image", [item], num // 4), 3)  # noqa: B023
             played = f"; as a graph {time_g * 1e3:6.2f} ms, {graphs._num_bytes / 2**20:.0f} MiB by now"
         print(
             f"tower {num:6} patches {time_s * 1e3:8.2f} ms, floor {bound * 1e3:6.2f} ms: {share:4.0%}{played}"

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import test_helpers  # noqa: F401, I001
+from measuring import open_dummy
 from random_adapters import write_adapters
 
 from quire import LLM, LoRARequest
@@ -78,15 +79,15 @@ def main() -> None:
     model = json.loads((Path(args.config) / "config.json").read_text())
     folder = Path(tempfile.mkdtemp())
     adapters = write_adapters(folder, model, args.rank, args.adapters + 4)
-    began = time.perf_counter()
-    llm = LLM(
-        args.config, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
-        max_model_len=4096, gpu_memory_utilization=0.9, disable_log_stats=True,
-        enable_lora=args.adapters > 0, max_loras=max(args.adapters, 1), max_cpu_loras=args.adapters + 4,
+    llm = open_dummy(
+        args.config,
+        gpu_memory_utilization=0.9,
+        enable_lora=args.adapters > 0,
+        max_loras=max(args.adapters, 1),
+        max_cpu_loras=args.adapters + 4,
         max_lora_rank=args.rank,
-    )  # fmt: skip
+    )
     seconds(llm, [[1, 2, 3]], 1, [])
-    print(f"start {time.perf_counter() - began:.1f} s", flush=True)
     if args.adapters:
         seconds(llm, [[1, 2, 3]], 1, adapters[:1])
         new, again = first_use_ms(llm, adapters[-4:])

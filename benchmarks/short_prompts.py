@@ -7,39 +7,20 @@ First one request at a time with random weights; then 32 prompts of mixed length
 
 import gc
 import sys
-import time
 from statistics import median
-from typing import Any
 
 import numpy as np
+from measuring import generate_s, open_dummy
 
-from quire import LLM, SamplingParams
 from quire.worker.cuda.graphs import Graphs
 
 LENGTHS = (20, 60, 120, 250, 380, 500, 600, 1000)
 REPEATS = 9
 
 
-def asked(num_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-
-
-def seconds(llm: LLM, prompts: list[Any], num_tokens: int) -> float:
-    started = time.perf_counter()
-    llm.generate(prompts, asked(num_tokens), use_tqdm=False)
-    return time.perf_counter() - started
-
-
 def main(path: str) -> None:
     rng = np.random.default_rng(0)
-    llm = LLM(
-        model=path,
-        load_format="dummy",
-        max_model_len=4096,
-        gpu_memory_utilization=0.9,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-    )
+    llm = open_dummy(path, gpu_memory_utilization=0.9)
     prompts = {
         length: [{"prompt_token_ids": rng.integers(0, 10000, length).tolist()} for _ in range(REPEATS)]
         for length in LENGTHS
@@ -49,9 +30,10 @@ def main(path: str) -> None:
     for name, used in (("graphs", short), ("without", {False: [], True: []}), ("graphs", short)):
         graphs._short = used
         firsts = {
-            length: median(seconds(llm, [prompt], 1) for prompt in some) for length, some in prompts.items()
+            length: median(generate_s(llm, [prompt], 1) for prompt in some)
+            for length, some in prompts.items()
         }
-        mixed = seconds(llm, [prompts[length][n] for n in range(8) for length in (20, 60, 120, 250)], 40)
+        mixed = generate_s(llm, [prompts[length][n] for n in range(8) for length in (20, 60, 120, 250)], 40)
         line = "  ".join(f"{length}: {1e3 * each:.2f}" for length, each in firsts.items())
         print(f"{name:8} ms to the first token: {line};  32 mixed {1e3 * mixed:.0f} ms", flush=True)
 

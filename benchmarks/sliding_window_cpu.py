@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+from measuring import generate_s
 
-from quire import LLM, SamplingParams
+from quire import LLM
 
 LONGEST, PROMPT, STEPS = 32_768, 32_000, 100
 CONFIG = {
@@ -33,12 +34,6 @@ CONFIG = {
 }
 
 
-def seconds(llm: LLM, prompt: list[int], count: int) -> float:
-    began = time.process_time()
-    llm.generate([prompt], SamplingParams(max_tokens=count, ignore_eos=True), use_tqdm=False)
-    return time.process_time() - began
-
-
 def main() -> None:
     prompt = np.random.default_rng(0).integers(3, 1000, PROMPT).tolist()
     for name, window in (("full", LONGEST), ("windows", 1024)):
@@ -53,9 +48,10 @@ def main() -> None:
                 max_num_seqs=4,
                 max_num_batched_tokens=2048,
             )
-            reading = seconds(llm, prompt, 1)
-            # From here on the prompt is in the prefix cache.
-            step = (seconds(llm, prompt, STEPS + 1) - seconds(llm, prompt, 1)) / STEPS
+            reading, one, many = (
+                generate_s(llm, [prompt], length, time.process_time) for length in (1, 1, STEPS + 1)
+            )
+            step = (many - one) / STEPS  # the prompt is in the prefix cache
         print(f"{name}: prompt {reading:.1f} s, decode {1000 * step:.2f} ms; the memory table says what fits")
 
 

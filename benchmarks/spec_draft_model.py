@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import torch
+from measuring import open_dummy
 
 from quire import LLM, SamplingParams
 from quire.bench.gpu import prompts_of
@@ -53,21 +54,8 @@ class Clock:
         return 1000 * (ended - began) / count, tokens / count / batch, drafts / count / batch
 
 
-def opened(path: str, **more: Any) -> LLM:
-    began = time.perf_counter()
-    llm = LLM(
-        path,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        max_model_len=4096,
-        max_num_seqs=BATCHES[-1],
-        gpu_memory_utilization=0.8,
-        disable_log_stats=True,
-        **more,
-    )
-    print(f"started in {time.perf_counter() - began:.1f} s", flush=True)
-    return llm
+def opened(path: str, **settings: Any) -> LLM:
+    return open_dummy(path, max_num_seqs=BATCHES[-1], gpu_memory_utilization=0.8, **settings)
 
 
 def times(path: str) -> dict[int, float]:

@@ -11,15 +11,15 @@ import json
 import random
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from measuring import generate_s, open_dummy
 from torch.profiler import ProfilerActivity, profile
 
-from quire import LLM, SamplingParams
+from quire import LLM
 from quire.bench.gpu import prompts_of
 from quire.worker.cuda.device import CudaDevice
 
@@ -49,11 +49,7 @@ class Steps:
 
 
 def generate(llm: LLM, batch: int, length: int) -> float:
-    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-    prompts = prompts_of(random.Random(batch), batch, 256)
-    began = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - began
+    return generate_s(llm, prompts_of(random.Random(batch), batch, 256), length)
 
 
 def rates(llm: LLM, steps: Steps, name: str) -> None:
@@ -103,29 +99,15 @@ def traced(llm: LLM, steps: Steps, name: str) -> None:
         print(f"    {spent[kernel] / RECORDED:8.1f} us a step  {kernel}")
 
 
-def opened(config_dir: str, **more: Any) -> LLM:
-    began = time.perf_counter()
-    llm = LLM(
-        config_dir,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        max_model_len=4096,
-        max_num_seqs=64,
-        disable_log_stats=True,
-        **more,
-    )
-    print(f"started in {time.perf_counter() - began:.1f} s", flush=True)
-    return llm
-
-
 def wrong(config_dir: str, num_drafts: int) -> None:
     """Measure the cost of drafts that are never accepted, from an engine's first step on, alternating with
     plain."""
     lookup = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 2}
     never = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0] * num_drafts}
-    drafting = opened(config_dir, num_gpu_blocks_override=4000, speculative_config=lookup | never)
-    plain = opened(config_dir, num_gpu_blocks_override=4000)
+    drafting = open_dummy(
+        config_dir, max_num_seqs=64, num_gpu_blocks_override=4000, speculative_config=lookup | never
+    )
+    plain = open_dummy(config_dir, max_num_seqs=64, num_gpu_blocks_override=4000)
     steps = Steps()
     generate(plain, BATCHES[-1], 20)
     for batch in BATCHES:
@@ -150,7 +132,7 @@ def main(config_dir: str, num_drafts: int = 4) -> None:
     lookup = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 2}
     for name, more in (("plain", {}), ("ngram", {"speculative_config": lookup})):
         print(name, end=": ")
-        llm = opened(config_dir, gpu_memory_utilization=0.5, **more)
+        llm = open_dummy(config_dir, max_num_seqs=64, gpu_memory_utilization=0.5, **more)
         rates(llm, steps, name)
         traced(llm, steps, name)
         del llm

@@ -5,5 +5,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path += [
-    str(TESTS / name) for name in ("engine", "kernels", "worker", "e2e", "frontend", "multimodal", "models")
+    str(TESTS / name)
+    for name in ("engine", "kernels", "worker/cuda", "e2e", "frontend", "multimodal", "models")
 ]

@@ -12,7 +12,7 @@ import numpy as np
 import scenes
 from canvas import COLOURS, INK, arrow, box, frame, words
 
-from quire.bench.bars import BarGroup, svg
+from quire.bench.plot import BarGroup, bar_chart
 from quire.bench.sched import add_requests
 from quire.cli import main as quire
 from quire.config.expert_placement import balance, initial_placement
@@ -57,7 +57,7 @@ def decode() -> str:
             groups.append(
                 BarGroup(f"{name}, batch {size}", values, {k: f"{v:g} ms" for k, v in values.items()})
             )
-    return svg("A decode step on one H200, ms", groups)
+    return bar_chart("A decode step on one H200, ms", groups)
 
 
 def peers() -> str:
@@ -68,7 +68,7 @@ def peers() -> str:
     for label, column in columns.items():
         values = {row[0]: _numbers(row[column])[0] for row in rows}
         groups.append(BarGroup(label, values, {name: f"{value:g}" for name, value in values.items()}))
-    return svg("SmolLM2-135M on two ARM cores", groups)
+    return bar_chart("SmolLM2-135M on two ARM cores", groups)
 
 
 def drafts() -> str:
@@ -77,7 +77,7 @@ def drafts() -> str:
     for name, plain, drafted, *_ in _table("speculation.md", "| workload | plain tok/s"):
         values = {"plain": median(_numbers(plain)), "with drafts": median(_numbers(drafted))}
         groups.append(BarGroup(name, values, {key: f"{value:g} tok/s" for key, value in values.items()}))
-    return svg("One stream, plain and with drafts by prompt lookup (two cores)", groups)
+    return bar_chart("One stream, plain and with drafts by prompt lookup (two cores)", groups)
 
 
 def formats() -> str:
@@ -89,7 +89,7 @@ def formats() -> str:
         groups.append(
             BarGroup(f"{row[0]} {row[1]}".strip(), {"decode": value}, {"decode": f"{value:g} tok/s"})
         )
-    return svg("One stream of SmolLM2-135M by format, two cores", groups)
+    return bar_chart("One stream of SmolLM2-135M by format, two cores", groups)
 
 
 def shares() -> str:
@@ -106,7 +106,7 @@ def shares() -> str:
                 {key: f"{value:g}" for key, value in values.items()},
             )
         )
-    return svg("The share of a second key beside one that floods", groups, mark=0.5)
+    return bar_chart("The share of a second key beside one that floods", groups, mark=0.5)
 
 
 # ---- drawings of what the code does
@@ -308,7 +308,7 @@ def adapters() -> str:
         BarGroup(name, {"ms a step": value}, {"ms a step": f"{value:g} ms"})
         for name, value in zip(names, values, strict=True)
     ]
-    return svg("Llama-3.1-8B on one H200, 64 sequences, rank 16", groups, mark=values[0])
+    return bar_chart("Llama-3.1-8B on one H200, 64 sequences, rank 16", groups, mark=values[0])
 
 
 PICTURES: dict[str, Callable[[], str]] = {

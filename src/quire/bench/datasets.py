@@ -84,14 +84,8 @@ def sharegpt_samples(
 ) -> list[Sample]:
     """Return the first question and answer of ShareGPT-style conversations, without very short or long
     ones."""
-    samples: list[Sample] = []
-    for question, answer in _first_turns(path, seed):
-        if len(samples) == count:
-            break
-        prompt, num_wanted = tokenizer.encode(question), output_len or len(tokenizer.encode(answer))
-        if _usable(len(prompt), num_wanted):
-            samples.append(Sample(prompt, num_wanted))
-    return _repeat_to(samples, count, path)
+    queries = sharegpt_queries(count, path, tokenizer, output_len=output_len, seed=seed)
+    return [Sample(tokenizer.encode(str(query.prompt)), query.output_len) for query in queries]
 
 
 def random_queries(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[Query]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from quire.bench.bars import BarGroup, svg
 from quire.bench.on_off_media import images, open_seeing
+from quire.bench.plot import BarGroup, bar_chart
 from quire.config.cli import FlagParser, add_engine_flags, engine_args_from
 from quire.configure import configure
 from quire.data.outputs import RequestOutput
@@ -407,7 +407,7 @@ def picture(rows: Sequence[Row], title: str) -> str:
         for row in rows
         if row.off is not None and row.on is not None
     ]
-    return svg(title, groups, mark=1.0)
+    return bar_chart(title, groups, mark=1.0)
 
 
 def _figures(row: Row) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
+from quire.bench.counters import counter_summary
 from quire.bench.cpu import CpuWatch, check_pid, listening_pids, report
 from quire.bench.datasets import (
     Query,
@@ -23,9 +24,7 @@ from quire.bench.datasets import (
     random_samples,
     sharegpt_queries,
 )
-from quire.bench.drafts import draft_counters, draft_summary
 from quire.bench.media import random_media
-from quire.bench.prefix_hits import prefix_summary
 from quire.bench.report import GOODPUT_METRICS, TITLES, detailed, lines, summarise
 from quire.bench.serve_flags import add_flags
 from quire.bench.traffic import ENDPOINTS, Record, drive, request_body, send, send_times
@@ -92,8 +91,7 @@ async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Recor
     if watch is not None:
         print("\n".join(report(spent, seconds=duration, num_tokens=numbers["total_output_tokens"])))
         numbers["cpu"] = [asdict(usage) for usage in spent]
-    numbers |= draft_summary(draft_counters(before), draft_counters(after))
-    return _heading(args, model) | numbers | prefix_summary(before, after), records
+    return _heading(args, model) | numbers | counter_summary(before, after), records
 
 
 async def _run(

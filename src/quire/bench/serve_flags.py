@@ -2,7 +2,9 @@
 
 import argparse
 import ast
-from typing import Annotated, Literal
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -15,238 +17,33 @@ Size = Annotated[int, msgspec.Meta(ge=1)]
 Weight = Annotated[float, msgspec.Meta(ge=0)]
 
 
+class _Flag(NamedTuple):
+    """A flag of the command."""
+
+    names: str
+    """Names of the flag, then the placeholder of its value, if it has one."""
+    kind: Callable[..., Any]
+    """Converts the value, unless an action does; `bool` is a switch."""
+    default: object
+    help: str
+    options: Mapping[str, Any] = {}
+    """Further arguments of `add_argument`."""
+
+    def add(self, group: argparse._ArgumentGroup) -> None:
+        words = self.names.split()
+        names = [word for word in words if word.startswith("--")]
+        options: dict[str, Any] = {"action": "store_true"}
+        if self.kind is not bool:
+            options = {"default": self.default, "metavar": " ".join(words[len(names) :]) or None}
+            options |= {} if "action" in self.options else {"type": self.kind}
+        group.add_argument(*names, help=self.help, **options, **self.options)
+
+
 def add_flags(parser: FlagParser) -> None:
-    _server_flags(parser)
-    _traffic_flags(parser)
-    _dataset_flags(parser)
-    _sampling_flags(parser)
-    _result_flags(parser)
-
-
-def _server_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Server", "The server to benchmark.")
-    group.add_argument(
-        "--backend", choices=tuple(ENDPOINTS), default="openai", help="Kind of API: completions, or chat."
-    )
-    group.add_argument("--base-url", metavar="URL", help="Address of the server. Replaces host and port.")
-    group.add_argument("--host", default="127.0.0.1", help="Host of the server. Default: 127.0.0.1.")
-    group.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="Port of the server. Default: 8000."
-    )
-    group.add_argument("--endpoint", metavar="PATH", help="Path of the API. Default: the backend's.")
-    group.add_argument("--model", metavar="NAME", help="Model to request. Default: the first one served.")
-    group.add_argument("--api-key", metavar="KEY", help="Default: the variable OPENAI_API_KEY.")
-    group.add_argument(
-        "--header",
-        nargs="+",
-        type=_pair,
-        default=[],
-        metavar="NAME=VALUE",
-        help="Headers to send with each request.",
-    )
-    group.add_argument(
-        "--ready-check-timeout-sec",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="Wait this long for a first answer. Default: 0, no check.",
-    )
-
-
-def _traffic_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Traffic", "Number and timing of requests.")
-    group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="Requests. Default: 1000.")
-    group.add_argument(
-        "--request-rate",
-        type=float,
-        default=float("inf"),
-        metavar="R",
-        help="Requests per second. Default: inf.",
-    )
-    group.add_argument(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="B",
-        help="Evenness of arrivals: 1 is a Poisson process, less is burstier. Default: 1.",
-    )
-    group.add_argument("--max-concurrency", type=int, metavar="N", help="Most concurrent requests.")
-    group.add_argument(
-        "--num-warmups", type=int, default=0, metavar="N", help="Warm-up requests. Default: 0."
-    )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Seed of prompts and arrivals. Default: 0."
-    )
-
-
-def _dataset_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Prompts", "The prompts to send.")
-    group.add_argument(
-        "--dataset-name",
-        choices=("random", "random-mm", "prefix_repetition", "sharegpt", "custom"),
-        default="random",
-        help="Kind of prompts; prefix_repetition has groups with a common prefix, random-mm has media.",
-    )
-    group.add_argument("--dataset-path", metavar="FILE", help="JSON of sharegpt, JSON lines of custom.")
-    group.add_argument(
-        "--tokenizer",
-        metavar="MODEL",
-        help="Makes random prompts texts of the requested length. Without it they are sent as token ids.",
-    )
-    for name, default, text in (
-        ("input", 1024, "Prompt tokens of a random request, prefix not counted."),
-        ("output", 128, "Tokens generated for a random request."),
-    ):
-        group.add_argument(
-            f"--random-{name}-len",
-            f"--{name}-len",
-            type=int,
-            default=default,
-            metavar="N",
-            help=f"{text} Default: {default}.",
-        )
-    group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, metavar="X", help="Spread of the lengths, 0 to 1."
-    )
-    group.add_argument(
-        "--random-prefix-len", type=int, default=0, metavar="N", help="Prompt tokens common to all requests."
-    )
-    group.add_argument(
-        "--random-vocab",
-        type=int,
-        metavar="N",
-        help="Upper bound of random ids. Default: the tokenizer's size, or 256 without one.",
-    )
-    _media_flags(group)
-    _prefix_flags(group)
-    group.add_argument(
-        "--sharegpt-output-len", type=int, metavar="N", help="Default: the length of the dataset's answers."
-    )
-    group.add_argument(
-        "--custom-output-len",
-        type=int,
-        default=256,
-        metavar="N",
-        help="For lines without output_tokens. Default: 256.",
-    )
-
-
-def _media_flags(group: argparse._ArgumentGroup) -> None:
-    """Add flags for images and videos beside random texts."""
-    group.add_argument(
-        "--random-mm-base-items-per-request",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Images and videos of a request. Default: 1.",
-    )
-    group.add_argument(
-        "--random-mm-num-mm-items-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="Relative spread of that number, 0 to 1. Default: 0.",
-    )
-    group.add_argument(
-        "--random-mm-limit-mm-per-prompt",
-        type=_limits,
-        default=LIMITS,
-        metavar="JSON",
-        help='Most items of each modality in a request. Default: {"image": 255, "video": 1}.',
-    )
-    group.add_argument(
-        "--random-mm-bucket-config",
-        type=_buckets,
-        default=BUCKETS,
-        metavar="DICT",
-        help="Weights of sizes, as {(height, width, frames): weight}; one frame is an image. "
-        "Default: {(256, 256, 1): 0.5, (720, 1280, 1): 0.5}.",
-    )
-
-
-def _prefix_flags(group: argparse._ArgumentGroup) -> None:
-    """Add flags for prompts with common prefixes."""
-    for name, default, text in (
-        ("prefix", 256, "Tokens of a common prefix."),
-        ("suffix", 256, "Tokens after it, different in each request."),
-        ("output", 128, "Tokens generated for each request."),
-    ):
-        flag = f"--prefix-repetition-{name}-len"
-        group.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} Default: {default}.")
-    group.add_argument(
-        "--prefix-repetition-num-prefixes",
-        type=int,
-        default=10,
-        metavar="N",
-        help="Number of common prefixes. Default: 10.",
-    )
-
-
-def _sampling_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Sampling", "Sampling parameters. Those not set are not sent.")
-    for name in (
-        "temperature",
-        "top-p",
-        "min-p",
-        "frequency-penalty",
-        "presence-penalty",
-        "repetition-penalty",
-    ):
-        group.add_argument(f"--{name}", type=float, metavar="X", help=f"The field {name.replace('-', '_')}.")
-    group.add_argument("--top-k", type=int, metavar="N", help="The field top_k.")
-    group.add_argument("--logprobs", type=int, metavar="N", help="The field logprobs.")
-    group.add_argument("--ignore-eos", action="store_true", help="Generate all requested tokens.")
-    group.add_argument(
-        "--extra-body", action=JsonFlag, metavar="JSON", help="Additional fields of each request."
-    )
-
-
-def _result_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Result", "Results to compute, print and save.")
-    group.add_argument(
-        "--percentile-metrics",
-        type=_names,
-        default=["ttft", "tpot", "itl"],
-        metavar="A,B",
-        help="Among ttft, tpot, itl, e2el. Default: ttft,tpot,itl.",
-    )
-    group.add_argument(
-        "--metric-percentiles", type=_percents, default=[99.0], metavar="P,Q", help="Default: 99."
-    )
-    group.add_argument(
-        "--goodput",
-        nargs="+",
-        action=_Limits,
-        default={},
-        metavar="KEY:MS",
-        help="Requests within these limits are good: ttft, tpot, e2el in milliseconds.",
-    )
-    group.add_argument("--save-result", action="store_true", help="Write the numbers to a JSON file.")
-    group.add_argument("--append-result", action="store_true", help="Append the numbers as a line.")
-    group.add_argument("--save-detailed", action="store_true", help="Save an entry for each request.")
-    group.add_argument("--result-dir", metavar="DIR", help="Directory of the file. Default: the current one.")
-    group.add_argument("--result-filename", metavar="NAME", help="Default: named by rate, model and time.")
-    group.add_argument("--label", metavar="TEXT", help="Prefix of the file name, also saved in it.")
-    group.add_argument(
-        "--metadata",
-        nargs="+",
-        type=_pair,
-        default=[],
-        metavar="KEY=VALUE",
-        help="Additional entries of the file.",
-    )
-    group.add_argument("--disable-tqdm", action="store_true", help="No progress bar.")
-    group.add_argument(
-        "--cpu-report",
-        action="store_true",
-        help="Print the CPU time of the server's processes and of this one.",
-    )
-    group.add_argument(
-        "--server-pid",
-        type=int,
-        metavar="PID",
-        help="The server's process; its children are included. Default: the local listener on the port.",
-    )
+    for (title, description), flags in FLAGS.items():
+        group = parser.add_argument_group(title, description)
+        for flag in flags:
+            flag.add(group)
 
 
 class _Limits(argparse.Action):
@@ -315,3 +112,148 @@ def _percents(text: str) -> list[float]:
     if any(not 0 <= percent <= 100 for percent in percents):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of percentages such as 50,90,99")
     return percents
+
+
+_SERVER = (
+    _Flag("--backend", str, "openai", "Kind of API: completions, or chat.", {"choices": tuple(ENDPOINTS)}),
+    _Flag("--base-url URL", str, None, "Address of the server. Replaces host and port."),
+    _Flag("--host", str, "127.0.0.1", "Host of the server. Default: 127.0.0.1."),
+    _Flag("--port N", int, 8000, "Port of the server. Default: 8000."),
+    _Flag("--endpoint PATH", str, None, "Path of the API. Default: the backend's."),
+    _Flag("--model NAME", str, None, "Model to request. Default: the first one served."),
+    _Flag("--api-key KEY", str, None, "Default: the variable OPENAI_API_KEY."),
+    _Flag("--header NAME=VALUE", _pair, [], "Headers to send with each request.", {"nargs": "+"}),
+    _Flag(
+        "--ready-check-timeout-sec S", float, 0.0, "Wait this long for a first answer. Default: 0, no check."
+    ),
+)
+_TRAFFIC = (
+    _Flag("--num-prompts N", int, 1000, "Requests. Default: 1000."),
+    _Flag("--request-rate R", float, math.inf, "Requests per second. Default: inf."),
+    _Flag(
+        "--burstiness B",
+        float,
+        1.0,
+        "Evenness of arrivals: 1 is a Poisson process, less is burstier. Default: 1.",
+    ),
+    _Flag("--max-concurrency N", int, None, "Most concurrent requests."),
+    _Flag("--num-warmups N", int, 0, "Warm-up requests. Default: 0."),
+    _Flag("--seed N", int, 0, "Seed of prompts and arrivals. Default: 0."),
+)
+_PROMPTS = (
+    _Flag(
+        "--dataset-name",
+        str,
+        "random",
+        "Kind of prompts; prefix_repetition has groups with a common prefix, random-mm has media.",
+        {"choices": ("random", "random-mm", "prefix_repetition", "sharegpt", "custom")},
+    ),
+    _Flag("--dataset-path FILE", str, None, "JSON of sharegpt, JSON lines of custom."),
+    _Flag(
+        "--tokenizer MODEL",
+        str,
+        None,
+        "Makes random prompts texts of the requested length. Without it they are sent as token ids.",
+    ),
+    _Flag(
+        "--random-input-len --input-len N",
+        int,
+        1024,
+        "Prompt tokens of a random request, prefix not counted. Default: 1024.",
+    ),
+    _Flag(
+        "--random-output-len --output-len N", int, 128, "Tokens generated for a random request. Default: 128."
+    ),
+    _Flag("--random-range-ratio X", float, 0.0, "Spread of the lengths, 0 to 1."),
+    _Flag("--random-prefix-len N", int, 0, "Prompt tokens common to all requests."),
+    _Flag(
+        "--random-vocab N",
+        int,
+        None,
+        "Upper bound of random ids. Default: the tokenizer's size, or 256 without one.",
+    ),
+    _Flag("--random-mm-base-items-per-request N", int, 1, "Images and videos of a request. Default: 1."),
+    _Flag(
+        "--random-mm-num-mm-items-range-ratio X",
+        float,
+        0.0,
+        "Relative spread of that number, 0 to 1. Default: 0.",
+    ),
+    _Flag(
+        "--random-mm-limit-mm-per-prompt JSON",
+        _limits,
+        LIMITS,
+        'Most items of each modality in a request. Default: {"image": 255, "video": 1}.',
+    ),
+    _Flag(
+        "--random-mm-bucket-config DICT",
+        _buckets,
+        BUCKETS,
+        "Weights of sizes, as {(height, width, frames): weight}; one frame is an image. "
+        "Default: {(256, 256, 1): 0.5, (720, 1280, 1): 0.5}.",
+    ),
+    _Flag("--prefix-repetition-prefix-len N", int, 256, "Tokens of a common prefix. Default: 256."),
+    _Flag(
+        "--prefix-repetition-suffix-len N",
+        int,
+        256,
+        "Tokens after it, different in each request. Default: 256.",
+    ),
+    _Flag("--prefix-repetition-output-len N", int, 128, "Tokens generated for each request. Default: 128."),
+    _Flag("--prefix-repetition-num-prefixes N", int, 10, "Number of common prefixes. Default: 10."),
+    _Flag("--sharegpt-output-len N", int, None, "Default: the length of the dataset's answers."),
+    _Flag("--custom-output-len N", int, 256, "For lines without output_tokens. Default: 256."),
+)
+_SAMPLING = (
+    *(
+        _Flag(f"--{name.replace('_', '-')} X", float, None, f"The field {name}.")
+        for name in ("temperature", "top_p", "min_p")
+    ),
+    *(
+        _Flag(f"--{name}-penalty X", float, None, f"The field {name}_penalty.")
+        for name in ("frequency", "presence", "repetition")
+    ),
+    _Flag("--top-k N", int, None, "The field top_k."),
+    _Flag("--logprobs N", int, None, "The field logprobs."),
+    _Flag("--ignore-eos", bool, False, "Generate all requested tokens."),
+    _Flag("--extra-body JSON", dict, None, "Additional fields of each request.", {"action": JsonFlag}),
+)
+_RESULT = (
+    _Flag(
+        "--percentile-metrics A,B",
+        _names,
+        ["ttft", "tpot", "itl"],
+        "Among ttft, tpot, itl, e2el. Default: ttft,tpot,itl.",
+    ),
+    _Flag("--metric-percentiles P,Q", _percents, [99.0], "Default: 99."),
+    _Flag(
+        "--goodput KEY:MS",
+        dict,
+        {},
+        "Requests within these limits are good: ttft, tpot, e2el in milliseconds.",
+        {"nargs": "+", "action": _Limits},
+    ),
+    _Flag("--save-result", bool, False, "Write the numbers to a JSON file."),
+    _Flag("--append-result", bool, False, "Append the numbers as a line."),
+    _Flag("--save-detailed", bool, False, "Save an entry for each request."),
+    _Flag("--result-dir DIR", str, None, "Directory of the file. Default: the current one."),
+    _Flag("--result-filename NAME", str, None, "Default: named by rate, model and time."),
+    _Flag("--label TEXT", str, None, "Prefix of the file name, also saved in it."),
+    _Flag("--metadata KEY=VALUE", _pair, [], "Additional entries of the file.", {"nargs": "+"}),
+    _Flag("--disable-tqdm", bool, False, "No progress bar."),
+    _Flag("--cpu-report", bool, False, "Print the CPU time of the server's processes and of this one."),
+    _Flag(
+        "--server-pid PID",
+        int,
+        None,
+        "The server's process; its children are included. Default: the local listener on the port.",
+    ),
+)
+FLAGS = {
+    ("Server", "The server to benchmark."): _SERVER,
+    ("Traffic", "Number and timing of requests."): _TRAFFIC,
+    ("Prompts", "The prompts to send."): _PROMPTS,
+    ("Sampling", "Sampling parameters. Those not set are not sent."): _SAMPLING,
+    ("Result", "Results to compute, print and save."): _RESULT,
+}
+"""Flags by title and description of their group."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from quire.bench.pareto import svg
+from quire.bench.plot import pareto_chart
 from quire.config.cli import FlagParser
 from quire.errors import ConfigError
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     candidates = itertools.product(_numbers(args.max_num_batched_tokens), _numbers(args.max_num_seqs))
     settings = [Setting(tokens, seqs) for tokens, seqs in candidates if tokens >= seqs]
     points = sweep(args, settings, _numbers(args.concurrency))
-    args.svg.write_text(svg(points, *limits), encoding="utf-8")
+    args.svg.write_text(pareto_chart(points, *limits), encoding="utf-8")
     good = [point for point in points if point.keeps(*limits)]
     for point in sorted(points, key=lambda point: -point.tok_s):
         mark = "*" if point in good else " "

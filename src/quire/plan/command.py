@@ -9,7 +9,7 @@ from typing import Any
 from quire.checkpoint.model import Checkpoint
 from quire.config.env import Env
 from quire.errors import ConfigError
-from quire.plan import picture, report
+from quire.plan import report
 from quire.plan.devices import DEVICES, device
 from quire.plan.estimate import PRECISIONS, STORED, MemoryFit, Wanted, smallest
 from quire.plan.model_sizes import subject
@@ -58,7 +58,7 @@ def run(args: Namespace) -> int:
         checkpoint, kind.machine(args.gpus), wanted, precisions, most=args.gpus, per_node=kind.per_node
     )
     if args.svg is not None:
-        args.svg.write_text(picture.svg(args.model, kind, fits), encoding="utf-8")
+        args.svg.write_text(report.memory_chart(args.model, kind, fits), encoding="utf-8")
     if args.json:
         print(json.dumps(_as_json(args, checkpoint, wanted, precisions, fits), indent=2))
     else:

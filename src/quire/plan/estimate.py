@@ -1,7 +1,7 @@
 """Memory estimate: bytes on each device, term by term, and whether a model fits."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -59,22 +59,15 @@ class Memory:
     activations: int
     graphs: int
     libraries: int
-    kv: int = 0
-    """Bytes of the KV cache."""
 
     @property
     def beside(self) -> int:
         """Return everything except the KV cache."""
         return self.weights + self.activations + self.graphs + self.libraries
 
-    def terms(self) -> dict[str, int]:
-        return {
-            "weights": self.weights,
-            "activations": self.activations,
-            "graphs": self.graphs,
-            "libraries": self.libraries,
-            "KV cache": self.kv,
-        }
+    def terms(self, cache: CacheSize) -> dict[str, int]:
+        """Return the bytes by name, with those of the KV cache."""
+        return {**asdict(self), "KV cache": cache.num_bytes}
 
 
 @dataclass(frozen=True, slots=True)

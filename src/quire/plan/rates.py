@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.bench.shapes import BATCHES, CONTEXT, MEASURED, SHAPES
 from quire.checkpoint.layout import cache_specs
 from quire.checkpoint.weights import LayerWeights, count_parameters
 from quire.plan.devices import DEVICES, Accelerator
 from quire.plan.estimate import MemoryFit, bytes_of_cache, weight_bytes
+from quire.plan.shapes import BATCHES, CONTEXT, MEASURED, SHAPES
 
 _SUM_S = 10e-6
 """Assumed seconds of a small all-reduce within a machine; there are two per layer."""

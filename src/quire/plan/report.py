@@ -1,8 +1,10 @@
-"""A plan as text: memory by term, the layouts that fit and those that do not, and the command to run."""
+"""A plan as text and as a chart: memory by term, the layouts that fit and those that do not, and the command
+to run."""
 
 import shlex
 from typing import Any
 
+from quire.bench.plot import stacked_chart
 from quire.checkpoint.layout import ROW_KINDS
 from quire.checkpoint.model import Checkpoint
 from quire.checkpoint.weights import count_parameters
@@ -12,6 +14,13 @@ from quire.plan.estimate import PRECISIONS, MemoryFit, Wanted, kv_bytes_per_toke
 from quire.plan.rates import TokenRates, rates
 
 _BATCHES = (1, 32, 256)
+_COLOURS = {
+    "weights": "#4c72b0",
+    "activations": "#dd8452",
+    "graphs": "#937860",
+    "libraries": "#8c8c8c",
+    "KV cache": "#55a868",
+}
 
 
 def best(fits: list[MemoryFit], preferred: str) -> MemoryFit | None:
@@ -50,7 +59,7 @@ def described(fit: MemoryFit, device: Accelerator, wanted: Wanted) -> dict[str, 
         "why_not": fit.why_not,
     }
     if fit.memory is not None and fit.cache is not None:
-        result["bytes_per_device"] = {**fit.memory.terms(), "KV cache": fit.cache.num_bytes}
+        result["bytes_per_device"] = fit.memory.terms(fit.cache)
         result["cache_tokens"] = fit.cache.num_tokens
         result["concurrency"] = round(fit.cache.num_tokens / wanted.context, 2)
     if not fit.why_not:
@@ -126,6 +135,20 @@ def text(
     )
 
 
+def memory_chart(model: str, device: Accelerator, fits: list[MemoryFit]) -> str:
+    """Draw the memory of one device for each layout that fits; the frame is the device's memory."""
+    bars = [
+        (
+            f"{fit.precision} tp{fit.tp}" + (f" pp{fit.pp}" if fit.pp > 1 else ""),
+            fit.memory.terms(fit.cache),
+        )
+        for fit in fits
+        if fit.memory is not None and fit.cache is not None
+    ]
+    title = f"{model}: one {device.label}, {human(device.total_bytes)}"
+    return stacked_chart(title, bars, total=device.total_bytes, colours=_COLOURS, text=human)
+
+
 def _line(fit: MemoryFit, wanted: Wanted) -> str:
     layout = f"tp {fit.tp}" + (f" x pp {fit.pp}" if fit.pp > 1 else "")
     if fit.why_not or fit.cache is None:
@@ -139,7 +162,7 @@ def _formula(fit: MemoryFit) -> list[str]:
     """Return the memory formula: weights + libraries + peak activations + KV cache of a sequence x
     sequences."""
     assert fit.memory is not None and fit.cache is not None
-    terms = {**fit.memory.terms(), "KV cache": fit.cache.num_bytes}
+    terms = fit.memory.terms(fit.cache)
     lines = [f"Memory of one device, {fit.precision}, tp {fit.tp}, pp {fit.pp}:"]
     lines += [
         f"  {'' if number == 0 else '+ '}{name:<14}{human(size):>14}".replace("  +", " +")

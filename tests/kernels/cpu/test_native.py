@@ -198,8 +198,7 @@ def test_a_kernel_is_called_by_every_thread(
         for threads in (1, 3):
             torch.set_num_threads(threads)
             counts = torch.zeros(100, dtype=torch.int64)
-            job = native.structure("counts", "size", "step")(counts.data_ptr(), 100, 7.0)
-            native.Kernel("quire_count")(job, counts)
+            native.Kernel("quire_count", "counts", "size", "step")((counts,), 100, 7.0)
             assert counts.tolist() == [threads] + [7] * 99
     finally:
         torch.set_num_threads(before)

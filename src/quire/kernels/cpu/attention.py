@@ -114,7 +114,7 @@ def attend(
     scratch = _scratch(_scratch_size()(job, len(q), max_query_len, max_seq_len, torch.get_num_threads()))
     job.memory = scratch.data_ptr()
     read = q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens
-    _attention(job, out, scratch, *read, *(tensor for tensor in optional if tensor is not None))
+    _attention.run(job, (out, scratch, *read, *optional))
     return out
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.cpu import native
 from quire.kernels.cpu.linear import BLOCK, Matrix, linear_reference
-from quire.kernels.cpu.native import Kernel, structure
+from quire.kernels.cpu.native import Kernel
 
 
 class GGUFForm(NamedTuple):
@@ -68,10 +68,8 @@ class _WeightArena:
 
 
 _arena = _WeightArena()
-_pack = Kernel("quire_pack")
-_PackJob = structure("into stored", "type form rows columns interleaved stored_row_bytes")
-_rows = Kernel("quire_rows")
-_RowsJob = structure("out ids matrix", "num_ids out_bf16")
+_pack = Kernel("quire_pack", "into stored", "type form rows columns interleaved stored_row_bytes")
+_rows = Kernel("quire_rows", "out ids matrix", "num_ids out_bf16")
 
 
 @functools.cache
@@ -94,18 +92,8 @@ def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
     row_bytes = columns // BLOCK * form.block_bytes
     kept_rows = -(-rows // group_rows()) * group_rows() if interleaved else rows
     packed = _arena.take(kept_rows * row_bytes + _PADDING)
-    stored = stored.contiguous()
-    job = _PackJob(
-        packed.data_ptr(),
-        stored.data_ptr(),
-        form.type,
-        form.form,
-        rows,
-        columns,
-        interleaved,
-        from_row_bytes,
-    )
-    _pack(job, packed, stored)
+    source = packed, stored.contiguous()
+    _pack(source, form.type, form.form, rows, columns, interleaved, from_row_bytes)
     return Matrix(packed, form.form, rows, columns, interleaved, row_bytes)
 
 
@@ -120,10 +108,7 @@ class GGUFRows:
         """Return the rows [T, columns] of ids [T] int64."""
         assert ids.dtype == torch.int64 and ids.is_contiguous()
         out = torch.empty(len(ids), self.matrix.columns, dtype=dtype)
-        job = _RowsJob(
-            out.data_ptr(), ids.data_ptr(), self._in_c.data_ptr(), len(ids), dtype == torch.bfloat16
-        )
-        _rows(job, out, ids, *self.matrix.held, self._in_c)
+        _rows((out, ids, self._in_c), len(ids), dtype == torch.bfloat16, held=self.matrix.held)
         return out
 
 

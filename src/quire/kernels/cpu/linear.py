@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.cpu.native import Kernel, structure
+from quire.kernels.cpu.native import Kernel
 
 BLOCK = 32
 """Columns per block of a packed weight."""
@@ -23,8 +23,8 @@ _LANES = 16
 """Columns of a plain row are padded to a multiple of this in scratch memory."""
 
 
-_linear = Kernel("quire_linear")
-_Job = structure(
+_linear = Kernel(
+    "quire_linear",
     "out scratch x bias parts x_rows",
     "num_parts num_rows x_stride out_stride x_bf16 out_bf16 scratch_copies scratch_bytes",
 )
@@ -100,8 +100,7 @@ class LinearProduct:
         self.wide = wide
         self.bias = None if bias is None else bias.float().contiguous()
         self._in_c = torch.tensor([part.in_c() for part in parts])
-        self._keep = [self._in_c, *(tensor for part in parts for tensor in part.held)]
-        self._keep += [] if self.bias is None else [self.bias]
+        self._held = [tensor for part in parts for tensor in part.held]
         self._size_in, self._size_out = parts[0].columns, sum(part.rows for part in parts)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -114,13 +113,8 @@ class LinearProduct:
         copies = torch.get_num_threads() if num_rows == 1 else 1
         kept_rows = max(num_rows, copies) + PANEL - 1
         scratch = torch.empty(kept_rows * row_bytes, dtype=torch.uint8)
-        job = _Job(
-            out.data_ptr(),
-            scratch.data_ptr(),
-            x.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            self._in_c.data_ptr(),
-            None,
+        _linear(
+            (out, scratch, x, self.bias, self._in_c, None),
             len(self.parts),
             num_rows,
             x.stride(0),
@@ -129,8 +123,8 @@ class LinearProduct:
             out.dtype == torch.bfloat16,
             copies,
             row_bytes,
+            held=self._held,
         )
-        _linear(job, out, scratch, x, *self._keep)
         return out
 
 

@@ -3,23 +3,14 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.native import TYPES, Kernel, structure
+from quire.kernels.cpu.native import TYPES, Kernel
 
-_mask = Kernel("quire_mask")
-_Job = structure("x packed", "num_masks num_words vocab stride bf16")
+_mask = Kernel("quire_mask", "x packed", "num_masks num_words vocab stride bf16")
 
 
 def apply_masks(logits: Tensor, packed: Tensor) -> None:
     """Set the logits [N, V] of disallowed tokens to minus infinity, in place. `packed` [masks, 1 + words]
     int32 holds the row of each mask, then its bits."""
     assert logits.dtype in TYPES and logits.stride(1) == 1 and packed.is_contiguous()
-    job = _Job(
-        logits.data_ptr(),
-        packed.data_ptr(),
-        len(packed),
-        packed.shape[1] - 1,
-        logits.shape[1],
-        logits.stride(0),
-        logits.dtype == torch.bfloat16,
-    )
-    _mask(job, logits, packed)
+    num_words, is_bf16 = packed.shape[1] - 1, logits.dtype == torch.bfloat16
+    _mask((logits, packed), len(packed), num_words, logits.shape[1], logits.stride(0), is_bf16)

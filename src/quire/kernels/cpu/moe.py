@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.checkpoint.facts import Routing
 from quire.kernels.cpu.linear import FORMS, PANEL, Matrix
-from quire.kernels.cpu.native import Kernel, structure
+from quire.kernels.cpu.native import Kernel
 from quire.kernels.reference.activations import in_c
 from quire.kernels.reference.moe import ExpertAdapters
 
@@ -17,14 +17,14 @@ _MAX_ROWS = 8192
 """Maximum pairs of token and expert per call, which limits the scratch memory."""
 _GROUP_FIELDS = 7
 
-_route = Kernel("quire_route")
-_RouteJob = structure(
+_route = Kernel(
+    "quire_route",
     "ids weights logits bias",
     "num_tokens num_experts stride per_token sigmoid renormalized num_groups top_groups group_best bf16",
     "scale",
 )
-_experts = Kernel("quire_experts")
-_ExpertsJob = structure(
+_experts = Kernel(
+    "quire_experts",
     "out x ids weights gate_up down gate_up_bias down_bias "
     "counts groups tokens places prepared_x prepared_inner inner outer "
     "slots gate_up_a gate_up_b down_a down_b ranks",
@@ -42,11 +42,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
     ids = torch.empty(num_tokens, routing.per_token, dtype=torch.int32)
     weights = torch.empty(num_tokens, routing.per_token, dtype=torch.float32)
-    job = _RouteJob(
-        ids.data_ptr(),
-        weights.data_ptr(),
-        logits.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+    _route(
+        (ids, weights, logits, bias),
         num_tokens,
         num_experts,
         logits.stride(0),
@@ -59,7 +56,6 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         logits.dtype == torch.bfloat16,
         routing.scale,
     )
-    _route(job, ids, weights, logits, *([] if bias is None else [bias]))
     return ids, weights
 
 
@@ -88,11 +84,10 @@ class CpuExperts:
         assert sum(part.rows for part in gate_up[0]) == 2 * self._size
         matrices = [torch.tensor([part.in_c() for part in group]) for group in (parts, list(down))]
         biases = [None if bias is None else bias.float().contiguous() for bias in (gate_up_bias, down_bias)]
-        self._pointers = [None if held is None else held.data_ptr() for held in (*matrices, *biases)]
+        self._tables = [*matrices, *biases]
         self._biases = [bias for bias in biases if bias is not None]
         self._matrices = [[of[part] for of in gate_up] for part in range(len(gate_up[0]))] + [list(down)]
-        self._keep = [*matrices, *self._biases]
-        self._keep += [tensor for part in (*parts, *down) for tensor in part.held]
+        self._held = [tensor for part in (*parts, *down) for tensor in part.held]
 
     def by_expert(self) -> list[list[Tensor]]:
         """Return the bytes that the kernel reads of each matrix, its scales and each bias, as one list per
@@ -126,15 +121,9 @@ class CpuExperts:
     ) -> None:
         num_tokens, per_token = ids.shape
         scratch = self._scratch(num_tokens, ids.numel())
-        pointers, sizes, held = _adapters_in_c(adapters, ids.numel())
-        job = _ExpertsJob(
-            out.data_ptr(),
-            x.data_ptr(),
-            ids.data_ptr(),
-            weights.data_ptr(),
-            *self._pointers,
-            *(memory.data_ptr() for memory in scratch),
-            *pointers,
+        lora, sizes = _adapters_in_c(adapters, ids.numel())
+        _experts(
+            (out, x, ids, weights, *self._tables, *scratch, *lora),
             num_tokens,
             per_token,
             self._num_experts,
@@ -148,8 +137,8 @@ class CpuExperts:
             self._last.prepared_bytes,
             *sizes,
             self.bound,
+            held=self._held,
         )
-        _experts(job, out, x, ids, weights, *scratch, *held, *self._keep)
 
     def _scratch(self, num_tokens: int, num_rows: int) -> list[Tensor]:
         """Return the tensors of the job's fields from `counts` to `outer`. Only experts with at least 4 rows
@@ -170,15 +159,14 @@ class CpuExperts:
 
 def _adapters_in_c(
     adapters: ExpertAdapters | None, num_rows: int
-) -> tuple[list[int | None], list[int], list[Tensor]]:
-    """Return the pointers of the job's fields `slots` to `ranks`, the sizes from `rank` on, and the
-    tensors."""
+) -> tuple[Sequence[Tensor | None], list[int]]:
+    """Return the tensors of the job's fields `slots` to `ranks`, and the sizes from `rank` on."""
     if adapters is None:
-        return [None] * 6, [0] * 3, []
+        return [None] * 6, [0] * 3
     *matrices, tokens = adapters
     rank, stride, dtype = adapters.down_b.shape[-1], adapters.down_b.stride(0), adapters.down_b.dtype
     assert tokens.dtype == torch.int32 and tokens.is_contiguous() and dtype in FORMS
     assert all(matrix[0].is_contiguous() for matrix in matrices)
     assert len(adapters.down_b) == 1 or {matrix.stride(0) for matrix in matrices} == {stride}
-    held = [tokens, *matrices, torch.empty(num_rows * 2 * rank, dtype=torch.float32)]
-    return [tensor.data_ptr() for tensor in held], [rank, stride, dtype == torch.bfloat16], held
+    ranks = torch.empty(num_rows * 2 * rank, dtype=torch.float32)
+    return [tokens, *matrices, ranks], [rank, stride, dtype == torch.bfloat16]

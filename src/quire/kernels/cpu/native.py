@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,6 +53,7 @@ class KernelRecorder(Protocol):
 
 
 _recording = threading.local()
+_ONE_POINTER = ctypes.c_void_p * 1
 
 
 @functools.cache
@@ -82,13 +84,6 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in TYPES and library() is not None
 
 
-def structure(pointers: str, sizes: str, reals: str = "") -> type[ctypes.Structure]:
-    """Return a job structure with these fields, in this order: pointers, int64, double."""
-    types = ((pointers, ctypes.c_void_p), (sizes, ctypes.c_int64), (reals, ctypes.c_double))
-    fields = [(name, kind) for names, kind in types for name in names.split()]
-    return type("Job", (ctypes.Structure,), {"_fields_": fields})
-
-
 def keep_freed_memory() -> None:
     """Let the allocator keep freed memory for the next step. By default glibc returns it to the system, which
     clears every page again."""
@@ -101,12 +96,16 @@ def keep_freed_memory() -> None:
 class Kernel:
     """`void NAME(const NameJob *job)` of csrc/, called by every thread of a team (csrc/run.c).
 
-    The job is a structure with the fields of NameJob in their order. Values that change between steps are
-    read from the memory that the job points to, so that a recorded call stays valid.
+    The fields of NameJob are pointers, then int64, then double; they are named here in their order. Values
+    that change between steps are read from the memory that the job points to, so that a recorded call stays
+    valid.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, pointers: str = "", sizes: str = "", reals: str = "") -> None:
         self.name = name
+        types = ((pointers, ctypes.c_void_p), (sizes, ctypes.c_int64), (reals, ctypes.c_double))
+        fields = [(field, kind) for names, kind in types for field in names.split()]
+        self._job: type[ctypes.Structure] = type("Job", (ctypes.Structure,), {"_fields_": fields})
 
     @functools.cached_property
     def address(self) -> int:
@@ -114,13 +113,26 @@ class Kernel:
         assert loaded is not None, "call library() first"
         return ctypes.cast(loaded[self.name], ctypes.c_void_p).value or 0
 
-    def __call__(self, job: ctypes.Structure, *tensors: Tensor) -> None:
-        """Run on all threads. The job points to the memory of `tensors`."""
-        one = ctypes.c_void_p * 1
-        run(one(self.address), one(ctypes.addressof(job)), torch.get_num_threads())
+    @functools.cached_property
+    def _address_array(self) -> ctypes.Array[ctypes.c_void_p]:
+        return _ONE_POINTER(self.address)
+
+    def __call__(
+        self, tensors: Sequence[Tensor | None], *numbers: float, held: Sequence[Tensor] = ()
+    ) -> None:
+        """Run on all threads with the job's pointers (None is a null pointer) and its numbers. `held` are the
+        tensors that the memory of `tensors` points to."""
+        job = self._job(*[None if tensor is None else tensor.data_ptr() for tensor in tensors], *numbers)
+        self.run(job, tensors, held)
+
+    def run(
+        self, job: ctypes.Structure, tensors: Sequence[Tensor | None], held: Sequence[Tensor] = ()
+    ) -> None:
+        """Run on all threads. The job points to the memory of `tensors`, which may point to `held`."""
+        run(self._address_array, _ONE_POINTER(ctypes.addressof(job)), torch.get_num_threads())
         recorder = recording()
         if recorder is not None:
-            recorder.add(self.address, job, tensors)
+            recorder.add(self.address, job, tuple(x for x in (*tensors, *held) if x is not None))
 
 
 def run(

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.checkpoint.facts import Routing
 from quire.kernels.cpu import moe
 from quire.kernels.cpu.attention import CACHE_DTYPES, slot_stride
-from quire.kernels.cpu.native import TYPES, Kernel, structure
+from quire.kernels.cpu.native import TYPES, Kernel
 from quire.kernels.ops import HeadEntry
 from quire.kernels.reference.activations import in_c
 from quire.kernels.reference.ops import Reference
@@ -19,25 +19,24 @@ _MAX_HEAD_DIM = 1024
 _MAX_RANK = 512
 """Maximum LoRA rank, equal to that in lora.c."""
 
-_embed = Kernel("quire_embed")
-_EmbedJob = structure("out ids table", "num_rows row_bytes")
-_norm = Kernel("quire_norm")
-_NormJob = structure(
-    "out x weight bias residual", "num_rows size stride out_stride centred bf16 weight_bf16", "eps"
+_embed = Kernel("quire_embed", "out ids table", "num_rows row_bytes")
+_norm = Kernel(
+    "quire_norm",
+    "out x weight bias residual",
+    "num_rows size stride out_stride centred bf16 weight_bf16",
+    "eps",
 )
-_activate = Kernel("quire_activate")
-_ActivateJob = structure("out x", "num_rows size stride activation gated bf16", "bound")
-_change = Kernel("quire_change")
-_ChangeJob = structure("x other", "num_rows size stride other_stride change bf16", "by")
+_activate = Kernel("quire_activate", "out x", "num_rows size stride activation gated bf16", "bound")
+_change = Kernel("quire_change", "x other", "num_rows size stride other_stride change bf16", "by")
 _SCALE, _SOFTCAP, _ADD, _WEIGH, _WEIGH_ROWS, _SCALE_ROWS, _SCALE_COLUMNS = range(7)
 """Numbers of the elementwise operations, equal to those in fused.c."""
-_lora = Kernel("quire_lora")
-_LoraJob = structure(
+_lora = Kernel(
+    "quire_lora",
     "out x a b tokens part_ends ids ranks",
     "num_tokens num_parts rank size_in x_stride out_stride a_stride b_stride bf16 own_bf16",
 )
-_rotate = Kernel("quire_rotate_and_write")
-_RotateJob = structure(
+_rotate = Kernel(
+    "quire_rotate_and_write",
     "out qkv table q_norm k_norm positions slots k_cache v_cache",
     "num_tokens stride heads kv_heads head_dim slot_stride rotary_dim bf16 kept norm_bf16",
     "eps k_scale v_scale",
@@ -50,14 +49,7 @@ class CPUOps(Reference):
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         ids = ids.contiguous()
         out = torch.empty(len(ids), table.shape[1], dtype=table.dtype)
-        job = _EmbedJob(
-            out.data_ptr(),
-            ids.data_ptr(),
-            table.data_ptr(),
-            len(ids),
-            table.shape[1] * table.itemsize,
-        )
-        _embed(job, out, ids, table)
+        _embed((out, ids, table), len(ids), table.shape[1] * table.itemsize)
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -98,12 +90,8 @@ class CPUOps(Reference):
         x = _in_rows(x)
         out = x.new_empty(x.shape) if out is None else out
         size = x.shape[-1]
-        job = _NormJob(
-            out.data_ptr(),
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
+        _norm(
+            (out, x, weight, bias, residual),
             x.numel() // size,
             size,
             size if x.is_contiguous() else x.stride(0),
@@ -113,7 +101,6 @@ class CPUOps(Reference):
             weight.dtype == torch.bfloat16,
             eps,
         )
-        _norm(job, out, x, weight, *(held for held in (bias, residual) if held is not None))
         return out
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -126,18 +113,8 @@ class CPUOps(Reference):
         x = _in_rows(x)
         out = torch.empty(len(x), size, dtype=x.dtype)
         number, bound = in_c(activation)
-        job = _ActivateJob(
-            out.data_ptr(),
-            x.data_ptr(),
-            len(x),
-            size,
-            x.stride(0),
-            number,
-            size < x.shape[1],
-            x.dtype == torch.bfloat16,
-            bound,
-        )
-        _activate(job, out, x)
+        is_gated, is_bf16 = size < x.shape[1], x.dtype == torch.bfloat16
+        _activate((out, x), len(x), size, x.stride(0), number, is_gated, is_bf16, bound)
         return out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
@@ -165,17 +142,8 @@ class CPUOps(Reference):
         assert x.dim() == 2 and x.stride(1) == 1
         kind = torch.float32 if change == _SCALE_ROWS else x.dtype
         assert other is None or (other.dtype == kind and other.stride(1) == 1)
-        job = _ChangeJob(
-            x.data_ptr(),
-            None if other is None else other.data_ptr(),
-            *x.shape,
-            x.stride(0),
-            0 if other is None else other.stride(0),
-            change,
-            x.dtype == torch.bfloat16,
-            by,
-        )
-        _change(job, x, *(() if other is None else (other,)))
+        other_stride = 0 if other is None else other.stride(0)
+        _change((x, other), *x.shape, x.stride(0), other_stride, change, x.dtype == torch.bfloat16, by)
         return x
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -188,16 +156,9 @@ class CPUOps(Reference):
             return super().rotate_and_write(qkv, entry)
         assert qkv.stride(1) == 1 and qkv.dtype == table.dtype
         out = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype)
-        job = _RotateJob(
-            out.data_ptr(),
-            qkv.data_ptr(),
-            table.data_ptr(),
-            None if norms is None else norms.q.data_ptr(),
-            None if norms is None else norms.k.data_ptr(),
-            positions.data_ptr(),
-            slots.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+        q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
+        _rotate(
+            (out, qkv, table, q_norm, k_norm, positions, slots, k_cache, v_cache),
             len(qkv),
             qkv.stride(0),
             heads,
@@ -207,16 +168,11 @@ class CPUOps(Reference):
             table.shape[1],
             qkv.dtype == torch.bfloat16,
             CACHE_DTYPES[k_cache.dtype],
-            norms is not None and norms.q.dtype == torch.bfloat16,
-            0.0 if norms is None else norms.eps,
+            q_norm is not None and q_norm.dtype == torch.bfloat16,
+            eps,
             *scales,
         )
-        weights = () if norms is None else (norms.q, norms.k)
-        _rotate(job, out, qkv, table, positions, slots, k_cache, v_cache, *weights)
         return out
-
-    def assigned(self, tokens: Tensor, num_slots: int) -> Tensor:
-        return tokens
 
     def lora(
         self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
@@ -267,10 +223,8 @@ def _add_lora(
     num_parts, rank = (1, ranks.shape[1]) if b is None else (len(part_sizes), b.shape[2])
     assert rank <= _MAX_RANK if ids is not None else ranks.shape[1] == num_parts * rank
     assert out is None or b is None or out.stride(1) == 1 and out.shape[1] == sum(part_sizes) == b.shape[1]
-    ends = _ends(part_sizes)
-    tensors = [out, x, a, b, tokens, ends, ids, ranks]
-    job = _LoraJob(
-        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+    _lora(
+        (out, x, a, b, tokens, _ends(part_sizes), ids, ranks),
         len(tokens),
         num_parts,
         rank,
@@ -282,7 +236,6 @@ def _add_lora(
         like.dtype == torch.bfloat16,
         weights[0].dtype == torch.bfloat16,
     )
-    _lora(job, *(tensor for tensor in tensors if tensor is not None))
 
 
 @cache

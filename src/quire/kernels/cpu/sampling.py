@@ -8,14 +8,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.native import TYPES, Kernel, library, structure
+from quire.kernels.cpu.native import TYPES, Kernel, library
 
 MAX_VOCAB = 1 << 20
 _TASK_VOCAB = 4096
 """Vocabulary entries per task, equal to that in sampling.c."""
 
-_sample = Kernel("quire_sample")
-_Job = structure(
+_sample = Kernel(
+    "quire_sample",
     "out x found memory temperature top_k top_p min_p seeds positions mask_of masks",
     "num_rows size stride bf16 num_words",
 )
@@ -68,21 +68,9 @@ def _run(logits: Tensor, *params: Tensor, constrained: ConstrainedHost | None = 
     out = torch.empty(num_rows, dtype=torch.int64)
     best = torch.empty(num_rows * -(-size // _TASK_VOCAB), dtype=torch.float32)
     memory = torch.empty(torch.get_num_threads() * _scratch_size()(size) if params else 0, dtype=torch.uint8)
-    pointers = [column.data_ptr() for column in params] if params else [None] * 6
     num_words = 0 if constrained is None else constrained.masks.shape[1]
     assert constrained is None or all(tensor.is_contiguous() for tensor in constrained)
-    job = _Job(
-        out.data_ptr(),
-        logits.data_ptr(),
-        best.data_ptr(),
-        memory.data_ptr(),
-        *pointers,
-        *([None] * 2 if constrained is None else [tensor.data_ptr() for tensor in constrained]),
-        num_rows,
-        size,
-        logits.stride(0),
-        logits.dtype == torch.bfloat16,
-        num_words,
-    )
-    _sample(job, out, logits, best, memory, *params, *(constrained or ()))
+    is_bf16 = logits.dtype == torch.bfloat16
+    tensors = [out, logits, best, memory, *(params or [None] * 6), *(constrained or [None] * 2)]
+    _sample(tensors, num_rows, size, logits.stride(0), is_bf16, num_words)
     return out

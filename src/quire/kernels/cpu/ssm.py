@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.native import Kernel, structure
+from quire.kernels.cpu.native import Kernel
 from quire.kernels.reference.ssm import (
     ANY_TIME,
     GATES,
@@ -19,35 +19,40 @@ _MAX_KERNEL, _MAX_DIM = 8, 512
 """Maximum sizes of the convolution kernel and of a state dimension, equal to those in ssm.c."""
 
 _SEQS = "starts rows positions"
-_conv = Kernel("quire_state_conv")
-_ConvJob = structure(f"out x weight bias state {_SEQS}", "num_seqs channels stride kernel activated bf16")
-_scan = Kernel("quire_state_scan")
-_ScanJob = structure(
+"""The job's pointers to the sequences, in the order of `_seq_tensors`."""
+_conv = Kernel(
+    "quire_state_conv",
+    f"out x weight bias state {_SEQS}",
+    "num_seqs channels stride kernel activated bf16",
+)
+_scan = Kernel(
+    "quire_state_scan",
     f"out xbc dt rate bias skip state {_SEQS}",
     "num_seqs heads groups dim size stride dt_stride bf16",
     "least most",
 )
-_select = Kernel("quire_state_select")
-_SelectJob = structure(
+_select = Kernel(
+    "quire_state_select",
     f"out x gate dt b c rate bias skip state {_SEQS}",
     "num_seqs channels size x_stride gate_stride dt_stride bc_stride bf16",
 )
-_delta = Kernel("quire_state_delta")
-_DeltaJob = structure(
+_delta = Kernel(
+    "quire_state_delta",
     f"out qkv a b rate bias state {_SEQS}",
     "num_seqs heads key_heads key_dim dim stride ab_stride bf16",
     "eps",
 )
-_gated_norm = Kernel("quire_gated_norm")
-_GatedNormJob = structure(
-    "out x gate weight", "num_rows pieces size stride gate_stride gate_first bf16", "eps"
+_gated_norm = Kernel(
+    "quire_gated_norm",
+    "out x gate weight",
+    "num_rows pieces size stride gate_stride gate_first bf16",
+    "eps",
 )
-_gate = Kernel("quire_gate")
-_GateJob = structure("out x gate", "num_rows size stride gate_stride by bf16")
+_gate = Kernel("quire_gate", "out x gate", "num_rows size stride gate_stride by bf16")
 
 
-class CPUStateOps:
-    """`StateOps` on a CPU in C."""
+class CPUStateOps(StateReference):
+    """`StateOps` on a CPU in C; sizes beyond the limits of the kernels use torch."""
 
     def conv(
         self,
@@ -61,15 +66,12 @@ class CPUStateOps:
     ) -> Tensor:
         (num_tokens, channels), kernel = x.shape, weight.shape[1]
         if kernel > _MAX_KERNEL:
-            return StateReference().conv(x, weight, bias, state, seqs, activated=activated)
+            return super().conv(x, weight, bias, state, seqs, activated=activated)
         assert x.dtype == weight.dtype == state.dtype and x.stride(1) == 1
         out = torch.empty(num_tokens, channels, dtype=x.dtype)
-        bias_or_weight = weight if bias is None else bias
-        tensors = out, x, weight, bias_or_weight, state, *_seq_tensors(seqs)
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        pointers[3] = 0 if bias is None else pointers[3]
-        sizes = len(seqs.lens), channels, x.stride(0), kernel, activated, x.dtype == torch.bfloat16
-        _conv(_ConvJob(*pointers, *sizes), *tensors)
+        tensors = out, x, weight, bias, state, *_seq_tensors(seqs)
+        is_bf16 = x.dtype == torch.bfloat16
+        _conv(tensors, len(seqs.lens), channels, x.stride(0), kernel, activated, is_bf16)
         return out
 
     def scan(
@@ -85,14 +87,13 @@ class CPUStateOps:
     ) -> Tensor:
         heads, head_dim, size = state.shape[1:]
         if max(head_dim, size) > _MAX_DIM:
-            return StateReference().scan(xbc, dt, rates, skip, state, seqs, limits=limits)
+            return super().scan(xbc, dt, rates, skip, state, seqs, limits=limits)
         assert xbc.dtype == dt.dtype and xbc.stride(1) == dt.stride(1) == 1 and state.is_contiguous()
         out = torch.empty(len(xbc), heads * head_dim, dtype=xbc.dtype)
         groups = (xbc.shape[1] - heads * head_dim) // (2 * size)
         tensors = out, xbc, dt, *rates, skip, state, *_seq_tensors(seqs)
-        sizes = len(seqs.lens), heads, groups, head_dim, size, xbc.stride(0), dt.stride(0)
-        pointers = (tensor.data_ptr() for tensor in tensors)
-        _scan(_ScanJob(*pointers, *sizes, xbc.dtype == torch.bfloat16, *limits), *tensors)
+        strides, is_bf16 = (xbc.stride(0), dt.stride(0)), xbc.dtype == torch.bfloat16
+        _scan(tensors, len(seqs.lens), heads, groups, head_dim, size, *strides, is_bf16, *limits)
         return out
 
     def select(
@@ -101,15 +102,13 @@ class CPUStateOps:
         channels, size = state.shape[1:]
         dt, b, c, rates, skip = mamba
         if size > _MAX_DIM:
-            return StateReference().select(x, gate, mamba, state, seqs)
+            return super().select(x, gate, mamba, state, seqs)
         assert {part.dtype for part in (gate, dt, b, c)} == {x.dtype} and b.stride(0) == c.stride(0)
         assert all(part.stride(1) == 1 for part in (x, gate, dt, b, c)) and state.is_contiguous()
         out = torch.empty(len(x), channels, dtype=x.dtype)
         tensors = out, x, gate, dt, b, c, *rates, skip, state, *_seq_tensors(seqs)
         strides = x.stride(0), gate.stride(0), dt.stride(0), b.stride(0)
-        pointers = (tensor.data_ptr() for tensor in tensors)
-        sizes = len(seqs.lens), channels, size, *strides, x.dtype == torch.bfloat16
-        _select(_SelectJob(*pointers, *sizes), *tensors)
+        _select(tensors, len(seqs.lens), channels, size, *strides, x.dtype == torch.bfloat16)
         return out
 
     def delta(
@@ -117,32 +116,31 @@ class CPUStateOps:
     ) -> Tensor:
         heads, key_dim, value_dim = state.shape[1:]
         if max(key_dim, value_dim) > _MAX_DIM:
-            return StateReference().delta(qkv, a, b, rates, state, seqs)
+            return super().delta(qkv, a, b, rates, state, seqs)
         assert qkv.dtype == a.dtype == b.dtype and qkv.stride(1) == a.stride(1) == b.stride(1) == 1
         assert a.stride(0) == b.stride(0) and state.is_contiguous()
         out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype)
         key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
         tensors = out, qkv, a, b, *rates, state, *_seq_tensors(seqs)
-        sizes = len(seqs.lens), heads, key_heads, key_dim, value_dim, qkv.stride(0), a.stride(0)
-        pointers = (tensor.data_ptr() for tensor in tensors)
-        _delta(_DeltaJob(*pointers, *sizes, qkv.dtype == torch.bfloat16, L2_EPS), *tensors)
+        strides, is_bf16 = (qkv.stride(0), a.stride(0)), qkv.dtype == torch.bfloat16
+        _delta(tensors, len(seqs.lens), heads, key_heads, key_dim, value_dim, *strides, is_bf16, L2_EPS)
         return out
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
         assert x.dtype == gate.dtype == weight.dtype and x.stride(1) == gate.stride(1) == 1
         (num_tokens, width), size = x.shape, len(weight)
         out = torch.empty(num_tokens, width, dtype=x.dtype)
-        sizes = num_tokens, width // size, size, x.stride(0), gate.stride(0), gate_first
-        pointers = (tensor.data_ptr() for tensor in (out, x, gate, weight))
-        _gated_norm(_GatedNormJob(*pointers, *sizes, x.dtype == torch.bfloat16, eps), out, x, gate, weight)
+        strides, is_bf16 = (x.stride(0), gate.stride(0)), x.dtype == torch.bfloat16
+        _gated_norm(
+            (out, x, gate, weight), num_tokens, width // size, size, *strides, gate_first, is_bf16, eps
+        )
         return out
 
     def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
         assert x.dtype == gate.dtype and x.stride(1) == gate.stride(1) == 1
         out = torch.empty(*x.shape, dtype=x.dtype)
-        sizes = *x.shape, x.stride(0), gate.stride(0), GATES.index(by)
-        pointers = (tensor.data_ptr() for tensor in (out, x, gate))
-        _gate(_GateJob(*pointers, *sizes, x.dtype == torch.bfloat16), out, x, gate)
+        strides = x.stride(0), gate.stride(0)
+        _gate((out, x, gate), *x.shape, *strides, GATES.index(by), x.dtype == torch.bfloat16)
         return out
 
 

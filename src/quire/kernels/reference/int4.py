@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.linear import BLOCK, FORMS
-from quire.kernels.cpu.native import Kernel, structure
+from quire.kernels.cpu.native import Kernel
 
 _MAX_SCALE_ERROR = 2**-10
 """Maximum relative error of a scale in float16."""
-_gather = Kernel("quire_gather")
-_GatherJob = structure("out x order", "num_rows columns x_stride bf16")
+_gather = Kernel("quire_gather", "out x order", "num_rows columns x_stride bf16")
 
 
 class Int4Codes(NamedTuple):
@@ -72,14 +71,5 @@ class Gather:
         """Return the permuted x [T, inputs], float32 or bfloat16."""
         assert x.dtype in FORMS and x.stride(1) == 1
         out = torch.empty(len(x), len(self.order), dtype=x.dtype)
-        job = _GatherJob(
-            out.data_ptr(),
-            x.data_ptr(),
-            self.order.data_ptr(),
-            len(x),
-            len(self.order),
-            x.stride(0),
-            x.dtype == torch.bfloat16,
-        )
-        _gather(job, out, x, self.order)
+        _gather((out, x, self.order), *out.shape, x.stride(0), x.dtype == torch.bfloat16)
         return out

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels.cpu.attention import CACHE_DTYPES
 from quire.kernels.cpu.linear import FORMS, PANEL, Matrix
-from quire.kernels.cpu.native import Kernel, structure
+from quire.kernels.cpu.native import Kernel
 
 _TASK_ROWS = 64
 """Rows per task, equal to that in mla.c."""
@@ -13,17 +13,15 @@ _MAX_HEAD_DIM = 1024
 """Maximum head size, equal to that in heads.h."""
 _MAX_RANK = 4096
 """Maximum latent rank, equal to that in mla.c."""
-_enter = Kernel("quire_latent_enter")
-_EnterJob = structure(
+_enter = Kernel(
+    "quire_latent_enter",
     "q kv norm table positions slots cache",
     "num_tokens q_stride kv_stride heads nope_dim rope_dim rank neighbours bf16 kept",
     "eps scale",
 )
-_absorb = Kernel("quire_latent_absorb")
-_release = Kernel("quire_latent_release")
-_HeadsJob = structure(
-    "out x weight scratch", "num_tokens x_stride heads nope_dim rope_dim v_dim rank bf16 scratch_bytes"
-)
+_HEADS = "num_tokens x_stride heads nope_dim rope_dim v_dim rank bf16 scratch_bytes"
+_absorb = Kernel("quire_latent_absorb", "out x weight scratch", _HEADS)
+_release = Kernel("quire_latent_release", "out x weight scratch", _HEADS)
 
 
 def rotate_and_write_latents(
@@ -47,8 +45,8 @@ def rotate_and_write_latents(
     assert q.stride()[1:] == (query_dim, 1) and kv.stride(1) == 1
     assert cache.dtype in CACHE_DTYPES and cache.is_contiguous() and table.is_contiguous()
     assert rope_dim <= _MAX_HEAD_DIM and cache.shape[2] - rope_dim <= _MAX_RANK
-    job = _EnterJob(
-        *(x.data_ptr() for x in (q, kv, norm, table, positions, slots, cache)),
+    _enter(
+        (q, kv, norm, table, positions, slots, cache),
         num_tokens,
         q.stride(0),
         kv.stride(0),
@@ -62,7 +60,6 @@ def rotate_and_write_latents(
         eps,
         scale,
     )
-    _enter(job, q, kv, norm, table, positions, slots, cache)
 
 
 def absorb(q: Tensor, weight: Tensor, *, rope_dim: int) -> Tensor:
@@ -72,11 +69,8 @@ def absorb(q: Tensor, weight: Tensor, *, rope_dim: int) -> Tensor:
     nope_dim = query_dim - rope_dim
     assert q.dtype in FORMS and q.dtype == weight.dtype and q.stride()[1:] == (query_dim, 1)
     out = q.new_empty(num_tokens, heads, weight.shape[2] + rope_dim)
-    job = _HeadsJob(
-        out.data_ptr(),
-        q.data_ptr(),
-        weight.data_ptr(),
-        None,
+    _absorb(
+        (out, q, weight, None),
         num_tokens,
         q.stride(0),
         heads,
@@ -87,7 +81,6 @@ def absorb(q: Tensor, weight: Tensor, *, rope_dim: int) -> Tensor:
         q.dtype == torch.bfloat16,
         0,
     )
-    _absorb(job, out, q, weight)
     return out
 
 
@@ -101,11 +94,8 @@ def release(latents: Tensor, weight: Tensor, *, v_dim: int) -> Tensor:
     num_rows = min(num_tokens, _TASK_ROWS) + PANEL - 1
     scratch_bytes = num_rows * Matrix.plain(weight[0]).prepared_bytes
     scratch = torch.empty(torch.get_num_threads() * scratch_bytes, dtype=torch.uint8)
-    job = _HeadsJob(
-        out.data_ptr(),
-        latents.data_ptr(),
-        weight.data_ptr(),
-        scratch.data_ptr(),
+    _release(
+        (out, latents, weight, scratch),
         num_tokens,
         latents.stride(0),
         heads,
@@ -116,5 +106,4 @@ def release(latents: Tensor, weight: Tensor, *, v_dim: int) -> Tensor:
         latents.dtype == torch.bfloat16,
         scratch_bytes,
     )
-    _release(job, out, latents, weight, scratch)
     return out

@@ -1,30 +1,75 @@
-"""`Ops` in plain torch on any device, the reference for every kernel."""
+"""The operations of a model between its GEMMs: their inputs, and the reference in torch."""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from quire.checkpoint.facts import Routing
-from quire.kernels.ops import HeadEntry
 from quire.kernels.reference.activations import ACTIVATIONS, gated
 from quire.kernels.reference.moe import route
 
 
+class HeadNorms(NamedTuple):
+    """RMS norm weights of query and key heads, over the head size."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class HeadEntry(NamedTuple):
+    """Inputs of `Ops.rotate_and_write`: RoPE table and positions, KV cache and slots, norms and scales."""
+
+    heads: int
+    table: Tensor
+    """[max_len, rotary_dim], cosines then sines; the first rotary_dim dimensions of a head are rotated, the
+    left half with the right half"""
+    positions: Tensor
+    """[T], rows of the table"""
+    slots: Tensor
+    """[T]; nothing is written for a slot below 0"""
+    k_cache: Tensor
+    """[num_blocks, block_size, kv_heads, head_dim]; an 8-bit cache holds values divided by its scale"""
+    v_cache: Tensor
+    norms: HeadNorms | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+class LoRAHeads(NamedTuple):
+    """LoRA weights of a linear layer and the slots of its tokens; see `Ops.lora`."""
+
+    a: Tensor
+    b: Tensor
+    sizes: tuple[int, ...]
+    """Number of outputs of each part."""
+    tokens: Any
+    """Result of `Ops.assigned` for the slots of the tokens."""
+
+
 class Reference:
-    """`Ops` in plain torch, on any device."""
+    """Operations that a model computes between its GEMMs, in plain torch on any device."""
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Return rows `ids` ([T] int64) of `table` [V, n]: [T, n]."""
         return F.embedding(ids, table)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return the RMS norm over the last dimension, computed in float32. It is rounded before the weight
+        is applied, as in transformers; a float32 weight is applied before rounding."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (weight * wide.to(weight.dtype)).to(x.dtype)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to `residual` in place and return the RMS norm of the sum."""
         return self.norm(residual.add_(x), weight, eps)
 
     def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
+        """Apply RMS norm in place to consecutive parts of each row of x, one part per weight and as long as
+        it."""
         start = 0
         for weight in weights:
             part = x[:, start : start + len(weight)]
@@ -33,42 +78,59 @@ class Reference:
         return x
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Return the layer norm over the last dimension, computed in float32 and rounded at the end."""
         wide_bias = None if bias is None else bias.float()
         return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
+        """Add x to `residual` in place and return the layer norm of the sum."""
         return self.layer_norm(residual.add_(x), weight, bias, eps)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """Return act(gate) * up [T, n] for `gate_up` [T, 2n], gate and up side by side; activations have the
+        names of `kernels/reference/activations.py`."""
         return gated(gate_up, activation)
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
+        """Return act(x)."""
         return ACTIVATIONS[activation](x)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
+        """Multiply x by `factor` in place."""
         return x.mul_(factor)
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Multiply each row of x by its factor ([T, 1] float32) in place."""
         return x.copy_(x * factors)
 
     def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Multiply each column of x by its factor ([n]) in place."""
         return x.mul_(factors)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """Compute cap * tanh(x / cap) in place."""
         return x.div_(cap).tanh_().mul_(cap)
 
     def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Compute x * sigmoid(gate) in place; the gate has the shape of x, or one value per row."""
         return x.mul_(gate.sigmoid())
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add y to x in place."""
         return x.add_(y)
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the expert ids of each token and their weights; see `kernels/reference/moe.py`."""
         return route(logits, routing, bias)
 
     def rotate_and_write(self, qkv: Tensor, entry: HeadEntry) -> Tensor:
+        """Apply norms and RoPE to queries and keys, write keys and values to their slots, and return the
+        queries.
+
+        [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads, head_dim].
+        """
         kv_heads, head_dim = entry.k_cache.shape[2:]
         q, k, v = qkv.view(len(qkv), -1, head_dim).split([entry.heads, kv_heads, kv_heads], dim=1)
         if (norms := entry.norms) is not None:
@@ -78,33 +140,44 @@ class Reference:
         write(v, entry.v_cache, entry.slots, entry.v_scale)
         return rotate(q, cos, sin)
 
-    def assigned(self, tokens: Tensor, num_slots: int) -> Tensor:
+    def assigned(self, tokens: Tensor, num_slots: int) -> Any:
+        """Return the `tokens` argument of the lora methods for a step's slots, [T] int32, -1 for tokens
+        without an adapter. It is built once per step."""
         return tokens
 
     def lora(
-        self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
+        self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Any
     ) -> Tensor:
+        """Add the LoRA outputs for x [T, size_in] to `out` [T, sum of part_sizes] in place. `tokens` is the
+        result of `assigned`. For each slot, `a` [slots, parts * rank, size_in] shrinks x to the rank of each
+        part, and `b` [slots, sum of part_sizes, rank] expands it to the part's outputs, all in float32. The
+        weights of one slot are contiguous; the distance between slots is arbitrary."""
         return self.lora_expand(out, self.lora_shrink(x, a, tokens), b, part_sizes, tokens)
 
-    def lora_shrink(self, x: Tensor, a: Tensor, tokens: Tensor) -> Tensor:
+    def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Any) -> Tensor:
+        """Add the LoRA outputs of an embedding to `out` [T, n] in place: `a` [slots, vocab, rank] is indexed
+        by the [T] int64 ids, and `b` is [slots, n, rank]."""
+        for slot in range(len(a)):
+            ranks = a[slot][ids].float() * (tokens == slot)[:, None]
+            out += ranks @ b[slot].float().t()
+        return out
+
+    def lora_shrink(self, x: Tensor, a: Tensor, tokens: Any) -> Tensor:
+        """Return x shrunk by `a`, the first half of `lora`: [T, parts * rank]. Rows without an adapter are
+        undefined."""
         ranks = x.new_zeros(len(x), a.shape[1], dtype=torch.float32)
         for slot in range(len(a)):
             ranks += (x.float() @ a[slot].float().t()) * (tokens == slot)[:, None]
         return ranks
 
     def lora_expand(
-        self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
+        self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Any
     ) -> Tensor:
+        """Add `ranks` [T, parts * rank] expanded by `b`, the second half of `lora`, to `out` in place."""
         for slot in range(len(b)):
             masked = (ranks * (tokens == slot)[:, None]).chunk(len(part_sizes), 1)
             parts = zip(masked, b[slot].float().split(part_sizes), strict=True)
             out += torch.cat([part @ outputs.t() for part, outputs in parts], 1)
-        return out
-
-    def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Tensor) -> Tensor:
-        for slot in range(len(a)):
-            ranks = a[slot][ids].float() * (tokens == slot)[:, None]
-            out += ranks @ b[slot].float().t()
         return out
 
 

@@ -1,5 +1,5 @@
 """Layers with an SSM state of fixed size per sequence: a short convolution, then the scan of Mamba or
-Mamba-2, or the gated delta rule. Protocol, choice of the implementation, and the reference in torch.
+Mamba-2, or the gated delta rule. Interface, choice of the implementation, and the reference in torch.
 
 Each row of the worker has a state. A sequence with position 0 as its first token of the batch starts from
 zeros, regardless of the previous contents of its row.
@@ -128,90 +128,11 @@ GATES = ("sigmoid", "silu", "itself")
 """Functions of a gate; kernels identify them by index."""
 
 
-class StateOps(Protocol):
-    """Operations of layers with an SSM state. Rows of inputs may be strided; states change in place."""
-
-    def conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        activated: bool = True,
-    ) -> Tensor:
-        """Compute a causal depthwise convolution, then silu: x [T, channels] -> [T, channels], contiguous.
-
-        `weight` [channels, kernel]; `state` [rows, channels, kernel - 1], the last inputs of each row.
-        """
-        ...
-
-    def scan(
-        self,
-        xbc: Tensor,
-        dt: Tensor,
-        rates: DecayRates,
-        skip: Tensor,
-        state: Tensor,
-        seqs: SSMSequences,
-        *,
-        limits: Limits = ANY_TIME,
-    ) -> Tensor:
-        """Compute the Mamba-2 scan: h = exp(rate * dt) * h + dt * x B^T, y = h C + skip * x, with
-        dt = softplus(dt + bias).
-
-        `xbc` [T, heads * head_dim + 2 * groups * size], `dt` [T, heads], `skip` [heads] float32, `state`
-        [rows, heads, head_dim, size] float32 -> [T, heads * head_dim].
-        """
-        ...
-
-    def select(
-        self, x: Tensor, gate: Tensor, mamba: MambaInputs, state: Tensor, seqs: SSMSequences
-    ) -> Tensor:
-        """Compute the Mamba scan of each channel: h = exp(rate * dt) * h + dt * x B, y = h C + skip * x, with
-        dt = softplus(dt + bias). The result is multiplied by silu(gate).
-
-        `x` and `gate` [T, channels], `state` [rows, channels, size] float32 -> [T, channels].
-        """
-        ...
-
-    def delta(
-        self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
-    ) -> Tensor:
-        """Compute the gated delta rule: h = exp(rate * softplus(a + bias)) * h, then
-        h += k (sigmoid(b) (v - k h))^T, y = q h. Queries and keys are L2-normalized; queries are then scaled
-        by 1 / sqrt(key_dim).
-
-        `qkv` [T, 2 * key_heads * key_dim + heads * value_dim], `a` and `b` [T, heads], `state`
-        [rows, heads, key_dim, value_dim] float32 -> [T, heads * value_dim].
-        """
-        ...
-
-    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
-        """Return the RMS norm of x * silu(gate) if `gate_first`, else the RMS norm of x times silu(gate),
-        over groups of the weight's size: x and gate [T, n] -> [T, n]."""
-        ...
-
-    def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
-        """Multiply x by the function `by` of `GATES` of the gate: x and gate [T, n] -> [T, n]."""
-        ...
-
-
-@functools.cache
-def choose(device: torch.device, dtype: torch.dtype) -> StateOps:
-    """Return the fastest implementation for models of `dtype` on `device`."""
-    kind = "triton" if device.type == "cuda" else "reference"
-    if native.serves(device, dtype):
-        kind = "cpu"
-    elif dtype == torch.float16 and native.serves(device, torch.float32):
-        kind = "cpu, half"
-    ops: StateOps = IMPLEMENTATIONS[kind]()
-    return ops
-
-
 class StateReference:
-    """`StateOps` in plain torch on any device, the reference for every kernel."""
+    """Operations of layers with an SSM state, in plain torch on any device: the reference for every kernel.
+
+    Rows of inputs may be strided; states change in place.
+    """
 
     def conv(
         self,
@@ -223,6 +144,11 @@ class StateReference:
         *,
         activated: bool = True,
     ) -> Tensor:
+        """Compute a causal depthwise convolution, then silu if `activated`.
+
+        `x` [T, channels] -> [T, channels], contiguous; `weight` [channels, kernel]; `state` [rows, channels,
+        kernel - 1], the last inputs of each row.
+        """
         rows, kernel = seqs.rows.long(), weight.shape[1]
         before = state[rows].masked_fill(seqs.fresh[:, None, None], 0)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -249,6 +175,12 @@ class StateReference:
         *,
         limits: Limits = ANY_TIME,
     ) -> Tensor:
+        """Compute the Mamba-2 scan: h = exp(rate * dt) * h + dt * x B^T, y = h C + skip * x, with
+        dt = softplus(dt + bias).
+
+        `xbc` [T, heads * head_dim + 2 * groups * size], `dt` [T, heads], `skip` [heads] float32, `state`
+        [rows, heads, head_dim, size] float32 -> [T, heads * head_dim].
+        """
         heads, head_dim, size = state.shape[1:]
         width = (xbc.shape[1] - heads * head_dim) // 2
         x, b, c = xbc.float().split([heads * head_dim, width, width], 1)
@@ -262,6 +194,11 @@ class StateReference:
     def select(
         self, x: Tensor, gate: Tensor, mamba: MambaInputs, state: Tensor, seqs: SSMSequences
     ) -> Tensor:
+        """Compute the Mamba scan of each channel: h = exp(rate * dt) * h + dt * x B, y = h C + skip * x, with
+        dt = softplus(dt + bias). The result is multiplied by silu(gate).
+
+        `x` and `gate` [T, channels], `state` [rows, channels, size] float32 -> [T, channels].
+        """
         dt, rate = F.softplus(mamba.dt.float() + mamba.rates.bias), mamba.rates.rate
         inputs = dt, dt * x.float(), mamba.b.float(), mamba.c.float()
         step, chunk = functools.partial(_select_step, rate=rate), functools.partial(_select_chunk, rate=rate)
@@ -271,6 +208,13 @@ class StateReference:
     def delta(
         self, qkv: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tensor, seqs: SSMSequences
     ) -> Tensor:
+        """Compute the gated delta rule: h = exp(rate * softplus(a + bias)) * h, then
+        h += k (sigmoid(b) (v - k h))^T, y = q h. Queries and keys are L2-normalized; queries are then scaled
+        by 1 / sqrt(key_dim).
+
+        `qkv` [T, 2 * key_heads * key_dim + heads * value_dim], `a` and `b` [T, heads], `state`
+        [rows, heads, key_dim, value_dim] float32 -> [T, heads * value_dim].
+        """
         heads, key_dim, value_dim = state.shape[1:]
         keys = (qkv.shape[1] - heads * value_dim) // 2
         q, k, v = qkv.float().split([keys, keys, heads * value_dim], 1)
@@ -281,6 +225,8 @@ class StateReference:
         return y.flatten(1).to(qkv.dtype)
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
+        """Return the RMS norm of x * silu(gate) if `gate_first`, else the RMS norm of x times silu(gate),
+        over groups of the weight's size: x and gate [T, n] -> [T, n]."""
         pieces = (-1, len(weight))
         wide, factor = x.float().unflatten(1, pieces), F.silu(gate.float()).unflatten(1, pieces)
         wide = wide * factor if gate_first else wide
@@ -289,10 +235,27 @@ class StateReference:
         return (y if gate_first else y * factor).flatten(1).to(x.dtype)
 
     def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
+        """Multiply x by the function `by` of `GATES` of the gate: x and gate [T, n] -> [T, n]."""
         assert by in GATES
         if by != "itself":
             gate = torch.sigmoid(gate) if by == "sigmoid" else F.silu(gate)
         return x * gate
+
+
+StateOps = StateReference
+"""Interface of every implementation, which is that of the reference."""
+
+
+@functools.cache
+def choose(device: torch.device, dtype: torch.dtype) -> StateOps:
+    """Return the fastest implementation for models of `dtype` on `device`."""
+    kind = "triton" if device.type == "cuda" else "reference"
+    if native.serves(device, dtype):
+        kind = "cpu"
+    elif dtype == torch.float16 and native.serves(device, torch.float32):
+        kind = "cpu, half"
+    ops: StateOps = IMPLEMENTATIONS[kind]()
+    return ops
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Counters of speculative decoding, read before and after."""
+"""Counters of speculative decoding and of the prefix cache, read before and after."""
 
-from quire.bench.drafts import draft_counters, draft_summary
+from quire.bench.counters import counter_summary, read_counters
 
 
 def page(drafts: int, tokens: int, accepted: tuple[int, int]) -> str:
@@ -20,8 +20,7 @@ def page(drafts: int, tokens: int, accepted: tuple[int, int]) -> str:
 
 
 def test_only_what_the_run_added_counts() -> None:
-    before, after = draft_counters(page(10, 20, (5, 5))), draft_counters(page(20, 40, (13, 7)))
-    assert draft_summary(before, after) == {
+    assert counter_summary(page(10, 20, (5, 5)), page(20, 40, (13, 7))) == {
         "spec_decode_acceptance_rate": 50.0,
         "spec_decode_acceptance_length": 2.0,
         "spec_decode_num_drafts": 10,
@@ -33,10 +32,28 @@ def test_only_what_the_run_added_counts() -> None:
 
 def test_engines_are_added_up() -> None:
     both = page(1, 2, (1, 0)) + "\n" + page(2, 4, (1, 1)).replace('engine="0"', 'engine="1"')
-    found = draft_counters(both)
-    assert found["num_drafts"] == 3 and found["num_accepted_tokens_per_pos.0"] == 2
+    counters = read_counters(both)
+    assert counters["spec_decode_num_drafts"] == 3
+    assert counters["spec_decode_num_accepted_tokens_per_pos.0"] == 2
 
 
 def test_no_drafts_no_entries() -> None:
-    same = draft_counters(page(3, 6, (1, 1)))
-    assert draft_summary(same, same) == {} and draft_summary({}, draft_counters("up 1")) == {}
+    same = page(3, 6, (1, 1))
+    assert counter_summary(same, same) == counter_summary("", "up 1") == {}
+
+
+def prefix_page(*engines: tuple[int, int]) -> str:
+    return "\n".join(
+        f'vllm:prefix_cache_{name}_total{{model_name="m",engine="{engine}"}} {value}.0'
+        for engine, counts in enumerate(engines)
+        for name, value in zip(("queries", "hits"), counts, strict=True)
+    )
+
+
+def test_lookups_of_all_engines_are_added_up_and_only_the_run_counts() -> None:
+    summary = counter_summary(prefix_page((100, 50), (10, 0)), prefix_page((200, 75), (110, 25)))
+    assert summary == {"prefix_cache_hit_rate": 25.0, "prefix_cache_hit_tokens": 50}
+
+
+def test_no_lookups_no_entries() -> None:
+    assert counter_summary(prefix_page((5, 1)), prefix_page((5, 1))) == {}

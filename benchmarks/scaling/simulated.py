@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from layouts import StepCost
+from step_costs import StepShape
 
-from quire.bench.layouts import StepCost
-from quire.bench.step_costs import StepShape
 from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput, StepPlan, StepResult
 from quire.data.request import Request

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.bench.shapes import (
+from quire.plan.shapes import (
     BATCHES,
     CONTEXT,
     MEASURED,

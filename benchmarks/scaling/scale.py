@@ -1,4 +1,4 @@
-"""`python -m quire.bench.scale`: TTFT, ITL and throughput of a model on 1 to 128 GPUs, simulated.
+"""`python benchmarks/scaling/scale.py`: TTFT, ITL and throughput of a model on 1 to 128 GPUs, simulated.
 
 The scheduler is the real one. Steps take the time measured on one H200 for a GPU's shard of the model, and
 collectives the time assumed for the links between GPUs."""
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from layouts import GPU_BYTES, OTHER_BYTES, USED_SHARE, GpuLayout, StepCost
+from simulated import MOST_CORES, MOST_IN_LOCKSTEP, SimulatedCore, Traffic, run
+from step_costs import KV_BYTES_S, PREFILL, Links, decode_of, fitted
 
-from quire.bench.layouts import GPU_BYTES, OTHER_BYTES, USED_SHARE, GpuLayout, StepCost
-from quire.bench.shapes import BATCHES, CONTEXT, MEASURED, PREFILL_STEP, SHAPES
-from quire.bench.simulated import MOST_CORES, MOST_IN_LOCKSTEP, SimulatedCore, Traffic, run
-from quire.bench.step_costs import KV_BYTES_S, PREFILL, Links, decode_of, fitted
 from quire.errors import ConfigError
+from quire.plan.shapes import BATCHES, CONTEXT, MEASURED, PREFILL_STEP, SHAPES
 
 ROUNDS = 3
 """Number of requests, as a multiple of the concurrency."""
@@ -59,7 +59,7 @@ STEP_TITLE = (
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
-        prog="python -m quire.bench.scale",
+        prog="python benchmarks/scaling/scale.py",
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -5,16 +5,17 @@ import json
 import random
 
 import pytest
+import scale
+from layouts import GpuLayout, StepCost
+from scale import FREE
+from simulated import SimulatedCore, Traffic, run
+from step_costs import PREFILL, Correction, Links, StepShape, decode_of
 
-from quire.bench import gpu, scale
-from quire.bench.layouts import GpuLayout, StepCost
-from quire.bench.scale import FREE
-from quire.bench.shapes import BATCHES, MEASURED, SHAPES, Measured
-from quire.bench.simulated import SimulatedCore, Traffic, run
-from quire.bench.step_costs import PREFILL, Correction, Links, StepShape, decode_of
+from quire.bench import gpu
 from quire.data.params import SamplingParams
 from quire.data.request import Request
 from quire.errors import ConfigError
+from quire.plan.shapes import BATCHES, MEASURED, SHAPES, Measured
 
 WHOLE = [row for row in MEASURED if row.tp == 1]
 LIMITS = {"max_num_seqs": 1024, "max_num_batched_tokens": 16384}

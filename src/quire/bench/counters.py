@@ -1,0 +1,56 @@
+"""Speculative decoding and prefix caching during a run, from the server's counters before and after it."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_SAMPLE = re.compile(
+    r"^vllm:(spec_decode_num_\w+?|prefix_cache_(?:hits|queries)(?=_total))(?:_total)?"
+    r"(?:\{([^}]*)\})? ([-+.\deE]+)",
+    re.MULTILINE,
+)
+_POSITION = re.compile(r'position="(\d+)"')
+
+
+def read_counters(metrics: str) -> dict[str, float]:
+    """Read the counters from a metrics page, summed over engines. Counters by position are named
+    `spec_decode_num_accepted_tokens_per_pos.0` and so on."""
+    counters: dict[str, float] = {}
+    for name, labels, value in _SAMPLE.findall(metrics):
+        position = _POSITION.search(labels)
+        key = f"{name}.{position[1]}" if position else name
+        counters[key] = counters.get(key, 0.0) + float(value)
+    return counters
+
+
+def counter_summary(before: str, after: str) -> dict[str, Any]:
+    """Return the entries of a result that two metrics pages tell; none about what was not used."""
+    first = read_counters(before)
+    increase = {name: value - first.get(name, 0.0) for name, value in read_counters(after).items()}
+    return _draft_summary(increase) | _prefix_summary(increase)
+
+
+def _draft_summary(increase: Mapping[str, float]) -> dict[str, Any]:
+    drafts = increase.get("spec_decode_num_drafts", 0.0)
+    tokens = increase.get("spec_decode_num_draft_tokens", 0.0)
+    if drafts <= 0 or tokens <= 0:
+        return {}
+    accepted = increase.get("spec_decode_num_accepted_tokens", 0.0)
+    prefix = "spec_decode_num_accepted_tokens_per_pos."
+    positions = sorted(int(name.removeprefix(prefix)) for name in increase if name.startswith(prefix))
+    return {
+        "spec_decode_acceptance_rate": accepted / tokens * 100,
+        "spec_decode_acceptance_length": 1 + accepted / drafts,
+        "spec_decode_num_drafts": int(drafts),
+        "spec_decode_draft_tokens": int(tokens),
+        "spec_decode_accepted_tokens": int(accepted),
+        "spec_decode_per_position_acceptance_rates": [increase[f"{prefix}{i}"] / drafts for i in positions],
+    }
+
+
+def _prefix_summary(increase: Mapping[str, float]) -> dict[str, Any]:
+    """Return the share of prompt tokens found in the prefix cache."""
+    hits, queries = (increase.get(f"prefix_cache_{name}", 0.0) for name in ("hits", "queries"))
+    if queries <= 0:
+        return {}
+    return {"prefix_cache_hit_rate": hits / queries * 100, "prefix_cache_hit_tokens": int(hits)}
