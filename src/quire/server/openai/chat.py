@@ -18,7 +18,8 @@ from quire.server.openai.service import GenerationService
 _TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
 
-async def answer_chat(api: GenerationService, body: ChatBody, request: Request) -> Response:
+async def create_chat_completion(api: GenerationService, body: ChatBody, request: Request) -> Response:
+    """Create a chat completion, as one response or as a stream of events."""
     talk = await prepare_chat(api, body, request)
     return await api.answer(talk.job, ChatEncoder(api, talk), request, stream=bool(body.stream))
 

@@ -25,7 +25,8 @@ _TAIL = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
 _DEFAULT_MAX_TOKENS = 16
 
 
-async def answer_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
+async def create_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
+    """Create completions of one or more prompts, as one response or as a stream of events."""
     job = await begin_completion(api, body, request)
     return await api.answer(job, CompletionEncoder(api, body, job), request, stream=bool(body.stream))
 

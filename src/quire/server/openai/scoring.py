@@ -13,7 +13,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.server.http.document import BODY, CODES, replies_of
+from quire.server.http.document import add_post
 from quire.server.http.errors import json_response
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.replies import UsageReply
@@ -60,13 +60,11 @@ class ScoringReply(BaseModel):
 
 
 def add_scoring_route(app: FastAPI, api: GenerationService) -> None:
-    @app.post("/generative_scoring", **replies_of(ScoringReply, *CODES), **BODY)
-    async def create_generative_scoring(body: ScoringBody, request: Request) -> Response:
-        """Score each item by the probability that the first label follows it."""
-        return await answer_scoring(api, body, request)
+    add_post(app, api, "/generative_scoring", create_generative_scoring, ScoringReply)
 
 
-async def answer_scoring(api: GenerationService, body: ScoringBody, request: Request) -> Response:
+async def create_generative_scoring(api: GenerationService, body: ScoringBody, request: Request) -> Response:
+    """Score each item by the probability that the first label follows it."""
     await api.check_model(body.model, pools=False)
     check_fields(body)
     limit = min(MAX_PROMPTS, api.settings.max_sequences)

@@ -1,6 +1,7 @@
 """Shared code of the generating routes: ids, model names, calls of the engine and their responses."""
 
 import asyncio
+import functools
 import hashlib
 import time
 import uuid
@@ -23,10 +24,9 @@ from quire.metrics.keys import KeyAccount
 from quire.server.encoder import AnswerEncoder
 from quire.server.engine import Engine, EngineFactsLike, Outputs
 from quire.server.http.errors import NotFound, json_response
-from quire.server.http.in_flight import Answering
+from quire.server.http.in_flight import Answering, LongWork
 from quire.server.http.limits import account_of
 from quire.server.http.sse import EventStream
-from quire.server.long_work import LongWork
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, adapters_of
 from quire.server.openai.beam import all_of, beam_search, final
@@ -42,6 +42,8 @@ from quire.server.settings import ApiSection, ServerSettings, parsers_of
 logger = get_logger(__name__)
 
 Params = SamplingParams | BeamSearchParams | PoolingParams
+Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Response]]
+"""Handler of a route: (service, body, request) -> response."""
 _MAX_ID = 256
 """Maximum characters of a client's request id, which every sequence copies."""
 
@@ -268,6 +270,17 @@ class GenerationService:
 
     def _shorten(self, text: str | None) -> str:
         return (text or "")[: self.settings.log.max_log_len]
+
+
+def limit_long_work(answer: Answer) -> Answer:
+    """Let a handler wait while too many requests with long bodies are processed (decorator)."""
+
+    @functools.wraps(answer)
+    async def limited(api: GenerationService, body: Any, request: Request) -> Response:
+        async with api.long_work.place(request):
+            return await answer(api, body, request)
+
+    return limited
 
 
 def _fingerprint(api: ApiSection, facts: EngineFactsLike) -> str | None:

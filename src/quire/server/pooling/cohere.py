@@ -104,7 +104,8 @@ class CohereReply(BaseModel):
     response_type: Literal["embeddings_by_type"]
 
 
-async def answer_cohere(api: GenerationService, body: CohereBody, request: Request) -> Response:
+async def create_cohere_embeddings(api: GenerationService, body: CohereBody, request: Request) -> Response:
+    """Compute an embedding for each input, in the format of Cohere's API."""
     fields = {
         "model": body.model,
         "priority": body.priority,

@@ -48,7 +48,16 @@ def waiting(api: GenerationService, request: Request) -> Wait:
     return partial(api.answering.until_gone, request.receive)
 
 
-async def read_inputs(
+async def pool_inputs(
+    api: GenerationService, kind: str, body: InputBody | PoolingChatBody, request: Request, **params: Any
+) -> tuple[ApiCall, list[Pooled]]:
+    """Run the model on the inputs of a body; `params` are those of `pool`."""
+    await check_pooling(api, body)
+    prompts = await _read_inputs(api, body, request)
+    return await pool(api, kind, body, request, prompts, **params)
+
+
+async def _read_inputs(
     api: GenerationService, body: InputBody | PoolingChatBody, request: Request
 ) -> list[Prompt]:
     if isinstance(body, PoolingChatBody):

@@ -31,7 +31,8 @@ def public_params(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-async def answer_tokens(api: GenerationService, body: TokensBody, request: Request) -> Response:
+async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, request: Request) -> Response:
+    """Generate tokens after token ids, whole or as a stream of events."""
     await api.check_model(body.model, pools=False)
     check_fields(body)
     if body.stream_options is not None and not body.stream:

@@ -19,7 +19,7 @@ from quire.server.openai.chat_request import ChatJob, prepare_chat
 from quire.server.openai.completions import CompletionEncoder, begin_completion
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody, CompletionBody
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import ApiCall, GenerationService, limit_long_work
 from quire.server.tokens.answer import public_params
 from quire.server.tokens.bodies import (
     DerenderChatBody,
@@ -29,12 +29,16 @@ from quire.server.tokens.bodies import (
 )
 
 
-async def render_chat(api: GenerationService, body: ChatBody, request: Request) -> Response:
+@limit_long_work
+async def show_chat_prompt(api: GenerationService, body: ChatBody, request: Request) -> Response:
+    """Return the tokens and parameters that a chat would send to the engine."""
     talk = await prepare_chat(api, body, _without_account(request))
     return await _render(api, body, talk.job, lambda prompts: prompts[0])
 
 
-async def render_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
+@limit_long_work
+async def show_completion_prompts(api: GenerationService, body: CompletionBody, request: Request) -> Response:
+    """Return the tokens and parameters that each prompt would send to the engine."""
     job = await begin_completion(api, body, _without_account(request))
     return await _render(api, body, job, lambda prompts: prompts)
 
@@ -118,7 +122,9 @@ _NOT_STREAMED = {"stream": False, "stream_options": None}
 """Updates of a request body: a derendered reply is never streamed."""
 
 
-async def derender_chat(api: GenerationService, body: DerenderChatBody, request: Request) -> Response:
+@limit_long_work
+async def show_chat_answer(api: GenerationService, body: DerenderChatBody, request: Request) -> Response:
+    """Convert generated tokens to the reply of a chat."""
     tokens_reply, chat, request = body.generate_response, body.chat_request, _without_account(request)
     await _check(api, body, [tokens_reply])
     if chat is not None:
@@ -142,9 +148,11 @@ async def derender_chat(api: GenerationService, body: DerenderChatBody, request:
     return await off_loop(_num_chars([output]), encode)
 
 
-async def derender_completion(
+@limit_long_work
+async def show_completion_answer(
     api: GenerationService, body: DerenderCompletionBody, request: Request
 ) -> Response:
+    """Convert generated tokens to the reply of a completion."""
     replies, completion, request = body.generate_responses, body.completion_request, _without_account(request)
     await _check(api, body, replies)
     if body.prompt_tokens is not None and len(body.prompt_tokens) != len(replies):
