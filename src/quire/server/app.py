@@ -3,12 +3,12 @@
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from quire.frontend.engine import AsyncEngine
 from quire.metrics.keys import KeyPages
 from quire.server.anthropic.errors import MessageErrors
 from quire.server.anthropic.routes import add_message_routes
 from quire.server.api_keys import Ledger
 from quire.server.audio.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
-from quire.server.engine import Engine
 from quire.server.http.document import add_post, document
 from quire.server.http.errors import add_error_handlers, client_gone
 from quire.server.http.fast_path import Direct
@@ -38,7 +38,7 @@ class Application:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AsyncEngine,
         settings: ServerSettings,
         keys: KeyPages | None = None,
         registry: LoRARegistry | None = None,

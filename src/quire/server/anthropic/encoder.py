@@ -8,8 +8,8 @@ from quire.errors import EngineError
 from quire.server.anthropic.blocks import BlockEvents, Event, content_of
 from quire.server.anthropic.errors import as_message_error
 from quire.server.http.errors import describe
-from quire.server.http.sse import event, quote
-from quire.server.openai.chat_request import ChatJob
+from quire.server.http.sse import AnswerEncoder, event, quote
+from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.service import GenerationService
 
 _TEXT_HEAD = (
@@ -23,13 +23,13 @@ _ERRORS = {"abort": "the request was aborted", "error": "the engine failed while
 """Finish reasons that this API reports as errors."""
 
 
-class MessageEncoder:
+class MessageEncoder(AnswerEncoder):
     """Encodes a message. A text-only event is concatenated from prepared bytes."""
 
-    def __init__(self, api: GenerationService, talk: ChatJob) -> None:
+    def __init__(self, api: GenerationService, talk: ChatRequest) -> None:
         self._api, self._talk = api, talk
         self._id = "msg_" + talk.job.id.removeprefix("msg-")
-        self._listener = talk.listener()
+        self._listener = talk.parser()
         self._blocks = BlockEvents(hold_space=talk.parses)
         self._num_prompt = len(talk.job.prompts[0].token_ids)
         self._num_output = 0

@@ -11,12 +11,11 @@ from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import QuireError
 from quire.frontend.output_buffer import OutputBuffer
 from quire.logs import get_logger
-from quire.server.encoder import AnswerEncoder
-from quire.server.engine import Outputs, Pushed, is_pushed
 from quire.server.http.connection import Connection
 from quire.server.http.errors import describe
 from quire.server.http.in_flight import Answering, ClientGone
 from quire.server.http.limits import DIRECT_SEND
+from quire.server.openai.streams import Outputs, Pushed, is_pushed
 
 logger = get_logger(__name__)
 
@@ -53,9 +52,33 @@ def _one_line(encoded: bytes) -> bytes:
     return encoded
 
 
-def failure(error: Exception) -> bytes:
-    """Return the last events of a failed stream of chunks."""
-    return event(describe(error)) + DONE
+class AnswerEncoder:
+    """Base of the encoders of one API each: outputs become the events of a stream or one body."""
+
+    @property
+    def text_only(self) -> bool:
+        """Whether `encode_text` can encode most outputs."""
+        return False
+
+    def encode(self, output: RequestOutput) -> bytes:
+        """Return the events of an output."""
+        raise NotImplementedError
+
+    def encode_text(self, text: str, num_tokens: int) -> bytes:
+        """Return the events of a text-only output of a single choice, neither first nor last."""
+        raise NotImplementedError
+
+    def finish(self) -> bytes:
+        """Return the last events of a successful stream."""
+        return DONE
+
+    def fail(self, error: Exception) -> bytes:
+        """Return the last events of a failed stream."""
+        return event(describe(error)) + DONE
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Return the body of a response that is not streamed, from the last output of each prompt."""
+        raise NotImplementedError
 
 
 class EventStream(Response):

@@ -14,28 +14,33 @@ from starlette.responses import Response
 
 from quire.data.lora import LoRARequest
 from quire.data.outputs import RequestOutput, RequestStateStats
-from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
+from quire.data.params import (
+    INT64_MAX,
+    INT64_MIN,
+    BeamSearchParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
+from quire.frontend.checked_params import CheckedParams
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
 from quire.logs import get_logger, printable
 from quire.metrics.keys import KeyAccount
-from quire.server.encoder import AnswerEncoder
-from quire.server.engine import Engine, EngineFactsLike, Outputs
 from quire.server.http.errors import NotFound, json_response
 from quire.server.http.in_flight import Answering, LongWork
 from quire.server.http.limits import account_of
-from quire.server.http.sse import EventStream
+from quire.server.http.sse import AnswerEncoder, EventStream
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, adapters_of
 from quire.server.openai.beam import all_of, beam_search, final
-from quire.server.openai.checked_params import ParamsChecker
 from quire.server.openai.logprobs import TokenFormatter
 from quire.server.openai.prompts import PromptReader
 from quire.server.openai.requests import CallBody, GenerateBody
-from quire.server.openai.sampling_params import output_limit
-from quire.server.openai.streams import InOrder, Logged, Merged, Pauses, last_of_each
+from quire.server.openai.streams import InOrder, Logged, Merged, Outputs, Pauses, last_of_each
 from quire.server.openai.timeline import HEADER, JobTimeline, Timed, request_metrics
 from quire.server.settings import ApiSection, ServerSettings, parsers_of
 
@@ -46,6 +51,8 @@ Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Respo
 """Handler of a route: (service, body, request) -> response."""
 _MAX_ID = 256
 """Maximum characters of a client's request id, which every sequence copies."""
+_COMPILE_S = 5.0
+"""Maximum seconds to compile the grammar of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ class GenerationService:
     """Engine, settings and helpers that the routes share."""
 
     def __init__(
-        self, engine: Engine, settings: ServerSettings, registry: LoRARegistry | None = None
+        self, engine: AsyncEngine, settings: ServerSettings, registry: LoRARegistry | None = None
     ) -> None:
         self.engine = engine
         self.settings = settings
@@ -154,8 +161,25 @@ class GenerationService:
         return TokenFormatter(self.inputs_of(body.model).tokenizer, as_ids)
 
     def output_limit(self, max_tokens: int | None, prompt_len: int) -> int:
-        default = self.engine.facts.default_sampling.get("max_tokens")
-        return output_limit(max_tokens, prompt_len, self.engine.inputs.max_model_len, default)
+        """Return the maximum output tokens: the least of the requested number, the room left and the model's
+        default."""
+        limit = self.engine.inputs.max_model_len
+        if max_tokens is not None and max_tokens > limit:
+            raise RequestError(
+                f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}. Please request fewer "
+                "output tokens.",
+                param="max_tokens",
+            )
+        if max_tokens is not None and max_tokens + prompt_len > limit:
+            raise RequestError(
+                f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
+                f"output tokens and your prompt contains {prompt_len} input tokens, for a total of "
+                f"{max_tokens + prompt_len} tokens. Please reduce the length of the input prompt or the "
+                "number of requested output tokens.",
+                param="input_tokens",
+            )
+        bounds = (limit - prompt_len, max_tokens, self.engine.facts.default_sampling.get("max_tokens"))
+        return min(bound for bound in bounds if bound is not None)
 
     async def answer(
         self,
@@ -272,6 +296,30 @@ class GenerationService:
         return (text or "")[: self.settings.log.max_log_len]
 
 
+class ParamsChecker:
+    """Checker of the params of one call. Equal params and grammars are checked once; grammars in a thread."""
+
+    def __init__(self, inputs: InputProcessor, lora: LoRARequest | None) -> None:
+        self._inputs, self._lora = inputs, lora
+        self._params: SamplingParams | None = None
+        self._checked: CheckedParams | None = None
+        """Result of the check of `_params`."""
+        self._grammar: StructuredOutputsParams | None = None
+
+    async def of(self, params: SamplingParams) -> CheckedParams:
+        """Return the checked params. Prompts that share params share the result."""
+        if self._checked is None or params is not self._params:
+            await self._check_grammar(params.structured_outputs)
+            self._checked = self._inputs.check(params, lora=self._lora, grammar=self._grammar)
+            self._params = params
+        return self._checked
+
+    async def _check_grammar(self, grammar: StructuredOutputsParams | None) -> None:
+        if grammar is not None and grammar != self._grammar:
+            await asyncio.to_thread(self._inputs.check_grammar, grammar, _COMPILE_S)
+            self._grammar = grammar
+
+
 def limit_long_work(answer: Answer) -> Answer:
     """Let a handler wait while too many requests with long bodies are processed (decorator)."""
 
@@ -283,7 +331,7 @@ def limit_long_work(answer: Answer) -> Answer:
     return limited
 
 
-def _fingerprint(api: ApiSection, facts: EngineFactsLike) -> str | None:
+def _fingerprint(api: ApiSection, facts: EngineFacts) -> str | None:
     served = repr((facts.model_names, facts.root, facts.vocab))
     digest = hashlib.sha256(served.encode()).hexdigest()[:8]
     match api.fingerprint_mode:

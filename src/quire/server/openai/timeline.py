@@ -7,7 +7,7 @@ from starlette.requests import Request
 
 from quire.data.outputs import RequestOutput, RequestStateStats
 from quire.data.timeline import RequestTimeline
-from quire.server.encoder import AnswerEncoder
+from quire.server.http.sse import AnswerEncoder
 
 HEADER = "x-request-timeline"
 

@@ -11,7 +11,7 @@ from quire.errors import RequestError
 from quire.server.http.document import add_post, replies_of
 from quire.server.http.errors import NotFound, json_response
 from quire.server.http.limits import account_of, stay
-from quire.server.openai.chat_request import ChatJob, prepare_chat
+from quire.server.openai.chat_request import ChatRequest, prepare_chat
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import ResponseBody
@@ -67,7 +67,7 @@ class Responses:
         self,
         stored: StoredResponse,
         encoder: ResponseEncoder,
-        talk: ChatJob,
+        talk: ChatRequest,
         request: Request,
         *,
         stream: bool,
@@ -200,7 +200,9 @@ def _forget(response: dict[str, Any]) -> None:
     """Ignore the response: it is not stored."""
 
 
-async def _generate_whole(api: GenerationService, talk: ChatJob, encoder: ResponseEncoder) -> dict[str, Any]:
+async def _generate_whole(
+    api: GenerationService, talk: ChatRequest, encoder: ResponseEncoder
+) -> dict[str, Any]:
     """Generate a response token by token and return it whole."""
     outputs = await api.streamed(talk.job)
     try:

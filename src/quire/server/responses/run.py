@@ -7,8 +7,8 @@ from starlette.types import Message
 
 from quire.errors import EngineError, QuireError
 from quire.logs import get_logger
-from quire.server.engine import Outputs
 from quire.server.http.in_flight import Answering
+from quire.server.openai.streams import Outputs
 from quire.server.responses.encoder import ResponseEncoder
 
 logger = get_logger(__name__)

@@ -15,7 +15,7 @@ from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.limits import without_account
 from quire.server.openai.chat import ChatEncoder
-from quire.server.openai.chat_request import ChatJob, prepare_chat
+from quire.server.openai.chat_request import ChatRequest, prepare_chat
 from quire.server.openai.completions import CompletionEncoder, begin_completion
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody, CompletionBody
@@ -132,7 +132,7 @@ async def show_chat_answer(api: GenerationService, body: DerenderChatBody, reque
     else:
         chat = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
         job = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
-        talk = ChatJob(chat, job, api.settings.api.response_role, "")
+        talk = ChatRequest(chat, job, api.settings.api.response_role, "")
     _check_choices([tokens_reply], chat.n or 1)
     output = await _decode_reply(
         api.inputs_of(talk.job.model), tokens_reply, _sampling_params(talk.job.params[0])
