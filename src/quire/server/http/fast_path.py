@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from fastapi import FastAPI
@@ -56,7 +56,10 @@ class Direct:
         self._app = app
         self._log_stack = log_stack
         self._routes: dict[str, tuple[TypeAdapter[Any], Respond]] = {
-            route.path: (TypeAdapter(route.body_field.field_info.annotation), _responder(route.endpoint))
+            route.path: (
+                TypeAdapter(cast(Any, route.body_field.field_info.annotation)),
+                _responder(route.endpoint),
+            )
             for route in app.routes
             if isinstance(route, APIRoute) and route.body_field is not None
             if not isinstance(route.body_field.field_info, Form)

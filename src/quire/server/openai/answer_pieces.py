@@ -13,7 +13,7 @@ from quire.registry import LazyTable
 from quire.text.parsers import REASONING, TOOLS, Chain, answer_parser, load_plugin
 from quire.text.parsers.calls import IdMaker, Schemas
 from quire.text.parsers.engine import Parser, join
-from quire.text.parsers.forced import NamedCall, RequiredCalls
+from quire.text.parsers.json_calls import NamedCall, RequiredCalls
 from quire.text.tokenizer import Tokenizer
 
 NAMED, REQUIRED = "named", "required"

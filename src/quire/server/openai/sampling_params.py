@@ -180,7 +180,7 @@ def sampling_params(
     keeps_special_tokens: bool = False,
 ) -> SamplingParams:
     """Return the sampling parameters of a body. `constraint` is that of structured output. `reasoning` has
-    the marks of reasoning, if it is parsed. `may_think`: whether reasoning may precede a constrained output."""
+    the marks of reasoning, if it is parsed. `may_think`: whether reasoning may precede constrained output."""
     fields = {name: getattr(body, name) for name in _SAMPLING}
     if keeps_special_tokens:
         fields["skip_special_tokens"] = False

@@ -58,16 +58,13 @@ class JobTimeline:
         return ", ".join(f"{name}={value}" for name, value in (self.told or {}).items())
 
 
-class Timed:
+class Timed(AnswerEncoder):
     """Encoder wrapper that records the timings of the outputs. It adds them to a response that is not
     streamed; at the end of a stream the wrapped encoder adds them."""
 
     def __init__(self, encoder: AnswerEncoder, timeline: JobTimeline) -> None:
         self._timeline = timeline
         self._encoder = encoder
-        self.encode_text = encoder.encode_text
-        self.finish = encoder.finish
-        self.fail = encoder.fail
 
     @property
     def text_only(self) -> bool:
@@ -76,6 +73,15 @@ class Timed:
     def encode(self, output: RequestOutput) -> bytes:
         self._timeline.note(output)
         return self._encoder.encode(output)
+
+    def encode_text(self, text: str, num_tokens: int) -> bytes:
+        return self._encoder.encode_text(text, num_tokens)
+
+    def finish(self) -> bytes:
+        return self._encoder.finish()
+
+    def fail(self, error: Exception) -> bytes:
+        return self._encoder.fail(error)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         for output in outputs:
