@@ -136,6 +136,13 @@ def _add(
     place, edges = places[name], EDGES[name]
     columns = total[place : place + len(edges) + 2]
     if columns[:-1].any():
-        bounds = [*(floatToGoString(edge) for edge in edges), "+Inf"]
-        counts = np.cumsum(columns[:-1]).tolist()
-        family.add_metric(labels, list(zip(bounds, counts, strict=True)), float(columns[-1]))
+        add_buckets(family, labels, columns, edges)
+
+
+def add_buckets(
+    family: HistogramMetricFamily, labels: list[str], columns: NDArray[np.float64], edges: list[float]
+) -> None:
+    """Add a series to a histogram. `columns`: a count per bucket, and the sum of the values."""
+    bounds = [*(floatToGoString(edge) for edge in edges), "+Inf"]
+    counts = np.cumsum(columns[:-1]).tolist()
+    family.add_metric(labels, list(zip(bounds, counts, strict=True)), float(columns[-1]))

@@ -20,9 +20,9 @@ from quire.server.audio.bodies import SpeechForm, SpeechReply, TranscriptionForm
 from quire.server.audio.encoder import NAMES, SpeechEncoder, SpeechRequest, respond
 from quire.server.http.document import CODES, replies_of
 from quire.server.http.errors import NotFound, TooLarge
-from quire.server.openai.beam import all_of
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
+from quire.server.openai.streams import all_of
 
 PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 MAX_FIELDS_BYTES = 1 << 20

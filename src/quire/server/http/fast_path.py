@@ -56,13 +56,10 @@ class Direct:
         self._app = app
         self._log_stack = log_stack
         self._routes: dict[str, tuple[TypeAdapter[Any], Respond]] = {
-            route.path: (
-                TypeAdapter(cast(Any, route.body_field.field_info.annotation)),
-                _responder(route.endpoint),
-            )
+            route.path: (TypeAdapter(cast(Any, field.field_info.annotation)), _responder(route.endpoint))
             for route in app.routes
-            if isinstance(route, APIRoute) and route.body_field is not None
-            if not isinstance(route.body_field.field_info, Form)
+            if isinstance(route, APIRoute) and (field := route.body_field) is not None
+            if not isinstance(field.field_info, Form)
         }
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")
         """A single thread, since parsing holds the GIL."""

@@ -1,4 +1,5 @@
-"""Server-sent events, written directly to the connection, without response models or middleware."""
+"""Server-sent events, written directly to the connection, without a coroutine per chunk, response models or
+middleware."""
 
 import asyncio
 from typing import Any
@@ -6,16 +7,44 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import QuireError
 from quire.frontend.output_buffer import OutputBuffer
 from quire.logs import get_logger
-from quire.server.http.connection import Connection
 from quire.server.http.errors import describe
 from quire.server.http.in_flight import Answering, ClientGone
 from quire.server.http.limits import DIRECT_SEND
 from quire.server.openai.streams import Outputs, Pushed, is_pushed
+
+
+class Connection:
+    """An HTTP/1.1 connection with sent headers, ready for the chunks of a body."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._write = cycle.transport.write
+
+    @classmethod
+    def under(cls, send: Send) -> "Connection | None":
+        """Return the connection of `send`, or None if it is unknown: with HTTP/1.0, and in tests."""
+        cycle = getattr(getattr(send, "direct", send), "__self__", None)
+        known = isinstance(cycle, RequestResponseCycle) and cycle.response_started and cycle.chunked_encoding
+        return cls(cycle) if known else None  # type: ignore[arg-type]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the write buffer is full, as the client reads too slowly."""
+        return self._cycle.flow.write_paused
+
+    async def drained(self) -> None:
+        await self._cycle.flow.drain()
+
+    def write(self, body: bytes) -> None:
+        if not self._cycle.disconnected:
+            self._write(b"%x\r\n%b\r\n" % (len(body), body))
+
 
 logger = get_logger(__name__)
 

@@ -16,10 +16,8 @@ from quire.frontend.engine import AsyncEngine
 from quire.logs import get_logger
 from quire.server.http.errors import Forbidden, InvalidUserInput, NotFound
 from quire.server.lora.locations import LoRALocations, is_url, resolved
-from quire.server.lora.modules import LoRAModule, check_modules, name_problem
-from quire.server.lora.registry import LoRARegistry
-from quire.server.lora.resolver import Resolver
-from quire.server.lora.search import Search
+from quire.server.lora.registry import LoRAModule, LoRARegistry, check_modules, name_problem
+from quire.server.lora.resolver import Resolver, Search
 from quire.server.settings import ServerSettings
 
 logger = get_logger(__name__)

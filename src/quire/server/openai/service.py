@@ -36,11 +36,20 @@ from quire.server.http.limits import account_of
 from quire.server.http.sse import AnswerEncoder, EventStream
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, adapters_of
-from quire.server.openai.beam import all_of, beam_search, final
 from quire.server.openai.logprobs import TokenFormatter
 from quire.server.openai.prompts import PromptReader
 from quire.server.openai.requests import CallBody, GenerateBody
-from quire.server.openai.streams import InOrder, Logged, Merged, Outputs, Pauses, last_of_each
+from quire.server.openai.streams import (
+    InOrder,
+    Logged,
+    Merged,
+    Outputs,
+    Pauses,
+    all_of,
+    beam_search,
+    final,
+    last_of_each,
+)
 from quire.server.openai.timeline import HEADER, JobTimeline, Timed, request_metrics
 from quire.server.settings import ApiSection, ServerSettings, parsers_of
 

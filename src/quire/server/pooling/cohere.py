@@ -19,8 +19,7 @@ from quire.server.openai.requests import Body, CallBody, Int, Some
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
 from quire.server.pooling.bodies import VectorOptions
-from quire.server.pooling.jobs import check_count, check_pooling, named, pool, waiting
-from quire.server.pooling.vectors import packed
+from quire.server.pooling.jobs import check_count, check_pooling, named, packed, pool, waiting
 
 Kind = Literal["float", "binary", "ubinary", "base64"]
 

@@ -32,6 +32,7 @@ from quire.server.pooling.bodies import (
 from quire.server.pooling.cohere import CohereReply, create_cohere_embeddings
 from quire.server.pooling.jobs import (
     Pooled,
+    answer_vectors,
     check_count,
     check_pooling,
     listing,
@@ -41,7 +42,6 @@ from quire.server.pooling.jobs import (
     usage,
     waiting,
 )
-from quire.server.pooling.vectors import answer_vectors
 
 Text = str | ContentParts
 

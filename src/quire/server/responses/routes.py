@@ -14,12 +14,10 @@ from quire.server.http.limits import account_of, stay
 from quire.server.openai.chat_request import ChatRequest, prepare_chat
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.service import GenerationService
-from quire.server.responses.bodies import ResponseBody
+from quire.server.responses.bodies import DeletedReply, ItemsReply, ResponseBody, ResponseReply
 from quire.server.responses.encoder import ResponseEncoder, frame_of
 from quire.server.responses.items import Item, new_id, read_items
-from quire.server.responses.replies import DeletedReply, ItemsReply, ResponseReply
-from quire.server.responses.run import BackgroundRun
-from quire.server.responses.store import NO_STORE, Store, StoredResponse, StoredTurn
+from quire.server.responses.store import NO_STORE, BackgroundRun, Store, StoredResponse, StoredTurn
 from quire.server.responses.translate import chat_of, check_body
 
 _CONTINUED = ("completed", "incomplete")
