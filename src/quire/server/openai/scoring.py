@@ -17,7 +17,7 @@ from quire.server.http.document import add_post
 from quire.server.http.errors import json_response
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.replies import UsageReply
-from quire.server.openai.requests import MAX_PROMPTS, CallBody, Many, Some, TokenId
+from quire.server.openai.requests import MAX_PROMPTS, CallBody, Many, Some, TokenId, doc
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import ApiCall, GenerationService
 
@@ -33,11 +33,9 @@ class ScoringBody(CallBody):
     label_token_ids: Some[TokenId] = Field(
         description="The label tokens; the score is the probability of the first.", examples=[[9, 10]]
     )
-    apply_softmax: bool = Field(
-        True, description="Normalize over the labels; false: over the whole vocabulary."
-    )
-    item_first: bool = Field(False, description="Place the item before the query, not after it.")
-    add_special_tokens: bool = Field(True, description="Add special tokens to the query, if it is a text.")
+    apply_softmax: bool = doc("Normalize over the labels; false: over the whole vocabulary.", True)
+    item_first: bool = doc("Place the item before the query, not after it.", False)
+    add_special_tokens: bool = doc("Add special tokens to the query, if it is a text.", True)
 
 
 class ScoredItem(BaseModel):
