@@ -1,7 +1,7 @@
 """The routes of speech models: /v1/audio/transcriptions and /v1/audio/translations."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -68,13 +68,14 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
         language = speech.check_language(form.language)
     wait = partial(api.answering.until_gone, request.receive)
     samples, pieces = await wait(_read_audio(api, form, speech.at_once))
+    runs = _SpeechRuns(api, task, speech, form, request)
     if language is None and speech.asks_first:
-        language = await wait(_detect_language(api, task, speech, form, pieces[0][1], request))
+        language = await wait(runs.detect_language(pieces[0][1]))
     is_timed, silent = form.response_format in _TIMED, list[float | None]()
     if form.response_format == "verbose_json" and speech.no_speech is not None:
-        silent = await wait(_no_speech_probs(api, task, speech, form, pieces, request))
+        silent = await wait(runs.no_speech_probs(pieces))
     ids = speech.prompt(task, language, timed=is_timed, before=_previous_text(form))
-    prompts = [_prompt(api, ids, piece) for _, piece in pieces]
+    prompts = [runs.prompt(ids, piece) for _, piece in pieces]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
     job = api.job(_KINDS[task], form, request, prompts, [params] * len(prompts))
@@ -96,7 +97,7 @@ async def answer_speech(api: GenerationService, task: str, form: SpeechForm, req
         stream=form.stream,
         respond=respond(form),
         in_order=True,
-        then=partial(_align, api, heard, pieces, request) if "word" in heard.wanted else None,
+        then=partial(runs.align, heard, pieces) if "word" in heard.wanted else None,
     )
 
 
@@ -152,65 +153,59 @@ async def _read_audio(
     return samples, [(start, piece) for (start, _), (piece,) in zip(chunks, prepared, strict=True)]
 
 
-def _prompt(api: GenerationService, ids: list[int], piece: PreparedItem) -> Prompt:
-    return api.engine.inputs.parse({"prompt_token_ids": ids}, prepared=[piece])
+@dataclass(frozen=True, slots=True)
+class _SpeechRuns:
+    """The runs of the model for one request, besides the transcription itself."""
 
+    api: GenerationService
+    task: str
+    speech: Transcriber
+    form: SpeechForm
+    request: Request
 
-async def _detect_language(
-    api: GenerationService,
-    task: str,
-    speech: Transcriber,
-    form: SpeechForm,
-    piece: PreparedItem,
-    request: Request,
-) -> str:
-    """Detect the language of the first chunk."""
-    prompt = _prompt(api, speech.prompt(task, None), piece)
-    codes = {id: code for code, id in speech.languages.items()}
-    params = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=list(codes))
-    (output,) = await api.finished(api.job(f"{_KINDS[task]}-lang", form, request, [prompt], [params]))
-    return codes[output.outputs[0].token_ids[0]]
+    def prompt(self, ids: list[int], piece: PreparedItem) -> Prompt:
+        return self.api.engine.inputs.parse({"prompt_token_ids": ids}, prepared=[piece])
 
+    async def _run(
+        self, name: str, prompts: list[Prompt], params: list[SamplingParams]
+    ) -> list[RequestOutput]:
+        kind = f"{_KINDS[self.task]}-{name}"
+        return await self.api.finished(self.api.job(kind, self.form, self.request, prompts, params))
 
-async def _no_speech_probs(
-    api: GenerationService,
-    task: str,
-    speech: Transcriber,
-    form: SpeechForm,
-    pieces: list[tuple[int, PreparedItem]],
-    request: Request,
-) -> list[float | None]:
-    """Return for each chunk the probability of silence: the model predicts a no-speech token instead of a
-    language."""
-    assert (token_id := speech.no_speech) is not None
-    ids = speech.prompt(task, None, before=_previous_text(form))
-    prompts = [_prompt(api, ids, piece) for _, piece in pieces]
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[token_id])
-    job = api.job(f"{_KINDS[task]}-mute", form, request, prompts, [params] * len(prompts))
-    logprobs = [output.outputs[0].logprobs for output in await api.finished(job)]
-    entries = [row[0].get(token_id) if row and row[0] else None for row in logprobs]
-    # With processed logprobs a suppressed token has a logprob of -inf: its probability is unknown.
-    return [None if x is None or math.isinf(x.logprob) else math.exp(x.logprob) for x in entries]
+    async def detect_language(self, piece: PreparedItem) -> str:
+        """Detect the language of the first chunk."""
+        prompt = self.prompt(self.speech.prompt(self.task, None), piece)
+        codes = {id: code for code, id in self.speech.languages.items()}
+        params = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=list(codes))
+        (output,) = await self._run("lang", [prompt], [params])
+        return codes[output.outputs[0].token_ids[0]]
 
+    async def no_speech_probs(self, pieces: list[tuple[int, PreparedItem]]) -> list[float | None]:
+        """Return for each chunk the probability of silence: the model predicts a no-speech token instead of a
+        language."""
+        assert (token_id := self.speech.no_speech) is not None
+        ids = self.speech.prompt(self.task, None, before=_previous_text(self.form))
+        prompts = [self.prompt(ids, piece) for _, piece in pieces]
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[token_id])
+        outputs = await self._run("mute", prompts, [params] * len(prompts))
+        logprobs = [output.outputs[0].logprobs for output in outputs]
+        entries = [row[0].get(token_id) if row and row[0] else None for row in logprobs]
+        # With processed logprobs a suppressed token has a logprob of -inf: its probability is unknown.
+        return [None if x is None or math.isinf(x.logprob) else math.exp(x.logprob) for x in entries]
 
-async def _align(
-    api: GenerationService,
-    heard: SpeechRequest,
-    pieces: list[tuple[int, PreparedItem]],
-    request: Request,
-    outputs: list[RequestOutput],
-) -> None:
-    """Compute the start times of the tokens of all chunks."""
-    ends = [*heard.starts[1:], heard.length]
-    inputs = [
-        heard.speech.aligning(prompt.token_ids, output.outputs[0].token_ids, end - start)
-        for prompt, output, start, end in zip(heard.job.prompts, outputs, heard.starts, ends, strict=True)
-    ]
-    prompts = [_prompt(api, ids, piece) for (ids, _), (_, piece) in zip(inputs, pieces, strict=True)]
-    once = partial(SamplingParams, max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True)
-    params = [once(aligning=aligning) for _, aligning in inputs]
-    job = api.job(f"{_KINDS[heard.task]}-words", heard.form, request, prompts, params)
-    heard.begins.extend([output.aligned or [] for output in await api.finished(job)])
+    async def align(
+        self, heard: SpeechRequest, pieces: list[tuple[int, PreparedItem]], outputs: list[RequestOutput]
+    ) -> None:
+        """Compute the start times of the tokens of all chunks."""
+        ends = [*heard.starts[1:], heard.length]
+        inputs = [
+            self.speech.aligning(prompt.token_ids, output.outputs[0].token_ids, end - start)
+            for prompt, output, start, end in zip(heard.job.prompts, outputs, heard.starts, ends, strict=True)
+        ]
+        prompts = [self.prompt(ids, piece) for (ids, _), (_, piece) in zip(inputs, pieces, strict=True)]
+        once = partial(SamplingParams, max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True)
+        aligned = await self._run("words", prompts, [once(aligning=aligning) for _, aligning in inputs])
+        heard.begins.extend([output.aligned or [] for output in aligned])
 
 
 def _params(api: GenerationService, form: SpeechForm, max_tokens: int, *, timed: bool) -> SamplingParams:

@@ -75,7 +75,8 @@ async def prepare_chat(
         tokenizer=api.inputs_of(body.model).tokenizer,
     )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    prompt = await api.reader.of_chat(body, max_tokens, partial(api.answering.until_gone, request.receive))
+    wait = partial(api.answering.until_gone, request.receive)
+    prompt = await api.reader.of_chat(body, max_tokens or 1, wait, effort=body.reasoning_effort)
     free = constraint is None or (tools.calls == "auto" and requested is None)
     format = _answer_format(api, body, tools, prompt, free=free)
     limit = api.output_limit(max_tokens, len(prompt.token_ids))

@@ -114,13 +114,15 @@ class PromptReader:
 
         return await off_loop(sum(map(_num_chars, prompts)), read)
 
-    async def of_chat(self, body: Any, max_tokens: int | None, wait: Wait | None = None) -> Prompt:
-        """Return the prompt of a chat. `wait` awaits slow work and may cancel it."""
+    async def of_chat(
+        self, body: Any, num_output: int, wait: Wait | None = None, *, effort: str | None = None
+    ) -> Prompt:
+        """Return the prompt of a chat, with room for `num_output` tokens if it is truncated. `wait` awaits
+        slow work and may cancel it."""
         talk = await self._parse_chat(body, wait)
 
         def read() -> Prompt:
-            prompt = self._render(talk, self._inputs_for(body), body.reasoning_effort)
-            return self._truncate(prompt, body, max_tokens or 1)
+            return self._truncate(self._render(talk, self._inputs_for(body), effort), body, num_output)
 
         return await off_loop(talk.size, read)
 
@@ -161,15 +163,6 @@ class PromptReader:
         )
         for side, prepared in zip(unique, prepared_sides, strict=True):
             side.prepared = prepared
-
-    async def of_conversation(self, body: Any, wait: Wait | None = None) -> Prompt:
-        """Return the prompt of a conversation without room for output tokens."""
-        talk = await self._parse_chat(body, wait)
-
-        def read() -> Prompt:
-            return self._truncate(self._render(talk, self._inputs_for(body), None), body, 0)
-
-        return await off_loop(talk.size, read)
 
     async def count(self, body: ConversationBody) -> Prompt:
         """Return the prompt of a conversation of any number of tokens, for /tokenize."""

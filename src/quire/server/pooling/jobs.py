@@ -68,7 +68,7 @@ async def _read_inputs(
 ) -> list[Prompt]:
     if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        return [await api.reader.of_conversation(body, waiting(api, request))]
+        return [await api.reader.of_chat(body, 0, waiting(api, request))]
     inputs = list_prompts(body.input)
     check_count(api, len(inputs), "input")
     return await api.reader.of_inputs(
@@ -163,33 +163,26 @@ async def answer_vectors(
     field: str,
 ) -> Response:
     """Return the vectors as objects of type `kind` that hold the values in `field`."""
-    make = _bytes if body.encoding_format in ("bytes", "bytes_only") else _json
-    size = sum(output.outputs.data.size for output in outputs)
-    return await off_loop(size, lambda: make(api, body, job, outputs, kind, field))
 
-
-def _json(
-    api: GenerationService,
-    body: VectorOptions,
-    job: ApiCall,
-    outputs: Sequence[Pooled],
-    kind: str,
-    field: str,
-) -> Response:
-    def encode(values: Floats) -> list[Any] | str:
+    def number_list(values: Floats) -> list[Any] | str:
         if body.encoding_format == "float":
             return list(values.tolist())
         return base64.b64encode(packed(values, body.embed_dtype, body.endianness)).decode()
 
-    data = [
-        {"index": index, "object": kind, field: encode(output.outputs.data)}
-        for index, output in enumerate(outputs)
-    ]
-    return json_response(listing(api, job, data, outputs))
+    def encode() -> Response:
+        if body.encoding_format in ("bytes", "bytes_only"):
+            return _bytes(api, body, job, outputs, kind)
+        data = [
+            {"index": index, "object": kind, field: number_list(output.outputs.data)}
+            for index, output in enumerate(outputs)
+        ]
+        return json_response(listing(api, job, data, outputs))
+
+    return await off_loop(sum(output.outputs.data.size for output in outputs), encode)
 
 
 def _bytes(
-    api: GenerationService, body: VectorOptions, job: ApiCall, outputs: Sequence[Pooled], kind: str, _: str
+    api: GenerationService, body: VectorOptions, job: ApiCall, outputs: Sequence[Pooled], kind: str
 ) -> Response:
     parts, data, start = [], [], 0
     for index, output in enumerate(outputs):
