@@ -2,6 +2,7 @@
 middleware."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -47,6 +48,8 @@ class Connection:
 
 
 logger = get_logger(__name__)
+
+Encode = Callable[[RequestOutput], bytes]
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [
@@ -114,9 +117,18 @@ class EventStream(Response):
     """Response that streams the outputs of a request as events; the encoder writes the end, even on
     failure."""
 
-    def __init__(self, outputs: Outputs, *, encoder: AnswerEncoder, answering: Answering) -> None:
+    def __init__(
+        self,
+        outputs: Outputs,
+        *,
+        encoder: AnswerEncoder,
+        answering: Answering,
+        note: Callable[[RequestOutput], None] | None = None,
+    ) -> None:
+        """Create a response. `note` is called with each output that is not text-only."""
         self.outputs = outputs
         self.encoder = encoder
+        self.encode = encoder.encode if note is None else _noting(note, encoder.encode)
         self.answering = answering
         self.background = None
         self.status_code = 200
@@ -140,10 +152,10 @@ class EventStream(Response):
     async def _write(self, send: Send) -> bytes:
         connection = Connection.under(send)
         if connection is not None and is_pushed(self.outputs):
-            await Pushing(connection, self.encoder).run(self.outputs)
+            await Pushing(connection, self.encoder, self.encode).run(self.outputs)
         else:
             async for output in self.outputs:
-                if chunk := self.encoder.encode(output):
+                if chunk := self.encode(output):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         return self.encoder.finish()
 
@@ -151,9 +163,9 @@ class EventStream(Response):
 class Pushing:
     """Writer of outputs as soon as they arrive. They are buffered while the client reads too slowly."""
 
-    def __init__(self, connection: Connection, encoder: AnswerEncoder) -> None:
+    def __init__(self, connection: Connection, encoder: AnswerEncoder, encode: Encode) -> None:
         self._connection = connection
-        self._encoder = encoder
+        self._encoder, self._encode = encoder, encode
         self._held: dict[str, OutputBuffer] = {}
         self._draining: asyncio.Task[None] | None = None
         """Task that writes the buffered outputs once the client reads again. If it fails, the stream ends."""
@@ -197,5 +209,13 @@ class Pushing:
         self._draining = None
 
     def _write(self, output: RequestOutput) -> None:
-        if chunk := self._encoder.encode(output):
+        if chunk := self._encode(output):
             self._connection.write(chunk)
+
+
+def _noting(note: Callable[[RequestOutput], None], encode: Encode) -> Encode:
+    def noted(output: RequestOutput) -> bytes:
+        note(output)
+        return encode(output)
+
+    return noted

@@ -50,8 +50,9 @@ from quire.server.openai.streams import (
     final,
     last_of_each,
 )
-from quire.server.openai.timeline import HEADER, JobTimeline, Timed, request_metrics
+from quire.server.openai.timeline import HEADER, JobTimeline, request_metrics
 from quire.server.settings import ApiSection, ServerSettings, parsers_of
+from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
@@ -82,6 +83,11 @@ class ApiCall:
     """Account of its API key."""
     lora: LoRARequest | None = None
     """LoRA adapter to use."""
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        """Return the arguments of the engine that all requests of the call share."""
+        return {"priority": self.priority, "rank": self.rank, "account": self.account, "lora": self.lora}
 
     def engine_ids(self) -> list[str]:
         if len(self.prompts) == 1:
@@ -115,6 +121,13 @@ class GenerationService:
             await asyncio.to_thread(self.inputs_of, name)  # may read the adapter's tokenizer files
         if pools is not None and pools != (self.engine.inputs.pooling is not None):
             raise NotFound(NOT_POOLING.format(what="this route") if pools else NOT_GENERATIVE)
+
+    def tokenizer_of(self, name: str | None) -> Tokenizer:
+        """Return the tokenizer of the model or of the adapter with this name; raise if there is none."""
+        tokenizer = self.inputs_of(name).tokenizer
+        if tokenizer is None:
+            raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
+        return tokenizer
 
     def inputs_of(self, name: str | None) -> InputProcessor:
         """Return the input processor of the model or of the adapter with this name."""
@@ -204,16 +217,19 @@ class GenerationService:
         """Run the call and return its response from the encoder. `in_order` streams prompt by prompt. `then`
         is awaited before a response that is not streamed is encoded."""
         timeline = job.timeline
-        if timeline is not None:
-            encoder = Timed(encoder, timeline)
         if stream:
             outputs = await self.streamed(job, in_order=in_order)
-            return EventStream(outputs, encoder=encoder, answering=self.answering)
+            note = None if timeline is None else timeline.note
+            return EventStream(outputs, encoder=encoder, answering=self.answering, note=note)
         final_outputs = await self.answering.until_gone(request.receive, self.finished(job))
         if then is not None:
             await self.answering.until_gone(request.receive, then(final_outputs))
-        response = respond(encoder.whole(final_outputs))
-        if timeline is not None and timeline.header:
+        if timeline is None:
+            return respond(encoder.whole(final_outputs))
+        for output in final_outputs:
+            timeline.note(output)
+        response = respond(timeline.add_to(encoder.whole(final_outputs)))
+        if timeline.header:
             response.headers[HEADER] = timeline.header
         return response
 
@@ -226,17 +242,8 @@ class GenerationService:
         try:
             for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
-                answer = self.engine.generate(
-                    prompt,
-                    await checking.of(params),
-                    id,
-                    priority=job.priority,
-                    rank=job.rank,
-                    timed=job.timeline is not None,
-                    account=job.account,
-                    lora=job.lora,
-                )
-                started.append(answer)
+                checked, timed = await checking.of(params), job.timeline is not None
+                started.append(self.engine.generate(prompt, checked, id, timed=timed, **job.routing))
                 await pause.if_due()
         except BaseException:
             for item in started:
@@ -256,17 +263,7 @@ class GenerationService:
         if isinstance(job.params[0], BeamSearchParams):
             pauses = Pauses()
             works = [
-                beam_search(
-                    self.engine,
-                    prompt,
-                    params,
-                    id,
-                    pauses=pauses,
-                    priority=job.priority,
-                    rank=job.rank,
-                    account=job.account,
-                    lora=job.lora,
-                )
+                beam_search(self.engine, prompt, params, id, pauses=pauses, routing=job.routing)
                 for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True)
                 if isinstance(params, BeamSearchParams)
             ]

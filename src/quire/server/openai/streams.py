@@ -15,7 +15,6 @@ from quire.frontend.beam import BeamSearch, continued, round_params, start_of
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import Prompt
 from quire.logs import get_logger
-from quire.metrics.keys import KeyAccount
 from quire.system.tasks import cancel_all
 from quire.text.tokenizer import Tokenizer
 
@@ -215,12 +214,10 @@ async def beam_search(
     request_id: str,
     *,
     pauses: Pauses,
-    priority: int,
-    rank: int | None = None,
-    account: KeyAccount | None = None,
-    lora: LoRARequest | None = None,
+    routing: Mapping[str, Any],
 ) -> RequestOutput:
-    """Search the best continuations of one prompt. All prompts of the call share `pauses`."""
+    """Search the best continuations of one prompt. All prompts of the call share `pauses` and `routing`."""
+    lora: LoRARequest | None = routing["lora"]
     eos_ids = engine.inputs.of(lora).eos_ids
     search = BeamSearch(
         start_of(prompt), params, eos_id=eos_ids[0] if eos_ids else None, max_len=engine.inputs.max_model_len
@@ -233,17 +230,8 @@ async def beam_search(
         beams = []
         for index, beam in enumerate(search.live):
             await pauses.if_due()
-            beams.append(
-                engine.generate(
-                    continued(prompt, beam.tokens),
-                    checked,
-                    f"{request_id}-{num_rounds}-{index}",
-                    priority=priority,
-                    rank=rank,
-                    account=account,
-                    lora=lora,
-                )
-            )
+            id = f"{request_id}-{num_rounds}-{index}"
+            beams.append(engine.generate(continued(prompt, beam.tokens), checked, id, **routing))
         outputs = await all_of([final(beam) for beam in beams])
         num_cached = num_cached if num_rounds else outputs[0].num_cached_tokens or 0
         await pauses.if_due()

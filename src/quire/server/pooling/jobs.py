@@ -98,15 +98,7 @@ async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:
     try:
         for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
             assert isinstance(params, PoolingParams)
-            answer = api.engine.encode(
-                prompt,
-                params,
-                id,
-                priority=job.priority,
-                rank=job.rank,
-                account=job.account,
-                lora=job.lora,
-            )
+            answer = api.engine.encode(prompt, params, id, **job.routing)
             tasks.append(asyncio.create_task(_await_output(answer)))
             await pause.if_due()
         return list(await asyncio.gather(*tasks))

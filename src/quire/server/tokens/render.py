@@ -1,7 +1,7 @@
 """The /render and /derender routes: conversion of chats and completions to tokens, and of tokens to
 replies, without running the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -225,6 +225,13 @@ async def _decode_reply(
     return RequestOutput("", None, [], None, outputs, finished=True)
 
 
+def check_vocab(token_ids: Sequence[int], vocab: int, *, param: str) -> None:
+    if token_ids and (largest := max(token_ids)) >= vocab:
+        raise RequestError(
+            f"Token id {largest} is out of vocabulary: ids of this model are 0 to {vocab - 1}", param=param
+        )
+
+
 def _num_chars(outputs: list[RequestOutput]) -> int:
     return sum(len(choice.text) for output in outputs for choice in output.outputs)
 
@@ -232,14 +239,10 @@ def _num_chars(outputs: list[RequestOutput]) -> int:
 def _decode_choice(
     inputs: InputProcessor, choice: DerenderChoice, params: SamplingParams
 ) -> CompletionOutput:
-    tokenizer, ids, vocab = inputs.tokenizer, choice.token_ids or [], inputs.vocab
+    tokenizer, ids = inputs.tokenizer, choice.token_ids or []
     if tokenizer is None:
         raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
-    if ids and max(ids) >= vocab:
-        raise RequestError(
-            f"Token id {max(ids)} is out of vocabulary: ids of this model are 0 to {vocab - 1}",
-            param="token_ids",
-        )
+    check_vocab(ids, inputs.vocab, param="token_ids")
     stops = {*inputs.eos_ids, *(params.stop_token_ids or ())}
     stopped = choice.finish_reason == "stop"
     visible = ids[:-1] if stopped and ids and ids[-1] in stops else ids

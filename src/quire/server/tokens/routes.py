@@ -17,12 +17,12 @@ from quire.server.openai.service import GenerationService, limit_long_work
 from quire.server.tokens.answer import create_tokens_of_tokens
 from quire.server.tokens.bodies import RenderedReply, TokensReply
 from quire.server.tokens.render import (
+    check_vocab,
     show_chat_answer,
     show_chat_prompt,
     show_completion_answer,
     show_completion_prompts,
 )
-from quire.text.tokenizer import Tokenizer
 
 _MAX_IDS = 1 << 17
 """Minimum of the limit on detokenized ids per request. Decoding holds the GIL for tens of milliseconds."""
@@ -53,13 +53,6 @@ def add_token_routes(app: FastAPI, api: GenerationService) -> None:
     add_post(app, api, "/detokenize", create_text, replies.DetokenizeReply, codes=(400, 404, 413, 429))
 
 
-def _tokenizer(api: GenerationService, model: str | None) -> Tokenizer:
-    tokenizer = api.inputs_of(model).tokenizer
-    if tokenizer is None:
-        raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
-    return tokenizer
-
-
 @limit_long_work
 async def create_tokens(
     api: GenerationService, body: TokenizeChat | TokenizeText, request: Request
@@ -67,7 +60,7 @@ async def create_tokens(
     """Return the token ids of a text or conversation."""
     await api.check_model(body.model)
     check_fields(body)
-    tokenizer, max_model_len = _tokenizer(api, body.model), api.engine.inputs.max_model_len
+    tokenizer, max_model_len = api.tokenizer_of(body.model), api.engine.inputs.max_model_len
     if isinstance(body, TokenizeChat):
         check_contents(body)
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
@@ -91,7 +84,7 @@ async def create_text(api: GenerationService, body: DetokenizeBody, request: Req
     """Return the text of token ids."""
     await api.check_model(body.model)
     check_fields(body)
-    tokenizer, ids = _tokenizer(api, body.model), body.tokens
+    tokenizer, ids = api.tokenizer_of(body.model), body.tokens
     limit = max(api.engine.inputs.max_model_len, _MAX_IDS)
     if len(ids) > limit:
         raise RequestError(
@@ -99,12 +92,7 @@ async def create_text(api: GenerationService, body: DetokenizeBody, request: Req
             f"{_MAX_IDS} if that is more): send them in parts",
             param="tokens",
         )
-    vocab = api.inputs_of(body.model).vocab
-    if ids and max(ids) >= vocab:
-        raise RequestError(
-            f"Token id {max(ids)} is out of vocabulary: ids of this model are 0 to {vocab - 1}",
-            param="tokens",
-        )
+    check_vocab(ids, api.inputs_of(body.model).vocab, param="tokens")
     return await off_loop(
         len(ids), lambda: json_response({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
     )
