@@ -352,25 +352,19 @@ def _fields(messages: Sequence[Message]) -> list[Any]:
 def _num_values(value: Any) -> int:
     """Count the nested values, up to `_LONG`. A text counts as one, since the search for media does not read
     it. Embeddings count as long, since they are decoded."""
-    count, pending = 0, [value]
-    while pending and count < _LONG:
-        item = pending.pop()
-        count += 1
-        if isinstance(item, dict):
-            pending += (*item, *item.values())
-        elif isinstance(item, list):
-            pending += item
-        elif isinstance(item, str) and item.endswith(_EMBEDS):
-            return _LONG
-    return count
+    return _count(value, lambda text: _LONG if text.endswith(_EMBEDS) else 1)
 
 
 def _num_chars(value: Any) -> int:
     """Count the characters of all nested values, up to about `_LONG`."""
+    return _count(value, len)
+
+
+def _count(value: Any, size_of: Callable[[str], int]) -> int:
     count, pending = 0, [value]
     while pending and count < _LONG:
         item = pending.pop()
-        count += len(item) if isinstance(item, str) else 1
+        count += size_of(item) if isinstance(item, str) else 1
         if isinstance(item, dict):
             pending += (*item, *item.values())
         elif isinstance(item, list | tuple):
