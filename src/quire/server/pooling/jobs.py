@@ -156,7 +156,7 @@ async def answer_vectors(
 ) -> Response:
     """Return the vectors as objects of type `kind` that hold the values in `field`."""
 
-    def number_list(values: Floats) -> list[Any] | str:
+    def encode_values(values: Floats) -> list[Any] | str:
         if body.encoding_format == "float":
             return list(values.tolist())
         return base64.b64encode(packed(values, body.embed_dtype, body.endianness)).decode()
@@ -165,7 +165,7 @@ async def answer_vectors(
         if body.encoding_format in ("bytes", "bytes_only"):
             return _bytes(api, body, job, outputs, kind)
         data = [
-            {"index": index, "object": kind, field: number_list(output.outputs.data)}
+            {"index": index, "object": kind, field: encode_values(output.outputs.data)}
             for index, output in enumerate(outputs)
         ]
         return json_response(listing(api, job, data, outputs))
