@@ -163,9 +163,10 @@ class EventStream(Response):
 class Pushing:
     """Writer of outputs as soon as they arrive. They are buffered while the client reads too slowly."""
 
-    def __init__(self, connection: Connection, encoder: AnswerEncoder, encode: Encode) -> None:
+    def __init__(self, connection: Connection, encoder: AnswerEncoder, encode: Encode | None = None) -> None:
+        """Create a writer. `encode` replaces the method of the encoder."""
         self._connection = connection
-        self._encoder, self._encode = encoder, encode
+        self._encoder, self._encode = encoder, encode or encoder.encode
         self._held: dict[str, OutputBuffer] = {}
         self._draining: asyncio.Task[None] | None = None
         """Task that writes the buffered outputs once the client reads again. If it fails, the stream ends."""
