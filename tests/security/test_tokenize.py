@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 
 from quire.server.app import Application
 from quire.server.settings import make_settings
-from quire.server.tokens import render, tokenize
+from quire.server.tokens import render, routes
 from quire.text.tokenizer import Tokenizer
 
 LIMIT = 512 * 256
@@ -83,7 +83,7 @@ def test_long_answers_are_spelled_and_written_beside_the_event_loop(
 
     for name in ("convert_ids_to_tokens", "decode", "encode", "offsets"):
         monkeypatch.setattr(Tokenizer, name, noting(getattr(Tokenizer, name)))
-    for module in (tokenize, render):
+    for module in (routes, render):
         monkeypatch.setattr(module, "json_response", noting(module.json_response))
     assert ask("POST", path, engine=engine, json=body).status_code == 200
     assert threads and threading.get_ident() not in threads

@@ -28,8 +28,7 @@ from quire.metrics.keys import KeyPages
 from quire.server.api_keys import key_names
 from quire.server.http.accept import ConnectionDealer
 from quire.server.http.sockets import bind
-from quire.server.lora.modules import check_modules
-from quire.server.lora.registry import LoRARegistry
+from quire.server.lora.registry import LoRARegistry, check_modules
 from quire.server.lora.service import located
 from quire.server.settings import ServerSettings
 from quire.system.child import Child

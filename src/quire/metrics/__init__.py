@@ -18,13 +18,10 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as PromMetric
-from prometheus_client.utils import floatToGoString
 
 from quire.config.engine import EngineConfig
 from quire.data.stats import FinishedSequence, FrontStats, StepStats
-from quire.metrics.drafts import additions, names_of
-from quire.metrics.drafts import families as draft_families
-from quire.metrics.http import EDGES, SERIES, Exchange, families
+from quire.metrics.http import EDGES, SERIES, Exchange, add_buckets, families
 from quire.metrics.keys import KeyPages
 
 _FIRST_TOKEN = [
@@ -89,7 +86,8 @@ LABELLED = {
         ("awake", "weights_offloaded", "discard_all"),
     ),
 }
-"""Metrics with an additional label: help text, label and its values. The last two are gauges."""
+"""Metrics with an additional label: help text, label and its values."""
+_LABELLED_GAUGES = ("num_requests_waiting_by_reason", "engine_sleep_state")
 LENGTHS = {
     "request_prompt_tokens": "Prompt tokens of a request.",
     "request_generation_tokens": "Tokens generated for a request.",
@@ -97,6 +95,13 @@ LENGTHS = {
     "request_params_max_tokens": "The max_tokens of a request.",
     "request_prefill_kv_computed_tokens": "Prompt tokens computed, without cached ones.",
 }
+DRAFT_COUNTERS = {
+    "spec_decode_num_drafts": "Drafts of one or more tokens.",
+    "spec_decode_num_draft_tokens": "Draft tokens.",
+    "spec_decode_num_accepted_tokens": "Accepted draft tokens.",
+}
+"""Counters of speculative decoding."""
+_ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
 
 
 def length_buckets(longest: int) -> list[float]:
@@ -111,7 +116,9 @@ class MetricsLayout:
     def __init__(self, max_model_len: int, most_drafts: int = 0) -> None:
         labelled = [f"{name}:{value}" for name, (_, _, values) in LABELLED.items() for value in values]
         self.most_drafts = most_drafts
-        names = [*GAUGES, *COUNTERS, *labelled, *names_of(most_drafts), *SERIES]
+        if most_drafts:
+            labelled += [*DRAFT_COUNTERS, *(f"{_ACCEPTED}:{place}" for place in range(most_drafts))]
+        names = [*GAUGES, *COUNTERS, *labelled, *SERIES]
         self.places = {name: place for place, name in enumerate(names)}
         edges = {name: edges for name, (_, edges) in HISTOGRAMS.items()} | EDGES
         edges |= dict.fromkeys(LENGTHS, length_buckets(max_model_len))
@@ -203,8 +210,12 @@ class MetricsPages:
         self._add("prompt_tokens_by_source:local_cache_hit", step.num_cached_tokens)
         self._add("prompt_tokens_by_source:local_compute", step.num_prompt_tokens - step.num_cached_tokens)
         if step.num_drafts:
-            for name, count in additions(step).items():
+            accepted = step.held_by_place
+            sums = (step.num_drafts, step.num_draft_tokens, sum(accepted))
+            for name, count in zip(DRAFT_COUNTERS, sums, strict=True):
                 self._add(name, count)
+            for place, count in enumerate(accepted):
+                self._add(f"{_ACCEPTED}:{place}", count)
         if step.num_computed_tokens:
             self._record("iteration_tokens_total", step.num_computed_tokens)
         self.observe_front(front)
@@ -343,17 +354,12 @@ class EngineMetrics:
     def collect(self) -> Iterator[PromMetric]:
         """Yield all metrics (the collector interface of `prometheus_client`)."""
         for name, text in GAUGES.items():
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=self._names)
-            for engine, labels in self._engines:
-                gauge.add_metric(labels, self.pages.value(name, engine))
-            yield gauge
+            yield self._family(GaugeMetricFamily, name, text)
         for name, text in COUNTERS.items():
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=self._names)
-            for engine, labels in self._engines:
-                counter.add_metric(labels, self.pages.value(name, engine))
-            yield counter
-        for name in LABELLED:
-            yield self._labelled(name)
+            yield self._family(CounterMetricFamily, name, text)
+        for name, (text, label, values) in LABELLED.items():
+            kind = GaugeMetricFamily if name in _LABELLED_GAUGES else CounterMetricFamily
+            yield self._family(kind, name, text, label, values)
         for name, text in ({name: text for name, (text, _) in HISTOGRAMS.items()} | LENGTHS).items():
             yield self._histogram(name, text)
         info = GaugeMetricFamily(
@@ -364,32 +370,37 @@ class EngineMetrics:
         yield info
         if self._max_loras is not None:
             yield self._lora_info()
-        yield from draft_families(self.pages.layout.most_drafts, self._names, self._engines, self.pages.value)
+        if most_drafts := self.pages.layout.most_drafts:
+            for name, text in DRAFT_COUNTERS.items():
+                yield self._family(CounterMetricFamily, name, text)
+            text, places = "Accepted tokens by their position in the draft.", map(str, range(most_drafts))
+            yield self._family(CounterMetricFamily, _ACCEPTED, text, "position", tuple(places))
         yield from families(self.pages.pages.sum(axis=(0, 1)), self.pages.layout.places)
         yield from () if self._keys is None else self._keys.families()
 
-    def _labelled(self, name: str) -> PromMetric:
-        text, label, values = LABELLED[name]
-        gauges = ("num_requests_waiting_by_reason", "engine_sleep_state")
-        kind = GaugeMetricFamily if name in gauges else CounterMetricFamily
-        family = kind(f"vllm:{name}", text, labels=[*self._names, label])
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        label: str = "",
+        values: tuple[str, ...] = (),
+    ) -> PromMetric:
+        """Return the series of all engines, with one for each of the `values` of a further label."""
+        family = kind(f"vllm:{name}", text, labels=[*self._names, label] if label else self._names)
         for engine, labels in self._engines:
+            if not label:
+                family.add_metric(labels, self.pages.value(name, engine))
             for value in values:
                 family.add_metric([*labels, value], self.pages.value(f"{name}:{value}", engine))
         return family
 
     def _histogram(self, name: str, text: str) -> PromMetric:
         place, edges = self.pages.layout.places[name], self.pages.layout.edges[name]
-        all_columns = self.pages.pages[:, :, place : place + len(edges) + 2].sum(axis=0)
-        bounds = [*(floatToGoString(edge) for edge in edges.tolist()), "+Inf"]
+        columns = self.pages.pages[:, :, place : place + len(edges) + 2].sum(axis=0)
         family = HistogramMetricFamily(f"vllm:{name}", text, labels=self._names)
         for engine, labels in self._engines:
-            columns = all_columns[engine]
-            family.add_metric(
-                labels,
-                buckets=list(zip(bounds, np.cumsum(columns[:-1]).tolist(), strict=True)),
-                sum_value=float(columns[-1]),
-            )
+            add_buckets(family, labels, columns[engine], edges.tolist())
         return family
 
     def text(self) -> str:

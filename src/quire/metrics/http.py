@@ -13,6 +13,13 @@ POOLING_ROUTES = (
     *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"),
     *("/rerank", "/v1/rerank", "/v2/rerank"),
 )
+_POST_ROUTES = (
+    *(f"/v1/chat/completions/{name}" for name in ("batch", "render", "derender")),
+    *("/v1/completions/render", "/v1/completions/derender", "/inference/v1/generate"),
+    *("/generative_scoring", "/invocations", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/audio/transcriptions", "/v1/audio/translations", *POOLING_ROUTES),
+    *("/tokenize", "/detokenize", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
 OPERATE_ROUTES = {
     "POST": "sleep wake_up pause resume collective_rpc abort_requests reset_mm_cache reset_encoder_cache"
     " start_profile stop_profile",
@@ -25,23 +32,7 @@ HANDLERS = {
     "/v1/responses/{response_id}": ("GET", "DELETE"),
     "/v1/responses/{response_id}/cancel": ("POST",),
     "/v1/responses/{response_id}/input_items": ("GET",),
-    "/v1/chat/completions/batch": ("POST",),
-    "/v1/chat/completions/render": ("POST",),
-    "/v1/chat/completions/derender": ("POST",),
-    "/v1/completions/render": ("POST",),
-    "/v1/completions/derender": ("POST",),
-    "/inference/v1/generate": ("POST",),
-    "/generative_scoring": ("POST",),
-    "/invocations": ("POST",),
-    "/v1/messages": ("POST",),
-    "/v1/messages/count_tokens": ("POST",),
-    "/v1/audio/transcriptions": ("POST",),
-    "/v1/audio/translations": ("POST",),
-    **dict.fromkeys(POOLING_ROUTES, ("POST",)),
-    "/tokenize": ("POST",),
-    "/detokenize": ("POST",),
-    "/v1/load_lora_adapter": ("POST",),
-    "/v1/unload_lora_adapter": ("POST",),
+    **dict.fromkeys(_POST_ROUTES, ("POST",)),
     "/v1/models": ("GET",),
     "/v1/models/{name:any}": ("GET",),
     "/reset_prefix_cache": ("POST",),
@@ -136,6 +127,13 @@ def _add(
     place, edges = places[name], EDGES[name]
     columns = total[place : place + len(edges) + 2]
     if columns[:-1].any():
-        bounds = [*(floatToGoString(edge) for edge in edges), "+Inf"]
-        counts = np.cumsum(columns[:-1]).tolist()
-        family.add_metric(labels, list(zip(bounds, counts, strict=True)), float(columns[-1]))
+        add_buckets(family, labels, columns, edges)
+
+
+def add_buckets(
+    family: HistogramMetricFamily, labels: list[str], columns: NDArray[np.float64], edges: list[float]
+) -> None:
+    """Add a series to a histogram. `columns`: a count per bucket, and the sum of the values."""
+    bounds = [*(floatToGoString(edge) for edge in edges), "+Inf"]
+    counts = np.cumsum(columns[:-1]).tolist()
+    family.add_metric(labels, list(zip(bounds, counts, strict=True)), float(columns[-1]))

@@ -1,23 +1,17 @@
 """The ASGI application: the routes, and the middleware around them."""
 
-import functools
-from typing import Any
-
-from fastapi import FastAPI, Request
-from starlette.responses import Response
+from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from quire.frontend.engine import AsyncEngine
 from quire.metrics.keys import KeyPages
-from quire.server.anthropic.answer import answer_messages
-from quire.server.anthropic.bodies import MessagesBody
 from quire.server.anthropic.errors import MessageErrors
 from quire.server.anthropic.routes import add_message_routes
 from quire.server.api_keys import Ledger
 from quire.server.audio.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
-from quire.server.engine import Engine
-from quire.server.http.document import BODY, CODES, document, replies_of
+from quire.server.http.document import add_post, document
 from quire.server.http.errors import add_error_handlers, client_gone
-from quire.server.http.fast_path import Direct, Respond, json_routes
+from quire.server.http.fast_path import Direct
 from quire.server.http.in_flight import ClientGone
 from quire.server.http.limits import HttpGate
 from quire.server.http.metrics import Observed
@@ -26,16 +20,13 @@ from quire.server.http.origins import Origins
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.routes import add_adapter_routes
 from quire.server.openai import replies
-from quire.server.openai.chat import answer_chat
-from quire.server.openai.completions import answer_completion
-from quire.server.openai.requests import ChatBody, CompletionBody
+from quire.server.openai.chat import create_chat_completion
+from quire.server.openai.completions import create_completion
 from quire.server.openai.scoring import add_scoring_route
 from quire.server.openai.service import GenerationService
 from quire.server.ops.routes import add_operate_routes
 from quire.server.ops.status import add_model_routes, add_status_routes
 from quire.server.page import OPEN_PATHS, Feed, add_page
-from quire.server.pooling.bodies import EmbeddingChatBody, EmbeddingInput
-from quire.server.pooling.embeddings import answer_embeddings
 from quire.server.pooling.routes import add_pooling_routes
 from quire.server.responses.routes import Responses, add_response_routes
 from quire.server.settings import ServerSettings, paths
@@ -47,7 +38,7 @@ class Application:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AsyncEngine,
         settings: ServerSettings,
         keys: KeyPages | None = None,
         registry: LoRARegistry | None = None,
@@ -77,7 +68,9 @@ class Application:
 
 
 def _add_text_routes(app: FastAPI, api: GenerationService) -> None:
-    add_generate_routes(app, api)
+    chat, completions = "/v1/chat/completions", "/v1/completions"
+    add_post(app, api, chat, create_chat_completion, replies.ChatReply, stream=True)
+    add_post(app, api, completions, create_completion, replies.CompletionReply, stream=True)
     add_response_routes(app, Responses(api))
     add_message_routes(app, api)
     add_token_routes(app, api)
@@ -87,15 +80,9 @@ def _add_text_routes(app: FastAPI, api: GenerationService) -> None:
 
 
 def _wrap(app: FastAPI, api: GenerationService, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
-    access, tokens_only = settings.access, settings.api.tokens_only
-    busy: dict[str, tuple[Any, Respond]] = {
-        "/v1/chat/completions": (ChatBody, functools.partial(answer_chat, api)),
-        "/v1/completions": (CompletionBody, functools.partial(answer_completion, api)),
-        "/v1/messages": (MessagesBody, functools.partial(answer_messages, api)),
-        "/v1/embeddings": (EmbeddingInput | EmbeddingChatBody, functools.partial(answer_embeddings, api)),
-    }
+    access = settings.access
     gate = HttpGate(
-        Direct(app, {} if tokens_only else busy, json_routes(app), log_stack=settings.log.log_error_stack),
+        Direct(app, log_stack=settings.log.log_error_stack),
         ledger=ledger,
         open_paths=paths(access.api_key_exempt) | OPEN_PATHS,
         max_body_bytes=settings.http.max_request_body_bytes,
@@ -105,15 +92,3 @@ def _wrap(app: FastAPI, api: GenerationService, settings: ServerSettings, ledger
     )
     inner = MessageErrors(api.adapters.holding(gate) if api.adapters.enabled else gate)
     return Observed(wrap_in_middleware(Origins(inner, access), access.middleware), api.engine.count_exchange)
-
-
-def add_generate_routes(app: FastAPI, api: GenerationService) -> None:
-    @app.post("/v1/chat/completions", **replies_of(replies.ChatReply, *CODES, stream=True), **BODY)
-    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-        """Create a chat completion, as one response or as a stream of events."""
-        return await answer_chat(api, body, request)
-
-    @app.post("/v1/completions", **replies_of(replies.CompletionReply, *CODES, stream=True), **BODY)
-    async def create_completion(body: CompletionBody, request: Request) -> Response:
-        """Create completions of one or more prompts, as one response or as a stream of events."""
-        return await answer_completion(api, body, request)

@@ -91,6 +91,10 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.special_tokens_map = dict(special_tokens or {})
+        self.bos_token, self.bos_token_id = self._special_token("bos_token")
+        self.eos_token, self.eos_token_id = self._special_token("eos_token")
+        self.unk_token, self.unk_token_id = self._special_token("unk_token")
+        self.pad_token, self.pad_token_id = self._special_token("pad_token")
         self.chat_template = chat_template
         self.tells_types = tells_types
         """Whether the model takes token type ids, which mark the tokens of a second text."""
@@ -243,41 +247,10 @@ class Tokenizer:
     def all_special_tokens(self) -> list[str]:
         return [self.added_tokens[i].content for i in self.all_special_ids]
 
-    @property
-    def bos_token(self) -> str | None:
-        return self.special_tokens_map.get("bos_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._named_id("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        return self.special_tokens_map.get("eos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._named_id("eos_token")
-
-    @property
-    def unk_token(self) -> str | None:
-        return self.special_tokens_map.get("unk_token")
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._named_id("unk_token")
-
-    @property
-    def pad_token(self) -> str | None:
-        return self.special_tokens_map.get("pad_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._named_id("pad_token")
-
-    def _named_id(self, name: str) -> int | None:
+    def _special_token(self, name: str) -> tuple[str | None, int | None]:
+        """Return the text and the id of a special token, such as `eos_token`; None if there is none."""
         token = self.special_tokens_map.get(name)
-        return None if token is None else self.backend.token_to_id(token)
+        return token, None if token is None else self.backend.token_to_id(token)
 
 
 def load_tokenizer(path: Path, checkpoint_format: str, *, trust_remote_code: bool = False) -> Tokenizer:

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from quire.data.plan import FinishReason, StepOutput
 from quire.data.request import Request
-from quire.server.anthropic import answer
+from quire.server.anthropic import routes
 from quire.server.anthropic.bodies import CountBody, MessageBody, ThinkingBlock
 from quire.server.anthropic.translate import as_chat, join_turns
 
@@ -330,7 +330,7 @@ def test_long_bodies_are_translated_off_the_loop(path: str, monkeypatch: pytest.
         on_loop.append(threading.current_thread() is threading.main_thread())
         return as_chat(*args, **kwargs)
 
-    monkeypatch.setattr(answer, "as_chat", noted)
+    monkeypatch.setattr(routes, "as_chat", noted)
     for length in (1, 20_000):
         turn = {"role": "user", "content": "x" * length}
         body = {"max_tokens": 1, "messages": [turn]}

@@ -17,10 +17,9 @@ from quire.config.env import Env
 from quire.errors import ConfigError, EngineDead, RequestError
 from quire.server.app import Application
 from quire.server.http.errors import NotFound
-from quire.server.lora import resolver, search
+from quire.server.lora import resolver
 from quire.server.lora.locations import LoRALocations
-from quire.server.lora.modules import LoRAModule, check_modules, read_modules
-from quire.server.lora.registry import LoRARegistry
+from quire.server.lora.registry import LoRAModule, LoRARegistry, check_modules, read_modules
 from quire.server.settings import make_settings
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -520,14 +519,14 @@ def test_a_store_that_never_answers_holds_up_nobody_for_ever(monkeypatch: pytest
     never = threading.Event()
 
     async def go() -> None:
-        looks = search.Search()
+        looks = resolver.Search()
         assert await looks(str.upper, "a") == "A"
-        monkeypatch.setattr(search, "SEARCH_S", 0.2)
+        monkeypatch.setattr(resolver, "SEARCH_S", 0.2)
         stuck = [looks(lambda _: never.wait(), "a") for _ in range(6)]
         found = await asyncio.gather(*stuck, return_exceptions=True)
         assert [type(each) for each in found] == [EngineDead] * 6
         never.set()
-        monkeypatch.setattr(search, "SEARCH_S", PATIENCE_S)
+        monkeypatch.setattr(resolver, "SEARCH_S", PATIENCE_S)
         assert await looks(str.upper, "b") == "B"
 
     asyncio.run(go())

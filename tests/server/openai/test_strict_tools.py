@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 from quire.configure import vocabulary_of
 from quire.data.params import StructuredOutputsParams
-from quire.server.openai.strict_tools import FORMATS, calls_grammar
+from quire.server.openai.tools import FORMATS, calls_grammar
 from quire.text.grammar import Grammars
 from quire.text.parsers import answer_parser
 from quire.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from fake_engine import FakeEngine, numbers
 from hanging_up import post
 
 from quire.server.app import Application
-from quire.server.pooling.vectors import packed
+from quire.server.pooling.jobs import packed
 from quire.server.settings import make_settings
 
 EMBEDDINGS = "/v1/embeddings"

@@ -23,11 +23,11 @@ from quire.config.sections import ParallelSection
 from quire.entrypoints.launch import launch
 from quire.errors import ConfigError
 from quire.server.app import Application
-from quire.server.engine import Outputs
 from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.streams import Outputs
 from quire.server.responses import routes
 from quire.server.responses.encoder import ResponseEncoder
-from quire.server.responses.messages import ItemMessages
+from quire.server.responses.items import ItemMessages
 from quire.server.responses.store import Full, Store, StoredResponse, StoredTurn
 from quire.server.responses.translate import chat_of
 from quire.server.settings import make_settings

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
 
 from quire.data.params import INT64_MAX, INT64_MIN
-from quire.server.openai.requests import Body, EngineBody, Many, Some, TokenId
+from quire.server.openai.requests import Body, EngineBody, Many, Some, TokenId, doc
 
 # ---- requests
 
@@ -22,7 +22,7 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"]
     thinking: str
-    signature: str | None = Field(None, description="Has no effect.")
+    signature: str | None = doc("Has no effect.")
 
 
 class RedactedBlock(Body):
@@ -46,8 +46,8 @@ class ImageSource(Body):
 
     type: Literal["base64", "url"]
     media_type: str | None = None
-    data: str | None = Field(None, description="The file, with type `base64`.")
-    url: str | None = Field(None, description="The address, with type `url`.")
+    data: str | None = doc("The file, with type `base64`.")
+    url: str | None = doc("The address, with type `url`.")
 
 
 class ImageBlock(Body):
@@ -85,7 +85,7 @@ class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Many[ResultBlock] | None = None
-    is_error: bool | None = Field(None, description="Passed to the chat template with the message.")
+    is_error: bool | None = doc("Passed to the chat template with the message.")
 
 
 Block = Annotated[
@@ -110,10 +110,10 @@ class MessageBody(Body):
 class MessageTool(Body):
     """A tool that the model may call."""
 
-    type: str | None = Field(None, description="`custom`; server-side tools are rejected.")
+    type: str | None = doc("`custom`; server-side tools are rejected.")
     name: str
     description: str | None = None
-    input_schema: dict[str, JsonValue] | None = Field(None, description="JSON schema of the input.")
+    input_schema: dict[str, JsonValue] | None = doc("JSON schema of the input.")
     strict: bool | None = None
 
 
@@ -121,7 +121,7 @@ class MessageToolChoice(Body):
     """The tools that the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = Field(None, description="Name of the tool, with type `tool`.")
+    name: str | None = doc("Name of the tool, with type `tool`.")
     disable_parallel_tool_use: bool | None = False
 
 
@@ -129,7 +129,7 @@ class Thinking(Body):
     """Whether the model thinks before it answers, and how long."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(None, ge=0, le=INT64_MAX, description="Needs --reasoning-parser.")
+    budget_tokens: int | None = doc("Needs --reasoning-parser.", ge=0, le=INT64_MAX)
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -143,8 +143,8 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     """Output settings."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="Passed to the chat template as `reasoning_effort`."
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = doc(
+        "Passed to the chat template as `reasoning_effort`."
     )
     format: OutputFormat | None = None
 
@@ -158,24 +158,22 @@ class CountBody(EngineBody):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(None, description="Older name of output_config.format.")
-    chat_template: str | None = Field(None, description="Needs --trust-request-chat-template.")
-    chat_template_kwargs: dict[str, JsonValue] | None = Field(
-        None, description="Variables of the chat template."
-    )
+    output_format: OutputFormat | None = doc("Older name of output_config.format.")
+    chat_template: str | None = doc("Needs --trust-request-chat-template.")
+    chat_template_kwargs: dict[str, JsonValue] | None = doc("Variables of the chat template.")
 
 
 class MessagesBody(CountBody):
     """The body of /v1/messages."""
 
     max_tokens: int = Field(gt=0, le=INT64_MAX)
-    stop_sequences: Many[str] | None = Field(None, description="At most 64 strings.")
+    stop_sequences: Many[str] | None = doc("At most 64 strings.")
     stream: bool | None = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: dict[str, JsonValue] | None = Field(None, description="Has no effect.")
-    service_tier: str | None = Field(None, description="Has no effect.")
+    metadata: dict[str, JsonValue] | None = doc("Has no effect.")
+    service_tier: str | None = doc("Has no effect.")
 
     min_p: float | None = None
     presence_penalty: float | None = None

@@ -1,16 +1,109 @@
-"""Encoding of a reply of /v1/messages, whole or as stream events."""
+"""Encoding of a reply of /v1/messages, whole or as stream events. Parsed pieces become content blocks, of
+which each starts, grows and stops before the next."""
 
+import json
+import re
 from typing import Any
 
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.data.pieces import Piece
+from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.errors import EngineError
-from quire.server.anthropic.blocks import BlockEvents, Event, content_of
 from quire.server.anthropic.errors import as_message_error
 from quire.server.http.errors import describe
-from quire.server.http.sse import event, quote
-from quire.server.openai.chat_request import ChatJob
+from quire.server.http.sse import AnswerEncoder, event, quote
+from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.service import GenerationService
+
+Event = dict[str, Any]
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+"""A lone surrogate: JSON can contain it, but it is not a character."""
+
+
+class BlockEvents:
+    """The content blocks of one message, as events. White space alone starts no block if other blocks may
+    follow."""
+
+    def __init__(self, *, hold_space: bool) -> None:
+        self.index = -1
+        """Index of the last block that was started."""
+        self.open = ""
+        """Type of the open block; empty if none is open."""
+        self.calls = False
+        self._hold_space = hold_space
+        self._space = ""
+
+    def add(self, piece: Piece) -> list[Event]:
+        match piece:
+            case TextPiece(text):
+                return self._text(text)
+            case ReasoningPiece(text):
+                events = self._begin("thinking", thinking="", signature="")
+                return [*events, self._delta("thinking_delta", thinking=text)]
+            case ToolStart(_, id, name):
+                self.calls = True
+                return [*self._close(), *self._begin("tool_use", id=id, name=name, input={})]
+            case ToolArguments(_, text):
+                return [self._delta("input_json_delta", partial_json=text)]
+
+    def end(self) -> list[Event]:
+        """Close the open block. A message has at least one block."""
+        return [*([] if self.index >= 0 else self._begin("text", text="")), *self._close()]
+
+    def _text(self, text: str) -> list[Event]:
+        if self._hold_space and self.open != "text":
+            text = self._space = self._space + text
+            if text.isspace():
+                return []
+        events = self._begin("text", text="")
+        return [*events, self._delta("text_delta", text=text)]
+
+    def _begin(self, kind: str, **fields: Any) -> list[Event]:
+        if self.open == kind:
+            return []
+        events = self._close()
+        self.open = kind
+        self.index += 1
+        begun = {"type": kind, **fields}
+        return [*events, {"type": "content_block_start", "index": self.index, "content_block": begun}]
+
+    def _delta(self, kind: str, **fields: str) -> Event:
+        return {"type": "content_block_delta", "index": self.index, "delta": {"type": kind, **fields}}
+
+    def _close(self) -> list[Event]:
+        self._space = ""
+        if not self.open:
+            return []
+        signed = [self._delta("signature_delta", signature="")] if self.open == "thinking" else []
+        self.open = ""
+        return [*signed, {"type": "content_block_stop", "index": self.index}]
+
+
+def content_of(events: list[Event]) -> list[dict[str, Any]]:
+    """Return the content blocks that the events describe."""
+    blocks: list[dict[str, Any]] = []
+    texts: dict[tuple[int, str], list[str]] = {}
+    for body in events:
+        if body["type"] == "content_block_start":
+            blocks.append(dict(body["content_block"]))
+        elif body["type"] == "content_block_delta":
+            (name, text) = list(body["delta"].items())[1]
+            texts.setdefault((body["index"], name), []).append(text)
+    for (index, name), parts in texts.items():
+        text = "".join(parts)
+        blocks[index] |= {"input": _parse_object(text)} if name == "partial_json" else {name: text}
+    return blocks
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    """Return the input of a tool call, or {} if its JSON is incomplete or not an object."""
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            value = json.loads(_LONE_SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
 
 _TEXT_HEAD = (
     b"event: content_block_delta\n"
@@ -23,13 +116,13 @@ _ERRORS = {"abort": "the request was aborted", "error": "the engine failed while
 """Finish reasons that this API reports as errors."""
 
 
-class MessageEncoder:
+class MessageEncoder(AnswerEncoder):
     """Encodes a message. A text-only event is concatenated from prepared bytes."""
 
-    def __init__(self, api: GenerationService, talk: ChatJob) -> None:
+    def __init__(self, api: GenerationService, talk: ChatRequest) -> None:
         self._api, self._talk = api, talk
         self._id = "msg_" + talk.job.id.removeprefix("msg-")
-        self._listener = talk.listener()
+        self._listener = talk.parser()
         self._blocks = BlockEvents(hold_space=talk.parses)
         self._num_prompt = len(talk.job.prompts[0].token_ids)
         self._num_output = 0

@@ -1,9 +1,10 @@
-"""The routes of Anthropic's API."""
+"""The routes of Anthropic's API: /v1/messages and /v1/messages/count_tokens."""
+
+import sys
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from quire.server.anthropic.answer import answer_messages, count_tokens
 from quire.server.anthropic.bodies import (
     CountBody,
     CountReply,
@@ -11,21 +12,40 @@ from quire.server.anthropic.bodies import (
     MessageReply,
     MessagesBody,
 )
-from quire.server.http.document import BODY, CODES, replies_of
-from quire.server.openai.service import GenerationService
+from quire.server.anthropic.encoder import MessageEncoder
+from quire.server.anthropic.translate import as_chat
+from quire.server.http.document import add_post
+from quire.server.http.errors import json_response
+from quire.server.openai.chat_request import prepare_chat
+from quire.server.openai.prompts import off_loop
+from quire.server.openai.requests import ChatBody
+from quire.server.openai.sampling_params import check_template
+from quire.server.openai.service import GenerationService, limit_long_work
 
 
 def add_message_routes(app: FastAPI, api: GenerationService) -> None:
+    path = "/v1/messages"
+    add_post(app, api, path, create_message, MessageReply, stream=True, error=MessageErrorReply)
+    add_post(app, api, f"{path}/count_tokens", count_message_tokens, CountReply, error=MessageErrorReply)
 
-    @app.post(
-        "/v1/messages", **replies_of(MessageReply, *CODES, stream=True, error=MessageErrorReply), **BODY
-    )
-    async def create_message(body: MessagesBody, request: Request) -> Response:
-        """Generate a message in Anthropic's format, whole or as a stream of events."""
-        return await answer_messages(api, body, request)
 
-    @app.post("/v1/messages/count_tokens", **replies_of(CountReply, *CODES, error=MessageErrorReply), **BODY)
-    async def count_message_tokens(body: CountBody, request: Request) -> Response:
-        """Return the number of prompt tokens of a conversation."""
-        async with api.long_work.place(request):
-            return await count_tokens(api, body, request)
+async def create_message(api: GenerationService, body: MessagesBody, request: Request) -> Response:
+    """Generate a message in Anthropic's format, whole or as a stream of events."""
+    chat = await _as_chat(body, request, budgets=api.parsers.reasoning is not None)
+    talk = await prepare_chat(api, chat, request, kind="msg")
+    return await api.answer(talk.job, MessageEncoder(api, talk), request, stream=bool(body.stream))
+
+
+@limit_long_work
+async def count_message_tokens(api: GenerationService, body: CountBody, request: Request) -> Response:
+    """Return the number of prompt tokens of a conversation."""
+    await api.check_model(body.model, pools=False)
+    check_template(body.chat_template, api.settings.api.trust_request_chat_template)
+    prompt = await api.reader.count(await _as_chat(body, request, budgets=False))
+    return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+async def _as_chat(body: CountBody, request: Request, *, budgets: bool) -> ChatBody:
+    """Translate the body; in a thread if the body is long or its length is unknown."""
+    num_bytes = int(request.headers.get("content-length", sys.maxsize))
+    return await off_loop(num_bytes, lambda: as_chat(body, budgets=budgets))

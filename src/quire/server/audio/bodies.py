@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, Json, JsonValue, field_valida
 
 from quire.data.params import INT64_MAX, INT64_MIN
 from quire.server.openai.replies import FinishReason, TimelineReply, UsageReply
-from quire.server.openai.requests import CallBody
+from quire.server.openai.requests import CallBody, doc
 
 Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
 
@@ -20,15 +20,11 @@ class SpeechForm(CallBody):
     model_config = ConfigDict(strict=False)
 
     file: UploadFile = Field(description="The audio file: WAV, or with PyAV installed any format of FFmpeg.")
-    language: str | None = Field(
-        None, description="Language of the audio: a code such as `en`. Default: detected by the model."
-    )
-    prompt: str = Field("", description="The preceding text, or expected words. Only its end is used.")
-    hotwords: str = Field("", description="Expected words, which are prepended to `prompt`.")
+    language: str | None = doc("Language of the audio: a code such as `en`. Default: detected by the model.")
+    prompt: str = doc("The preceding text, or expected words. Only its end is used.", "")
+    hotwords: str = doc("Expected words, which are prepended to `prompt`.", "")
     response_format: Format = "json"
-    temperature: float = Field(
-        0.0, description="0 is greedy.", json_schema_extra={"minimum": 0, "maximum": 2}
-    )
+    temperature: float = doc("0 is greedy.", 0.0, json_schema_extra={"minimum": 0, "maximum": 2})
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -36,11 +32,11 @@ class SpeechForm(CallBody):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
-    max_completion_tokens: int | None = Field(None, description="Limit for each chunk of 30 seconds.")
-    stream: bool = Field(False, description="Stream events, for json and text.")
-    stream_include_usage: bool = Field(False, description="End the stream with a chunk that has the usage.")
-    stream_continuous_usage_stats: bool = Field(False, description="In addition: usage in every chunk.")
-    vllm_xargs: Json[dict[str, JsonValue]] | None = Field(None, description="Has no effect.")
+    max_completion_tokens: int | None = doc("Limit for each chunk of 30 seconds.")
+    stream: bool = doc("Stream events, for json and text.", False)
+    stream_include_usage: bool = doc("End the stream with a chunk that has the usage.", False)
+    stream_continuous_usage_stats: bool = doc("In addition: usage in every chunk.", False)
+    vllm_xargs: Json[dict[str, JsonValue]] | None = doc("Has no effect.")
 
     @field_validator("*")
     @classmethod
@@ -64,7 +60,7 @@ class TranscriptionForm(SpeechForm):
 class TranslationForm(SpeechForm):
     """The form of /v1/audio/translations."""
 
-    to_language: str | None = Field(None, description="Only `en` is supported.")
+    to_language: str | None = doc("Only `en` is supported.")
 
 
 # ---- replies
@@ -90,9 +86,7 @@ class SegmentReply(BaseModel):
     temperature: float
     avg_logprob: float | None
     compression_ratio: float
-    no_speech_prob: float | None = Field(
-        None, description="Probability that the whole chunk contains no speech."
-    )
+    no_speech_prob: float | None = doc("Probability that the whole chunk contains no speech.")
 
 
 class WordReply(BaseModel):

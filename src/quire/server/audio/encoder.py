@@ -11,7 +11,9 @@ from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.frontend.speech import RATE, Segment, Transcriber
 from quire.server.audio.bodies import SpeechForm
 from quire.server.http.errors import json_response
-from quire.server.http.sse import DONE, event, failure
+from quire.server.http.sse import event
+from quire.server.openai.encoder import ChunkEncoder
+from quire.server.openai.requests import StreamOptions
 from quire.server.openai.service import ApiCall, GenerationService
 
 _LEAST_LOGPROB = -9999.0
@@ -45,25 +47,17 @@ class SpeechRequest:
         return self.length / RATE
 
 
-class SpeechEncoder:
+class SpeechEncoder(ChunkEncoder):
     """Encodes a transcription or translation. Its chunks are the prompts of one job."""
 
-    text_only = False
-
     def __init__(self, api: GenerationService, heard: SpeechRequest) -> None:
-        self._api, self._heard = api, heard
-        job, form = heard.job, heard.form
-        forced = api.settings.api.enable_force_include_usage
-        self._usage = forced or form.stream_include_usage or job.timeline is not None
-        self._continuous_usage = forced or (form.stream_include_usage and form.stream_continuous_usage_stats)
-        self._frame = {
-            "id": job.id,
-            "object": f"{NAMES[heard.task]}.chunk",
-            "created": job.created,
-            "model": job.model,
-        }
-        self._num_prompt = sum(len(prompt.token_ids) for prompt in job.prompts)
-        self._num_output = self._num_finished = 0
+        self._heard, form = heard, heard.form
+        options = StreamOptions(
+            include_usage=form.stream_include_usage, continuous_usage_stats=form.stream_continuous_usage_stats
+        )
+        kind = f"{NAMES[heard.task]}.chunk"
+        super().__init__(api, heard.job, object=kind, options=options, num_choices=1)
+        self._num_finished = 0
         self._has_text = self._is_new_chunk = False
         """Whether text was sent, and whether the next text belongs to another chunk."""
 
@@ -71,7 +65,7 @@ class SpeechEncoder:
 
     def encode(self, output: RequestOutput) -> bytes:
         (completion,) = output.outputs
-        self._num_output += len(completion.token_ids)
+        self._num_output[0] += len(completion.token_ids)
         self._num_finished += output.finished
         is_last = self._num_finished == len(self._heard.starts)
         text = completion.text if self._has_text else completion.text.lstrip()
@@ -87,22 +81,14 @@ class SpeechEncoder:
         return event(
             self._frame
             | {"choices": [choice]}
-            | ({"usage": self._token_usage()} if self._continuous_usage else {})
+            | ({"usage": self._final_usage()} if self._usage_in_every_chunk else {})
         )
 
-    def encode_text(self, text: str, num_tokens: int) -> bytes:
-        raise AssertionError("speech outputs are not text only")
+    def _final_usage(self) -> dict[str, Any]:
+        return self._api.usage(self._num_prompt, self._num_output[0], timeline=self._job.timeline)
 
-    def _token_usage(self) -> dict[str, Any]:
-        return self._api.usage(self._num_prompt, self._num_output, timeline=self._heard.job.timeline)
-
-    def finish(self) -> bytes:
-        if not self._usage:
-            return DONE
-        return event(self._frame | {"choices": [], "usage": self._token_usage()}) + DONE
-
-    def fail(self, error: Exception) -> bytes:
-        return failure(error)
+    def _ending(self) -> dict[str, Any]:
+        return {"usage": self._final_usage()}
 
     # ---- whole reply
 

@@ -1,18 +1,43 @@
-"""Routes of speech models."""
+"""The routes of speech models: /v1/audio/transcriptions and /v1/audio/translations."""
 
+import math
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Form, Request
 from starlette.responses import Response
 
-from quire.server.audio.answer import answer_speech
-from quire.server.audio.bodies import SpeechReply, TranscriptionForm, TranslationForm
+from quire.data.outputs import RequestOutput
+from quire.data.params import RequestOutputKind, SamplingParams
+from quire.errors import RequestError
+from quire.frontend.inputs import Prompt
+from quire.frontend.speech import MAX_SECONDS, RATE, Samples, Transcriber, pieces_of
+from quire.multimodal.inputs import MediaInput
+from quire.multimodal.processing import PreparedItem
+from quire.multimodal.processors import Audio
+from quire.server.audio.bodies import SpeechForm, SpeechReply, TranscriptionForm, TranslationForm
+from quire.server.audio.encoder import NAMES, SpeechEncoder, SpeechRequest, respond
 from quire.server.http.document import CODES, replies_of
+from quire.server.http.errors import NotFound, TooLarge
+from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
+from quire.server.openai.streams import all_of
 
 PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 MAX_FIELDS_BYTES = 1 << 20
 """Maximum size of a form without its file."""
+_KINDS = {"transcribe": "trsc", "translate": "trsl"}
+"""Prefixes of the request ids."""
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("frequency_penalty", "repetition_penalty", "presence_penalty"),
+)
+_TIMED = ("verbose_json", "srt", "vtt")
+"""Formats with timestamps."""
+_STREAMED = ("json", "text")
+_MAX_PROMPT = 1 << 14
+"""Maximum number of characters of `prompt` that are tokenized: many more than the model uses."""
 
 
 def add_speech_routes(app: FastAPI, api: GenerationService) -> None:
@@ -29,3 +54,169 @@ def add_speech_routes(app: FastAPI, api: GenerationService) -> None:
     async def create_translation(form: Annotated[TranslationForm, Form()], request: Request) -> Response:
         """Return the translation of audio to English."""
         return await answer_speech(api, "translate", form, request)
+
+
+async def answer_speech(api: GenerationService, task: str, form: SpeechForm, request: Request) -> Response:
+    speech = api.engine.inputs.media.speech
+    await api.check_model(form.model, pools=False)
+    if speech is None or task not in speech.tasks:
+        raise NotFound(f"The model does not support {NAMES[task].capitalize()}s API")
+    _check(form, speech)
+    known = [*speech.languages]
+    language = known[0] if len(known) == 1 else None
+    if form.language is not None:
+        language = speech.check_language(form.language)
+    wait = partial(api.answering.until_gone, request.receive)
+    samples, pieces = await wait(_read_audio(api, form, speech.at_once))
+    runs = _SpeechRuns(api, task, speech, form, request)
+    if language is None and speech.asks_first:
+        language = await wait(runs.detect_language(pieces[0][1]))
+    is_timed, silent = form.response_format in _TIMED, list[float | None]()
+    if form.response_format == "verbose_json" and speech.no_speech is not None:
+        silent = await wait(runs.no_speech_probs(pieces))
+    ids = speech.prompt(task, language, timed=is_timed, before=_previous_text(form))
+    prompts = [runs.prompt(ids, piece) for _, piece in pieces]
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
+    job = api.job(_KINDS[task], form, request, prompts, [params] * len(prompts))
+    heard = SpeechRequest(
+        task,
+        form,
+        job,
+        speech,
+        language,
+        [start for start, _ in pieces],
+        len(samples),
+        _granularities(form),
+        silent,
+    )
+    return await api.answer(
+        job,
+        SpeechEncoder(api, heard),
+        request,
+        stream=form.stream,
+        respond=respond(form),
+        in_order=True,
+        then=partial(runs.align, heard, pieces) if "word" in heard.wanted else None,
+    )
+
+
+def _check(form: SpeechForm, speech: Transcriber) -> None:
+    check_fields(form)
+    if form.response_format in _TIMED and speech.moments is None:
+        raise RequestError(
+            f"{form.response_format} needs a model that supports timestamps; for this one use json or text",
+            param="response_format",
+        )
+    if (form.stream_include_usage or form.stream_continuous_usage_stats) and not form.stream:
+        raise RequestError("Stream options can only be defined when `stream=True`.", param="stream")
+    if form.stream and form.response_format not in _STREAMED:
+        raise RequestError(
+            f"{form.response_format} format doesn't support streaming case", param="response_format"
+        )
+    if "word" in _granularities(form) and form.response_format != "verbose_json":
+        raise RequestError(
+            "word timestamps need response_format=verbose_json", param="timestamp_granularities[]"
+        )
+    if isinstance(form, TranslationForm) and form.to_language not in (None, "en"):
+        raise RequestError(
+            f"to_language {form.to_language!r:.40} is not supported: this model translates to `en`",
+            "to_language",
+        )
+
+
+def _previous_text(form: SpeechForm) -> str:
+    return f"{form.hotwords.strip()} {form.prompt}".strip()[-_MAX_PROMPT:]
+
+
+def _granularities(form: SpeechForm) -> frozenset[str]:
+    """Return the units that timestamps are computed for."""
+    requested = form.timestamp_granularities if isinstance(form, TranscriptionForm) else []
+    return frozenset(requested or ["segment"])
+
+
+async def _read_audio(
+    api: GenerationService, form: SpeechForm, at_once: int
+) -> tuple[Samples, list[tuple[int, PreparedItem]]]:
+    """Return the audio samples and the preprocessed chunks with their first samples."""
+    data, limit = await form.file.read(), api.settings.max_audio_bytes
+    if len(data) > limit:
+        raise TooLarge(f"Maximum file size exceeded: the limit is {limit} bytes", param="file")
+    media, item = api.engine.inputs.media, MediaInput("audio", None, "file", "file")
+    try:
+        samples = await media.hear(data, RATE, MAX_SECONDS)
+    except RequestError as error:
+        raise item.wrong(error) from None
+    chunks = pieces_of(samples, at_once)
+    works = [media.prepare([replace(item, source=Audio(piece, RATE))]) for _, piece in chunks]
+    prepared = await all_of(works)
+    return samples, [(start, piece) for (start, _), (piece,) in zip(chunks, prepared, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _SpeechRuns:
+    """The runs of the model for one request, besides the transcription itself."""
+
+    api: GenerationService
+    task: str
+    speech: Transcriber
+    form: SpeechForm
+    request: Request
+
+    def prompt(self, ids: list[int], piece: PreparedItem) -> Prompt:
+        return self.api.engine.inputs.parse({"prompt_token_ids": ids}, prepared=[piece])
+
+    async def _run(
+        self, name: str, prompts: list[Prompt], params: list[SamplingParams]
+    ) -> list[RequestOutput]:
+        kind = f"{_KINDS[self.task]}-{name}"
+        return await self.api.finished(self.api.job(kind, self.form, self.request, prompts, params))
+
+    async def detect_language(self, piece: PreparedItem) -> str:
+        """Detect the language of the first chunk."""
+        prompt = self.prompt(self.speech.prompt(self.task, None), piece)
+        codes = {id: code for code, id in self.speech.languages.items()}
+        params = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=list(codes))
+        (output,) = await self._run("lang", [prompt], [params])
+        return codes[output.outputs[0].token_ids[0]]
+
+    async def no_speech_probs(self, pieces: list[tuple[int, PreparedItem]]) -> list[float | None]:
+        """Return for each chunk the probability of silence: the model predicts a no-speech token instead of a
+        language."""
+        assert (token_id := self.speech.no_speech) is not None
+        ids = self.speech.prompt(self.task, None, before=_previous_text(self.form))
+        prompts = [self.prompt(ids, piece) for _, piece in pieces]
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[token_id])
+        outputs = await self._run("mute", prompts, [params] * len(prompts))
+        logprobs = [output.outputs[0].logprobs for output in outputs]
+        entries = [row[0].get(token_id) if row and row[0] else None for row in logprobs]
+        # With processed logprobs a suppressed token has a logprob of -inf: its probability is unknown.
+        return [None if x is None or math.isinf(x.logprob) else math.exp(x.logprob) for x in entries]
+
+    async def align(
+        self, heard: SpeechRequest, pieces: list[tuple[int, PreparedItem]], outputs: list[RequestOutput]
+    ) -> None:
+        """Compute the start times of the tokens of all chunks."""
+        ends = [*heard.starts[1:], heard.length]
+        inputs = [
+            self.speech.aligning(prompt.token_ids, output.outputs[0].token_ids, end - start)
+            for prompt, output, start, end in zip(heard.job.prompts, outputs, heard.starts, ends, strict=True)
+        ]
+        prompts = [self.prompt(ids, piece) for (ids, _), (_, piece) in zip(inputs, pieces, strict=True)]
+        once = partial(SamplingParams, max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True)
+        aligned = await self._run("words", prompts, [once(aligning=aligning) for _, aligning in inputs])
+        heard.begins.extend([output.aligned or [] for output in aligned])
+
+
+def _params(api: GenerationService, form: SpeechForm, max_tokens: int, *, timed: bool) -> SamplingParams:
+    default = api.engine.facts.default_sampling
+    values = {name: getattr(form, name) for name in _SAMPLING}
+    values |= {name: default.get(name) for name in values if values[name] is None}
+    return SamplingParams.from_optional(
+        **values,
+        max_tokens=max_tokens,
+        logprobs=0 if form.response_format == "verbose_json" else None,
+        skip_special_tokens=True,
+        timestamps=timed,
+        output_kind=RequestOutputKind.DELTA if form.stream else RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,6 +1,9 @@
-"""The OpenAPI document: bodies, responses and errors of the routes."""
+"""The OpenAPI document and its routes: bodies, responses and errors."""
 
-from typing import Any
+import inspect
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -8,6 +11,8 @@ from starlette.responses import Response
 
 from quire.server.http.fast_path import check_text
 from quire.server.openai.replies import ErrorReply
+
+Service = TypeVar("Service")
 
 
 async def _valid_text(request: Request) -> None:
@@ -18,6 +23,30 @@ BODY: dict[str, Any] = {"dependencies": [Depends(_valid_text)]}
 """Route options of a route with a body: the body must be valid text."""
 CODES = (400, 404, 413, 422, 429, 500, 503)
 """Status codes of errors of a route that uses the engine."""
+
+
+def add_post(
+    app: FastAPI,
+    service: Service,
+    path: str,
+    answer: Callable[[Service, Any, Request], Awaitable[Response]],
+    reply: Any,
+    *,
+    codes: tuple[int, ...] = CODES,
+    stream: bool = False,
+    error: type = ErrorReply,
+    content: dict[str, Any] | None = None,
+) -> None:
+    """Add a route that answers a POST with `answer(service, body, request)`. The document takes the route's
+    name, description and body from the signature of `answer`. `content`: further media types of the
+    response."""
+    described = replies_of(reply, *codes, stream=stream, error=error)
+    if content is not None:
+        described["responses"][200].setdefault("content", {}).update(content)
+    endpoint, text = partial(answer, service), inspect.getdoc(answer)
+    app.add_api_route(
+        path, endpoint, methods=["POST"], name=answer.__name__, description=text, **described, **BODY
+    )
 
 
 def replies_of(

@@ -32,9 +32,13 @@ class NotFound(RequestError):
 class InvalidBody(RequestError):
     """The body has fields that exclude each other; vLLM reports this as a validation error."""
 
+    kind = "Bad Request"
+
 
 class InvalidUserInput(RequestError):
     """The requested change is impossible; the error type has vLLM's name."""
+
+    kind = "InvalidUserInput"
 
 
 class Forbidden(RequestError):
@@ -72,12 +76,9 @@ def error_info(message: str, status: int, kind: str, param: str | None = None) -
 
 def describe(error: Exception) -> dict[str, Any]:
     """Return the response body of any exception. Internal errors are not described to the client."""
-    if isinstance(error, InvalidUserInput):
-        return error_info(str(error), error.status, "InvalidUserInput", error.param)
-    if isinstance(error, InvalidBody):
-        return error_info(str(error), error.status, "Bad Request", error.param)
     if isinstance(error, RequestError):
-        return error_info(str(error), error.status, _KINDS.get(error.status, "BadRequestError"), error.param)
+        kind = getattr(error, "kind", _KINDS.get(error.status, "BadRequestError"))
+        return error_info(str(error), error.status, kind, error.param)
     if isinstance(error, EngineError):
         kind = "ServiceUnavailableError" if error.status == 503 else "InternalServerError"
         return error_info(str(error), error.status, kind)

@@ -1,14 +1,14 @@
-"""Fast path of the busy routes: a valid body is parsed once and answered without FastAPI. FastAPI handles all
-other requests and reports invalid bodies. Large bodies of any route are parsed in a thread."""
+"""The path of JSON bodies: a valid body is parsed once and answered without FastAPI. FastAPI handles all
+other requests and reports invalid bodies. Large bodies are parsed in a thread."""
 
 import asyncio
 import gc
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from fastapi import FastAPI
@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import QuireError, RequestError
 from quire.logs import get_logger
@@ -49,24 +49,17 @@ _PARTS = (b"[", b"{", b":")
 
 
 class Direct:
-    """ASGI application that answers POSTs to its routes; other requests and invalid bodies go to `app`."""
+    """ASGI application that answers POSTs of JSON to the routes of `app`; other requests and invalid bodies
+    go to `app`."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        routes: Mapping[str, tuple[Any, Respond]],
-        others: Mapping[str, tuple[Any, Respond]] | None = None,
-        *,
-        log_stack: bool = False,
-    ) -> None:
-        """Initialize. `routes` maps a path to its body model and handler. Bodies of `others` are parsed here
-        only if they are large."""
+    def __init__(self, app: FastAPI, *, log_stack: bool = False) -> None:
         self._app = app
         self._log_stack = log_stack
-        self._busy = frozenset(routes)
         self._routes: dict[str, tuple[TypeAdapter[Any], Respond]] = {
-            path: (TypeAdapter(model), respond)
-            for path, (model, respond) in {**(others or {}), **routes}.items()
+            route.path: (TypeAdapter(cast(Any, field.field_info.annotation)), _responder(route.endpoint))
+            for route in app.routes
+            if isinstance(route, APIRoute) and (field := route.body_field) is not None
+            if not isinstance(field.field_info, Form)
         }
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")
         """A single thread, since parsing holds the GIL."""
@@ -87,7 +80,7 @@ class Direct:
                 self._parsing_in_thread(adapter, respond), raw, Request(scope, receive)
             )
             return await response(scope, receive, send)
-        if scope["path"] in self._busy and not may_have_surrogates(raw):
+        if not may_have_surrogates(raw):
             try:
                 body = adapter.validate_json(raw)
             except ValidationError:
@@ -119,17 +112,6 @@ class Direct:
         except Exception as error:
             logger.exception("a request failed")
             return error_response(describe(error))
-
-
-def json_routes(app: FastAPI) -> dict[str, tuple[Any, Respond]]:
-    """Return the body model and the handler of every route that takes JSON."""
-    routes: dict[str, tuple[Any, Respond]] = {}
-    for route in app.routes:
-        if not isinstance(route, APIRoute) or route.body_field is None:
-            continue
-        if not isinstance(route.body_field.field_info, Form):
-            routes[route.path] = route.body_field.field_info.annotation, _responder(route.endpoint)
-    return routes
 
 
 def _responder(endpoint: Callable[..., Any]) -> Respond:

@@ -1,14 +1,22 @@
-"""The running requests. Each is cancelled when its client disconnects, and all when a drain times out."""
+"""The running requests. Each is cancelled when its client disconnects, and all when a drain times out. Long
+texts that need no model, such as those to tokenize, are limited in number."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.types import Receive
 
 from quire.errors import EngineError
 
 T = TypeVar("T")
+
+_LONG_BYTES = 1 << 14
+_AT_ONCE = 2
+"""Long bodies that an API process handles at once. They share the threads with the prompts of other requests,
+and tokenization takes about a hundred times the memory of the text."""
 
 
 class ClientGone(Exception):
@@ -57,3 +65,20 @@ class Answering:
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class LongWork:
+    """Semaphore for requests with long bodies; short ones pass freely."""
+
+    def __init__(self, at_once: int = _AT_ONCE) -> None:
+        self._places = asyncio.Semaphore(at_once)
+
+    @asynccontextmanager
+    async def place(self, request: Request) -> AsyncIterator[None]:
+        """Wait, in order of arrival, while too many requests with long or chunked bodies are running."""
+        length = request.headers.get("content-length")
+        if length is not None and int(length) < _LONG_BYTES:
+            yield
+            return
+        async with self._places:
+            yield

@@ -1,24 +1,55 @@
-"""Server-sent events, written directly to the connection, without response models or middleware."""
+"""Server-sent events, written directly to the connection, without a coroutine per chunk, response models or
+middleware."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import QuireError
 from quire.frontend.output_buffer import OutputBuffer
 from quire.logs import get_logger
-from quire.server.encoder import AnswerEncoder
-from quire.server.engine import Outputs, Pushed, is_pushed
-from quire.server.http.connection import Connection
 from quire.server.http.errors import describe
 from quire.server.http.in_flight import Answering, ClientGone
 from quire.server.http.limits import DIRECT_SEND
+from quire.server.openai.streams import Outputs, Pushed, is_pushed
+
+
+class Connection:
+    """An HTTP/1.1 connection with sent headers, ready for the chunks of a body."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._write = cycle.transport.write
+
+    @classmethod
+    def under(cls, send: Send) -> "Connection | None":
+        """Return the connection of `send`, or None if it is unknown: with HTTP/1.0, and in tests."""
+        cycle = getattr(getattr(send, "direct", send), "__self__", None)
+        known = isinstance(cycle, RequestResponseCycle) and cycle.response_started and cycle.chunked_encoding
+        return cls(cycle) if known else None  # type: ignore[arg-type]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the write buffer is full, as the client reads too slowly."""
+        return self._cycle.flow.write_paused
+
+    async def drained(self) -> None:
+        await self._cycle.flow.drain()
+
+    def write(self, body: bytes) -> None:
+        if not self._cycle.disconnected:
+            self._write(b"%x\r\n%b\r\n" % (len(body), body))
+
 
 logger = get_logger(__name__)
+
+Encode = Callable[[RequestOutput], bytes]
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [
@@ -53,18 +84,51 @@ def _one_line(encoded: bytes) -> bytes:
     return encoded
 
 
-def failure(error: Exception) -> bytes:
-    """Return the last events of a failed stream of chunks."""
-    return event(describe(error)) + DONE
+class AnswerEncoder:
+    """Base of the encoders of one API each: outputs become the events of a stream or one body."""
+
+    @property
+    def text_only(self) -> bool:
+        """Whether `encode_text` can encode most outputs."""
+        return False
+
+    def encode(self, output: RequestOutput) -> bytes:
+        """Return the events of an output."""
+        raise NotImplementedError
+
+    def encode_text(self, text: str, num_tokens: int) -> bytes:
+        """Return the events of a text-only output of a single choice, neither first nor last."""
+        raise NotImplementedError
+
+    def finish(self) -> bytes:
+        """Return the last events of a successful stream."""
+        return DONE
+
+    def fail(self, error: Exception) -> bytes:
+        """Return the last events of a failed stream."""
+        return event(describe(error)) + DONE
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Return the body of a response that is not streamed, from the last output of each prompt."""
+        raise NotImplementedError
 
 
 class EventStream(Response):
     """Response that streams the outputs of a request as events; the encoder writes the end, even on
     failure."""
 
-    def __init__(self, outputs: Outputs, *, encoder: AnswerEncoder, answering: Answering) -> None:
+    def __init__(
+        self,
+        outputs: Outputs,
+        *,
+        encoder: AnswerEncoder,
+        answering: Answering,
+        note: Callable[[RequestOutput], None] | None = None,
+    ) -> None:
+        """Create a response. `note` is called with each output that is not text-only."""
         self.outputs = outputs
         self.encoder = encoder
+        self.encode = encoder.encode if note is None else _noting(note, encoder.encode)
         self.answering = answering
         self.background = None
         self.status_code = 200
@@ -88,10 +152,10 @@ class EventStream(Response):
     async def _write(self, send: Send) -> bytes:
         connection = Connection.under(send)
         if connection is not None and is_pushed(self.outputs):
-            await Pushing(connection, self.encoder).run(self.outputs)
+            await Pushing(connection, self.encoder, self.encode).run(self.outputs)
         else:
             async for output in self.outputs:
-                if chunk := self.encoder.encode(output):
+                if chunk := self.encode(output):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         return self.encoder.finish()
 
@@ -99,9 +163,10 @@ class EventStream(Response):
 class Pushing:
     """Writer of outputs as soon as they arrive. They are buffered while the client reads too slowly."""
 
-    def __init__(self, connection: Connection, encoder: AnswerEncoder) -> None:
+    def __init__(self, connection: Connection, encoder: AnswerEncoder, encode: Encode | None = None) -> None:
+        """Create a writer. `encode` replaces the method of the encoder."""
         self._connection = connection
-        self._encoder = encoder
+        self._encoder, self._encode = encoder, encode or encoder.encode
         self._held: dict[str, OutputBuffer] = {}
         self._draining: asyncio.Task[None] | None = None
         """Task that writes the buffered outputs once the client reads again. If it fails, the stream ends."""
@@ -145,5 +210,13 @@ class Pushing:
         self._draining = None
 
     def _write(self, output: RequestOutput) -> None:
-        if chunk := self._encoder.encode(output):
+        if chunk := self._encode(output):
             self._connection.write(chunk)
+
+
+def _noting(note: Callable[[RequestOutput], None], encode: Encode) -> Encode:
+    def noted(output: RequestOutput) -> bytes:
+        note(output)
+        return encode(output)
+
+    return noted

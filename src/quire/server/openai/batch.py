@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from quire.errors import RequestError
 from quire.server.http.errors import json_response
-from quire.server.openai.chat import ChatEncoder, answer_chat
-from quire.server.openai.chat_request import ChatJob, prepare_chat
-from quire.server.openai.completions import answer_completion
+from quire.server.openai.chat import ChatEncoder, create_chat_completion
+from quire.server.openai.chat_request import ChatRequest, prepare_chat
+from quire.server.openai.completions import create_completion
 from quire.server.openai.requests import ChatBody, CompletionBody
 from quire.server.openai.service import GenerationService
 from quire.server.openai.streams import Pauses
@@ -25,8 +25,13 @@ from quire.server.pooling.bodies import (
     RerankBody,
     ScoreBody,
 )
-from quire.server.pooling.embeddings import answer_classify, answer_embeddings, answer_pooling
-from quire.server.pooling.scores import answer_rerank, answer_score
+from quire.server.pooling.routes import (
+    create_classes,
+    create_embeddings,
+    create_pooling,
+    create_rerank,
+    create_score,
+)
 from quire.server.tokens.bodies import ChatBatchBody
 
 _NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
@@ -38,7 +43,8 @@ _NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
 """Fields that a batch does not support, with the values that disable them."""
 
 
-async def answer_chats(api: GenerationService, body: ChatBatchBody, request: Request) -> Response:
+async def create_chat_batch(api: GenerationService, body: ChatBatchBody, request: Request) -> Response:
+    """Answer several conversations, each as one choice."""
     for name, off in _NOT_IN_BATCHES.items():
         if getattr(body, name) not in off:
             raise RequestError(f"`{name}` is not supported in a batch of chats; leave it out", param=name)
@@ -48,7 +54,7 @@ async def answer_chats(api: GenerationService, body: ChatBatchBody, request: Req
             f"{api.settings.max_sequences} (VLLM_MAX_N_SEQUENCES); send fewer at once",
             param="messages",
         )
-    talks, answers, pause = list[ChatJob](), list[dict[str, Any]](), Pauses()
+    talks, answers, pause = list[ChatRequest](), list[dict[str, Any]](), Pauses()
     for messages in body.messages:
         talks.append(await prepare_chat(api, body.model_copy(update={"messages": messages}), request))
         await pause.if_due()
@@ -76,16 +82,11 @@ def shapes(api: GenerationService) -> Shapes:
     """Return the body classes that the model supports, with their handlers."""
     pooling = api.engine.inputs.pooling
     if pooling is None:
-        return {ChatBody: answer_chat, CompletionBody: answer_completion}
-    first: Shapes = {EmbeddingInput: answer_embeddings, EmbeddingChatBody: answer_embeddings}
+        return {ChatBody: create_chat_completion, CompletionBody: create_completion}
+    first: Shapes = {EmbeddingInput: create_embeddings, EmbeddingChatBody: create_embeddings}
     if pooling.task == "classify":
-        first = {InputBody: answer_classify, PoolingChatBody: answer_classify}
-    rest: Shapes = {ScoreBody: answer_score, RerankBody: answer_rerank}
+        first = {InputBody: create_classes, PoolingChatBody: create_classes}
+    rest: Shapes = {ScoreBody: create_score, RerankBody: create_rerank}
     if pooling.head:  # a token-level head has no score or embedding of the whole input
         first = rest = {}
-    return first | rest | {PoolingInputBody: answer_pooling, PoolingChatRequest: answer_pooling}
-
-
-async def answer_any(api: GenerationService, body: Any, request: Request) -> Response:
-    response: Response = await shapes(api)[type(body)](api, body, request)
-    return response
+    return first | rest | {PoolingInputBody: create_pooling, PoolingChatRequest: create_pooling}

@@ -5,60 +5,47 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.data.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
-from quire.server.http.sse import DONE, event, failure, opening, quote
-from quire.server.openai.answer_pieces import WholeAnswer, collect_pieces
-from quire.server.openai.chat_request import ChatJob, prepare_chat
+from quire.server.http.sse import event, opening, quote
+from quire.server.openai.answer_pieces import NAMED, WholeAnswer, collect_pieces
+from quire.server.openai.chat_request import ChatRequest, prepare_chat
+from quire.server.openai.encoder import ChunkEncoder
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
-from quire.server.openai.parsing import NAMED
 from quire.server.openai.requests import ChatBody
 from quire.server.openai.service import GenerationService
 
 _TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
 
-async def answer_chat(api: GenerationService, body: ChatBody, request: Request) -> Response:
+async def create_chat_completion(api: GenerationService, body: ChatBody, request: Request) -> Response:
+    """Create a chat completion, as one response or as a stream of events."""
     talk = await prepare_chat(api, body, request)
     return await api.answer(talk.job, ChatEncoder(api, talk), request, stream=bool(body.stream))
 
 
-class ChatEncoder:
+class ChatEncoder(ChunkEncoder):
     """Encoder of chat completions. A text-only chunk is a constant head, the quoted text and a constant
     tail."""
 
-    def __init__(self, api: GenerationService, talk: ChatJob) -> None:
-        self._api, self._talk, self._body, self._job = api, talk, talk.body, talk.job
-        body, job = talk.body, talk.job
-        forced = api.settings.api.enable_force_include_usage
+    def __init__(self, api: GenerationService, talk: ChatRequest) -> None:
+        self._talk, self._body = talk, talk.body
+        body, num_choices = talk.body, talk.body.n or 1
         options = body.stream_options
-        include_usage = bool(options and options.include_usage)
-        self._usage = forced or include_usage or job.timeline is not None
-        self._usage_in_every_chunk = forced or (
-            include_usage and bool(options and options.continuous_usage_stats)
-        )
+        kind = "chat.completion.chunk"
+        super().__init__(api, talk.job, object=kind, options=options, num_choices=num_choices)
         self._has_token_fields = bool(body.logprobs or body.return_token_ids or self._usage_in_every_chunk)
         """Whether chunks carry logprobs, token ids or usage, and not only text."""
-        self._counts_reasoning = talk.reading.reasoning is not None
+        self._counts_reasoning = talk.format.reasoning is not None
         """Whether reasoning tokens are counted."""
         self._plain = not (talk.parses or self._has_token_fields)
-        self._frame = {
-            "id": job.id,
-            "object": "chat.completion.chunk",
-            "created": job.created,
-            "model": job.model,
-        }
         lead = opening(self._frame)
-        num_choices = body.n or 1
         self._leads = [lead + b'{"index":%d,"delta":{' % index for index in range(num_choices)]
         self._heads = [lead + b'"content":' for lead in self._leads]
-        self._listeners = [talk.listener() for _ in range(num_choices)]
+        self._listeners = [talk.parser() for _ in range(num_choices)]
         self._calls = [False] * num_choices
         """Whether each choice has called a tool."""
-        self._num_output = [0] * num_choices
-        self._num_prompt = len(job.prompts[0].token_ids)
         self._num_cached: int | None = None
-        self._stats: RequestStateStats | None = None
         self._started = False
 
     # ---- a stream
@@ -146,40 +133,25 @@ class ChatEncoder:
             extra["usage"] = self._api.usage(self._num_prompt, self._num_output[index])
         return event(self._frame | {"choices": choices} | extra)
 
-    def finish(self) -> bytes:
-        if not self._usage:
-            return DONE
-        usage = self._build_usage(self._num_prompt, sum(self._num_output), self._num_cached)
-        ending: dict[str, Any] = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
-        if (metrics := self._api.metrics(self._stats, len(self._heads))) is not None:
-            ending["metrics"] = metrics
-        return event(self._frame | ending) + DONE
-
-    def fail(self, error: Exception) -> bytes:
-        return failure(error)
+    def _final_usage(self) -> dict[str, Any]:
+        return self._build_usage(self._num_prompt, sum(self._num_output), self._num_cached)
 
     # ---- a whole answer
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        body, job, ids = self._body, self._job, output.prompt_token_ids or []
+        body, ids = self._body, output.prompt_token_ids or []
         num_output = sum(len(choice.token_ids) for choice in output.outputs)
         choices = [self._build_choice(choice) for choice in output.outputs]
-        return {
-            "id": job.id,
-            "object": "chat.completion",
-            "created": job.created,
-            "model": job.model,
-            "choices": choices,
-            "service_tier": None,
-            "system_fingerprint": self._api.fingerprint,
-            "usage": self._build_usage(len(ids), num_output, output.num_cached_tokens),
-            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
-            "prompt_token_ids": list(ids) if body.return_token_ids else None,
-            "prompt_text": output.prompt if body.return_prompt_text else None,
-            "kv_transfer_params": None,
-            "metrics": self._api.metrics(output.metrics, len(output.outputs)),
-        }
+        return self._build_reply(
+            "chat.completion",
+            choices,
+            self._build_usage(len(ids), num_output, output.num_cached_tokens),
+            output.metrics,
+            prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
+            prompt_token_ids=list(ids) if body.return_token_ids else None,
+            prompt_text=output.prompt if body.return_prompt_text else None,
+        )
 
     def _build_choice(self, output: CompletionOutput) -> dict[str, Any]:
         answer = collect_pieces(self._listeners[output.index].hear(output))
@@ -195,7 +167,7 @@ class ChatEncoder:
     def _finish_reason(self, output: CompletionOutput, *, calls: bool) -> str:
         """Return the finish reason, which is `stop`, not `tool_calls`, if the request named the tool."""
         reason = output.finish_reason or "stop"
-        return "tool_calls" if calls and reason == "stop" and self._talk.use.calls != NAMED else reason
+        return "tool_calls" if calls and reason == "stop" and self._talk.tools.calls != NAMED else reason
 
     def _build_usage(self, num_prompt: int, num_output: int, num_cached: int | None) -> dict[str, Any]:
         usage = self._api.usage(num_prompt, num_output, num_cached, self._job.timeline)
@@ -232,7 +204,7 @@ def _delta(piece: Piece) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _message(talk: ChatJob, answer: WholeAnswer) -> dict[str, Any]:
+def _message(talk: ChatRequest, answer: WholeAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": talk.role,
         "content": (talk.echoed + answer.text) or (None if answer.calls or answer.reasoning else ""),

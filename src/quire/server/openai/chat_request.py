@@ -1,4 +1,4 @@
-"""Preparation of a chat request: checks, prompt, sampling parameters and output parser."""
+"""Preparation of a chat request: checks, tools, prompt, output parser and sampling parameters."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,18 +9,17 @@ from starlette.requests import Request
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
-from quire.server.openai.answer_pieces import OutputParser
-from quire.server.openai.parsing import AnswerFormat
+from quire.server.openai.answer_pieces import AnswerFormat, OutputParser
 from quire.server.openai.requests import MAX_STOP_STRINGS, ChatBody, Message
 from quire.server.openai.sampling_params import (
     beam_params,
     chat_num_logprobs,
     check_chat,
     check_generate,
+    constraint_of,
     sampling_params,
 )
 from quire.server.openai.service import ApiCall, GenerationService
-from quire.server.openai.structured import constraint_of
 from quire.server.openai.tools import ToolUse, tool_use
 
 _TAIL_TOKENS = 64
@@ -32,7 +31,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
-class ChatJob:
+class ChatRequest:
     """A chat request that is ready for the engine."""
 
     body: ChatBody
@@ -41,104 +40,80 @@ class ChatJob:
     """Role of the response message."""
     echoed: str
     """Beginning of the response: the last message, if `echo` is set and the roles match."""
-    use: ToolUse = field(default_factory=ToolUse)
-    reading: AnswerFormat = field(default_factory=AnswerFormat)
+    tools: ToolUse = field(default_factory=ToolUse)
+    format: AnswerFormat = field(default_factory=AnswerFormat)
 
     @property
     def parses(self) -> bool:
-        return self.reading.make is not None
+        return self.format.make is not None
 
-    def listener(self) -> OutputParser:
+    def parser(self) -> OutputParser:
         """Return the output parser of one choice."""
         return OutputParser(
-            self.reading.make and self.reading.make(),
-            reasoning=self.reading.reasoning,
-            breaks=self.reading.breaks,
+            self.format.make and self.format.make(),
+            reasoning=self.format.reasoning,
+            breaks=self.format.breaks,
             leaves_out_reasoning=self.body.include_reasoning is False,
-            one_call=not self.use.several,
+            one_call=not self.tools.several,
         )
 
 
 async def prepare_chat(
     api: GenerationService, body: ChatBody, request: Request, kind: str = "chatcmpl"
-) -> ChatJob:
+) -> ChatRequest:
     """Check a chat request and prepare its call; `kind` is the prefix of its id."""
     settings = api.settings.api
     await api.check_model(body.model, pools=False)
     check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(kind, MAX_STOP_STRINGS))
     check_chat(body, trust_template=settings.trust_request_chat_template)
-    use = tool_use(body, auto=api.parsers.auto)
-    constraint = _build_constraint(api, body, use)
+    tools = tool_use(body, auto=api.parsers.auto)
+    requested = constraint_of(body)
+    constraint = tools.constrain(
+        requested,
+        is_format=body.response_format is not None,
+        parser=api.parsers.tools,
+        tokenizer=api.inputs_of(body.model).tokenizer,
+    )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    prompt = await api.reader.of_chat(body, max_tokens, partial(api.answering.until_gone, request.receive))
-    free = constraint is None or (use.calls == "auto" and constraint_of(body) is None)
-    reading = _choose_reading(api, body, use, prompt, free=free)
+    wait = partial(api.answering.until_gone, request.receive)
+    prompt = await api.reader.of_chat(body, max_tokens or 1, wait, effort=body.reasoning_effort)
+    free = constraint is None or (tools.calls == "auto" and requested is None)
+    format = _answer_format(api, body, tools, prompt, free=free)
     limit = api.output_limit(max_tokens, len(prompt.token_ids))
-    params = _build_params(api, body, limit, constraint, reading)
+    params = _build_params(api, body, limit, constraint, format)
     last = body.messages[-1]
     role = settings.response_role if body.add_generation_prompt else last.role
     echoed = _text(last) if body.echo and last.role == role else ""
-    return ChatJob(body, api.job(kind, body, request, [prompt], [params]), role, echoed, use, reading)
+    return ChatRequest(body, api.job(kind, body, request, [prompt], [params]), role, echoed, tools, format)
 
 
 def _text(message: Message) -> str:
     return message.content if isinstance(message.content, str) else ""
 
 
-def _build_constraint(api: GenerationService, body: ChatBody, use: ToolUse) -> dict[str, Any] | None:
-    """Return the structured output constraint: the request's own, that of forced tool calls, or a grammar
-    that allows both."""
-    constraint = constraint_of(body)
-    if use.forced and constraint is not None and body.response_format is None:
-        raise RequestError(
-            "You can only either use constraints for structured outputs or tools, not both.",
-            param="structured_outputs",
-        )
-    schema = _schema_only(constraint)
-    tokenizer = api.inputs_of(body.model).tokenizer
-    if tokenizer is not None and (constraint is None or schema is not None):
-        return use.constraint() or use.chosen_constraint(api.parsers.tools, tokenizer, schema) or constraint
-    return use.constraint() or constraint
-
-
-def _schema_only(constraint: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the JSON schema of a constraint that consists of nothing else."""
-    match constraint:
-        case {"json": dict(schema), **more} if not more:
-            return schema
-        case {"json_object": True, **more} if not more:
-            return {"type": "object"}
-    return None
-
-
-def _choose_reading(
-    api: GenerationService, body: ChatBody, use: ToolUse, prompt: Prompt, *, free: bool
+def _answer_format(
+    api: GenerationService, body: ChatBody, tools: ToolUse, prompt: Prompt, *, free: bool
 ) -> AnswerFormat:
     """Return how to parse the output. `free`: whether the output is unconstrained."""
     tokenizer = api.inputs_of(body.model).tokenizer
-    if tokenizer is None or (api.parsers.reasoning is None and use.calls == "none"):
+    if tokenizer is None or (api.parsers.reasoning is None and tools.calls == "none"):
         return AnswerFormat()
     text = prompt.text
     if text is None:
         text = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    variables = api.reader.variables(body, body.reasoning_effort)
+    switches = [variables[name] for name in _SWITCHES if isinstance(variables.get(name), bool)]
     return api.parsers.reading(
         text,
         tokenizer,
-        calls=use.calls,
-        name=use.name,
-        schemas=use.schemas,
+        calls=tools.calls,
+        name=tools.name,
+        schemas=tools.schemas,
         num_calls=sum(len(message.tool_calls or ()) for message in body.messages),
-        thinks=_thinks(api, body),
+        thinks=switches[0] if switches else None,
         free=free,
         begun=_text(body.messages[-1]) if body.continue_final_message else "",
     )
-
-
-def _thinks(api: GenerationService, body: ChatBody) -> bool | None:
-    """Return whether the request turns reasoning on or off, or None."""
-    variables = api.reader.variables(body, body.reasoning_effort)
-    switches = [variables[name] for name in _SWITCHES if isinstance(variables.get(name), bool)]
-    return switches[0] if switches else None
 
 
 def _build_params(
@@ -146,7 +121,7 @@ def _build_params(
     body: ChatBody,
     max_tokens: int,
     constraint: dict[str, Any] | None,
-    reading: AnswerFormat,
+    format: AnswerFormat,
 ) -> SamplingParams | BeamSearchParams:
     facts = api.engine.facts
     if body.use_beam_search:
@@ -162,7 +137,7 @@ def _build_params(
         logprobs=chat_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
         constraint=constraint,
-        reasoning=reading.reasoning,
-        may_think=reading.may_think,
-        keeps_special_tokens=reading.keeps_special_tokens,
+        reasoning=format.reasoning,
+        may_think=format.may_think,
+        keeps_special_tokens=format.keeps_special_tokens,
     )

@@ -7,25 +7,29 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput, RequestStateStats
+from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
-from quire.server.http.sse import DONE, event, failure, opening, quote
+from quire.server.http.sse import event, opening, quote
+from quire.server.openai.encoder import ChunkEncoder
 from quire.server.openai.logprobs import LogprobColumns, prompt_logprobs
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.sampling_params import (
     beam_params,
     check_generate,
     completion_prompt_logprobs,
+    constraint_of,
     sampling_params,
 )
 from quire.server.openai.service import ApiCall, GenerationService, Params
 
 _TAIL = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+_OBJECT = "text_completion"
 _DEFAULT_MAX_TOKENS = 16
 
 
-async def answer_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
+async def create_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
+    """Create completions of one or more prompts, as one response or as a stream of events."""
     job = await begin_completion(api, body, request)
     return await api.answer(job, CompletionEncoder(api, body, job), request, stream=bool(body.stream))
 
@@ -55,15 +59,16 @@ def _only_prompt(body: CompletionBody) -> bool:
 
 
 def _params(api: GenerationService, body: CompletionBody, max_tokens: int) -> Params:
-    facts = api.engine.facts
+    facts, constraint = api.engine.facts, constraint_of(body)
     if body.use_beam_search:
-        return beam_params(body, facts, max_tokens=max_tokens)
+        return beam_params(body, facts, max_tokens=max_tokens, constraint=constraint)
     return sampling_params(
         body,
         facts,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=completion_prompt_logprobs(body),
+        constraint=constraint,
     )
 
 
@@ -110,29 +115,19 @@ def _add_logprobs(
     return columns.take()
 
 
-class CompletionEncoder:
+class CompletionEncoder(ChunkEncoder):
     """Encoder of completions. A text-only chunk is a constant head, the quoted text and a constant tail."""
 
     def __init__(self, api: GenerationService, body: CompletionBody, job: ApiCall) -> None:
-        self._api, self._body, self._job = api, body, job
+        self._body, self._n = body, body.n or 1
+        options, num_choices = body.stream_options, self._n * len(job.prompts)
+        super().__init__(api, job, object=_OBJECT, options=options, num_choices=num_choices)
         self._places = {id: place for place, id in enumerate(job.engine_ids())}
-        forced = api.settings.api.enable_force_include_usage
-        options = body.stream_options
-        include_usage = bool(options and options.include_usage)
-        self._usage = forced or include_usage or job.timeline is not None
-        self._usage_in_every_chunk = forced or (
-            include_usage and bool(options and options.continuous_usage_stats)
-        )
         self._num_top = _num_top(body)
         self._plain = self._num_top is None and not (body.return_token_ids or self._usage_in_every_chunk)
-        self._frame = {"id": job.id, "object": "text_completion", "created": job.created, "model": job.model}
-        self._n = body.n or 1
-        num_choices = self._n * len(job.prompts)
         lead = opening(self._frame)
         self._heads = [lead + b'{"index":%d,"text":' % index for index in range(num_choices)]
-        self._num_output = [0] * num_choices
         self._num_cached = [0] * len(job.prompts)
-        self._stats: RequestStateStats | None = None
         self._prompt_logprobs: list[PromptLogprobs | None] = [None] * len(job.prompts)
         """Prompt logprobs, which arrive with the first output of each prompt and apply to all of its
         choices."""
@@ -191,46 +186,23 @@ class CompletionEncoder:
             chunk["usage"] = api.usage(len(prompt.token_ids), self._num_output[index])
         return event(chunk)
 
-    def finish(self) -> bytes:
-        if not self._usage:
-            return DONE
-        num_prompt = sum(len(prompt.token_ids) for prompt in self._job.prompts)
-        counts = num_prompt, sum(self._num_output), sum(self._num_cached)
-        usage = self._api.usage(*counts, self._job.timeline)
-        ending: dict[str, Any] = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
-        if (metrics := self._api.metrics(self._stats, len(self._heads))) is not None:
-            ending["metrics"] = metrics
-        return event(self._frame | ending) + DONE
-
-    def fail(self, error: Exception) -> bytes:
-        return failure(error)
+    def _final_usage(self) -> dict[str, Any]:
+        num_output, num_cached = sum(self._num_output), sum(self._num_cached)
+        return self._api.usage(self._num_prompt, num_output, num_cached, self._job.timeline)
 
     # ---- a whole answer
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        api, body, job = self._api, self._body, self._job
-        choices, num_prompt, num_output, num_cached = [], 0, 0, 0
+        body, choices, num_output, num_cached = self._body, [], 0, 0
         for place, output in enumerate(outputs):
-            prompt = job.prompts[place]
-            echo = _echo(api, body, prompt)
+            echo = _echo(self._api, body, self._job.prompts[place])
             for choice in output.outputs:
                 index = place * self._n + choice.index
                 choices.append(self._build_choice(output, choice, echo) | {"index": index})
                 num_output += len(_tokens_of(body, choice))
-            num_prompt += len(prompt.token_ids)
             num_cached += output.num_cached_tokens or 0
-        return {
-            "id": job.id,
-            "object": "text_completion",
-            "created": job.created,
-            "model": job.model,
-            "choices": choices,
-            "service_tier": None,
-            "system_fingerprint": api.fingerprint,
-            "usage": api.usage(num_prompt, num_output, num_cached),
-            "kv_transfer_params": None,
-            "metrics": api.metrics(outputs[0].metrics, len(choices)),
-        }
+        usage = self._api.usage(self._num_prompt, num_output, num_cached)
+        return self._build_reply(_OBJECT, choices, usage, outputs[0].metrics)
 
     def _build_choice(self, output: RequestOutput, choice: CompletionOutput, echo: _Echo) -> dict[str, Any]:
         api, body, logprobs = self._api, self._body, None

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from quire.data.lora import LoRARequest
 from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt, pair_prompt
+from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.message_parts import part_media
 from quire.frontend.score_inputs import ScoreInputs, sides_prompt
 from quire.multimodal.processing import PreparedItem
-from quire.server.engine import Engine
 from quire.server.http.errors import InvalidBody
 from quire.server.openai.requests import (
     MAX_PROMPTS,
@@ -70,7 +70,7 @@ class PromptReader:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AsyncEngine,
         settings: ApiSection,
         adapter_of: Callable[[str | None], LoRARequest | None] = lambda name: None,
     ) -> None:
@@ -114,13 +114,15 @@ class PromptReader:
 
         return await off_loop(sum(map(_num_chars, prompts)), read)
 
-    async def of_chat(self, body: Any, max_tokens: int | None, wait: Wait | None = None) -> Prompt:
-        """Return the prompt of a chat. `wait` awaits slow work and may cancel it."""
+    async def of_chat(
+        self, body: Any, num_output: int, wait: Wait | None = None, *, effort: str | None = None
+    ) -> Prompt:
+        """Return the prompt of a chat, with room for `num_output` tokens if it is truncated. `wait` awaits
+        slow work and may cancel it."""
         talk = await self._parse_chat(body, wait)
 
         def read() -> Prompt:
-            prompt = self._render(talk, self._inputs_for(body), body.reasoning_effort)
-            return self._truncate(prompt, body, max_tokens or 1)
+            return self._truncate(self._render(talk, self._inputs_for(body), effort), body, num_output)
 
         return await off_loop(talk.size, read)
 
@@ -161,15 +163,6 @@ class PromptReader:
         )
         for side, prepared in zip(unique, prepared_sides, strict=True):
             side.prepared = prepared
-
-    async def of_conversation(self, body: Any, wait: Wait | None = None) -> Prompt:
-        """Return the prompt of a conversation without room for output tokens."""
-        talk = await self._parse_chat(body, wait)
-
-        def read() -> Prompt:
-            return self._truncate(self._render(talk, self._inputs_for(body), None), body, 0)
-
-        return await off_loop(talk.size, read)
 
     async def count(self, body: ConversationBody) -> Prompt:
         """Return the prompt of a conversation of any number of tokens, for /tokenize."""
@@ -359,25 +352,19 @@ def _fields(messages: Sequence[Message]) -> list[Any]:
 def _num_values(value: Any) -> int:
     """Count the nested values, up to `_LONG`. A text counts as one, since the search for media does not read
     it. Embeddings count as long, since they are decoded."""
-    count, pending = 0, [value]
-    while pending and count < _LONG:
-        item = pending.pop()
-        count += 1
-        if isinstance(item, dict):
-            pending += (*item, *item.values())
-        elif isinstance(item, list):
-            pending += item
-        elif isinstance(item, str) and item.endswith(_EMBEDS):
-            return _LONG
-    return count
+    return _count(value, lambda text: _LONG if text.endswith(_EMBEDS) else 1)
 
 
 def _num_chars(value: Any) -> int:
     """Count the characters of all nested values, up to about `_LONG`."""
+    return _count(value, len)
+
+
+def _count(value: Any, size_of: Callable[[str], int]) -> int:
     count, pending = 0, [value]
     while pending and count < _LONG:
         item = pending.pop()
-        count += len(item) if isinstance(item, str) else 1
+        count += size_of(item) if isinstance(item, str) else 1
         if isinstance(item, dict):
             pending += (*item, *item.values())
         elif isinstance(item, list | tuple):

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from quire.server.openai.requests import doc
+
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repetition"]
 
 
@@ -26,7 +28,7 @@ class CachedTokens(BaseModel):
     """Prompt tokens found in the prefix cache, and those of media."""
 
     cached_tokens: int | None = None
-    multimodal_tokens: dict[str, int] | None = Field(None, description="Tokens of media, by modality.")
+    multimodal_tokens: dict[str, int] | None = doc("Tokens of media, by modality.")
 
 
 class ReasoningTokens(BaseModel):

@@ -24,7 +24,8 @@ def _ranged(low: float | None = None, high: float | None = None, text: str = "")
     return Field(default=None, description=text or None, json_schema_extra=extra)
 
 
-def _doc(text: str, default: Any = None, **rules: Any) -> Any:
+def doc(text: str, default: Any = None, **rules: Any) -> Any:
+    """Return an optional field with a description."""
     return Field(default=default, description=text, **rules)
 
 
@@ -56,8 +57,8 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool | None = _doc("End the stream with a chunk that has the usage.", False)
-    continuous_usage_stats: bool | None = _doc("With include_usage: report usage in every chunk.", False)
+    include_usage: bool | None = doc("End the stream with a chunk that has the usage.", False)
+    continuous_usage_stats: bool | None = doc("With include_usage: report usage in every chunk.", False)
 
 
 class RepetitionDetection(BaseModel):
@@ -73,26 +74,24 @@ class RepetitionDetection(BaseModel):
 class CallBody(Body):
     """Fields of every call of the engine."""
 
-    model: str | None = _doc("One of the served names. Default: the first of them.")
-    priority: Int = _doc(
-        "Lower goes first, with --scheduling-policy priority.", 0, ge=INT64_MIN, le=INT64_MAX
-    )
-    request_id: str | None = _doc(
+    model: str | None = doc("One of the served names. Default: the first of them.")
+    priority: Int = doc("Lower goes first, with --scheduling-policy priority.", 0, ge=INT64_MIN, le=INT64_MAX)
+    request_id: str | None = doc(
         "Part of the id, at most 256 printable characters; the header X-Request-Id takes precedence."
     )
-    user: str | None = _doc("Has no effect.")
+    user: str | None = doc("Has no effect.")
 
 
 class EngineBody(CallBody):
     """Fields of every request with its own prompt."""
 
-    truncate_prompt_tokens: Int | None = _doc(
+    truncate_prompt_tokens: Int | None = doc(
         "Truncate the prompt to this many tokens; -1: to what fits in max_model_len.", ge=-1, le=INT64_MAX
     )
-    truncation_side: Literal["left", "right"] | None = _doc(
+    truncation_side: Literal["left", "right"] | None = doc(
         "The side to truncate. Default: left; right for a pooling model."
     )
-    cache_salt: str | None = _doc(
+    cache_salt: str | None = doc(
         f"At most {MAX_SALT_CHARS} characters. Shares cached prefixes only with requests of the same salt.",
         min_length=1,
         max_length=MAX_SALT_CHARS,
@@ -110,13 +109,11 @@ class GenerateBody(EngineBody):
     presence_penalty: float | None = _ranged(-2, 2)
     frequency_penalty: float | None = _ranged(-2, 2)
     repetition_penalty: float | None = _ranged(0)
-    length_penalty: float | None = _doc("Exponent of the length in the scores of beam search.")
-    logit_bias: Biases | None = _doc("Token id to bias, from -100 to 100.")
+    length_penalty: float | None = doc("Exponent of the length in the scores of beam search.")
+    logit_bias: Biases | None = doc("Token id to bias, from -100 to 100.")
     seed: Int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    stop: str | Many[str] | None = _doc(f"At most {MAX_STOP_STRINGS} strings.")
-    stop_token_ids: Many[TokenId] | None = _doc(
-        f"At most {MAX_STOP_TOKEN_IDS} ids of the model's vocabulary."
-    )
+    stop: str | Many[str] | None = doc(f"At most {MAX_STOP_STRINGS} strings.")
+    stop_token_ids: Many[TokenId] | None = doc(f"At most {MAX_STOP_TOKEN_IDS} ids of the model's vocabulary.")
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     min_tokens: Int | None = _ranged(0)
@@ -127,29 +124,29 @@ class GenerateBody(EngineBody):
     prompt_logprobs: Int | None = _ranged(-1, None, "Number of top logprobs per prompt position.")
     logprob_token_ids: Many[TokenId] | None = None
     repetition_detection: RepetitionDetection | None = None
-    response_format: dict[str, JsonValue] | None = _doc(
+    response_format: dict[str, JsonValue] | None = doc(
         "Format of the output: type text, json_object, json_schema or structural_tag."
     )
-    structured_outputs: dict[str, JsonValue] | None = _doc(
+    structured_outputs: dict[str, JsonValue] | None = doc(
         "Constraint of the output, one of: json, regex, choice, grammar, json_object, structural_tag."
     )
     stream_interval: Int | None = _ranged(1, None, "Tokens between two chunks of a stream.")
     use_beam_search: bool | None = False
-    echo: bool | None = _doc("Begin the output with the prompt (chat: with the last message).", False)
+    echo: bool | None = doc("Begin the output with the prompt (chat: with the last message).", False)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
-    return_token_offsets: bool | None = _doc(
+    return_token_offsets: bool | None = doc(
         "For the routes that end in /render: the start and end of each token in the prompt's text.", False
     )
-    return_tokens_as_token_ids: bool | None = _doc("Show tokens in logprobs as `token_id:ID`.")
-    session_id: str | None = _doc("Has no effect with one engine.")
+    return_tokens_as_token_ids: bool | None = doc("Show tokens in logprobs as `token_id:ID`.")
+    session_id: str | None = doc("Has no effect with one engine.")
 
     thinking_token_budget: Int | None = _ranged(
         -1, None, "Maximum reasoning tokens; needs --reasoning-parser. -1: no limit."
     )
-    kv_transfer_params: dict[str, JsonValue] | None = _doc("Has no effect: nothing is transferred.")
-    vllm_xargs: dict[str, str | float | Many[str | float]] | None = _doc(
+    kv_transfer_params: dict[str, JsonValue] | None = doc("Has no effect: nothing is transferred.")
+    vllm_xargs: dict[str, str | float | Many[str | float]] | None = doc(
         "Arguments for extensions: has no effect."
     )
 
@@ -158,7 +155,7 @@ class Message(Body):
     """One message of a conversation."""
 
     role: str
-    content: str | Many[dict[str, JsonValue]] | None = _doc(
+    content: str | Many[dict[str, JsonValue]] | None = doc(
         "Text, or parts of type text and, for multimodal models, image_url, video_url, audio_url,"
         " input_audio and others."
     )
@@ -170,8 +167,8 @@ class Message(Body):
 class MediaBody(Body):
     """Options for images, videos and audio."""
 
-    mm_processor_kwargs: dict[str, JsonValue] | None = _doc("Arguments of the model's multimodal processor.")
-    media_io_kwargs: dict[str, JsonValue] | None = _doc(
+    mm_processor_kwargs: dict[str, JsonValue] | None = doc("Arguments of the model's multimodal processor.")
+    media_io_kwargs: dict[str, JsonValue] | None = doc(
         'Options of decoding media, by modality, such as {"video": {"num_frames": 16}}.'
     )
 
@@ -181,12 +178,12 @@ class ConversationBody(MediaBody):
 
     messages: Some[Message] = Field(examples=[[{"role": "user", "content": "Hello!"}]])
     add_generation_prompt: bool = True
-    continue_final_message: bool = _doc("Continue the last message instead of answering it.", False)
-    add_special_tokens: bool = _doc("Add the tokenizer's special tokens to those of the template.", False)
-    documents: Many[dict[str, JsonValue]] | None = _doc("Documents for chat templates that use them.")
-    chat_template: str | None = _doc("Needs --trust-request-chat-template.")
-    chat_template_kwargs: dict[str, JsonValue] | None = _doc("Variables of the chat template.")
-    tools: Many[dict[str, JsonValue]] | None = _doc("Functions that the model may call.")
+    continue_final_message: bool = doc("Continue the last message instead of answering it.", False)
+    add_special_tokens: bool = doc("Add the tokenizer's special tokens to those of the template.", False)
+    documents: Many[dict[str, JsonValue]] | None = doc("Documents for chat templates that use them.")
+    chat_template: str | None = doc("Needs --trust-request-chat-template.")
+    chat_template_kwargs: dict[str, JsonValue] | None = doc("Variables of the chat template.")
+    tools: Many[dict[str, JsonValue]] | None = doc("Functions that the model may call.")
 
 
 class ChatBody(GenerateBody, ConversationBody):
@@ -198,14 +195,14 @@ class ChatBody(GenerateBody, ConversationBody):
     )
     logprobs: bool | None = False
     top_logprobs: Int | None = _ranged(-1, None, "Needs logprobs; -1: the whole vocabulary.")
-    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = _doc(
+    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = doc(
         "`auto`, which needs --enable-auto-tool-choice, is the default with tools; else `none`."
     )
-    parallel_tool_calls: bool | None = _doc("false: at most one tool call per choice.", True)
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = _doc(
+    parallel_tool_calls: bool | None = doc("false: at most one tool call per choice.", True)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = doc(
         "Passed to the chat template."
     )
-    include_reasoning: bool | None = _doc("false: omit the reasoning from the response.", True)
+    include_reasoning: bool | None = doc("false: omit the reasoning from the response.", True)
     return_prompt_text: bool | None = False
 
 
@@ -215,14 +212,14 @@ Prompts = str | Some[TokenId] | Some[str] | Some[Many[TokenId]]
 class CompletionBody(GenerateBody):
     """The body of /v1/completions."""
 
-    prompt: Prompts | None = _doc(
+    prompt: Prompts | None = doc(
         f"A text, token ids, or up to {MAX_PROMPTS} of either.", examples=["Once upon a time"]
     )
     max_tokens: Int | None = _ranged(0, None, "Default: 16. 0 is allowed with echo.")
     logprobs: Int | None = _ranged(-1, None, "Number of top logprobs per position; -1: the whole vocabulary.")
     add_special_tokens: bool = True
-    suffix: str | None = _doc("Not supported.")
-    prompt_embeds: str | Some[str] | None = _doc(
+    suffix: str | None = doc("Not supported.")
+    prompt_embeds: str | Some[str] | None = doc(
         "Prompt embeddings: one or several tensors [tokens, hidden size] saved by torch.save, in base64."
         " Needs --enable-prompt-embeds. Their choices come before those of `prompt`."
     )
@@ -241,10 +238,10 @@ class TokenizeChat(ConversationBody):
     """The body of /tokenize for a conversation."""
 
     model: str | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = _doc(
+    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = doc(
         "`none`: the tools may be omitted from the prompt, as in a chat."
     )
-    reasoning_effort: str | None = _doc("Passed to the chat template.")
+    reasoning_effort: str | None = doc("Passed to the chat template.")
     return_token_strs: bool | None = False
 
 

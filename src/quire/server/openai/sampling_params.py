@@ -1,13 +1,16 @@
-"""Conversion of request bodies to sampling parameters, with the API's checks."""
+"""Conversion of request bodies to sampling parameters, with the API's checks. The constraint of structured
+output has one of three equivalent forms."""
 
+import json
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 from quire.config.unsupported import UNSUPPORTED, check_supported
 from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
+from quire.frontend.engine_facts import EngineFacts
 from quire.logs import get_logger, warn_once
-from quire.server.engine import EngineFactsLike
 from quire.server.http.errors import InvalidBody
 from quire.server.openai.requests import (
     MAX_STOP_STRINGS,
@@ -17,7 +20,6 @@ from quire.server.openai.requests import (
     ConversationBody,
     GenerateBody,
 )
-from quire.server.openai.structured import constraint_of
 
 logger = get_logger(__name__)
 
@@ -30,10 +32,17 @@ _SAMPLING = (
 """Fields that a body and SamplingParams have in common."""
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that take their defaults from the model's generation config."""
-
-
 _FUNCTION_FIELDS = ("functions", "function_call")
 """Names of `tools` and `tool_choice` in older versions of the API."""
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "guided_whitespace_pattern": "whitespace_pattern",
+}
+"""Older field names, with the key of `structured_outputs` that replaced them."""
 
 
 def check_fields(body: Body) -> None:
@@ -106,42 +115,72 @@ def check_template(chat_template: str | None, trusted: bool) -> None:
         )
 
 
-def output_limit(max_tokens: int | None, prompt_len: int, limit: int, default: int | None) -> int:
-    """Return the maximum output tokens: the least of the requested number, the room left and the
-    `default`."""
-    if max_tokens is not None and max_tokens > limit:
+def constraint_of(body: GenerateBody) -> dict[str, Any] | None:
+    """Return the constraint of a request in the form of SamplingParams; raise if it has several."""
+    forms = {
+        "response_format": _from_format(body.response_format),
+        "structured_outputs": body.structured_outputs,
+        "guided_*": _from_guided(body.model_extra or {}),
+    }
+    constraints = {name: constraint for name, constraint in forms.items() if constraint is not None}
+    if len(constraints) > 1:
         raise RequestError(
-            f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}. Please request fewer "
-            "output tokens.",
-            param="max_tokens",
+            f"{' and '.join(constraints)} both constrain the output; send one of them",
+            param=next(iter(constraints)),
         )
-    if max_tokens is not None and max_tokens + prompt_len > limit:
+    return next(iter(constraints.values()), None)
+
+
+def _from_format(format: dict[str, Any] | None) -> dict[str, Any] | None:
+    if format is None:
+        return None
+    kind = format.get("type", "text")
+    if not isinstance(kind, str) or kind not in _FORMATS:
+        known = ", ".join(_FORMATS)
         raise RequestError(
-            f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
-            f"output tokens and your prompt contains {prompt_len} input tokens, for a total of "
-            f"{max_tokens + prompt_len} tokens. Please reduce the length of the input prompt or the number "
-            "of requested output tokens.",
-            param="input_tokens",
+            f"`response_format` has no type {kind!r:.80}; known: {known}", param="response_format"
         )
-    bounds = (limit - prompt_len, max_tokens, default)
-    return min(bound for bound in bounds if bound is not None)
+    return _FORMATS[kind](format)
+
+
+def _from_schema(format: dict[str, Any]) -> dict[str, Any]:
+    inner = format.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict):
+        raise InvalidBody(
+            "`response_format` of type json_schema needs `json_schema.schema`, an object",
+            param="response_format",
+        )
+    return {"json": schema}
+
+
+_FORMATS: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
+    "text": lambda format: None,
+    "json_object": lambda format: {"json_object": True},
+    "json_schema": _from_schema,
+    "structural_tag": lambda format: {"structural_tag": json.dumps(format)},
+}
+
+
+def _from_guided(extra: dict[str, Any]) -> dict[str, Any] | None:
+    constraint = {key: extra[name] for name, key in _GUIDED.items() if extra.get(name) not in (None, False)}
+    return constraint if constraint.keys() - {"whitespace_pattern"} else None
 
 
 def sampling_params(
     body: GenerateBody,
-    facts: EngineFactsLike,
+    facts: EngineFacts,
     *,
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    constraint: dict[str, Any] | None = None,
+    constraint: dict[str, Any] | None,
     reasoning: ReasoningIds | None = None,
     may_think: bool = True,
     keeps_special_tokens: bool = False,
 ) -> SamplingParams:
-    """Return the sampling parameters of a body. `constraint` replaces the body's own. `reasoning` has the
-    marks of reasoning, if it is parsed. `may_think`: whether reasoning may precede a constrained output."""
-    constraint = constraint or constraint_of(body)
+    """Return the sampling parameters of a body. `constraint` is that of structured output. `reasoning` has
+    the marks of reasoning, if it is parsed. `may_think`: whether reasoning may precede constrained output."""
     fields = {name: getattr(body, name) for name in _SAMPLING}
     if keeps_special_tokens:
         fields["skip_special_tokens"] = False
@@ -172,10 +211,10 @@ def sampling_params(
 
 
 def beam_params(
-    body: GenerateBody, facts: EngineFactsLike, *, max_tokens: int, constraint: dict[str, Any] | None = None
+    body: GenerateBody, facts: EngineFacts, *, max_tokens: int, constraint: dict[str, Any] | None
 ) -> BeamSearchParams:
     width = body.n or 1
-    check_supported("call argument", "structured_outputs", constraint or constraint_of(body))
+    check_supported("call argument", "structured_outputs", constraint)
     if 2 * width > facts.max_logprobs:
         raise RequestError(
             f"a beam search of n={width} needs {2 * width} logprobs per token, above max_logprobs="

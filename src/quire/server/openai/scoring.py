@@ -13,11 +13,11 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.server.http.document import BODY, CODES, replies_of
+from quire.server.http.document import add_post
 from quire.server.http.errors import json_response
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.replies import UsageReply
-from quire.server.openai.requests import MAX_PROMPTS, CallBody, Many, Some, TokenId
+from quire.server.openai.requests import MAX_PROMPTS, CallBody, Many, Some, TokenId, doc
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import ApiCall, GenerationService
 
@@ -33,11 +33,9 @@ class ScoringBody(CallBody):
     label_token_ids: Some[TokenId] = Field(
         description="The label tokens; the score is the probability of the first.", examples=[[9, 10]]
     )
-    apply_softmax: bool = Field(
-        True, description="Normalize over the labels; false: over the whole vocabulary."
-    )
-    item_first: bool = Field(False, description="Place the item before the query, not after it.")
-    add_special_tokens: bool = Field(True, description="Add special tokens to the query, if it is a text.")
+    apply_softmax: bool = doc("Normalize over the labels; false: over the whole vocabulary.", True)
+    item_first: bool = doc("Place the item before the query, not after it.", False)
+    add_special_tokens: bool = doc("Add special tokens to the query, if it is a text.", True)
 
 
 class ScoredItem(BaseModel):
@@ -60,13 +58,11 @@ class ScoringReply(BaseModel):
 
 
 def add_scoring_route(app: FastAPI, api: GenerationService) -> None:
-    @app.post("/generative_scoring", **replies_of(ScoringReply, *CODES), **BODY)
-    async def create_generative_scoring(body: ScoringBody, request: Request) -> Response:
-        """Score each item by the probability that the first label follows it."""
-        return await answer_scoring(api, body, request)
+    add_post(app, api, "/generative_scoring", create_generative_scoring, ScoringReply)
 
 
-async def answer_scoring(api: GenerationService, body: ScoringBody, request: Request) -> Response:
+async def create_generative_scoring(api: GenerationService, body: ScoringBody, request: Request) -> Response:
+    """Score each item by the probability that the first label follows it."""
     await api.check_model(body.model, pools=False)
     check_fields(body)
     limit = min(MAX_PROMPTS, api.settings.max_sequences)

@@ -1,6 +1,7 @@
 """Shared code of the generating routes: ids, model names, calls of the engine and their responses."""
 
 import asyncio
+import functools
 import hashlib
 import time
 import uuid
@@ -13,37 +14,55 @@ from starlette.responses import Response
 
 from quire.data.lora import LoRARequest
 from quire.data.outputs import RequestOutput, RequestStateStats
-from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
+from quire.data.params import (
+    INT64_MAX,
+    INT64_MIN,
+    BeamSearchParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
+from quire.frontend.checked_params import CheckedParams
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.engine_facts import EngineFacts
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.pooling import NOT_GENERATIVE, NOT_POOLING
 from quire.logs import get_logger, printable
 from quire.metrics.keys import KeyAccount
-from quire.server.encoder import AnswerEncoder
-from quire.server.engine import Engine, EngineFactsLike, Outputs
 from quire.server.http.errors import NotFound, json_response
-from quire.server.http.in_flight import Answering
+from quire.server.http.in_flight import Answering, LongWork
 from quire.server.http.limits import account_of
-from quire.server.http.sse import EventStream
-from quire.server.long_work import LongWork
+from quire.server.http.sse import AnswerEncoder, EventStream
 from quire.server.lora.registry import LoRARegistry
 from quire.server.lora.service import LoRAService, adapters_of
-from quire.server.openai.beam import all_of, beam_search, final
-from quire.server.openai.checked_params import ParamsChecker
 from quire.server.openai.logprobs import TokenFormatter
 from quire.server.openai.prompts import PromptReader
 from quire.server.openai.requests import CallBody, GenerateBody
-from quire.server.openai.sampling_params import output_limit
-from quire.server.openai.streams import InOrder, Logged, Merged, Pauses, last_of_each
-from quire.server.openai.timeline import HEADER, JobTimeline, Timed, request_metrics
+from quire.server.openai.streams import (
+    InOrder,
+    Logged,
+    Merged,
+    Outputs,
+    Pauses,
+    all_of,
+    beam_search,
+    final,
+    last_of_each,
+)
+from quire.server.openai.timeline import HEADER, JobTimeline, request_metrics
 from quire.server.settings import ApiSection, ServerSettings, parsers_of
+from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
 Params = SamplingParams | BeamSearchParams | PoolingParams
+Answer = Callable[["GenerationService", Any, Request], Coroutine[Any, Any, Response]]
+"""Handler of a route: (service, body, request) -> response."""
 _MAX_ID = 256
 """Maximum characters of a client's request id, which every sequence copies."""
+_COMPILE_S = 5.0
+"""Maximum seconds to compile the grammar of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +84,11 @@ class ApiCall:
     lora: LoRARequest | None = None
     """LoRA adapter to use."""
 
+    @property
+    def routing(self) -> dict[str, Any]:
+        """Return the arguments of the engine that all requests of the call share."""
+        return {"priority": self.priority, "rank": self.rank, "account": self.account, "lora": self.lora}
+
     def engine_ids(self) -> list[str]:
         if len(self.prompts) == 1:
             return [self.id]
@@ -75,7 +99,7 @@ class GenerationService:
     """Engine, settings and helpers that the routes share."""
 
     def __init__(
-        self, engine: Engine, settings: ServerSettings, registry: LoRARegistry | None = None
+        self, engine: AsyncEngine, settings: ServerSettings, registry: LoRARegistry | None = None
     ) -> None:
         self.engine = engine
         self.settings = settings
@@ -97,6 +121,13 @@ class GenerationService:
             await asyncio.to_thread(self.inputs_of, name)  # may read the adapter's tokenizer files
         if pools is not None and pools != (self.engine.inputs.pooling is not None):
             raise NotFound(NOT_POOLING.format(what="this route") if pools else NOT_GENERATIVE)
+
+    def tokenizer_of(self, name: str | None) -> Tokenizer:
+        """Return the tokenizer of the model or of the adapter with this name; raise if there is none."""
+        tokenizer = self.inputs_of(name).tokenizer
+        if tokenizer is None:
+            raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
+        return tokenizer
 
     def inputs_of(self, name: str | None) -> InputProcessor:
         """Return the input processor of the model or of the adapter with this name."""
@@ -152,8 +183,25 @@ class GenerationService:
         return TokenFormatter(self.inputs_of(body.model).tokenizer, as_ids)
 
     def output_limit(self, max_tokens: int | None, prompt_len: int) -> int:
-        default = self.engine.facts.default_sampling.get("max_tokens")
-        return output_limit(max_tokens, prompt_len, self.engine.inputs.max_model_len, default)
+        """Return the maximum output tokens: the least of the requested number, the room left and the model's
+        default."""
+        limit = self.engine.inputs.max_model_len
+        if max_tokens is not None and max_tokens > limit:
+            raise RequestError(
+                f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}. Please request fewer "
+                "output tokens.",
+                param="max_tokens",
+            )
+        if max_tokens is not None and max_tokens + prompt_len > limit:
+            raise RequestError(
+                f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} "
+                f"output tokens and your prompt contains {prompt_len} input tokens, for a total of "
+                f"{max_tokens + prompt_len} tokens. Please reduce the length of the input prompt or the "
+                "number of requested output tokens.",
+                param="input_tokens",
+            )
+        bounds = (limit - prompt_len, max_tokens, self.engine.facts.default_sampling.get("max_tokens"))
+        return min(bound for bound in bounds if bound is not None)
 
     async def answer(
         self,
@@ -169,16 +217,19 @@ class GenerationService:
         """Run the call and return its response from the encoder. `in_order` streams prompt by prompt. `then`
         is awaited before a response that is not streamed is encoded."""
         timeline = job.timeline
-        if timeline is not None:
-            encoder = Timed(encoder, timeline)
         if stream:
             outputs = await self.streamed(job, in_order=in_order)
-            return EventStream(outputs, encoder=encoder, answering=self.answering)
+            note = None if timeline is None else timeline.note
+            return EventStream(outputs, encoder=encoder, answering=self.answering, note=note)
         final_outputs = await self.answering.until_gone(request.receive, self.finished(job))
         if then is not None:
             await self.answering.until_gone(request.receive, then(final_outputs))
-        response = respond(encoder.whole(final_outputs))
-        if timeline is not None and timeline.header:
+        if timeline is None:
+            return respond(encoder.whole(final_outputs))
+        for output in final_outputs:
+            timeline.note(output)
+        response = respond(timeline.add_to(encoder.whole(final_outputs)))
+        if timeline.header:
             response.headers[HEADER] = timeline.header
         return response
 
@@ -191,17 +242,8 @@ class GenerationService:
         try:
             for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
-                answer = self.engine.generate(
-                    prompt,
-                    await checking.of(params),
-                    id,
-                    priority=job.priority,
-                    rank=job.rank,
-                    timed=job.timeline is not None,
-                    account=job.account,
-                    lora=job.lora,
-                )
-                started.append(answer)
+                checked, timed = await checking.of(params), job.timeline is not None
+                started.append(self.engine.generate(prompt, checked, id, timed=timed, **job.routing))
                 await pause.if_due()
         except BaseException:
             for item in started:
@@ -221,17 +263,7 @@ class GenerationService:
         if isinstance(job.params[0], BeamSearchParams):
             pauses = Pauses()
             works = [
-                beam_search(
-                    self.engine,
-                    prompt,
-                    params,
-                    id,
-                    pauses=pauses,
-                    priority=job.priority,
-                    rank=job.rank,
-                    account=job.account,
-                    lora=job.lora,
-                )
+                beam_search(self.engine, prompt, params, id, pauses=pauses, routing=job.routing)
                 for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True)
                 if isinstance(params, BeamSearchParams)
             ]
@@ -270,7 +302,42 @@ class GenerationService:
         return (text or "")[: self.settings.log.max_log_len]
 
 
-def _fingerprint(api: ApiSection, facts: EngineFactsLike) -> str | None:
+class ParamsChecker:
+    """Checker of the params of one call. Equal params and grammars are checked once; grammars in a thread."""
+
+    def __init__(self, inputs: InputProcessor, lora: LoRARequest | None) -> None:
+        self._inputs, self._lora = inputs, lora
+        self._params: SamplingParams | None = None
+        self._checked: CheckedParams | None = None
+        """Result of the check of `_params`."""
+        self._grammar: StructuredOutputsParams | None = None
+
+    async def of(self, params: SamplingParams) -> CheckedParams:
+        """Return the checked params. Prompts that share params share the result."""
+        if self._checked is None or params is not self._params:
+            await self._check_grammar(params.structured_outputs)
+            self._checked = self._inputs.check(params, lora=self._lora, grammar=self._grammar)
+            self._params = params
+        return self._checked
+
+    async def _check_grammar(self, grammar: StructuredOutputsParams | None) -> None:
+        if grammar is not None and grammar != self._grammar:
+            await asyncio.to_thread(self._inputs.check_grammar, grammar, _COMPILE_S)
+            self._grammar = grammar
+
+
+def limit_long_work(answer: Answer) -> Answer:
+    """Let a handler wait while too many requests with long bodies are processed (decorator)."""
+
+    @functools.wraps(answer)
+    async def limited(api: GenerationService, body: Any, request: Request) -> Response:
+        async with api.long_work.place(request):
+            return await answer(api, body, request)
+
+    return limited
+
+
+def _fingerprint(api: ApiSection, facts: EngineFacts) -> str | None:
     served = repr((facts.model_names, facts.root, facts.vocab))
     digest = hashlib.sha256(served.encode()).hexdigest()[:8]
     match api.fingerprint_mode:

@@ -1,18 +1,52 @@
-"""Streams of outputs: merged, ordered or logged outputs of several requests."""
+"""Streams of outputs: merged, ordered or logged outputs of several requests, and beam search in rounds of
+one-token requests."""
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard, TypeVar
 
-from quire.data.outputs import RequestOutput
+from quire.data.lora import LoRARequest
+from quire.data.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
+from quire.data.params import BeamSearchParams, RequestOutputKind
+from quire.errors import EngineError
+from quire.frontend.beam import BeamSearch, continued, round_params, start_of
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.inputs import Prompt
 from quire.logs import get_logger
-from quire.server.engine import Outputs, is_pushed
+from quire.system.tasks import cancel_all
+from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
 PIECE_S = 0.005
 """Seconds for which a large call may block the event loop at a time."""
+
+
+class Outputs(Protocol):
+    """Iterator over the outputs of one request. Closing it early aborts the request."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    def __anext__(self) -> Awaitable[RequestOutput]: ...
+    def aclose(self) -> Awaitable[None]: ...
+
+
+class Pushed(Outputs, Protocol):
+    """Outputs that can also be delivered by callback as soon as they arrive."""
+
+    async def forward(
+        self,
+        reader: Callable[[RequestOutput], None],
+        text_reader: Callable[[str, int], None] | None = None,
+    ) -> None:
+        """Call `reader` with each output. Text-only outputs, neither first nor last, may go to
+        `text_reader`."""
+
+
+def is_pushed(outputs: Outputs) -> TypeGuard[Pushed]:
+    """Whether the outputs support `forward`. `isinstance` on a protocol would take 20 us."""
+    return hasattr(outputs, "forward")
 
 
 class Pauses:
@@ -168,3 +202,90 @@ async def _forward(id: str, outputs: Outputs, reader: Callable[[RequestOutput], 
             forward_named(output)
     finally:
         await outputs.aclose()
+
+
+T = TypeVar("T")
+
+
+async def beam_search(
+    engine: AsyncEngine,
+    prompt: Prompt,
+    params: BeamSearchParams,
+    request_id: str,
+    *,
+    pauses: Pauses,
+    routing: Mapping[str, Any],
+) -> RequestOutput:
+    """Search the best continuations of one prompt. All prompts of the call share `pauses` and `routing`."""
+    lora: LoRARequest | None = routing["lora"]
+    eos_ids = engine.inputs.of(lora).eos_ids
+    search = BeamSearch(
+        start_of(prompt), params, eos_id=eos_ids[0] if eos_ids else None, max_len=engine.inputs.max_model_len
+    )
+    step = round_params(params)
+    step.output_kind = RequestOutputKind.FINAL_ONLY
+    checked = engine.inputs.check(step, lora=lora)
+    num_rounds, num_cached = 0, 0
+    while not search.finished:
+        beams = []
+        for index, beam in enumerate(search.live):
+            await pauses.if_due()
+            id = f"{request_id}-{num_rounds}-{index}"
+            beams.append(engine.generate(continued(prompt, beam.tokens), checked, id, **routing))
+        outputs = await all_of([final(beam) for beam in beams])
+        num_cached = num_cached if num_rounds else outputs[0].num_cached_tokens or 0
+        await pauses.if_due()
+        positions: list[Any] = [output.outputs[0].logprobs for output in outputs]
+        search.advance([position[0] for position in positions])
+        num_rounds += 1
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt.text,
+        prompt_token_ids=prompt.token_ids,
+        prompt_logprobs=None,
+        outputs=[
+            _completion(engine.inputs.tokenizer_of(lora), i, beam, search.prompt_len)
+            for i, beam in enumerate(search.best())
+        ],
+        finished=True,
+        num_cached_tokens=num_cached,
+    )
+
+
+def _completion(
+    tokenizer: Tokenizer | None, index: int, beam: BeamSearchSequence, prompt_len: int
+) -> CompletionOutput:
+    ids = beam.tokens[prompt_len:]
+    return CompletionOutput(
+        index=index,
+        text=tokenizer.decode(ids) if tokenizer else "",
+        token_ids=ids,
+        cumulative_logprob=beam.cum_logprob,
+        logprobs=beam.logprobs[: len(ids)],
+        finish_reason=beam.finish_reason,
+        stop_reason=None,
+    )
+
+
+async def final(outputs: Outputs) -> RequestOutput:
+    """Return the last output of a request; the request is aborted if this fails."""
+    last = None
+    try:
+        async for output in outputs:
+            last = output
+    finally:
+        await outputs.aclose()
+    if last is None:
+        raise EngineError("the engine ended a request without an output")
+    return last
+
+
+async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results. If one fails, cancel the others before its error is raised."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await cancel_all(tasks)

@@ -7,7 +7,6 @@ from starlette.requests import Request
 
 from quire.data.outputs import RequestOutput, RequestStateStats
 from quire.data.timeline import RequestTimeline
-from quire.server.encoder import AnswerEncoder
 
 HEADER = "x-request-timeline"
 
@@ -53,34 +52,12 @@ class JobTimeline:
         timings: dict[str, Any] = msgspec.to_builtins(RequestTimeline.joined(self._timelines.values()))
         return timings
 
+    def add_to(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Add the timings to the usage of a response that is not streamed."""
+        if (timings := self.told) is not None and answer.get("usage") is not None:
+            answer["usage"]["timeline"] = timings
+        return answer
+
     @property
     def header(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in (self.told or {}).items())
-
-
-class Timed:
-    """Encoder wrapper that records the timings of the outputs. It adds them to a response that is not
-    streamed; at the end of a stream the wrapped encoder adds them."""
-
-    def __init__(self, encoder: AnswerEncoder, timeline: JobTimeline) -> None:
-        self._timeline = timeline
-        self._encoder = encoder
-        self.encode_text = encoder.encode_text
-        self.finish = encoder.finish
-        self.fail = encoder.fail
-
-    @property
-    def text_only(self) -> bool:
-        return self._encoder.text_only
-
-    def encode(self, output: RequestOutput) -> bytes:
-        self._timeline.note(output)
-        return self._encoder.encode(output)
-
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        for output in outputs:
-            self._timeline.note(output)
-        answer, timings = self._encoder.whole(outputs), self._timeline.told
-        if timings is not None and answer.get("usage") is not None:
-            answer["usage"]["timeline"] = timings
-        return answer

@@ -217,10 +217,7 @@ def _add_tokenizer_info(app: FastAPI, api: GenerationService) -> None:
     async def show_tokenizer_info(model: str | None = None) -> Response:
         """Return the special tokens and the chat template of the tokenizer of the model or an adapter."""
         await api.check_model(model)
-        tokenizer = api.inputs_of(model).tokenizer
-        if tokenizer is None:
-            raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
-        return json_response(tokenizer_info(tokenizer, api.engine.inputs.max_model_len))
+        return json_response(tokenizer_info(api.tokenizer_of(model), api.engine.inputs.max_model_len))
 
 
 def tokenizer_info(tokenizer: Tokenizer, max_len: int) -> dict[str, Any]:

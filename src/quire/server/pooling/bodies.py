@@ -6,7 +6,7 @@ from pydantic import AliasChoices, BaseModel, Field, JsonValue
 
 from quire.data.params import INT64_MAX
 from quire.server.openai.replies import UsageReply
-from quire.server.openai.requests import Body, ConversationBody, EngineBody, MediaBody, Prompts, Some
+from quire.server.openai.requests import Body, ConversationBody, EngineBody, MediaBody, Prompts, Some, doc
 
 _OLDER = "Older name of use_activation."
 
@@ -16,13 +16,12 @@ _OLDER = "Older name of use_activation."
 class PoolingBody(EngineBody):
     """Fields that all pooling routes share."""
 
-    use_activation: bool | None = Field(
-        None,
-        description="Normalize embeddings, return class probabilities. Default: the model's setting.",
+    use_activation: bool | None = doc(
+        "Normalize embeddings, return class probabilities. Default: the model's setting."
     )
-    normalize: bool | None = Field(None, description=_OLDER)
-    activation: bool | None = Field(None, description=_OLDER)
-    softmax: bool | None = Field(None, description=_OLDER)
+    normalize: bool | None = doc(_OLDER)
+    activation: bool | None = doc(_OLDER)
+    softmax: bool | None = doc(_OLDER)
 
     @property
     def activates(self) -> bool | None:
@@ -33,22 +32,16 @@ class PoolingBody(EngineBody):
 class VectorOptions(PoolingBody):
     """Format of the returned vectors."""
 
-    dimensions: int | None = Field(
-        None,
-        description="Truncate the vectors to this size, for Matryoshka models.",
-        json_schema_extra={"minimum": 1},
+    dimensions: int | None = doc(
+        "Truncate the vectors to this size, for Matryoshka models.", json_schema_extra={"minimum": 1}
     )
-    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = Field(
-        "float",
-        description="Lists of numbers, base64 of their bytes, or raw bytes, with (bytes) or without "
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = doc(
+        "Lists of numbers, base64 of their bytes, or raw bytes, with (bytes) or without "
         "(bytes_only) the rest of the reply in the header `metadata`.",
+        "float",
     )
-    embed_dtype: Literal["float32", "float16", "bfloat16"] = Field(
-        "float32", description="Applies to base64 and bytes."
-    )
-    endianness: Literal["native", "little", "big"] = Field(
-        "native", description="Applies to base64 and bytes."
-    )
+    embed_dtype: Literal["float32", "float16", "bfloat16"] = doc("Applies to base64 and bytes.", "float32")
+    endianness: Literal["native", "little", "big"] = doc("Applies to base64 and bytes.", "native")
 
 
 class InputBody(PoolingBody):
@@ -80,13 +73,13 @@ PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 class PoolingInputBody(InputBody, VectorOptions):
     """The body of /pooling for texts or token ids."""
 
-    task: PoolingTask | None = Field(None, description="Default: the model's task.")
+    task: PoolingTask | None = doc("Default: the model's task.")
 
 
 class PoolingChatRequest(PoolingChatBody, VectorOptions):
     """The body of /pooling for a conversation."""
 
-    task: PoolingTask | None = Field(None, description="Default: the model's task.")
+    task: PoolingTask | None = doc("Default: the model's task.")
 
 
 class ContentParts(Body):
@@ -119,7 +112,7 @@ class RerankBody(PoolingBody, MediaBody):
 
     query: str | ContentParts = Field(examples=["Who sleeps?"])
     documents: Texts = Field(examples=[["The dog sleeps.", "A page is a block."]])
-    top_n: int | None = Field(0, ge=0, le=INT64_MAX, description="Number of results to return; 0: all.")
+    top_n: int | None = doc("Number of results to return; 0: all.", 0, ge=0, le=INT64_MAX)
 
 
 # ---- replies

@@ -15,12 +15,11 @@ from quire.errors import RequestError
 from quire.frontend.score_inputs import ScoreInput, ScoreInputs
 from quire.server.http.errors import json_response
 from quire.server.openai.prompts import off_loop
-from quire.server.openai.requests import Body, CallBody, Int, Some
+from quire.server.openai.requests import Body, CallBody, Int, Some, doc
 from quire.server.openai.sampling_params import check_fields
 from quire.server.openai.service import GenerationService
 from quire.server.pooling.bodies import VectorOptions
-from quire.server.pooling.jobs import check_count, check_pooling, named, pool, waiting
-from quire.server.pooling.vectors import packed
+from quire.server.pooling.jobs import check_count, check_pooling, named, packed, pool, waiting
 
 Kind = Literal["float", "binary", "ubinary", "base64"]
 
@@ -30,7 +29,7 @@ class ContentPart(Body):
 
     type: Literal["text", "image_url"]
     text: str | None = None
-    image_url: dict[str, JsonValue] | None = Field(None, description="With a `url`.")
+    image_url: dict[str, JsonValue] | None = doc("With a `url`.")
 
 
 class MixedInput(Body):
@@ -43,25 +42,16 @@ class CohereBody(CallBody):
     """The body of /v2/embed. Exactly one of texts, inputs and images is required."""
 
     texts: Some[str] | None = Field(None, examples=[["The quick brown fox"]])
-    inputs: Some[MixedInput] | None = Field(
-        None, description="Inputs of content parts, formatted with the chat template, if there is one."
+    inputs: Some[MixedInput] | None = doc(
+        "Inputs of content parts, formatted with the chat template, if there is one."
     )
-    images: Some[str] | None = Field(None, description="URLs, such as `data:image/png;base64,...`.")
-    input_type: str | None = Field(
-        None, description="Name of one of the model's instructions, which is prepended to each input."
-    )
-    embedding_types: Some[Kind] | None = Field(None, description="Default: float.")
-    output_dimension: Int | None = Field(
-        None, description="For Matryoshka models.", json_schema_extra={"minimum": 1}
-    )
-    truncate: Literal["NONE", "START", "END"] = Field(
-        "END", description="Which end of a long input is truncated."
-    )
-    max_tokens: Int | None = Field(
-        None,
-        ge=1,
-        le=INT64_MAX,
-        description="Maximum tokens of an input. Default: the model's context length.",
+    images: Some[str] | None = doc("URLs, such as `data:image/png;base64,...`.")
+    input_type: str | None = doc("Name of one of the model's instructions, which is prepended to each input.")
+    embedding_types: Some[Kind] | None = doc("Default: float.")
+    output_dimension: Int | None = doc("For Matryoshka models.", json_schema_extra={"minimum": 1})
+    truncate: Literal["NONE", "START", "END"] = doc("Which end of a long input is truncated.", "END")
+    max_tokens: Int | None = doc(
+        "Maximum tokens of an input. Default: the model's context length.", ge=1, le=INT64_MAX
     )
 
 
@@ -104,7 +94,8 @@ class CohereReply(BaseModel):
     response_type: Literal["embeddings_by_type"]
 
 
-async def answer_cohere(api: GenerationService, body: CohereBody, request: Request) -> Response:
+async def create_cohere_embeddings(api: GenerationService, body: CohereBody, request: Request) -> Response:
+    """Compute an embedding for each input, in the format of Cohere's API."""
     fields = {
         "model": body.model,
         "priority": body.priority,

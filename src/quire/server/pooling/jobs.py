@@ -1,22 +1,28 @@
-"""Code shared by the pooling routes: prompts run concurrently and are answered in order."""
+"""Code shared by the pooling routes: prompts run concurrently and are answered in order, with vectors as JSON
+numbers, base64 or raw bytes."""
 
 import asyncio
+import base64
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.requests import Request
+from starlette.responses import Response
 
-from quire.data.pooling import PoolingParams
+from quire.data.pooling import Floats, PoolingParams
 from quire.data.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
-from quire.server.engine import PooledOutputs
-from quire.server.openai.prompts import Wait, list_prompts
+from quire.frontend.output_stream import OutputStream
+from quire.server.http.errors import json_response
+from quire.server.openai.prompts import Wait, list_prompts, off_loop
 from quire.server.openai.sampling_params import check_fields, check_template
 from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.openai.streams import Pauses
-from quire.server.pooling.bodies import InputBody, PoolingBody, PoolingChatBody
+from quire.server.pooling.bodies import InputBody, PoolingBody, PoolingChatBody, VectorOptions
 from quire.system.tasks import cancel_all
 
 Pooled = PoolingRequestOutput[PoolingOutput]
@@ -48,12 +54,21 @@ def waiting(api: GenerationService, request: Request) -> Wait:
     return partial(api.answering.until_gone, request.receive)
 
 
-async def read_inputs(
+async def pool_inputs(
+    api: GenerationService, kind: str, body: InputBody | PoolingChatBody, request: Request, **params: Any
+) -> tuple[ApiCall, list[Pooled]]:
+    """Run the model on the inputs of a body; `params` are those of `pool`."""
+    await check_pooling(api, body)
+    prompts = await _read_inputs(api, body, request)
+    return await pool(api, kind, body, request, prompts, **params)
+
+
+async def _read_inputs(
     api: GenerationService, body: InputBody | PoolingChatBody, request: Request
 ) -> list[Prompt]:
     if isinstance(body, PoolingChatBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        return [await api.reader.of_conversation(body, waiting(api, request))]
+        return [await api.reader.of_chat(body, 0, waiting(api, request))]
     inputs = list_prompts(body.input)
     check_count(api, len(inputs), "input")
     return await api.reader.of_inputs(
@@ -83,15 +98,7 @@ async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:
     try:
         for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
             assert isinstance(params, PoolingParams)
-            answer = api.engine.encode(
-                prompt,
-                params,
-                id,
-                priority=job.priority,
-                rank=job.rank,
-                account=job.account,
-                lora=job.lora,
-            )
+            answer = api.engine.encode(prompt, params, id, **job.routing)
             tasks.append(asyncio.create_task(_await_output(answer)))
             await pause.if_due()
         return list(await asyncio.gather(*tasks))
@@ -99,7 +106,7 @@ async def _run_all(api: GenerationService, job: ApiCall) -> list[Pooled]:
         await cancel_all(tasks)
 
 
-async def _await_output(answer: PooledOutputs) -> Pooled:
+async def _await_output(answer: OutputStream[Pooled]) -> Pooled:
     try:
         return await answer.__anext__()
     finally:
@@ -123,3 +130,69 @@ def listing(
         "data": data,
         "usage": usage(api, outputs),
     }
+
+
+_ORDERS = {"native": "=", "little": "<", "big": ">"}
+
+
+def packed(values: Floats, dtype: str, endianness: str) -> bytes:
+    """Return the values as bytes in row-major order."""
+    order = _ORDERS[endianness]
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        to_even = np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+        return ((bits + to_even) >> np.uint32(16)).astype(f"{order}u2").tobytes()
+    return values.astype(f"{order}{'f2' if dtype == 'float16' else 'f4'}").tobytes()
+
+
+async def answer_vectors(
+    api: GenerationService,
+    body: VectorOptions,
+    job: ApiCall,
+    outputs: Sequence[Pooled],
+    *,
+    kind: str,
+    field: str,
+) -> Response:
+    """Return the vectors as objects of type `kind` that hold the values in `field`."""
+
+    def encode_values(values: Floats) -> list[Any] | str:
+        if body.encoding_format == "float":
+            return list(values.tolist())
+        return base64.b64encode(packed(values, body.embed_dtype, body.endianness)).decode()
+
+    def encode() -> Response:
+        if body.encoding_format in ("bytes", "bytes_only"):
+            return _bytes(api, body, job, outputs, kind)
+        data = [
+            {"index": index, "object": kind, field: encode_values(output.outputs.data)}
+            for index, output in enumerate(outputs)
+        ]
+        return json_response(listing(api, job, data, outputs))
+
+    return await off_loop(sum(output.outputs.data.size for output in outputs), encode)
+
+
+def _bytes(
+    api: GenerationService, body: VectorOptions, job: ApiCall, outputs: Sequence[Pooled], kind: str
+) -> Response:
+    parts, data, start = [], [], 0
+    for index, output in enumerate(outputs):
+        parts.append(packed(output.outputs.data, body.embed_dtype, body.endianness))
+        end = start + len(parts[-1])
+        data.append(
+            {
+                "index": index,
+                "object": kind,
+                "embed_dtype": body.embed_dtype,
+                "endianness": body.endianness,
+                "start": start,
+                "end": end,
+                "shape": list(output.outputs.data.shape),
+            }
+        )
+        start = end
+    headers = {}
+    if body.encoding_format == "bytes":
+        headers["metadata"] = json.dumps(listing(api, job, data, outputs))
+    return Response(b"".join(parts), headers=headers, media_type="application/octet-stream")

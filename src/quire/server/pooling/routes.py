@@ -1,12 +1,20 @@
-"""The routes of pooling models."""
+"""The routes of pooling models: /v1/embeddings, /v2/embed, /pooling, /classify, /score and /rerank."""
 
+from typing import Any
+
+import numpy as np
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from quire.server.http.document import BODY, CODES, replies_of
-from quire.server.openai.service import GenerationService
+from quire.frontend.pooling import cosine, pairs, pools, reads_pairs
+from quire.frontend.score_inputs import ROLES, ScoreInput, ScoreInputs
+from quire.server.http.document import add_post
+from quire.server.http.errors import json_response
+from quire.server.openai.prompts import off_loop
+from quire.server.openai.service import ApiCall, GenerationService
 from quire.server.pooling.bodies import (
     ClassifyReply,
+    ContentParts,
     EmbeddingChatBody,
     EmbeddingInput,
     EmbeddingReply,
@@ -19,49 +27,154 @@ from quire.server.pooling.bodies import (
     RerankReply,
     ScoreBody,
     ScoreReply,
+    Texts,
 )
-from quire.server.pooling.cohere import CohereBody, CohereReply, answer_cohere
-from quire.server.pooling.embeddings import answer_classify, answer_embeddings, answer_pooling
-from quire.server.pooling.scores import answer_rerank, answer_score
+from quire.server.pooling.cohere import CohereReply, create_cohere_embeddings
+from quire.server.pooling.jobs import (
+    Pooled,
+    answer_vectors,
+    check_count,
+    check_pooling,
+    listing,
+    named,
+    pool,
+    pool_inputs,
+    usage,
+    waiting,
+)
+
+Text = str | ContentParts
 
 
 def add_pooling_routes(app: FastAPI, api: GenerationService) -> None:
     octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    add_post(app, api, "/v1/embeddings", create_embeddings, EmbeddingReply, content=octets)
+    add_post(app, api, "/v2/embed", create_cohere_embeddings, CohereReply)
+    add_post(app, api, "/pooling", create_pooling, PoolingReply, content=octets)
+    add_post(app, api, "/classify", create_classes, ClassifyReply)
+    for path in ("/score", "/v1/score"):
+        add_post(app, api, path, create_score, ScoreReply)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        add_post(app, api, path, create_rerank, RerankReply)
 
-    async def create_embeddings(body: EmbeddingInput | EmbeddingChatBody, request: Request) -> Response:
-        """Compute an embedding for each input."""
-        return await answer_embeddings(api, body, request)
 
-    async def create_pooling(body: PoolingInputBody | PoolingChatRequest, request: Request) -> Response:
-        """Run the model's pooling task, or compute vectors or classes of every token."""
-        return await answer_pooling(api, body, request)
+async def create_embeddings(
+    api: GenerationService, body: EmbeddingInput | EmbeddingChatBody, request: Request
+) -> Response:
+    """Compute an embedding for each input."""
+    job, outputs = await pool_inputs(api, "embd", body, request, task="embed", dimensions=body.dimensions)
+    return await answer_vectors(api, body, job, outputs, kind="embedding", field="embedding")
 
-    async def create_classes(body: InputBody | PoolingChatBody, request: Request) -> Response:
-        """Compute the class probabilities of each input."""
-        return await answer_classify(api, body, request)
 
-    async def create_score(body: ScoreBody, request: Request) -> Response:
-        """Score the similarity of texts, one to one or one to many."""
-        return await answer_score(api, body, request)
+async def create_pooling(
+    api: GenerationService, body: PoolingInputBody | PoolingChatRequest, request: Request
+) -> Response:
+    """Run the model's pooling task, or compute vectors or classes of every token."""
+    job, outputs = await pool_inputs(
+        api, "pooling", body, request, task=body.task, dimensions=body.dimensions
+    )
+    return await answer_vectors(api, body, job, outputs, kind="pooling", field="data")
 
-    async def create_rerank(body: RerankBody, request: Request) -> Response:
-        """Order documents by their relevance to a query."""
-        return await answer_rerank(api, body, request)
 
-    async def create_cohere_embeddings(body: CohereBody, request: Request) -> Response:
-        """Compute an embedding for each input, in the format of Cohere's API."""
-        return await answer_cohere(api, body, request)
+async def create_classes(
+    api: GenerationService, body: InputBody | PoolingChatBody, request: Request
+) -> Response:
+    """Compute the class probabilities of each input."""
+    job, outputs = await pool_inputs(api, "classify", body, request, task="classify")
+    pooling = api.engine.inputs.pooling
+    names = dict(enumerate(pooling.labels if pooling else ()))
+    data = [
+        {
+            "index": index,
+            "label": names.get(int(np.argmax(output.outputs.data))),
+            "probs": output.outputs.data.tolist(),
+            "num_classes": output.outputs.data.size,
+        }
+        for index, output in enumerate(outputs)
+    ]
+    return json_response(listing(api, job, data, outputs))
 
-    for answer, reply, *places in (
-        (create_embeddings, EmbeddingReply, "/v1/embeddings"),
-        (create_cohere_embeddings, CohereReply, "/v2/embed"),
-        (create_pooling, PoolingReply, "/pooling"),
-        (create_classes, ClassifyReply, "/classify"),
-        (create_score, ScoreReply, "/score", "/v1/score"),
-        (create_rerank, RerankReply, "/rerank", "/v1/rerank", "/v2/rerank"),
-    ):
-        described = replies_of(reply, *CODES)
-        if reply in (EmbeddingReply, PoolingReply):
-            described["responses"][200]["content"] = octets
-        for place in places:
-            app.add_api_route(place, answer, methods=["POST"], **described, **BODY)
+
+async def create_score(api: GenerationService, body: ScoreBody, request: Request) -> Response:
+    """Score the similarity of texts, one to one or one to many."""
+    sides = {"text_1": _as_list(body.text_1), "text_2": _as_list(body.text_2)}
+    job, outputs = await _score(api, "score", body, request, sides)
+    data = [
+        {"index": index, "object": "score", "score": output.outputs.data.item()}
+        for index, output in enumerate(outputs)
+    ]
+    return json_response(listing(api, job, data, outputs))
+
+
+async def create_rerank(api: GenerationService, body: RerankBody, request: Request) -> Response:
+    """Order documents by their relevance to a query."""
+    documents = _as_list(body.documents)
+    job, outputs = await _score(api, "rerank", body, request, {"query": [body.query], "documents": documents})
+    results: list[dict[str, Any]] = [
+        {
+            "index": index,
+            "document": _document_fields(document),
+            "relevance_score": output.outputs.data.item(),
+        }
+        for index, (document, output) in enumerate(zip(documents, outputs, strict=True))
+    ]
+    results.sort(key=lambda result: result["relevance_score"], reverse=True)
+    tokens = usage(api, outputs)
+    del tokens["completion_tokens"]
+    return json_response(
+        {"id": job.id, "model": job.model, "usage": tokens, "results": results[: body.top_n or None]}
+    )
+
+
+def _as_list(texts: Texts) -> list[Text]:
+    return texts if isinstance(texts, list) else [texts]
+
+
+def _document_fields(document: Text) -> dict[str, Any]:
+    return {"text": document} if isinstance(document, str) else {"multi_modal": document.content}
+
+
+async def _score(
+    api: GenerationService,
+    kind: str,
+    body: ScoreBody | RerankBody,
+    request: Request,
+    texts: dict[str, list[Text]],
+) -> tuple[ApiCall, list[Pooled]]:
+    """Return a score for each pair. A cross-encoder reads both inputs at once; for an embedding model the
+    score is the cosine similarity."""
+    await check_pooling(api, body)
+    (_, firsts), (second, seconds) = texts.items()
+    check_count(api, max(len(firsts), len(seconds)), second)
+    sides = [
+        [(name, _side(text, role, name, body.cache_salt)) for name, text in named(field, side)]
+        for (field, side), role in zip(texts.items(), ROLES, strict=True)
+    ]
+    wait, matched = waiting(api, request), pairs(*sides)
+    if reads_pairs(pools(api.engine.inputs.pooling, kind)):
+        both = [_pair(first, second) for (_, first), (_, second) in matched]
+        prompts = await api.reader.of_inputs(named(second, both), body, wait=wait)
+        return await pool(api, kind, body, request, prompts, task="classify")
+    alone = [
+        (name, ScoreInputs((value,)) if isinstance(value, ScoreInput) else value)
+        for side in sides
+        for name, value in side
+    ]
+    prompts = await api.reader.of_inputs(alone, body, wait=wait)
+    job, embeddings = await pool(api, kind, body, request, prompts, task="embed")
+    embedded = pairs(embeddings[: len(firsts)], embeddings[len(firsts) :])
+    size = sum(embedding.outputs.data.size for embedding in embeddings)
+    return job, await off_loop(size, lambda: [cosine(*pair) for pair in embedded])
+
+
+def _side(text: Text, role: str, name: str, salt: str | None) -> str | ScoreInput:
+    return text if isinstance(text, str) else ScoreInput.of(role, text.content, name, salt)
+
+
+def _pair(first: str | ScoreInput, second: str | ScoreInput) -> tuple[str, str] | ScoreInputs:
+    if isinstance(first, str) and isinstance(second, str):
+        return first, second
+    both = zip(ROLES, (first, second), strict=True)
+    return ScoreInputs(
+        tuple(ScoreInput.of(role, side, role) if isinstance(side, str) else side for role, side in both)
+    )

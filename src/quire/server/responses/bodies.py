@@ -1,10 +1,11 @@
-"""The body of /v1/responses."""
+"""The request body and the replies of /v1/responses."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, Field, JsonValue, WithJsonSchema
 
-from quire.server.openai.requests import Body, GenerateBody, Many, Unbuilt
+from quire.server.openai.replies import TimelineReply, TokenLogprob
+from quire.server.openai.requests import Body, GenerateBody, Many, Unbuilt, doc
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal[
@@ -17,10 +18,6 @@ Included = Literal[
     "reasoning.encrypted_content",
     "message.output_text.logprobs",
 ]
-
-
-def _field(text: str, default: Any = None, **rules: Any) -> Any:
-    return Field(default, description=text, **rules)
 
 
 def _check_texts(values: dict[str, Any]) -> dict[str, Any]:
@@ -41,19 +38,19 @@ Texts = Annotated[
 class TextConfig(Body):
     """Format of the response's text."""
 
-    format: dict[str, JsonValue] | None = _field(
+    format: dict[str, JsonValue] | None = doc(
         "An object of type text, json_object or json_schema (`name`, `schema`, `strict`)."
     )
-    verbosity: Literal["low", "medium", "high"] | None = _field("Has no effect.")
+    verbosity: Literal["low", "medium", "high"] | None = doc("Has no effect.")
 
 
 class ReasoningConfig(Body):
     """Reasoning settings of the model."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = _field(
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = doc(
         "Passed to the chat template."
     )
-    summary: Literal["auto", "concise", "detailed"] | None = _field(
+    summary: Literal["auto", "concise", "detailed"] | None = doc(
         "Has no effect: reasoning is returned unabridged, in items of type reasoning."
     )
 
@@ -65,43 +62,159 @@ class ResponseBody(GenerateBody):
         description="A text, or items: messages, function calls and their outputs, reasoning, references.",
         examples=["Hello!"],
     )
-    instructions: str | None = _field("The system message. It is not carried over to later responses.")
-    previous_response_id: str | None = _field(
-        "Continue the conversation after this response. Needs the store."
-    )
-    store: bool | None = _field("Store the response. Has no effect if the server has no store.", True)
-    background: bool | None = _field("Return at once and generate in the background. Needs the store.", False)
-    max_output_tokens: int | None = _field(
+    instructions: str | None = doc("The system message. It is not carried over to later responses.")
+    previous_response_id: str | None = doc("Continue the conversation after this response. Needs the store.")
+    store: bool | None = doc("Store the response. Has no effect if the server has no store.", True)
+    background: bool | None = doc("Return at once and generate in the background. Needs the store.", False)
+    max_output_tokens: int | None = doc(
         "Includes reasoning tokens. Default: as many as fit the model's context.",
         json_schema_extra={"minimum": 1},
     )
-    max_tool_calls: int | None = _field("Has no effect: there are no built-in tools.")
-    tools: Many[dict[str, JsonValue]] | None = _field("Functions: type, name, description, parameters.")
-    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = _field(
+    max_tool_calls: int | None = doc("Has no effect: there are no built-in tools.")
+    tools: Many[dict[str, JsonValue]] | None = doc("Functions: type, name, description, parameters.")
+    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = doc(
         "Or an object of type function (`name`) or allowed_tools (`mode`, `tools`)."
     )
     parallel_tool_calls: bool | None = True
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: Many[Included] | None = _field(f"Only {LOGPROBS} has an effect.")
-    top_logprobs: int | None = _field(
+    include: Many[Included] | None = doc(f"Only {LOGPROBS} has an effect.")
+    top_logprobs: int | None = doc(
         f"Best tokens at each position; needs {LOGPROBS} in `include`.", json_schema_extra={"minimum": 0}
     )
-    truncation: Literal["auto", "disabled"] | None = _field(
+    truncation: Literal["auto", "disabled"] | None = doc(
         "auto: a prompt that is too long is truncated from the left.", "disabled"
     )
-    metadata: Texts | None = _field("Returned unchanged with the response.")
-    service_tier: str | None = _field("Has no effect.")
-    safety_identifier: str | None = _field("Has no effect.")
-    prompt_cache_key: str | None = _field("Has no effect.")
-    chat_template: str | None = _field("Needs --trust-request-chat-template.")
-    chat_template_kwargs: dict[str, JsonValue] | None = _field("Variables of the chat template.")
+    metadata: Texts | None = doc("Returned unchanged with the response.")
+    service_tier: str | None = doc("Has no effect.")
+    safety_identifier: str | None = doc("Has no effect.")
+    prompt_cache_key: str | None = doc("Has no effect.")
+    chat_template: str | None = doc("Needs --trust-request-chat-template.")
+    chat_template_kwargs: dict[str, JsonValue] | None = doc("Variables of the chat template.")
 
-    conversation: Unbuilt | None = _field("Not supported.")
-    prompt: Unbuilt | None = _field("Not supported.")
-    context_management: Unbuilt | None = _field("Not supported.")
-    moderation: Unbuilt | None = _field("Not supported.")
+    conversation: Unbuilt | None = doc("Not supported.")
+    prompt: Unbuilt | None = doc("Not supported.")
+    context_management: Unbuilt | None = doc("Not supported.")
+    moderation: Unbuilt | None = doc("Not supported.")
 
     @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
+
+
+Status = Literal["completed", "incomplete", "in_progress"]
+
+
+class OutputText(BaseModel):
+    """Text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(BaseModel):
+    """A message of the model."""
+
+    id: str = Field(examples=["msg_1f3b"])
+    type: Literal["message"]
+    status: Status
+    role: str
+    content: list[OutputText]
+
+
+class ReasoningText(BaseModel):
+    """Text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(BaseModel):
+    """Reasoning of the model."""
+
+    id: str = Field(examples=["rs_1f3b"])
+    type: Literal["reasoning"]
+    status: Status
+    summary: list[Any]
+    encrypted_content: None
+    content: list[ReasoningText]
+
+
+class OutputCall(BaseModel):
+    """A function that the model calls."""
+
+    id: str = Field(examples=["fc_1f3b"])
+    type: Literal["function_call"]
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResponseError(BaseModel):
+    """The reason why a response failed."""
+
+    code: str
+    message: str
+
+
+class InputDetails(BaseModel):
+    """Details of the input tokens."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(BaseModel):
+    """Details of the output tokens."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+    timeline: TimelineReply | None = None
+
+
+class ResponseReply(BaseModel):
+    """A response. The fields that are not listed repeat the request."""
+
+    id: str = Field(examples=["resp_1f3b"])
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[OutputMessage | OutputReasoning | OutputCall]
+    error: ResponseError | None
+    incomplete_details: dict[str, str] | None
+    usage: ResponseUsage | None
+    previous_response_id: str | None
+    store: bool
+    background: bool
+
+
+class DeletedReply(BaseModel):
+    """Confirmation that a response was deleted."""
+
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemsReply(BaseModel):
+    """A page of the input items of a response."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -9,8 +9,8 @@ from quire.data.params import SamplingParams
 from quire.data.pieces import TextPiece
 from quire.errors import RequestError
 from quire.server.http.errors import describe
-from quire.server.http.sse import event, quote
-from quire.server.openai.chat_request import ChatJob
+from quire.server.http.sse import AnswerEncoder, event, quote
+from quire.server.openai.chat_request import ChatRequest
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.service import GenerationService
 from quire.server.responses.bodies import ResponseBody
@@ -22,13 +22,13 @@ _EVENTS = {"cancelled": "incomplete"}
 """Name of the last event where it differs from the status."""
 
 
-class ResponseEncoder:
+class ResponseEncoder(AnswerEncoder):
     """Builds a response from the engine's outputs. Its events are numbered without gaps."""
 
     def __init__(
         self,
         api: GenerationService,
-        talk: ChatJob,
+        talk: ChatRequest,
         frame: dict[str, Any],
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
@@ -40,7 +40,7 @@ class ResponseEncoder:
         """Status that the response will have at its end."""
         self._error: dict[str, Any] | None = None
         self._output = Output()
-        self._listener = talk.listener()
+        self._listener = talk.parser()
         self._has_logprobs = bool(talk.body.logprobs)
         self._num_events = 0
         self._num_output = self._num_cached = 0
@@ -187,7 +187,7 @@ class ResponseEncoder:
         return content
 
 
-def frame_of(body: ResponseBody, talk: ChatJob, id: str, *, stored: bool) -> dict[str, Any]:
+def frame_of(body: ResponseBody, talk: ChatRequest, id: str, *, stored: bool) -> dict[str, Any]:
     """Return the response's fields that repeat the request and do not change while it runs."""
     (params,) = talk.job.params
     assert isinstance(params, SamplingParams)

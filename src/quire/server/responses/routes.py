@@ -8,18 +8,16 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.data.params import INT64_MAX
 from quire.errors import RequestError
-from quire.server.http.document import BODY, CODES, replies_of
+from quire.server.http.document import add_post, replies_of
 from quire.server.http.errors import NotFound, json_response
 from quire.server.http.limits import account_of, stay
-from quire.server.openai.chat_request import ChatJob, prepare_chat
+from quire.server.openai.chat_request import ChatRequest, prepare_chat
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.service import GenerationService
-from quire.server.responses.bodies import ResponseBody
+from quire.server.responses.bodies import DeletedReply, ItemsReply, ResponseBody, ResponseReply
 from quire.server.responses.encoder import ResponseEncoder, frame_of
 from quire.server.responses.items import Item, new_id, read_items
-from quire.server.responses.replies import DeletedReply, ItemsReply, ResponseReply
-from quire.server.responses.run import BackgroundRun
-from quire.server.responses.store import NO_STORE, Store, StoredResponse, StoredTurn
+from quire.server.responses.store import NO_STORE, BackgroundRun, Store, StoredResponse, StoredTurn
 from quire.server.responses.translate import chat_of, check_body
 
 _CONTINUED = ("completed", "incomplete")
@@ -34,7 +32,8 @@ class Responses:
         limits = api.settings.responses
         self.store = None if limits is None else Store(limits)
 
-    async def create(self, body: ResponseBody, request: Request) -> Response:
+    async def create_response(self, body: ResponseBody, request: Request) -> Response:
+        """Answer a conversation of items, whole or as a stream of events."""
         check_body(body)
         keeps = self.store is not None and body.store is not False
         if body.background and not keeps:
@@ -66,7 +65,7 @@ class Responses:
         self,
         stored: StoredResponse,
         encoder: ResponseEncoder,
-        talk: ChatJob,
+        talk: ChatRequest,
         request: Request,
         *,
         stream: bool,
@@ -94,8 +93,15 @@ class Responses:
         stored.run.start(self.api.answering)
         return _event_stream(stored.run, -1) if stream else json_response(stored.shown())
 
-    def show(self, id: str, request: Request, *, stream: bool, starting_after: int | None) -> Response:
-        stored = self._stored(id, request)
+    async def show_response(
+        self,
+        response_id: str,
+        request: Request,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=-1, le=INT64_MAX)] = None,
+    ) -> Response:
+        """Return a stored response, or stream the events of a background response after `starting_after`."""
+        stored = self._stored(response_id, request)
         if not stream:
             return json_response(stored.shown())
         if stored.run is None or not stored.run.keeps_events:
@@ -105,25 +111,33 @@ class Responses:
             )
         return _event_stream(stored.run, -1 if starting_after is None else starting_after)
 
-    async def cancel(self, id: str, request: Request) -> Response:
-        stored = self._stored(id, request)
+    async def cancel_response(self, response_id: str, request: Request) -> Response:
+        """Cancel a response that runs in the background."""
+        stored = self._stored(response_id, request)
         if stored.run is None:
             raise RequestError("Cannot cancel a synchronous response.", param="response_id")
         await stored.run.cancel()
         return json_response(stored.shown())
 
-    async def delete(self, id: str, request: Request) -> Response:
-        stored = self._stored(id, request)
+    async def delete_response(self, response_id: str, request: Request) -> Response:
+        """Delete a stored response. One that runs in the background is cancelled."""
+        stored = self._stored(response_id, request)
         if stored.run is not None:
             await stored.run.cancel()
         assert self.store is not None
-        self.store.drop(id)
-        return json_response({"id": id, "object": "response", "deleted": True})
+        self.store.drop(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    def input_items(
-        self, id: str, request: Request, *, limit: int, order: str, after: str | None
+    async def list_input_items(
+        self,
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
     ) -> Response:
-        items = [item for turn in self._stored(id, request).input_turns for item in turn.items]
+        """List the input items of a response, including those of previous responses."""
+        items = [item for turn in self._stored(response_id, request).input_turns for item in turn.items]
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -184,7 +198,9 @@ def _forget(response: dict[str, Any]) -> None:
     """Ignore the response: it is not stored."""
 
 
-async def _generate_whole(api: GenerationService, talk: ChatJob, encoder: ResponseEncoder) -> dict[str, Any]:
+async def _generate_whole(
+    api: GenerationService, talk: ChatRequest, encoder: ResponseEncoder
+) -> dict[str, Any]:
     """Generate a response token by token and return it whole."""
     outputs = await api.streamed(talk.job)
     try:
@@ -201,41 +217,10 @@ def _event_stream(run: BackgroundRun, after: int) -> Response:
 
 
 def add_response_routes(app: FastAPI, responses: Responses) -> None:
-    kept = (400, 404)
-    reply = functools.partial(replies_of, ResponseReply)
-
-    @app.post("/v1/responses", **reply(*CODES, stream=True), **BODY)
-    async def create_response(body: ResponseBody, request: Request) -> Response:
-        """Answer a conversation of items, whole or as a stream of events."""
-        return await responses.create(body, request)
-
-    @app.get("/v1/responses/{response_id}", **reply(*kept, stream=True))
-    async def show_response(
-        response_id: str,
-        request: Request,
-        stream: bool = False,
-        starting_after: Annotated[int | None, Query(ge=-1, le=INT64_MAX)] = None,
-    ) -> Response:
-        """Return a stored response, or stream the events of a background response after `starting_after`."""
-        return responses.show(response_id, request, stream=stream, starting_after=starting_after)
-
-    @app.delete("/v1/responses/{response_id}", **replies_of(DeletedReply, *kept))
-    async def delete_response(response_id: str, request: Request) -> Response:
-        """Delete a stored response. One that runs in the background is cancelled."""
-        return await responses.delete(response_id, request)
-
-    @app.post("/v1/responses/{response_id}/cancel", **reply(*kept, 413))
-    async def cancel_response(response_id: str, request: Request) -> Response:
-        """Cancel a response that runs in the background."""
-        return await responses.cancel(response_id, request)
-
-    @app.get("/v1/responses/{response_id}/input_items", **replies_of(ItemsReply, *kept))
-    async def list_input_items(
-        response_id: str,
-        request: Request,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        order: Literal["asc", "desc"] = "desc",
-        after: str | None = None,
-    ) -> Response:
-        """List the input items of a response, including those of previous responses."""
-        return responses.input_items(response_id, request, limit=limit, order=order, after=after)
+    path, kept = "/v1/responses/{response_id}", (400, 404)
+    show = replies_of(ResponseReply, *kept, stream=True)
+    add_post(app, responses, "/v1/responses", Responses.create_response, ResponseReply, stream=True)
+    app.get(path, **show)(responses.show_response)
+    app.delete(path, **replies_of(DeletedReply, *kept))(responses.delete_response)
+    app.post(f"{path}/cancel", **replies_of(ResponseReply, *kept, 413))(responses.cancel_response)
+    app.get(f"{path}/input_items", **replies_of(ItemsReply, *kept))(responses.list_input_items)

@@ -8,8 +8,7 @@ from quire.errors import RequestError
 from quire.server.http.errors import invalid
 from quire.server.openai.requests import ChatBody, GenerateBody
 from quire.server.responses.bodies import ResponseBody
-from quire.server.responses.items import Item
-from quire.server.responses.messages import ItemMessages
+from quire.server.responses.items import Item, ItemMessages
 
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "a response is one answer"),

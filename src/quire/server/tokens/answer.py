@@ -10,7 +10,7 @@ from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.params import ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.server.http.errors import InvalidBody
-from quire.server.http.sse import DONE, event, failure
+from quire.server.http.sse import DONE, AnswerEncoder, event
 from quire.server.openai.logprobs import TokenFormatter, chat_logprobs, prompt_logprobs
 from quire.server.openai.requests import CompletionBody
 from quire.server.openai.sampling_params import check_fields, check_stops
@@ -31,7 +31,8 @@ def public_params(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-async def answer_tokens(api: GenerationService, body: TokensBody, request: Request) -> Response:
+async def create_tokens_of_tokens(api: GenerationService, body: TokensBody, request: Request) -> Response:
+    """Generate tokens after token ids, whole or as a stream of events."""
     await api.check_model(body.model, pools=False)
     check_fields(body)
     if body.stream_options is not None and not body.stream:
@@ -78,10 +79,8 @@ def _read_reasoning(value: Any) -> ReasoningIds:
         raise RequestError(f"sampling_params.reasoning: {error}", param="sampling_params") from None
 
 
-class TokensEncoder:
+class TokensEncoder(AnswerEncoder):
     """Encodes outputs as token ids."""
-
-    text_only = False
 
     def __init__(self, api: GenerationService, body: TokensBody, job: ApiCall) -> None:
         (params,) = job.params
@@ -97,17 +96,11 @@ class TokensEncoder:
         choices = [self._choice(x) for x in output.outputs if x.token_ids or x.finish_reason]
         return event({"request_id": self._job.id, "choices": choices}) if choices else b""
 
-    def encode_text(self, text: str, num_tokens: int) -> bytes:
-        raise AssertionError("token ids cannot be recovered from text")
-
     def finish(self) -> bytes:
         if not self._usage:
             return DONE
         usage = self._api.usage(self._num_prompt, self._num_output, self._num_cached)
         return event({"request_id": self._job.id, "choices": [], "usage": usage}) + DONE
-
-    def fail(self, error: Exception) -> bytes:
-        return failure(error)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs

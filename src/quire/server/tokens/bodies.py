@@ -16,6 +16,7 @@ from quire.server.openai.requests import (
     StreamOptions,
     TokenId,
     Unbuilt,
+    doc,
 )
 
 # ---- requests
@@ -31,12 +32,10 @@ class TokensBody(EngineBody):
     )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    prompt: str | None = Field(None, description="The text of the tokens; has no effect.")
-    features: Unbuilt | None = Field(None, description="Not supported yet.")
-    kv_transfer_params: dict[str, JsonValue] | None = Field(
-        None, description="Has no effect: there is no KV transfer."
-    )
-    ec_transfer_params: dict[str, Unbuilt] | None = Field(None, description="Not supported yet.")
+    prompt: str | None = doc("The text of the tokens; has no effect.")
+    features: Unbuilt | None = doc("Not supported yet.")
+    kv_transfer_params: dict[str, JsonValue] | None = doc("Has no effect: there is no KV transfer.")
+    ec_transfer_params: dict[str, Unbuilt] | None = doc("Not supported yet.")
 
 
 class DerenderPart(BaseModel):
@@ -86,22 +85,21 @@ NumTokens = Annotated[int, Field(ge=0, le=INT64_MAX)]
 class DerenderChatBody(EngineBody):
     """The body of /v1/chat/completions/derender."""
 
-    stream: bool | None = Field(False, description="Only whole replies can be derendered.")
+    stream: bool | None = doc("Only whole replies can be derendered.", False)
     generate_response: DerenderTokens
-    prompt_tokens: NumTokens | None = Field(None, description="For the usage. Default: 0.")
-    chat_request: ChatBody | None = Field(
-        None,
-        description="The rendered request, which selects the parsers. Without it the output is plain text.",
+    prompt_tokens: NumTokens | None = doc("For the usage. Default: 0.")
+    chat_request: ChatBody | None = doc(
+        "The rendered request, which selects the parsers. Without it the output is plain text."
     )
 
 
 class DerenderCompletionBody(EngineBody):
     """The body of /v1/completions/derender."""
 
-    stream: bool | None = Field(False, description="Only whole replies can be derendered.")
+    stream: bool | None = doc("Only whole replies can be derendered.", False)
     generate_responses: Some[DerenderTokens] = Field(description="One for each prompt.")
-    prompt_tokens: Many[NumTokens] | None = Field(None, description="Tokens of each prompt. Default: 0.")
-    completion_request: CompletionBody | None = Field(None, description="The rendered request.")
+    prompt_tokens: Many[NumTokens] | None = doc("Tokens of each prompt. Default: 0.")
+    completion_request: CompletionBody | None = doc("The rendered request.")
 
 
 class ChatBatchBody(ChatBody):

@@ -1,7 +1,7 @@
 """The /render and /derender routes: conversion of chats and completions to tokens, and of tokens to
 replies, without running the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -15,11 +15,11 @@ from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.limits import without_account
 from quire.server.openai.chat import ChatEncoder
-from quire.server.openai.chat_request import ChatJob, prepare_chat
+from quire.server.openai.chat_request import ChatRequest, prepare_chat
 from quire.server.openai.completions import CompletionEncoder, begin_completion
 from quire.server.openai.prompts import off_loop
 from quire.server.openai.requests import ChatBody, CompletionBody
-from quire.server.openai.service import ApiCall, GenerationService
+from quire.server.openai.service import ApiCall, GenerationService, limit_long_work
 from quire.server.tokens.answer import public_params
 from quire.server.tokens.bodies import (
     DerenderChatBody,
@@ -29,12 +29,16 @@ from quire.server.tokens.bodies import (
 )
 
 
-async def render_chat(api: GenerationService, body: ChatBody, request: Request) -> Response:
+@limit_long_work
+async def show_chat_prompt(api: GenerationService, body: ChatBody, request: Request) -> Response:
+    """Return the tokens and parameters that a chat would send to the engine."""
     talk = await prepare_chat(api, body, _without_account(request))
     return await _render(api, body, talk.job, lambda prompts: prompts[0])
 
 
-async def render_completion(api: GenerationService, body: CompletionBody, request: Request) -> Response:
+@limit_long_work
+async def show_completion_prompts(api: GenerationService, body: CompletionBody, request: Request) -> Response:
+    """Return the tokens and parameters that each prompt would send to the engine."""
     job = await begin_completion(api, body, _without_account(request))
     return await _render(api, body, job, lambda prompts: prompts)
 
@@ -118,7 +122,9 @@ _NOT_STREAMED = {"stream": False, "stream_options": None}
 """Updates of a request body: a derendered reply is never streamed."""
 
 
-async def derender_chat(api: GenerationService, body: DerenderChatBody, request: Request) -> Response:
+@limit_long_work
+async def show_chat_answer(api: GenerationService, body: DerenderChatBody, request: Request) -> Response:
+    """Convert generated tokens to the reply of a chat."""
     tokens_reply, chat, request = body.generate_response, body.chat_request, _without_account(request)
     await _check(api, body, [tokens_reply])
     if chat is not None:
@@ -126,7 +132,7 @@ async def derender_chat(api: GenerationService, body: DerenderChatBody, request:
     else:
         chat = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
         job = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
-        talk = ChatJob(chat, job, api.settings.api.response_role, "")
+        talk = ChatRequest(chat, job, api.settings.api.response_role, "")
     _check_choices([tokens_reply], chat.n or 1)
     output = await _decode_reply(
         api.inputs_of(talk.job.model), tokens_reply, _sampling_params(talk.job.params[0])
@@ -142,9 +148,11 @@ async def derender_chat(api: GenerationService, body: DerenderChatBody, request:
     return await off_loop(_num_chars([output]), encode)
 
 
-async def derender_completion(
+@limit_long_work
+async def show_completion_answer(
     api: GenerationService, body: DerenderCompletionBody, request: Request
 ) -> Response:
+    """Convert generated tokens to the reply of a completion."""
     replies, completion, request = body.generate_responses, body.completion_request, _without_account(request)
     await _check(api, body, replies)
     if body.prompt_tokens is not None and len(body.prompt_tokens) != len(replies):
@@ -217,6 +225,13 @@ async def _decode_reply(
     return RequestOutput("", None, [], None, outputs, finished=True)
 
 
+def check_vocab(token_ids: Sequence[int], vocab: int, *, param: str) -> None:
+    if token_ids and (largest := max(token_ids)) >= vocab:
+        raise RequestError(
+            f"Token id {largest} is out of vocabulary: ids of this model are 0 to {vocab - 1}", param=param
+        )
+
+
 def _num_chars(outputs: list[RequestOutput]) -> int:
     return sum(len(choice.text) for output in outputs for choice in output.outputs)
 
@@ -224,14 +239,10 @@ def _num_chars(outputs: list[RequestOutput]) -> int:
 def _decode_choice(
     inputs: InputProcessor, choice: DerenderChoice, params: SamplingParams
 ) -> CompletionOutput:
-    tokenizer, ids, vocab = inputs.tokenizer, choice.token_ids or [], inputs.vocab
+    tokenizer, ids = inputs.tokenizer, choice.token_ids or []
     if tokenizer is None:
         raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
-    if ids and max(ids) >= vocab:
-        raise RequestError(
-            f"Token id {max(ids)} is out of vocabulary: ids of this model are 0 to {vocab - 1}",
-            param="token_ids",
-        )
+    check_vocab(ids, inputs.vocab, param="token_ids")
     stops = {*inputs.eos_ids, *(params.stop_token_ids or ())}
     stopped = choice.finish_reason == "stop"
     visible = ids[:-1] if stopped and ids and ids[-1] in stops else ids

@@ -5,80 +5,94 @@ from typing import Any, Union
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from quire.server.http.document import BODY, CODES, replies_of
+from quire.errors import RequestError
+from quire.server.http.document import BODY, CODES, add_post, replies_of
+from quire.server.http.errors import json_response
 from quire.server.openai import replies
-from quire.server.openai.batch import answer_any, answer_chats, shapes
-from quire.server.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChat, TokenizeText
-from quire.server.openai.service import GenerationService
-from quire.server.tokens.answer import answer_tokens
-from quire.server.tokens.bodies import (
-    ChatBatchBody,
-    DerenderChatBody,
-    DerenderCompletionBody,
-    RenderedReply,
-    TokensBody,
-    TokensReply,
+from quire.server.openai.batch import create_chat_batch, shapes
+from quire.server.openai.prompts import off_loop
+from quire.server.openai.requests import DetokenizeBody, TokenizeChat, TokenizeText
+from quire.server.openai.sampling_params import check_contents, check_fields, check_template
+from quire.server.openai.service import GenerationService, limit_long_work
+from quire.server.tokens.answer import create_tokens_of_tokens
+from quire.server.tokens.bodies import RenderedReply, TokensReply
+from quire.server.tokens.render import (
+    check_vocab,
+    show_chat_answer,
+    show_chat_prompt,
+    show_completion_answer,
+    show_completion_prompts,
 )
-from quire.server.tokens.render import derender_chat, derender_completion, render_chat, render_completion
-from quire.server.tokens.tokenize import detokenize, tokenize
+
+_MAX_IDS = 1 << 17
+"""Minimum of the limit on detokenized ids per request. Decoding holds the GIL for tens of milliseconds."""
 
 
 def add_tokens_in_out(app: FastAPI, api: GenerationService) -> None:
     """Add the route that needs no tokenizer."""
-
-    @app.post("/inference/v1/generate", **replies_of(TokensReply, *CODES, stream=True), **BODY)
-    async def create_tokens_of_tokens(body: TokensBody, request: Request) -> Response:
-        """Generate tokens after token ids, whole or as a stream of events."""
-        return await answer_tokens(api, body, request)
+    add_post(app, api, "/inference/v1/generate", create_tokens_of_tokens, TokensReply, stream=True)
 
 
 def add_token_routes(app: FastAPI, api: GenerationService) -> None:
     chat, completion = "/v1/chat/completions", "/v1/completions"
-
-    @app.post(f"{chat}/render", **replies_of(RenderedReply, *CODES), **BODY)
-    async def show_chat_prompt(body: ChatBody, request: Request) -> Response:
-        """Return the tokens and parameters that a chat would send to the engine."""
-        async with api.long_work.place(request):
-            return await render_chat(api, body, request)
-
-    @app.post(f"{completion}/render", **replies_of(list[RenderedReply], *CODES), **BODY)
-    async def show_completion_prompts(body: CompletionBody, request: Request) -> Response:
-        """Return the tokens and parameters that each prompt would send to the engine."""
-        async with api.long_work.place(request):
-            return await render_completion(api, body, request)
-
-    @app.post(f"{chat}/derender", **replies_of(replies.ChatReply, *CODES), **BODY)
-    async def show_chat_answer(body: DerenderChatBody, request: Request) -> Response:
-        """Convert generated tokens to the reply of a chat."""
-        async with api.long_work.place(request):
-            return await derender_chat(api, body, request)
-
-    @app.post(f"{completion}/derender", **replies_of(replies.CompletionReply, *CODES), **BODY)
-    async def show_completion_answer(body: DerenderCompletionBody, request: Request) -> Response:
-        """Convert generated tokens to the reply of a completion."""
-        async with api.long_work.place(request):
-            return await derender_completion(api, body, request)
-
-    @app.post(f"{chat}/batch", **replies_of(replies.ChatReply, *CODES), **BODY)
-    async def create_chat_batch(body: ChatBatchBody, request: Request) -> Response:
-        """Answer several conversations, each as one choice."""
-        return await answer_chats(api, body, request)
+    add_post(app, api, f"{chat}/render", show_chat_prompt, RenderedReply)
+    add_post(app, api, f"{completion}/render", show_completion_prompts, list[RenderedReply])
+    add_post(app, api, f"{chat}/derender", show_chat_answer, replies.ChatReply)
+    add_post(app, api, f"{completion}/derender", show_completion_answer, replies.CompletionReply)
+    add_post(app, api, f"{chat}/batch", create_chat_batch, replies.ChatReply)
 
     async def invoke(body: Any, request: Request) -> Response:
         """Handle the body as a chat, a completion or a request of a pooling route, by its fields."""
-        return await answer_any(api, body, request)
+        response: Response = await handlers[type(body)](api, body, request)
+        return response
 
-    invoke.__annotations__["body"] = Union[tuple(shapes(api))]  # noqa: UP007
+    handlers = shapes(api)
+    invoke.__annotations__["body"] = Union[tuple(handlers)]  # noqa: UP007
     app.post("/invocations", **replies_of(dict[str, Any], *CODES, stream=True), **BODY)(invoke)
+    add_post(app, api, "/tokenize", create_tokens, replies.TokenizeReply, codes=(400, 404, 413, 422, 429))
+    add_post(app, api, "/detokenize", create_text, replies.DetokenizeReply, codes=(400, 404, 413, 429))
 
-    @app.post("/tokenize", **replies_of(replies.TokenizeReply, 400, 404, 413, 422, 429), **BODY)
-    async def create_tokens(body: TokenizeChat | TokenizeText, request: Request) -> Response:
-        """Return the token ids of a text or conversation."""
-        async with api.long_work.place(request):
-            return await tokenize(api, body)
 
-    @app.post("/detokenize", **replies_of(replies.DetokenizeReply, 400, 404, 413, 429), **BODY)
-    async def create_text(body: DetokenizeBody, request: Request) -> Response:
-        """Return the text of token ids."""
-        async with api.long_work.place(request):
-            return await detokenize(api, body)
+@limit_long_work
+async def create_tokens(
+    api: GenerationService, body: TokenizeChat | TokenizeText, request: Request
+) -> Response:
+    """Return the token ids of a text or conversation."""
+    await api.check_model(body.model)
+    check_fields(body)
+    tokenizer, max_model_len = api.tokenizer_of(body.model), api.engine.inputs.max_model_len
+    if isinstance(body, TokenizeChat):
+        check_contents(body)
+        check_template(body.chat_template, api.settings.api.trust_request_chat_template)
+        ids = (await api.reader.count(body)).token_ids
+    else:
+        text, special = body.prompt, body.add_special_tokens
+        api.engine.inputs.check_chars(text)
+        ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
+
+    def encode() -> Response:
+        spelled = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return json_response(
+            {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": spelled}
+        )
+
+    return await off_loop(len(ids), encode)
+
+
+@limit_long_work
+async def create_text(api: GenerationService, body: DetokenizeBody, request: Request) -> Response:
+    """Return the text of token ids."""
+    await api.check_model(body.model)
+    check_fields(body)
+    tokenizer, ids = api.tokenizer_of(body.model), body.tokens
+    limit = max(api.engine.inputs.max_model_len, _MAX_IDS)
+    if len(ids) > limit:
+        raise RequestError(
+            f"{len(ids)} token ids are too many: at most {limit} are allowed per request (max_model_len, or "
+            f"{_MAX_IDS} if that is more): send them in parts",
+            param="tokens",
+        )
+    check_vocab(ids, api.inputs_of(body.model).vocab, param="tokens")
+    return await off_loop(
+        len(ids), lambda: json_response({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
+    )

@@ -45,7 +45,11 @@ class ToolParser(JsonParser):
 
     default_id: IdMaker = staticmethod(vllm_id)
 
-    def __init__(self, *, schemas: Schemas | None = None, make_id: IdMaker | None = None) -> None:
+    def __init__(
+        self, marks: Any = None, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
+    ) -> None:
+        """Create a parser. `marks`: the markers of the format, for a class that parses several formats."""
+        self.marks = marks
         self.schemas = schemas or {}
         self.make_id = make_id or self.default_id
         self._types: dict[int, frozenset[str]] = {}

@@ -143,6 +143,14 @@ class Parser:
         self._at += len(literal)
         return literal
 
+    def comes(self, literal: str) -> Wait[str]:
+        """Return the literal if it comes next, after white space; empty if not. Nothing is read."""
+        self.hold()
+        yield from self.space()
+        literal = yield from self.take(literal)
+        self.go_back()
+        return literal
+
     def until(self, marks: tuple[str, ...], emit: Emit) -> Wait[str]:
         """Emit the text before the first mark and stop there. Returns the mark; empty at the end."""
         while True:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
-from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, is_name, to_json
+from quire.text.parsers.calls import ToolParser, is_name, to_json
 from quire.text.parsers.engine import Wait
 
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -27,12 +27,7 @@ class GemmaCalls(ToolParser):
     """Parser of Gemma's calls. Each argument is emitted when it is complete."""
 
     keeps_special_tokens = True
-
-    def __init__(
-        self, marks: GemmaMarks, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
-    ) -> None:
-        self.marks = marks
-        super().__init__(schemas=schemas, make_id=make_id)
+    marks: GemmaMarks
 
     def script(self) -> Wait[None]:
         while (yield from self.until((self.marks.open,), self.text)):

@@ -30,10 +30,7 @@ class Harmony(ToolParser):
 
     def script(self) -> Wait[None]:
         # The prompt ends with `<|start|>assistant`: the header may continue with the recipient.
-        self.hold()
-        yield from self.space()
-        continues = yield from self.take("to=")
-        self.go_back()
+        continues = yield from self.comes("to=")
         while continues or (yield from self.until(_STARTS, self.text)):
             continues = ""
             self.hold()

@@ -1,11 +1,12 @@
-"""Tool calls that are JSON objects with a name and arguments, between marks or without them."""
+"""Tool calls that are JSON objects with a name and arguments, between marks or without them, or forced by a
+grammar."""
 
 import json
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, is_name, mistral_id, to_json
+from quire.text.parsers.calls import ToolParser, is_name, mistral_id, to_json
 from quire.text.parsers.engine import Wait
 
 _NAMES = ("name", "tool_name")
@@ -124,13 +125,12 @@ def _unpack(value: Any) -> str:
 class JsonCalls(ObjectParser):
     """Calls as JSON objects between configured marks."""
 
-    def __init__(
-        self, marks: JsonMarks, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
-    ) -> None:
-        self.marks = marks
+    marks: JsonMarks
+
+    def __init__(self, marks: JsonMarks, **more: Any) -> None:
         self.by_name = marks.by_name
         self.keeps_special_tokens = marks.special
-        super().__init__(schemas=schemas, make_id=make_id)
+        super().__init__(marks, **more)
 
     def script(self) -> Wait[None]:
         opens = tuple(mark for mark in self.marks.opens if mark not in ("{", "["))
@@ -170,6 +170,33 @@ class Mistral(ObjectParser):
             return False
         self.start(name, id_ or None)
         return (yield from self.json_value(self.arguments))
+
+
+class RequiredCalls(ObjectParser):
+    """Calls that a grammar forces: a list of `{"name", "parameters"}`. An incomplete call after the first is
+    dropped."""
+
+    def script(self) -> Wait[None]:
+        self.hold()
+        whole = yield from self.objects()
+        if not whole and self._num_calls == 0:
+            self.give_back()
+            yield from self.until((), self.text)
+        self.release()
+        yield from self.until((), lambda text: None)
+
+
+class NamedCall(ToolParser):
+    """A call that a grammar forces: the arguments of one function without anything else."""
+
+    def __init__(self, name: str, **more: Any) -> None:
+        self.name = name
+        super().__init__(**more)
+
+    def script(self) -> Wait[None]:
+        if (yield from self.space()):
+            self.start(self.name)
+            yield from self.until((), self.arguments)
 
 
 def _calls(*opens: str, **more: Any) -> partial[JsonCalls]:

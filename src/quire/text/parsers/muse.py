@@ -5,23 +5,12 @@ from functools import partial
 from typing import Any
 
 from quire.text.parsers.engine import Wait
-from quire.text.parsers.tagged_calls import TaggedCalls, Tags
+from quire.text.parsers.tagged_calls import TaggedCalls, invoke_tags
 
 _STARTS = ("<|start|>", "<|message|>")
 _ENDS = ("<|eom|>", "<|eot|>")
 _TO_SELF = re.compile(r"to=self\b")
-_TAGS = Tags(
-    opens=("<atem:function_calls>",),
-    call='<atem:invoke name="',
-    name_ends=('">',),
-    parameter='<atem:parameter name="',
-    key_end='">',
-    value_end="</atem:parameter>",
-    ends=("</atem:invoke>",),
-    closes=("</atem:function_calls>",),
-    lines=False,
-    special=True,
-)
+_TAGS = invoke_tags("<atem:function_calls>", closes=("</atem:function_calls>",), prefix="atem:")
 
 
 class MuseGlimmer(TaggedCalls):
@@ -38,11 +27,7 @@ class MuseGlimmer(TaggedCalls):
 
     def script(self) -> Wait[None]:
         # The prompt ends with `<|start|>assistant`: the header may continue with the recipient.
-        self.hold()
-        yield from self.space()
-        continues = yield from self.take("to=")
-        self.go_back()
-        if continues:
+        if (yield from self.comes("to=")):
             yield from self._message()
         call_marks = (*_TAGS.opens, _TAGS.call) if self.calls else ()
         while mark := (yield from self.until((*_STARTS, *_ENDS, *call_marks), self.text)):

@@ -1,10 +1,11 @@
 """Tool calls that are a name between marks, followed by JSON arguments."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, is_name, kimi_id, vllm_id
+from quire.text.parsers.calls import ToolParser, is_name, kimi_id, vllm_id
 from quire.text.parsers.engine import Wait
 
 
@@ -27,13 +28,11 @@ class NamedCalls(ToolParser):
     """Calls as a name and JSON arguments."""
 
     keeps_special_tokens = True
+    marks: NamedMarks
 
-    def __init__(
-        self, marks: NamedMarks, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
-    ) -> None:
-        self.marks = marks
-        default = kimi_id if marks.has_id else vllm_id
-        super().__init__(schemas=schemas, make_id=make_id or default)
+    def __init__(self, marks: NamedMarks, **more: Any) -> None:
+        self.default_id = kimi_id if marks.has_id else vllm_id
+        super().__init__(marks, **more)
 
     def script(self) -> Wait[None]:
         while (yield from self.until((*self.marks.opens, self.marks.call), self.text)):
@@ -66,27 +65,14 @@ def _kimi_name(header: str) -> str:
     return (name if number.isdecimal() else header.strip()).removeprefix("functions.")
 
 
-_DEEPSEEK_ENDS = ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
-
-DEEPSEEK_V3 = partial(
-    NamedCalls,
-    NamedMarks(
-        opens=("<｜tool▁calls▁begin｜>",),
-        call="<｜tool▁call▁begin｜>",
-        before_arguments="```json",
-        closes=_DEEPSEEK_ENDS,
-        name=_after_sep,
-    ),
+_DEEPSEEK_V31 = NamedMarks(
+    opens=("<｜tool▁calls▁begin｜>",),
+    call="<｜tool▁call▁begin｜>",
+    before_arguments="<｜tool▁sep｜>",
+    closes=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
 )
-DEEPSEEK_V31 = partial(
-    NamedCalls,
-    NamedMarks(
-        opens=("<｜tool▁calls▁begin｜>",),
-        call="<｜tool▁call▁begin｜>",
-        before_arguments="<｜tool▁sep｜>",
-        closes=_DEEPSEEK_ENDS,
-    ),
-)
+DEEPSEEK_V31 = partial(NamedCalls, _DEEPSEEK_V31)
+DEEPSEEK_V3 = partial(NamedCalls, replace(_DEEPSEEK_V31, before_arguments="```json", name=_after_sep))
 KIMI_K2 = partial(
     NamedCalls,
     NamedMarks(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, to_json
+from quire.text.parsers.calls import ToolParser, to_json
 from quire.text.parsers.engine import Wait
 
 _FUNCTION = re.compile(r"[^\W\d][\w.-]*")
@@ -31,12 +31,7 @@ class Pythonic(ToolParser):
     """Calls as Python. Each argument is emitted when it is complete."""
 
     keeps_special_tokens = True
-
-    def __init__(
-        self, marks: PythonMarks, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
-    ) -> None:
-        self.marks = marks
-        super().__init__(schemas=schemas, make_id=make_id)
+    marks: PythonMarks
 
     def script(self) -> Wait[None]:
         bare = () if self.marks.lines else ("[",)

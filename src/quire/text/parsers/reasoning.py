@@ -72,15 +72,12 @@ class Identity(Parser):
         yield from self.until((), self.text)
 
 
-class AppendThink(Parser):
+class AppendThink(Identity):
     """Parser that treats everything as text, after the start mark that the template wrote."""
-
-    def __init__(self, prompt: str = "") -> None:
-        super().__init__()
 
     def script(self) -> Wait[None]:
         self.text("<think>")
-        yield from self.until((), self.text)
+        yield from super().script()
 
 
 def opened_by(marks: ReasoningMarkers, prompt: str, default: bool | None = None) -> bool:

@@ -4,8 +4,9 @@ import html
 import json
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, is_name, quoted, typed
+from quire.text.parsers.calls import ToolParser, is_name, quoted, typed
 from quire.text.parsers.engine import Emit, Wait
 
 
@@ -41,18 +42,19 @@ class Tags:
 class TaggedCalls(ToolParser):
     """Calls between configured tags."""
 
-    def __init__(self, tags: Tags, *, schemas: Schemas | None = None, make_id: IdMaker | None = None) -> None:
-        self.tags = tags
+    marks: Tags
+
+    def __init__(self, tags: Tags, **more: Any) -> None:
         self.keeps_special_tokens = tags.special
-        super().__init__(schemas=schemas, make_id=make_id)
+        super().__init__(tags, **more)
 
     def script(self) -> Wait[None]:
-        while (yield from self.until((*self.tags.opens, self.tags.call), self.text)):
+        while (yield from self.until((*self.marks.opens, self.marks.call), self.text)):
             yield from self.section()
 
     def section(self) -> Wait[None]:
         """Read the opening marks and one call."""
-        tags = self.tags
+        tags = self.marks
         self.hold()
         yield from self.closing(mark for mark in tags.opens if mark != tags.call)
         if (yield from self.take(tags.call)) and (yield from self._call()):
@@ -61,7 +63,7 @@ class TaggedCalls(ToolParser):
             self.give_back()
 
     def _call(self) -> Wait[bool]:
-        tags = self.tags
+        tags = self.marks
         yield from self.space()
         header = yield from self.header(*tags.name_ends)
         # Kimi-K3: `name" index="1`
@@ -86,7 +88,7 @@ class TaggedCalls(ToolParser):
 
     def _parameter(self, function: str, comma: str) -> Wait[bool]:
         """Read one parameter. Returns False if it is incomplete."""
-        tags = self.tags
+        tags = self.marks
         header = yield from self.header(tags.key_end)
         if header is None:
             return False
@@ -120,11 +122,11 @@ class TaggedCalls(ToolParser):
         return whole
 
     def _unescape(self, text: str) -> str:
-        return html.unescape(text) if self.tags.escaped else text
+        return html.unescape(text) if self.marks.escaped else text
 
     def _value(self, emit: Emit) -> Wait[bool]:
         """Emit the text of a value, without the line break before its end."""
-        tags = self.tags
+        tags = self.marks
         if tags.cdata and (yield from self.take("<![CDATA[")):
             mark = yield from self.until((f"]]>{tags.value_end}",), emit)
             yield from self.take(f"]]>{tags.value_end}")
@@ -142,88 +144,98 @@ class TaggedCalls(ToolParser):
 class HyV3(TaggedCalls):
     """Hunyuan 3. Its published checkpoints write `:opensource` into every tag."""
 
-    def __init__(self, *, schemas: Schemas | None = None, make_id: IdMaker | None = None) -> None:
-        super().__init__(_hy_v3(""), schemas=schemas, make_id=make_id)
+    def __init__(self, **more: Any) -> None:
+        super().__init__(_hy_v3(""), **more)
 
     def script(self) -> Wait[None]:
         known = [_hy_v3(""), _hy_v3(":opensource")]
         marks = [mark for tags in known for mark in (*tags.opens, tags.call)]
         first = yield from self.until(tuple(marks), self.text)
-        self.tags = known[":opensource" in first]
+        self.marks = known[":opensource" in first]
         yield from super().script()
 
 
 def _hy_v3(suffix: str) -> Tags:
+    opens, closes = (f"<tool_calls{suffix}>",), (f"</tool_calls{suffix}>",)
+    return _arg_tags(f"<tool_sep{suffix}>", suffix, opens=opens, closes=closes)
+
+
+def _arg_tags(
+    name_end: str, suffix: str = "", *, opens: tuple[str, ...] = (), closes: tuple[str, ...] = ()
+) -> Tags:
+    """Return the tags of `<tool_call>f`, `<arg_key>k</arg_key>` and `<arg_value>v</arg_value>`."""
     return Tags(
-        opens=(f"<tool_calls{suffix}>",),
+        opens=opens,
         call=f"<tool_call{suffix}>",
-        name_ends=(f"<tool_sep{suffix}>", f"<arg_key{suffix}>", f"</tool_call{suffix}>"),
+        name_ends=(name_end, f"<arg_key{suffix}>", f"</tool_call{suffix}>"),
         parameter=f"<arg_key{suffix}>",
         key_end=f"</arg_key{suffix}>",
         before_value=f"<arg_value{suffix}>",
         value_end=f"</arg_value{suffix}>",
         ends=(f"</tool_call{suffix}>",),
-        closes=(f"</tool_calls{suffix}>",),
+        closes=closes,
         lines=False,
         special=True,
     )
 
 
-def _invoke(
-    *opens: str, closes: tuple[str, ...], prefix: str = "", lines: bool = False
-) -> partial[TaggedCalls]:
-    """Build a parser of `<invoke name="f">` and `<parameter name="k">`."""
-    return partial(
-        TaggedCalls,
-        Tags(
-            opens=opens,
-            call=f'<{prefix}invoke name="',
-            name_ends=('">',),
-            parameter=f'<{prefix}parameter name="',
-            key_end='">',
-            value_end=f"</{prefix}parameter>",
-            ends=(f"</{prefix}invoke>",),
-            closes=closes,
-            lines=lines,
-            special=True,
-        ),
+def invoke_tags(*opens: str, closes: tuple[str, ...], prefix: str = "", lines: bool = False) -> Tags:
+    """Return the tags of `<invoke name="f">` and `<parameter name="k">`."""
+    return Tags(
+        opens=opens,
+        call=f'<{prefix}invoke name="',
+        name_ends=('">',),
+        parameter=f'<{prefix}parameter name="',
+        key_end='">',
+        value_end=f"</{prefix}parameter>",
+        ends=(f"</{prefix}invoke>",),
+        closes=closes,
+        lines=lines,
+        special=True,
     )
 
 
-def _function(open_: str, close: str, *, special: bool = False) -> partial[TaggedCalls]:
-    """Build a parser of `<function=f>` and `<parameter=k>`."""
-    return partial(
-        TaggedCalls,
-        Tags(
-            opens=(open_,),
-            call="<function=",
-            name_ends=(">",),
-            parameter="<parameter=",
-            key_end=">",
-            value_end="</parameter>",
-            ends=("</function>",),
-            closes=(close,),
-            lenient=True,
-            special=special,
-        ),
+def _function_tags(open_: str, close: str, *, special: bool = False) -> Tags:
+    """Return the tags of `<function=f>` and `<parameter=k>`."""
+    return Tags(
+        opens=(open_,),
+        call="<function=",
+        name_ends=(">",),
+        parameter="<parameter=",
+        key_end=">",
+        value_end="</parameter>",
+        ends=("</function>",),
+        closes=(close,),
+        lenient=True,
+        special=special,
     )
 
 
-QWEN3_CODER = _function("<tool_call>", "</tool_call>")
-SEED_OSS = _function("<seed:tool_call>", "</seed:tool_call>", special=True)
-MINIMAX_M2 = _invoke("<minimax:tool_call>", closes=("</minimax:tool_call>",))
-DEEPSEEK_V32 = _invoke("<｜DSML｜function_calls>", closes=("</｜DSML｜function_calls>",), prefix="｜DSML｜")
-DEEPSEEK_V4 = _invoke("<｜DSML｜tool_calls>", closes=("</｜DSML｜tool_calls>",), prefix="｜DSML｜")
-STEP3 = _invoke(
-    "<｜tool_calls_begin｜>",
-    "<｜tool_call_begin｜>",
-    "function<｜tool_sep｜>",
-    closes=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
-    prefix="steptml:",
+def _parser(tags: Tags) -> partial[TaggedCalls]:
+    return partial(TaggedCalls, tags)
+
+
+QWEN3_CODER = _parser(_function_tags("<tool_call>", "</tool_call>"))
+SEED_OSS = _parser(_function_tags("<seed:tool_call>", "</seed:tool_call>", special=True))
+MINIMAX_M2 = _parser(invoke_tags("<minimax:tool_call>", closes=("</minimax:tool_call>",)))
+DEEPSEEK_V32 = _parser(
+    invoke_tags("<｜DSML｜function_calls>", closes=("</｜DSML｜function_calls>",), prefix="｜DSML｜")
 )
-DOTS = _invoke("<dots_function_call>", closes=("</dots_function_call>",), lines=True)
-KIMI_K3 = partial(
-    TaggedCalls,
+DEEPSEEK_V4 = _parser(
+    invoke_tags("<｜DSML｜tool_calls>", closes=("</｜DSML｜tool_calls>",), prefix="｜DSML｜")
+)
+STEP3 = _parser(
+    invoke_tags(
+        "<｜tool_calls_begin｜>",
+        "<｜tool_call_begin｜>",
+        "function<｜tool_sep｜>",
+        closes=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+        prefix="steptml:",
+    )
+)
+DOTS = _parser(invoke_tags("<dots_function_call>", closes=("</dots_function_call>",), lines=True))
+GLM45 = _parser(_arg_tags("\n"))
+KIMI_K3 = _parser(
     Tags(
         opens=("<|open|>tools<|sep|>",),
         call='<|open|>call tool="',
@@ -238,8 +250,7 @@ KIMI_K3 = partial(
         special=True,
     ),
 )
-MINICPM5 = partial(
-    TaggedCalls,
+MINICPM5 = _parser(
     Tags(
         opens=("<|tool_call_start|>",),
         call='<function name="',
@@ -251,22 +262,6 @@ MINICPM5 = partial(
         closes=("<|tool_call_end|>",),
         lines=False,
         cdata=True,
-        special=True,
-    ),
-)
-GLM45 = partial(
-    TaggedCalls,
-    Tags(
-        opens=(),
-        call="<tool_call>",
-        name_ends=("\n", "<arg_key>", "</tool_call>"),
-        parameter="<arg_key>",
-        key_end="</arg_key>",
-        before_value="<arg_value>",
-        value_end="</arg_value>",
-        ends=("</tool_call>",),
-        closes=(),
-        lines=False,
         special=True,
     ),
 )

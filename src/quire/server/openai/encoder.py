@@ -1,0 +1,67 @@
+"""Base of the encoders of chunks with choices."""
+
+from typing import Any
+
+from quire.data.outputs import RequestStateStats
+from quire.server.http.sse import DONE, AnswerEncoder, event
+from quire.server.openai.requests import StreamOptions
+from quire.server.openai.service import ApiCall, GenerationService
+
+
+class ChunkEncoder(AnswerEncoder):
+    """Base of the encoders of chunks with choices. A stream ends with the usage, if that was requested."""
+
+    def __init__(
+        self,
+        api: GenerationService,
+        job: ApiCall,
+        *,
+        object: str,
+        options: StreamOptions | None,
+        num_choices: int,
+    ) -> None:
+        self._api, self._job, self._num_choices = api, job, num_choices
+        forced = api.settings.api.enable_force_include_usage
+        include_usage = bool(options and options.include_usage)
+        self._usage = forced or include_usage or job.timeline is not None
+        self._usage_in_every_chunk = forced or (
+            include_usage and bool(options and options.continuous_usage_stats)
+        )
+        self._frame = {"id": job.id, "object": object, "created": job.created, "model": job.model}
+        self._num_prompt = sum(len(prompt.token_ids) for prompt in job.prompts)
+        self._num_output = [0] * num_choices
+        self._stats: RequestStateStats | None = None
+
+    def finish(self) -> bytes:
+        return event(self._frame | {"choices": []} | self._ending()) + DONE if self._usage else DONE
+
+    def _ending(self) -> dict[str, Any]:
+        """Return the fields of the last chunk: usage, fingerprint and, if enabled, timings."""
+        metrics = self._api.metrics(self._stats, self._num_choices)
+        ending = {"usage": self._final_usage(), "system_fingerprint": self._api.fingerprint}
+        return ending if metrics is None else ending | {"metrics": metrics}
+
+    def _final_usage(self) -> dict[str, Any]:
+        """Return the usage of the whole stream."""
+        raise NotImplementedError
+
+    def _build_reply(
+        self,
+        object: str,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any],
+        stats: RequestStateStats | None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        return {
+            **self._frame,
+            "object": object,
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": self._api.fingerprint,
+            "usage": usage,
+            **more,
+            "kv_transfer_params": None,
+            "metrics": self._api.metrics(stats, len(choices)),
+        }
