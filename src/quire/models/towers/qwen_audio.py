@@ -5,34 +5,33 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.qwen_audio import QwenAudioFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import VisionMLP
+from quire.models.towers import Tower
 from quire.models.towers.whisper import WhisperEncoder
 
 _EPS = 1e-5
 
 
-class QwenAudio(nn.Module):
+class QwenAudio(Tower):
     """Qwen2-Audio encoder. `mel` of an item is [frames, mels] (see `WhisperEncoder`), encoded in chunks."""
 
+    facts: QwenAudioFacts
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__()
-        assert facts.media is not None
-        self.facts: QwenAudioFacts = facts.media.tower
-        self.device = scope.device
+        super().__init__(facts, scope)
         tower, hidden = scope / "model" / "audio_tower", self.facts.encoder.hidden
         self.encoder = WhisperEncoder(self.facts.encoder, tower)
         self.norm = LayerNorm(hidden, _EPS, tower / "layer_norm")
         self.projector = _build_projector(self.facts, scope / "model" / "multi_modal_projector")
 
     @staticmethod
-    def divides(media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
-        return bool(media.tower.encoder.heads % count == 0)
+    def heads(facts: QwenAudioFacts) -> tuple[int, ...]:
+        return (facts.encoder.heads,)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         mels = [item["mel"].split(self.facts.moments + 1) for item in items]

@@ -7,36 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.whisper import WhisperFacts
-from quire.kernels.reference.encoder import Spans, spans_of
+from quire.kernels.reference.encoder import spans_of
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP
+from quire.layers.vision import Learned, PatchEmbedding, VisionStyle, vision_layers
+from quire.models.towers import Tower
 
 _EPS = 1e-5
+WHISPER = VisionStyle(norms=("self_attn_layer_norm", "final_layer_norm"), mlp="", eps=_EPS, key_bias=False)
 _WIDTH = 3
 """Kernel size of the convolutions in frames."""
-
-
-class Layer(nn.Module):
-    """Pre-norm layer: attention, then MLP, each with a residual."""
-
-    key_bias = False
-
-    def __init__(self, facts: WhisperFacts, scope: Scope) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(facts.hidden, _EPS, scope / "self_attn_layer_norm")
-        self.attention = VisionAttention(
-            facts.hidden, facts.heads, scope / "self_attn", key_bias=self.key_bias
-        )
-        self.mlp_norm = LayerNorm(facts.hidden, _EPS, scope / "final_layer_norm")
-        self.mlp = VisionMLP(facts.hidden, facts.intermediate, scope, activation=facts.activation)
-
-    def forward(self, x: Tensor, spans: Spans) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), spans)
-        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
-        return out
 
 
 class Convolution(nn.Module):
@@ -67,7 +49,7 @@ class WhisperEncoder(nn.Module):
             )
         )
         self.places = Learned(scope / "embed_positions" / "weight", facts.positions, facts.hidden)
-        self.layers = nn.ModuleList(Layer(facts, scope / "layers" / i) for i in range(facts.layers))
+        self.layers = vision_layers(facts, facts.layers, scope / "layers", WHISPER)
 
     def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
         """Encode [2 * states + 1, mels] of each item, including one padding frame, to [states, hidden]."""
@@ -82,22 +64,16 @@ class WhisperEncoder(nn.Module):
         return list(x.split(lens))
 
 
-class WhisperTower(nn.Module):
+class WhisperTower(Tower):
     """Whisper encoder with its final norm. `mel` of every item is [frames + 1, mels]."""
 
+    facts: WhisperFacts
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__()
-        assert facts.media is not None
-        self.facts: WhisperFacts = facts.media.tower
-        self.device = scope.device
+        super().__init__(facts, scope)
         scope = scope / "model" / "encoder"
         self.encoder = WhisperEncoder(self.facts, scope)
         self.norm = LayerNorm(self.facts.hidden, _EPS, scope / "layer_norm")
-
-    @staticmethod
-    def divides(media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
-        return bool(media.tower.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         states = self.norm.alone(torch.cat(self.encoder([item["mel"] for item in items])))
