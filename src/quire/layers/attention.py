@@ -13,7 +13,7 @@ from quire.checkpoint.layout import CacheSpec
 from quire.kernels.ops import HeadEntry, HeadNorms
 from quire.layers.kv_scales import KVScales
 from quire.layers.rope import Rope
-from quire.layers.scope import Scope, Target
+from quire.layers.scope import LoadedModule, Scope, Target
 from quire.quant.sharding import divided
 from quire.quant.weight import frozen_parameter
 
@@ -31,7 +31,7 @@ class Caching(Protocol):
         `group` is the KV cache group of the layer's blocks."""
 
 
-class PagedAttention(nn.Module):
+class PagedAttention(LoadedModule):
     """QK norm (if the model has one), RoPE, cache write, and paged attention."""
 
     def __init__(
@@ -101,9 +101,6 @@ class PagedAttention(nn.Module):
     def targets(self) -> Iterator[Target]:
         if self.sinks is not None:
             yield Target(self.sinks_name, self.sinks, 0, (self.own_heads,))
-
-    def finish(self) -> None:
-        """Keep the sinks as loaded."""
 
 
 def attention_layers(modules: Iterable[nn.Module]) -> list[PagedAttention]:

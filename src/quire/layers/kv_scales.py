@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from quire.layers.scope import Scope, Target
+from quire.layers.scope import LoadedModule, Scope, Target
 from quire.quant.weight import frozen_parameter
 
 _NAMES = {
@@ -15,7 +15,7 @@ _NAMES = {
 """Names of the scales inside of an attention layer, in order of preference."""
 
 
-class KVScales(nn.Module):
+class KVScales(LoadedModule):
     """Scale of the keys and scale of the values of an attention layer; 1.0 if not stored."""
 
     def __init__(self, attention: str, scope: Scope) -> None:
@@ -43,6 +43,3 @@ class KVScales(nn.Module):
     def targets(self) -> Iterator[Target]:
         for kind, name in self._stored.items():
             yield Target(name, self.values[kind])
-
-    def finish(self) -> None:
-        """Keep the scales as loaded."""

@@ -15,7 +15,7 @@ from quire.kernels.reference.encoder import Spans
 from quire.layers.encoder_attention import attend_on, rotate_on
 from quire.layers.linear import ColumnLinear, GateUpLinear, KeysWithoutBias, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.scope import Scope, Target
+from quire.layers.scope import LoadedModule, Scope, Target
 from quire.parallel.group import ALONE
 from quire.quant.plain import PlainWeight
 from quire.quant.sharding import divided
@@ -168,12 +168,11 @@ class VisionLayer(nn.Module):
         super().__init__()
         hidden, eps = facts.hidden, facts.norm_eps if style.eps is None else style.eps
         self.attention_norm, self.mlp_norm = (style.norm(hidden, eps, scope / name) for name in style.norms)
-        attention = scope / style.attention if style.attention else scope
-        self.attention = VisionAttention(hidden, facts.heads, attention, style)
+        self.attention = VisionAttention(hidden, facts.heads, scope / style.attention, style)
         self.mlp = VisionMLP(
             hidden,
             facts.intermediate,
-            scope / style.mlp if style.mlp else scope,
+            scope / style.mlp,
             names=style.mlp_names,
             activation=facts.activation,
             bias=style.mlp_bias,
@@ -205,7 +204,7 @@ def vision_layers(facts: Any, depth: int, scope: Scope, style: VisionStyle = SIG
     return nn.ModuleList(kind(facts, scope / i, style) for i in range(depth))
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(LoadedModule):
     """Patch embedding: a convolution with stride equal to its kernel, computed as a GEMM of flat patches.
     `kernel` is the shape of a patch in the checkpoint: (channels, [frames,] height, width) or (numbers,)."""
 
@@ -225,9 +224,6 @@ class PatchEmbedding(nn.Module):
         if self.bias is not None:
             yield Target(f"{self.name}.bias", self.bias)
 
-    def finish(self) -> None:
-        """Keep the weight as loaded."""
-
 
 def patches_of(pixels: Tensor, size: int) -> Tensor:
     """Split images [N, channels, height, width] into [N, patches, channels * size * size], row by row."""
@@ -235,17 +231,14 @@ def patches_of(pixels: Tensor, size: int) -> Tensor:
     return parts.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
 
-class Learned(nn.Module):
+class Learned(LoadedModule):
     """A checkpoint tensor that is used as it is, such as position or class embeddings. The scope has its full
     name."""
 
-    def __init__(self, scope: Scope, *shape: int) -> None:
+    def __init__(self, scope: Scope, *shape: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.name = scope.name
-        self.vectors = frozen_parameter(scope.empty(*shape))
+        self.vectors = frozen_parameter(torch.empty(*shape, dtype=dtype or scope.dtype, device=scope.device))
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.vectors)
-
-    def finish(self) -> None:
-        """Keep the vectors as loaded."""

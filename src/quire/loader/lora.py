@@ -17,7 +17,7 @@ from quire.data.lora import AdapterFacts
 from quire.errors import ConfigError, RequestError
 from quire.layers.lora import AdapterSlots, places
 from quire.layers.lora_layers import LoRAFactors, LoRAHeadLayer, LoRAStack, LoRATarget
-from quire.layers.lora_vocab import LoRAVocab
+from quire.layers.lora_tables import LoRAVocab
 from quire.layers.scope import Target
 from quire.loader.lora_files import CONFIG, LoRAFiles
 from quire.loader.lora_vocab import LoRAVocabReader, token_indices
@@ -143,7 +143,7 @@ class LoRAReader:
         rank = max((len(fit.a) for fit in fits), default=settings.rank)
         parts = *factors.values(), tables.values(), *vocab_rows.values()
         num_bytes = sum(tensor.nbytes for part in parts for tensor in part)
-        facts = AdapterFacts(digest, rank, num_bytes, self._vocab_reader.num_new(vocab_rows))
+        facts = AdapterFacts(digest, rank, num_bytes, self.slots.count_new(vocab_rows))
         return LoRAWeights(facts, factors, tables, vocab_rows)
 
     def _take_saved_modules(
@@ -168,12 +168,12 @@ class LoRAReader:
 
     def _shard_table(self, name: str, layer: str, tensor: Tensor) -> Tensor:
         table, buffer = self.slots.tables[layer], self.slots.table_room(layer)
-        if tuple(tensor.shape) != (table.own.all, table.hidden):
+        if tuple(tensor.shape) != (table.shard.all, table.hidden):
             raise ConfigError(
-                f"{name} has the shape {tuple(tensor.shape)}, the model's {(table.own.all, table.hidden)}"
-                f"{self._vocab_reader.why_not(tensor, table.own.all)}"
+                f"{name} has the shape {tuple(tensor.shape)}, the model's {(table.shard.all, table.hidden)}"
+                f"{self._vocab_reader.why_not(tensor, table.shard.all)}"
             )
-        put(tensor, Target(name, buffer, 0, (table.own,)))
+        put(tensor, Target(name, buffer, 0, (table.shard,)))
         return buffer
 
     # ---- matching tensors to layers

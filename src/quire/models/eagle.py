@@ -1,6 +1,5 @@
 """EAGLE and EAGLE-3 draft models: few layers over the target's hidden states and the next tokens."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -12,7 +11,8 @@ from quire.layers.embedding import Head, TokenEmbedding
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
-from quire.layers.scope import Scope, Target
+from quire.layers.scope import Scope
+from quire.layers.vision import Learned
 from quire.models import llama
 from quire.models.decoder import LayerFactory
 from quire.models.draft_head import DraftHead
@@ -112,7 +112,10 @@ class Eagle3(DraftHead):
         self.head: Head | None = None
         if drafts.vocab != facts.vocab or scope.is_stored("lm_head.weight"):
             self.head = Head(drafts.vocab, facts.hidden, scope / "lm_head")
-        self.offsets = _Offsets(drafts.vocab, scope) if scope.is_stored("d2t") else None
+        self.offsets: Learned | None = None
+        """Offset of each draft token id to the target's id."""
+        if scope.is_stored("d2t"):
+            self.offsets = Learned(scope / "d2t", drafts.vocab, dtype=torch.int64)
 
     def states(self, taken: Tensor) -> Tensor:
         out: Tensor = self.fc(taken)
@@ -130,20 +133,4 @@ class Eagle3(DraftHead):
         return out
 
     def names(self, ids: Tensor) -> Tensor:
-        return ids if self.offsets is None else ids + self.offsets.weight[ids]
-
-
-class _Offsets(nn.Module):
-    """Offset of each draft token id to the target's id (d2t)."""
-
-    def __init__(self, vocab: int, scope: Scope) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(
-            torch.zeros(vocab, dtype=torch.int64, device=scope.device), requires_grad=False
-        )
-
-    def targets(self) -> Iterator[Target]:
-        yield Target("d2t", self.weight)
-
-    def finish(self) -> None:
-        """Keep the offsets as loaded."""
+        return ids if self.offsets is None else ids + self.offsets.vectors[ids]

@@ -1,5 +1,6 @@
 """MTP: the multi-token prediction layer of a checkpoint, as a draft model."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,9 @@ class MTP(DraftHead):
         self.token_norm = norm_of(facts, at(names.token_norm))
         self.states_norm = norm_of(facts, at(names.states_norm))
         self.join = WholeLinear(2 * facts.hidden, facts.hidden, at(names.join))
-        self.layer = MODELS[of].Layer(facts.of_layer(layer), layer, Rope(layer.rope, scope), at(names.layer))
+        model, rope = MODELS[of], Rope(layer.rope, scope)
+        inner = replace(at(names.layer), names=model.names)
+        self.layer = model.Layer(facts.of_layer(layer), layer, rope, inner)
         self.norm = norm_of(facts, at(names.last))
 
     def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,9 +112,7 @@ class Qwen3VL(GridTower):
 
     def _merger(self, size: int, scope: Scope) -> PatchMerger:
         norm = LayerNorm(size, self.facts.norm_eps, scope / self.norm_name)
-        return PatchMerger(
-            self.facts, norm, scope / self.mlp_name if self.mlp_name else scope, self.mlp_names
-        )
+        return PatchMerger(self.facts, norm, scope / self.mlp_name, self.mlp_names)
 
     def positions(self, places: Tensor, grids: Sequence[PatchGrid]) -> Tensor:
         return interpolate(self.learned.vectors, places, self.sizes(grids))
