@@ -242,3 +242,16 @@ class Learned(LoadedModule):
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.vectors)
+
+
+class HalvingConv(nn.Module):
+    """3 x 3 convolution with stride 2."""
+
+    def __init__(self, size_in: int, size_out: int, scope: Scope) -> None:
+        super().__init__()
+        self.weight = Learned(scope / "weight", size_out, size_in, 3, 3)
+        self.bias = Learned(scope / "bias", size_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convert [N, size_in, rows, columns] to [N, size_out, rows / 2, columns / 2], rounded up."""
+        return F.conv2d(x, self.weight.vectors, self.bias.vectors, stride=2, padding=1)

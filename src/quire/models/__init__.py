@@ -156,9 +156,9 @@ TOKEN_CLASSIFIERS = LazyTable(
 DRAFTS = LazyTable(
     "draft",
     {
-        "Eagle3LlamaForCausalLM": "quire.models.eagle:Eagle3",
-        "EagleLlamaForCausalLM": "quire.models.eagle:Eagle",
-        "MTP": "quire.models.mtp:MTP",
+        "Eagle3LlamaForCausalLM": "quire.models.drafts:Eagle3",
+        "EagleLlamaForCausalLM": "quire.models.drafts:Eagle",
+        "MTP": "quire.models.drafts:MTP",
     },
 )
 """Draft models that read the hidden states of a target model."""

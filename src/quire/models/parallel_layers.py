@@ -14,6 +14,7 @@ from quire.layers.rope import Rope
 from quire.layers.scope import DecoderNames, Scope
 from quire.models import llama
 from quire.models.decoder import Decoder, LayerFactory
+from quire.models.gpt2 import GPT2
 from quire.models.llama import PlainLayer
 
 
@@ -76,16 +77,7 @@ class Phi(Decoder):
 class GPTJ(Phi):
     """GPT-J decoder."""
 
-    names = DecoderNames(
-        body="transformer",
-        embedding="wte",
-        layers="h",
-        last_norm="ln_f",
-        norms=("ln_1",),
-        attention="attn",
-        out="out_proj",
-        mlp_names=("fc_in", "fc_out"),
-    )
+    names = GPT2.names._replace(norms=("ln_1",), out="out_proj", mlp_names=("fc_in", "fc_out"))
 
 
 class GPTNeoX(Decoder):

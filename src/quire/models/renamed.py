@@ -2,6 +2,7 @@
 VaultGemma."""
 
 from quire.layers.scope import DecoderNames
+from quire.models.gpt2 import GPT2, MPT
 from quire.models.llama import Llama
 
 
@@ -30,15 +31,8 @@ class InternLM2(Llama):
 class Exaone(Llama):
     """EXAONE 3 decoder."""
 
-    names = DecoderNames(
-        body="transformer",
-        embedding="wte",
-        layers="h",
-        last_norm="ln_f",
-        norms=("ln_1", "ln_2"),
-        attention="attn.attention",
-        out="out_proj",
-        mlp_names=("c_fc_0", "c_fc_1", "c_proj"),
+    names = GPT2.names._replace(
+        attention="attn.attention", out="out_proj", mlp_names=("c_fc_0", "c_fc_1", "c_proj")
     )
 
 
@@ -62,17 +56,7 @@ class ChatGLM(Llama):
 class Qwen(Llama):
     """Qwen 1 decoder."""
 
-    names = DecoderNames(
-        body="transformer",
-        embedding="wte",
-        layers="h",
-        last_norm="ln_f",
-        norms=("ln_1", "ln_2"),
-        attention="attn",
-        qkv="c_attn",
-        out="c_proj",
-        mlp_names=("w2", "w1", "c_proj"),
-    )
+    names = GPT2.names._replace(mlp_names=("w2", "w1", "c_proj"))
 
 
 class Bailing(Llama):
@@ -90,15 +74,8 @@ class Bailing(Llama):
 class DBRX(Llama):
     """DBRX decoder."""
 
-    names = DecoderNames(
-        body="transformer",
-        embedding="wte",
-        layers="blocks",
-        last_norm="norm_f",
-        norms=("norm_attn_norm.norm_1", "norm_attn_norm.norm_2"),
-        attention="norm_attn_norm.attn",
-        qkv="Wqkv",
-        out="out_proj",
+    names = MPT.names._replace(
+        norms=("norm_attn_norm.norm_1", "norm_attn_norm.norm_2"), attention="norm_attn_norm.attn"
     )
 
 

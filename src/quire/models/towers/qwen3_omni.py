@@ -14,7 +14,7 @@ from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, VisionMLP, vision_layers
+from quire.layers.vision import HalvingConv, VisionMLP, vision_layers
 from quire.models.towers.omni import Omni, sinusoids
 from quire.models.towers.qwen_vl import Qwen3VL
 from quire.models.towers.whisper import WHISPER
@@ -31,19 +31,6 @@ class Qwen3OmniVisionTower(Qwen3VL):
     norm_name, mlp_name, mlp_names, deep_name = "ln_q", "mlp", ("0", "2"), "merger_list"
 
 
-class AudioSubsampleConv(nn.Module):
-    """Convolution with stride 2 over mel bins and frames, and GELU."""
-
-    def __init__(self, size_in: int, size_out: int, scope: Scope) -> None:
-        super().__init__()
-        self.weight = Learned(scope / "weight", size_out, size_in, 3, 3)
-        self.bias = Learned(scope / "bias", size_out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Convert [N, size_in, bins, frames] to [N, size_out, bins / 2, frames / 2]."""
-        return F.gelu(F.conv2d(x, self.weight.vectors, self.bias.vectors, stride=2, padding=1))
-
-
 class Qwen3OmniAudioTower(nn.Module):
     """Audio encoder over chunks of frames, with attention within groups of chunks. The last chunk is padded
     to full length, unless it is the only one."""
@@ -53,7 +40,7 @@ class Qwen3OmniAudioTower(nn.Module):
         self.facts, encoder, size = facts, facts.encoder, facts.channels
         sizes = [(1, size), (size, size), (size, size)]
         self.halvings = nn.ModuleList(
-            AudioSubsampleConv(*in_out, scope / f"conv2d{i}") for i, in_out in enumerate(sizes, start=1)
+            HalvingConv(*in_out, scope / f"conv2d{i}") for i, in_out in enumerate(sizes, start=1)
         )
         num_bins, hidden = -(-encoder.mels // 8), encoder.hidden
         self.flat = WholeLinear(size * num_bins, hidden, scope / "conv_out")
@@ -84,7 +71,7 @@ class Qwen3OmniAudioTower(nn.Module):
         convolved = []
         for x in chunks.split(_AT_ONCE):
             for halving in self.halvings:
-                x = halving(x)
+                x = F.gelu(halving(x))
             convolved.append(x)
         x = torch.cat(convolved).permute(0, 3, 1, 2).contiguous()
         states: Tensor = self.flat(x.flatten(2).flatten(0, 1)).view(len(x), x.shape[1], -1)

@@ -14,7 +14,15 @@ from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Angles, Learned, PatchEmbedding, VisionStyle, patches_of, vision_layers
+from quire.layers.vision import (
+    Angles,
+    HalvingConv,
+    Learned,
+    PatchEmbedding,
+    VisionStyle,
+    patches_of,
+    vision_layers,
+)
 from quire.models.towers import Tower
 
 _THETA = 10000.0
@@ -22,19 +30,6 @@ _STYLE = VisionStyle(
     norms=("ln_1", "ln_2"), attention="attn", qkv=("in_proj",), mlp_names=("c_fc", "c_proj"), pairs=True
 )
 _SCALES = ("ls_1.gamma", "ls_2.gamma")
-
-
-class DownsampleConv(nn.Module):
-    """3 x 3 convolution with stride 2 that doubles the channels."""
-
-    def __init__(self, size_in: int, scope: Scope) -> None:
-        super().__init__()
-        self.weight = Learned(scope / "weight", 2 * size_in, size_in, 3, 3)
-        self.bias = Learned(scope / "bias", 2 * size_in)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Convert [N, size_in, rows, columns] to [N, 2 * size_in, rows / 2, columns / 2], rounded up."""
-        return F.conv2d(x, self.weight.vectors, self.bias.vectors, stride=2, padding=1)
 
 
 class StepVL(Tower):
@@ -54,7 +49,9 @@ class StepVL(Tower):
         style = replace(_STYLE, scales=_SCALES) if step.scales else _STYLE
         self.layers = vision_layers(vit, vit.layers, tower / "transformer" / "resblocks", style)
         sizes = {"vit_downsampler1": vit.hidden, "vit_downsampler2": 2 * vit.hidden}
-        self.halvings = nn.Sequential(*(DownsampleConv(size, tower / name) for name, size in sizes.items()))
+        self.halvings = nn.Sequential(
+            *(HalvingConv(size, 2 * size, tower / name) for name, size in sizes.items())
+        )
         projector = scope / "vit_large_projector"
         self.projector = WholeLinear(4 * vit.hidden, step.size_out, projector, bias=step.bias)
 
