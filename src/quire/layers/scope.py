@@ -188,7 +188,7 @@ class Loads(Protocol):
 
 
 class LoadedModule(nn.Module):
-    """Base of modules whose weights are used as loaded."""
+    """Base of modules with weights that are used as loaded."""
 
     def finish(self) -> None:
         """Keep the weights as loaded."""

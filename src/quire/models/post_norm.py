@@ -58,7 +58,7 @@ class GatedOutput(llama.Attention):
 
 
 class ScaledSandwichLayer(SandwichLayer):
-    """Layer with norms before and after, whose normed outputs are scaled."""
+    """Layer with norms before and after attention and MLP, and scaled outputs."""
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
