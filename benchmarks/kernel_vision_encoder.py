@@ -21,7 +21,7 @@ from quire.kernels.triton import encoder
 from quire.kernels.triton.encoder import EncoderShape
 from quire.kernels.triton.launch import compiling
 from quire.layers.scope import Loads, Scope
-from quire.models.towers.qwen2_5_vl import Qwen2_5VL
+from quire.models.towers.qwen_vl import Qwen2_5VL
 from quire.worker.cuda.encoder_graphs import MOST_VECTORS, TIMES, TowerGraphs
 
 HEADS, DIM = 16, 80

@@ -24,7 +24,6 @@ from quire.kernels.cpu.tape import record
 from quire.kernels.ops import HeadEntry
 from quire.kernels.reference.ops import Reference
 from quire.layers.attention import caching_layers
-from quire.models.causal_lm import CausalLM
 
 KINDS = (torch.float8_e4m3fn, torch.float8_e5m2)
 NAMES = {
@@ -72,7 +71,7 @@ def with_scales(path: Path, names: tuple[str, ...]) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def keep_in(model: CausalLM, kind: torch.dtype, backend: AttentionBackend) -> None:
+def keep_in(model: Any, kind: torch.dtype, backend: AttentionBackend) -> None:
     """The cache of each layer, in zeros."""
     for layer in caching_layers(model.modules()):
         size = 64 * BLOCK_SIZE * layer.keeps.planes * layer.keeps.numbers

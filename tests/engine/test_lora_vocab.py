@@ -250,11 +250,11 @@ def test_the_same_on_devices_that_share_and_with_drafts(untied: Base, settings: 
 @pytest.mark.slow
 @NEEDS_KERNELS
 def test_steps_with_new_tokens_are_not_replayed(untied: Base, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: captured steps for others, and the way of `OwnRows` there."""
+    """As on a GPU: captured steps for others, and the way of `LoRAVocabRows` there."""
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
         for room in model.adapters.owned.values() if model.adapters else ():
-            room._placed = room._by_slots
+            room._replace = room._replace_by_slots
         return WithGraphs(model, all_rows, lambda logits, *asked: logits.argmax(-1), device)
 
     pretend_graphs(monkeypatch)

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from quire.kernels.reference.encoder import spans_of
 from quire.layers.scope import Loads, Scope
-from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, VisionStyle, patches_of
 from quire.loader.source import put
 from quire.parallel.group import Group
 
 HIDDEN, HEADS = 48, 4
 LENS = np.array([9, 4, 4, 1, 13], np.int32)
 CPU = torch.device("cpu")
+_FUSED = VisionStyle(qkv=("qkv",), out="proj")
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -47,7 +48,7 @@ def test_fused_attention_of_items_that_turn(scope: Scope) -> None:
     config = Qwen2VLVisionConfig(embed_dim=HIDDEN, num_heads=HEADS)
     config._attn_implementation = "sdpa"
     theirs = Theirs(config)
-    ours = VisionAttention(HIDDEN, HEADS, scope, names=("qkv",), out="proj")
+    ours = VisionAttention(HIDDEN, HEADS, scope, _FUSED)
     fill(ours, state_of(theirs))
     x, angles = torch.randn(LENS.sum(), HIDDEN), torch.randn(LENS.sum(), HIDDEN // HEADS // 2)
     whole = torch.cat((angles, angles), -1)
@@ -66,12 +67,8 @@ def test_attention_with_norms(scope: Scope) -> None:
     config = InternVLVisionConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, use_qk_norm=True)
     config._attn_implementation = "sdpa"
     theirs = InternVLVisionAttention(config)
-    ours = VisionAttention(
-        *(HIDDEN, HEADS, scope),
-        out="projection_layer",
-        bias=config.attention_bias,
-        norms=("q_norm", "k_norm"),
-    )
+    style = VisionStyle(out="projection_layer", bias=config.attention_bias, qk_norms=("q_norm", "k_norm"))
+    ours = VisionAttention(HIDDEN, HEADS, scope, style)
     fill(ours, state_of(theirs))
     x = torch.randn(2, 7, HIDDEN)
     found = ours(x.flatten(0, 1), spans_of(np.array([7, 7], np.int32), CPU))
@@ -84,7 +81,7 @@ def test_keys_without_a_bias(scope: Scope) -> None:
 
     torch.manual_seed(2)
     theirs = WhisperAttention(HIDDEN, HEADS, config=WhisperConfig(attn_implementation="sdpa"))
-    ours = VisionAttention(HIDDEN, HEADS, scope, key_bias=False)
+    ours = VisionAttention(HIDDEN, HEADS, scope, VisionStyle(key_bias=False))
     fill(ours, state_of(theirs))
     x = torch.randn(1, 11, HIDDEN)
     found = ours(x[0], spans_of(np.array([11], np.int32), CPU))
@@ -94,7 +91,7 @@ def test_keys_without_a_bias(scope: Scope) -> None:
 @pytest.mark.parametrize("pairs", [False, True])
 def test_neighbours_or_halves_turn_together(pairs: bool, scope: Scope) -> None:
     torch.manual_seed(3)
-    ours = VisionAttention(HIDDEN, HEADS, scope, bias=False, out_bias=False, pairs=pairs)
+    ours = VisionAttention(HIDDEN, HEADS, scope, VisionStyle(bias=False, out_bias=False, pairs=pairs))
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     weights = {f"{name}.weight": torch.randn(HIDDEN, HIDDEN) / 7 for name in names}
     fill(ours, weights)
@@ -137,7 +134,7 @@ def test_shares_add_up(size: int, scope: Scope) -> None:
     class Split(nn.Module):
         def __init__(self, scope: Scope) -> None:
             super().__init__()
-            self.attention = VisionAttention(HIDDEN, HEADS, scope / "attn", names=("qkv",), out="proj")
+            self.attention = VisionAttention(HIDDEN, HEADS, scope / "attn", _FUSED)
             self.mlp = VisionMLP(HIDDEN, 60, scope / "mlp")
 
     torch.manual_seed(5)

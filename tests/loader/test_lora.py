@@ -17,8 +17,7 @@ from quire.layers.embedding import Head, TokenEmbedding
 from quire.layers.linear import QKVLinear
 from quire.layers.lora import AdapterSlots
 from quire.layers.scope import Scope
-from quire.loader.lora import LoRAReader
-from quire.loader.threads import single_threads
+from quire.loader.lora import LoRAReader, single_threads
 
 HIDDEN, VOCAB = 12, 40
 LAYER = "base_model.model.model.layers.0.self_attn"

@@ -9,6 +9,7 @@ import torch
 from formats import SIZES, STORED
 from oracle import load_tiny, make_tiny, random_prompts, run_paged
 from requantized import requantize
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.checkpoint.model import read_checkpoint
@@ -92,6 +93,18 @@ def test_repacked_weights_are_not_repacked_again(tmp_path: Path, monkeypatch: py
     assert save(path, tmp_path / "state") == 0
     monkeypatch.delattr(Turned, "repack")
     torch.testing.assert_close(logits(tmp_path / "state"), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_state_with_unknown_modules_is_refused(tmp_path: Path) -> None:
+    """A state that was saved when a module had another name."""
+    path, _ = make_tiny("llama", tmp_path)
+    assert save(path, tmp_path / "state") == 0
+    (file,) = (tmp_path / "state").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["former.weight"] = tensors.pop("norm.weight")
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"former\.weight.*save it again"):
+        logits(tmp_path / "state")
 
 
 def test_a_state_of_another_engine_is_refused(tmp_path: Path) -> None:

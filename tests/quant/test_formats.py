@@ -12,9 +12,8 @@ from quire.errors import ConfigError
 from quire.quant import formats
 from quire.quant.experts import ExpertShape
 from quire.quant.formats import SchemeFormat
-from quire.quant.mixed import MixedWeight
 from quire.quant.plain import PlainFormat, PlainWeight
-from quire.quant.weight import LinearShape, materialize, placeholder_parameter
+from quire.quant.weight import LinearShape, MixedWeight, materialize, placeholder_parameter
 
 SHAPE = LinearShape(32, (16,), False, torch.float32, torch.device("cpu"))
 INT4 = Grouped(4, 32, symmetric=True, act_order=False, layout="gptq")

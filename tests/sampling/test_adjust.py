@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.data.params import SamplingParams
 from quire.sampling.adjust import adjust
-from quire.sampling.rows import SamplingRows
+from quire.sampling.rows import History, SamplingRows
 
 VOCAB = 12
 PROMPT = [1, 2, 2, 3]
@@ -30,7 +30,7 @@ def adjusted(params: SamplingParams, output: list[int] = OUTPUT) -> tuple[Tensor
     prompt_lens[2] = len(PROMPT)
     before = torch.linspace(-2, 3, 3 * VOCAB).reshape(3, VOCAB)
     after = before.clone()
-    adjust(after, np.array([6, 2, 5], np.int32), state, tokens, num_tokens, prompt_lens)
+    adjust(after, np.array([6, 2, 5], np.int32), state, History(tokens, num_tokens, prompt_lens))
     assert torch.equal(after[[0, 2]], before[[0, 2]])
     return before[1], after[1]
 

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from quire.data.params import SamplingParams
 from quire.sampling.adjust import adjust
 from quire.sampling.counts import Counts
-from quire.sampling.rows import SamplingRows
+from quire.sampling.rows import History, SamplingRows
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,14 +40,14 @@ class Both:
         """Both ways give the same logits; then each row gains a token that only the counts are told of."""
         where = np.array(rows, np.int32)
         logits = torch.from_numpy(self.rng.normal(size=(len(rows), VOCAB)).astype(np.float32)).to(DEVICE)
-        rest = (where, self.state, self.tokens, self.num_tokens, self.prompt_lens)
+        history = History(self.tokens, self.num_tokens, self.prompt_lens)
         expected = logits.clone()
-        adjust(expected, *rest)
+        adjust(expected, where, self.state, history)
         late = self.tokens.copy()
         late[where, self.num_tokens[where] - 1] = 1  # the host's copy of the last token is not there yet
         first = self.counts._admission_of[where] != self.state.admission[where]
         late[where[first]] = self.tokens[where[first]]
-        adjust(logits, where, self.state, late, self.num_tokens, self.prompt_lens, self.counts)
+        adjust(logits, where, self.state, history._replace(tokens=late), self.counts)
         torch.testing.assert_close(logits, expected)
         sampled = self.rng.integers(0, VOCAB, len(rows))
         self.counts.add(where, self.state, torch.from_numpy(sampled).to(DEVICE))

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from quire.data.params import SamplingParams
-from quire.sampling.rows import LISTED, LOGPROBS, RANDOM, SamplingRows, TokenTable, WordTable
+from quire.sampling.rows import LISTED, LOGPROBS, RANDOM, History, SamplingRows, TokenTable, WordTable
 
 EVERYTHING = SamplingParams(
     temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, presence_penalty=1.0, frequency_penalty=1.0,
@@ -46,7 +46,7 @@ def test_a_table_grows_and_forgets() -> None:
 def words_banned(table: WordTable, tokens: list[int], prompt_len: int) -> list[int]:
     padded = np.array([[0] * 8, tokens + [0] * (8 - len(tokens))], np.int32)
     lens = np.array([0, len(tokens)], np.int32)
-    at, token_ids = table.select(places(-1, 3), padded, lens, np.array([0, prompt_len], np.int32))
+    at, token_ids = table.select(places(-1, 3), History(padded, lens, np.array([0, prompt_len], np.int32)))
     assert (at == 3).all()
     return sorted(token_ids.tolist())
 

@@ -9,7 +9,7 @@ import torch
 from quire.data.params import SamplingParams
 from quire.data.timestamps import TimestampTokens
 from quire.sampling.adjust import adjust
-from quire.sampling.rows import SamplingRows
+from quire.sampling.rows import History, SamplingRows
 
 VOCAB, END, ZERO = 60, 30, 40
 """Words, the end, names of tasks, moments."""
@@ -61,7 +61,7 @@ def test_what_may_come_next_is_what_transformers_allows(max_first: int | None) -
         logits = torch.randn(len(rows), VOCAB)
         logits[:, ZERO:] += lift
         before = logits.clone()
-        adjust(logits, rows, state, tokens, lens, prompt_lens)
+        adjust(logits, rows, state, History(tokens, lens, prompt_lens))
         for row in rows.tolist():
             want = before[row] if row % 2 == 0 else expected(SAID[row // 2], before[row], max_first)
             assert torch.equal(logits[row], want), (SAID[row // 2], lift)
@@ -70,5 +70,5 @@ def test_what_may_come_next_is_what_transformers_allows(max_first: int | None) -
     assert forced == {False, True}
     state.release(1)
     again = before.clone()
-    adjust(again, rows[1:2], state, tokens, lens, prompt_lens)
+    adjust(again, rows[1:2], state, History(tokens, lens, prompt_lens))
     assert torch.equal(again, before)

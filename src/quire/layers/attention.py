@@ -11,11 +11,16 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.checkpoint.layout import CacheSpec
 from quire.kernels.ops import HeadEntry, HeadNorms
-from quire.layers.kv_scales import KVScales
 from quire.layers.rope import Rope
-from quire.layers.scope import Scope, Target
+from quire.layers.scope import LoadedModule, Scope, Target
 from quire.quant.sharding import divided
 from quire.quant.weight import frozen_parameter
+
+_SCALE_NAMES = {
+    "k": ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
+    "v": ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
+}
+"""Names of the scales inside of an attention layer, in order of preference."""
 
 
 @runtime_checkable
@@ -31,7 +36,37 @@ class Caching(Protocol):
         `group` is the KV cache group of the layer's blocks."""
 
 
-class PagedAttention(nn.Module):
+class KVScales(LoadedModule):
+    """Scale of the keys and scale of the values of an attention layer; 1.0 if not stored."""
+
+    def __init__(self, attention: str, scope: Scope) -> None:
+        super().__init__()
+        self._stored: dict[str, str] = {}
+        self.values = nn.ParameterDict()
+        for kind, names in _SCALE_NAMES.items():
+            stored = [name for end in names if scope.is_stored(name := f"{attention}.{end}")]
+            if not stored or stored[0] in self._stored.values():
+                continue
+            self._stored[kind] = stored[0]
+            value = torch.ones(1, dtype=torch.float32, device=scope.device)
+            self.values[kind] = frozen_parameter(value)
+
+    @property
+    def k(self) -> float:
+        return float(self.values["k"]) if "k" in self.values else 1.0
+
+    @property
+    def v(self) -> float:
+        """Return the scale of values; a shared kv_scale is stored as the scale of keys."""
+        shared = "v" not in self.values and self._stored.get("k", "").endswith(".kv_scale")
+        return self.k if shared else float(self.values["v"]) if "v" in self.values else 1.0
+
+    def targets(self) -> Iterator[Target]:
+        for kind, name in self._stored.items():
+            yield Target(name, self.values[kind])
+
+
+class PagedAttention(LoadedModule):
     """QK norm (if the model has one), RoPE, cache write, and paged attention."""
 
     def __init__(
@@ -101,9 +136,6 @@ class PagedAttention(nn.Module):
     def targets(self) -> Iterator[Target]:
         if self.sinks is not None:
             yield Target(self.sinks_name, self.sinks, 0, (self.own_heads,))
-
-    def finish(self) -> None:
-        """Keep the sinks as loaded."""
 
 
 def attention_layers(modules: Iterable[nn.Module]) -> list[PagedAttention]:

@@ -8,9 +8,8 @@ from torch.nn import functional
 
 from quire.errors import ConfigError
 from quire.layers.lora_layers import LoRAEmbeddingLayer, LoRAHeadLayer, LoRALayer, LoRATarget
-from quire.layers.lora_tables import LoRATable, table_of
-from quire.layers.lora_vocab import LoRAVocabRows, vocab_rows_of
-from quire.layers.scope import Scope, Target, target_of
+from quire.layers.lora_tables import LoRATable, LoRAVocabRows
+from quire.layers.scope import LoadedModule, Scope, Target, target_of
 from quire.quant.sharding import Shard, padded
 from quire.quant.weight import LinearShape, frozen_parameter
 
@@ -93,18 +92,18 @@ class TokenEmbedding(_Table):
     def __init__(self, vocab: int, hidden: int, scope: Scope) -> None:
         super().__init__(vocab, hidden, scope)
         self.point: LoRALayer | None = None
-        if scope.adapters is not None and scope.stage.is_first and scope.adapters.takes(scope.name):
-            self.point = LoRAEmbeddingLayer(scope.name, scope.adapters, vocab, (hidden,), scope.ops)
+        self.whole: LoRATable | None = None
+        self.brought: LoRAVocabRows | None = None
+        self.slots = slots = scope.adapters
+        if slots is None or not scope.stage.is_first:
+            return
+        if slots.takes(scope.name):
+            self.point = LoRAEmbeddingLayer(scope.name, slots, vocab, (hidden,), scope.ops)
             self.point.places[scope.name] = LoRATarget(
                 self.point, slice(0, 1), Shard(vocab), (Shard(hidden),), is_table=True
             )
-        self.whole: LoRATable | None = None
-        if scope.stage.is_first:
-            self.whole = table_of("embed_tokens", scope, self.shard, hidden)
-        self.slots = scope.adapters
-        self.brought: LoRAVocabRows | None = None
-        if scope.stage.is_first:
-            self.brought = vocab_rows_of("embed_tokens", scope, vocab, hidden)
+        self.whole = slots.add_table("embed_tokens", scope.name, self.shard, hidden, scope.group)
+        self.brought = slots.add_vocab_rows("embed_tokens", scope.name, vocab, hidden)
 
     def equip(self) -> None:
         super().equip()
@@ -118,11 +117,11 @@ class TokenEmbedding(_Table):
     def _embed(self, token_ids: Tensor) -> Tensor:
         out = self.rows(token_ids)
         if self.whole is not None:
-            out = self.whole.rows(out, token_ids)
+            out = self.whole.embed(out, token_ids)
         return out if self.point is None else self.point.add(out, token_ids)
 
 
-class Positions(nn.Module):
+class Positions(LoadedModule):
     """Learned position embeddings; position 0 is in row `first` of the checkpoint."""
 
     def __init__(self, max_len: int, hidden: int, scope: Scope, *, first: int = 0) -> None:
@@ -142,11 +141,8 @@ class Positions(nn.Module):
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.weight)
 
-    def finish(self) -> None:
-        """Keep the vectors as loaded."""
 
-
-class Head(nn.Module):
+class Head(LoadedModule):
     """LM head; `tied` is the embedding that it shares the weight with, `unit` normalizes its rows to unit
     length."""
 
@@ -164,14 +160,16 @@ class Head(nn.Module):
         self.tied = tied is not None
         self.table: _Table = tied or _Table(vocab, hidden, scope, bias=bias, unit=unit)
         self.point: LoRALayer | None = None
-        if scope.adapters is not None and scope.adapters.takes(scope.name, _HEAD):
-            shard = self.table.shard
-            self.point = LoRAHeadLayer(scope.name, scope.adapters, hidden, (shard.size,), scope.ops)
+        self.whole: LoRATable | None = None
+        self.brought: LoRAVocabRows | None = None
+        self.slots, shard = scope.adapters, self.table.shard
+        if self.slots is not None and self.slots.takes(scope.name, _HEAD):
+            self.point = LoRAHeadLayer(scope.name, self.slots, hidden, (shard.size,), scope.ops)
             target = LoRATarget(self.point, slice(0, 1), Shard(hidden), (shard,))
             self.point.places |= {scope.name: target, _HEAD: target}
-        self.slots = scope.adapters
-        self.whole = None if bias else table_of(_HEAD, scope, self.table.shard, hidden)
-        self.brought = None if bias else vocab_rows_of(_HEAD, scope, vocab, hidden, tied.name if tied else "")
+        if self.slots is not None and not bias:
+            self.whole = self.slots.add_table(_HEAD, scope.name, shard, hidden, scope.group)
+            self.brought = self.slots.add_vocab_rows(_HEAD, scope.name, vocab, hidden, tied=self.tied)
         self.name = scope.name
         has_bias = bias and tied is not None
         self.bias = frozen_parameter(scope.empty(vocab)) if has_bias else None
@@ -180,9 +178,6 @@ class Head(nn.Module):
     def targets(self) -> Iterator[Target]:
         if self.bias is not None:
             yield Target(f"{self.name}.bias", self.bias)
-
-    def finish(self) -> None:
-        """Keep the bias as loaded."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = self._compute_logits(x)

@@ -4,39 +4,16 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.layers.lora_layers import LoRAFactors, LoRALayer, LoRAStack, LoRATarget
+from quire.layers.lora_tables import LoRATable, LoRAVocab, LoRAVocabRows
+from quire.parallel.group import Group
 from quire.quant.sharding import Shard
-
-
-class SlotTable(Protocol):
-    """An embedding or head that adapters may replace entirely; see `layers/lora_tables.py`."""
-
-    names: tuple[str, ...]
-    """Names of its layer in adapters."""
-    own: Shard
-    """Rows of the table on this device."""
-    hidden: int
-
-    @property
-    def size(self) -> int:
-        """Return the number of elements of a slot."""
-        ...
-
-    def bind(self, memory: Tensor) -> None:
-        """Use `memory` [slots, size] for the tables."""
-        ...
-
-    def unbind(self) -> None: ...
-
-    def put(self, slot: int, table: Tensor | None) -> None:
-        """Store the table of a slot's adapter; None if it has none."""
-        ...
 
 
 class AdapterSlots:
@@ -66,13 +43,13 @@ class AdapterSlots:
         """Whether LoRA is fully sharded over the tensor-parallel group."""
         self.whole = frozenset(whole)
         """Layers (embed_tokens, lm_head) that an adapter may replace entirely."""
-        self.tables: dict[str, SlotTable] = {}
+        self.tables: dict[str, LoRATable] = {}
         """Replaceable tables by the name of their layer."""
         self.num_own = num_own
-        """Most extra vocabulary rows of embedding and head per adapter; see `layers/lora_vocab.py`."""
+        """Most extra vocabulary rows of embedding and head per adapter; see `LoRAVocabRows`."""
         self.no_own = no_own or "--lora-extra-vocab-size is 0"
         """Reason why an adapter can have no extra vocabulary rows."""
-        self.owned: dict[str, Any] = {}
+        self.owned: dict[str, LoRAVocabRows] = {}
         """Extra vocabulary rows of embed_tokens and lm_head."""
         self.has_own = np.zeros(max_slots + 1, np.bool_)
         """Whether the adapter of each slot has extra rows; the last entry stands for no adapter."""
@@ -113,6 +90,22 @@ class AdapterSlots:
     def takes(self, *names: str) -> bool:
         """Return whether a layer with one of these names takes adapters."""
         return not self.only or any(name.rpartition(".")[2] in self.only for name in names)
+
+    def add_table(self, kind: str, name: str, shard: Shard, hidden: int, group: Group) -> LoRATable | None:
+        """Reserve memory for adapters that replace this embedding or head; None if they may not."""
+        if kind not in self.whole:
+            return None
+        table = self.tables[name] = LoRATable(_known_as(kind, name), self, shard, hidden, group)
+        return table
+
+    def add_vocab_rows(
+        self, kind: str, name: str, vocab: int, hidden: int, *, tied: bool = False
+    ) -> LoRAVocabRows | None:
+        """Reserve memory for extra rows of this embedding or head; None if adapters may not have any."""
+        if not self.num_own:
+            return None
+        rows = self.owned[kind] = LoRAVocabRows(_known_as(kind, name), self, vocab, hidden, tied=tied)
+        return rows
 
     @property
     def slot_size(self) -> int:
@@ -171,14 +164,14 @@ class AdapterSlots:
     def table_room(self, name: str) -> Tensor:
         """Allocate host memory for this device's rows of a table."""
         table, pins = self.tables[name], self.device.type == "cuda"
-        return torch.empty(table.own.size, table.hidden, dtype=self.dtype, pin_memory=pins)
+        return torch.empty(table.num_rows, table.hidden, dtype=self.dtype, pin_memory=pins)
 
     def put(
         self,
         slot: int,
         factors: Mapping[str, LoRAFactors],
         tables: Mapping[str, Tensor] | None = None,
-        vocab_rows: Mapping[str, Any] | None = None,
+        vocab_rows: Mapping[str, LoRAVocab] | None = None,
     ) -> None:
         """Replace the adapter of a slot. Pinned memory is read asynchronously."""
         assert self._memory is not None, "allocate() comes first"
@@ -191,8 +184,11 @@ class AdapterSlots:
         for name, room in self.owned.items():
             room.put(slot, extra.get(name))
         self.has_own[slot] = bool(extra)
-        news = (int((rows.ids >= self.owned[name].vocab).sum()) for name, rows in extra.items())
-        self.num_new[slot] = max(news, default=0)
+        self.num_new[slot] = self.count_new(extra)
+
+    def count_new(self, vocab_rows: Mapping[str, LoRAVocab]) -> int:
+        """Return the number of an adapter's tokens that the model does not have."""
+        return max((self.owned[name].num_new(rows) for name, rows in vocab_rows.items()), default=0)
 
 
 def places(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
@@ -201,7 +197,7 @@ def places(slots: AdapterSlots) -> Iterator[tuple[str, LoRATarget]]:
         yield from point.places.items()
 
 
-def known_as(kind: str, name: str) -> tuple[str, ...]:
+def _known_as(kind: str, name: str) -> tuple[str, ...]:
     """Return the names that adapters use for an embedding or head: transformers always saves a head as
     lm_head."""
     return (name, kind) if kind == "lm_head" else (name,)

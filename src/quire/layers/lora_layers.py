@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from quire.kernels.ops import LoRAHeads, Ops
@@ -34,9 +35,14 @@ class LoRAFactors(NamedTuple):
 
 
 class LoRASlots(Protocol):
-    """Owner of the memory of all LoRA layers and of the adapter slots that the current step uses."""
+    """Owner of the memory of all LoRA layers and of the adapter slots that the current step uses
+    (`AdapterSlots`)."""
 
+    max_slots: int
     max_rank: int
+    num_own: int
+    is_wide: bool
+    device: torch.device
     points: dict[str, "LoRALayer"]
     tokens: Tensor | None
     """[T] int32, adapter slot of each token of the step, -1 for none; None if no token has an adapter."""
@@ -124,7 +130,7 @@ class LoRALayer:
         self.a, self.b = self._slots_memory.a.flatten(-3, -2), self._slots_memory.b
 
     def unbind(self) -> None:
-        for name in ("a", "b", "_own"):
+        for name in ("a", "b", "_slots_memory"):
             self.__dict__.pop(name, None)
 
     def put(self, slot: int, factors: LoRAFactors) -> None:

@@ -1,52 +1,82 @@
-"""`LoRATable`: an embedding or LM head that an adapter replaces entirely (modules_to_save)."""
+"""Rows of embeddings and LM heads that adapters bring: whole tables, and rows of single tokens."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from quire.layers.lora import AdapterSlots, known_as
-from quire.layers.scope import Scope
+from quire.layers.lora_layers import LoRASlots
 from quire.parallel.group import Group
 from quire.quant.sharding import Shard
 
+_NO_TOKEN = -1
 
-class LoRATable:
-    """Memory for one such table in each slot; each device of a group has a shard of the rows."""
 
-    table: Tensor
-    """[slots, rows of this device, hidden]"""
+class LoRAVocab(NamedTuple):
+    """Extra vocabulary rows of one adapter for one layer."""
 
-    def __init__(
-        self, names: tuple[str, ...], slots: AdapterSlots, shard: Shard, hidden: int, group: Group
-    ) -> None:
-        self.names = names
-        self.slots, self.own, self.hidden, self.group = slots, shard, hidden, group
-        self.brought = torch.zeros(slots.max_slots, dtype=torch.bool, device=slots.device)
-        """Whether the adapter of each slot has such a table."""
+    ids: Tensor
+    """[k] int64; ids from the model's vocabulary size on are new tokens."""
+    rows: Tensor
+    """[k, hidden]"""
+
+
+class _SlotRows:
+    """Memory for `num_rows` rows of an embedding or head in each slot. `names` are the names of its layer in
+    adapters."""
+
+    rows: Tensor
+    """[slots, num_rows, hidden]"""
+    _replace_by_rows: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Computes the logits of each token by itself, so that their bits do not depend on the batch."""
+    _replace_by_slots: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Computes the logits of all tokens for each slot, without branches on the tokens' slots."""
+
+    def __init__(self, names: tuple[str, ...], slots: LoRASlots, num_rows: int, hidden: int) -> None:
+        self.names, self.slots, self.num_rows, self.hidden = names, slots, num_rows, hidden
         self._replace = self._replace_by_rows if slots.device.type == "cpu" else self._replace_by_slots
 
     @property
     def size(self) -> int:
-        return self.own.size * self.hidden
+        """Return the number of elements of a slot."""
+        return self.num_rows * self.hidden
 
     def bind(self, memory: Tensor) -> None:
-        self.table = memory.unflatten(1, (self.own.size, self.hidden))
+        """Use `memory` [slots, size] for the rows."""
+        self.rows = memory.unflatten(1, (self.num_rows, self.hidden))
 
     def unbind(self) -> None:
-        self.__dict__.pop("table", None)
+        self.__dict__.pop("rows", None)
+
+
+class LoRATable(_SlotRows):
+    """An embedding or LM head that an adapter replaces entirely (modules_to_save). Each device of a group has
+    a shard of the rows."""
+
+    def __init__(
+        self, names: tuple[str, ...], slots: LoRASlots, shard: Shard, hidden: int, group: Group
+    ) -> None:
+        super().__init__(names, slots, shard.size, hidden)
+        self.shard, self.group = shard, group
+        self.brought = torch.zeros(slots.max_slots, dtype=torch.bool, device=slots.device)
+        """Whether the adapter of each slot has such a table."""
 
     def put(self, slot: int, table: Tensor | None) -> None:
+        """Store the table of a slot's adapter; None if it has none."""
         self.brought[slot] = table is not None
         if table is not None:
-            self.table[slot].copy_(table, non_blocking=True)
+            self.rows[slot].copy_(table, non_blocking=True)
 
-    def rows(self, out: Tensor, token_ids: Tensor) -> Tensor:
+    def embed(self, out: Tensor, token_ids: Tensor) -> Tensor:
         """Return the model's embeddings [T, hidden], replaced where the token's adapter has a table."""
         tokens = self.slots.tokens
         if tokens is None:
             return out
-        local_ids = token_ids - self.own.start
-        is_elsewhere = (local_ids < 0) | (local_ids >= self.own.size)
-        rows = self.table[tokens.clamp(min=0).long(), local_ids.masked_fill(is_elsewhere, 0)].to(out.dtype)
+        local_ids = token_ids - self.shard.start
+        is_elsewhere = (local_ids < 0) | (local_ids >= self.shard.size)
+        rows = self.rows[tokens.clamp(min=0).long(), local_ids.masked_fill(is_elsewhere, 0)].to(out.dtype)
         if self.group.size > 1:
             rows = self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
         return torch.where(self._is_replaced(tokens)[:, None], rows, out)
@@ -59,15 +89,13 @@ class LoRATable:
         return self._replace(out, x, torch.where(self._is_replaced(tokens), tokens, -1))
 
     def _replace_by_rows(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
-        """Compute each row by itself, so that its bits do not depend on the batch."""
         for row, slot in enumerate(slots.tolist()):
             if slot >= 0:
-                out[row] = self.table[slot].to(x.dtype) @ x[row]
+                out[row] = self.rows[slot].to(x.dtype) @ x[row]
         return out
 
     def _replace_by_slots(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
-        """Compute every slot, used or not: a CUDA graph cannot branch on the slots."""
-        for slot, table in enumerate(self.table):
+        for slot, table in enumerate(self.rows):
             out = torch.where((slots == slot)[:, None], x @ table.to(x.dtype).t(), out)
         return out
 
@@ -75,11 +103,64 @@ class LoRATable:
         return self.brought[tokens.clamp(min=0).long()] & (tokens >= 0)
 
 
-def table_of(kind: str, scope: Scope, shard: Shard, hidden: int) -> LoRATable | None:
-    """Build the memory for adapters that replace this layer; None if they may not."""
-    slots = scope.adapters
-    if slots is None or kind not in slots.whole:
-        return None
-    table = LoRATable(known_as(kind, scope.name), slots, shard, hidden, scope.group)
-    slots.tables[scope.name] = table
-    return table
+class LoRAVocabRows(_SlotRows):
+    """Extra rows of an embedding or LM head, for tokens that an adapter adds or retrains: `slots.num_own` in
+    each slot, replicated on all devices of a group. Read only in steps in which some row has an adapter with
+    extra rows (`slots.is_wide`). The rows that an adapter lacks for a head that is `tied` are those of the
+    embedding."""
+
+    def __init__(
+        self, names: tuple[str, ...], slots: LoRASlots, vocab: int, hidden: int, *, tied: bool
+    ) -> None:
+        super().__init__(names, slots, slots.num_own, hidden)
+        self.vocab, self.tied = vocab, tied
+        self._ids = torch.full(
+            (slots.max_slots, slots.num_own), _NO_TOKEN, dtype=torch.int64, device=slots.device
+        )
+        self._counts = [0] * slots.max_slots
+
+    def put(self, slot: int, vocab: LoRAVocab | None) -> None:
+        """Store the extra rows of a slot's adapter; None if it has none."""
+        count = self._counts[slot] = 0 if vocab is None else len(vocab.ids)
+        self._ids[slot].fill_(_NO_TOKEN)
+        if vocab is not None:
+            self._ids[slot, :count].copy_(vocab.ids, non_blocking=True)
+            self.rows[slot, :count].copy_(vocab.rows, non_blocking=True)
+
+    def num_new(self, vocab: LoRAVocab) -> int:
+        """Return the number of tokens that the model does not have."""
+        return int((vocab.ids >= self.vocab).sum())
+
+    def inside(self, token_ids: Tensor) -> Tensor:
+        """Return the ids clamped to the model's vocabulary."""
+        return token_ids.clamp(max=self.vocab - 1)
+
+    def embed(self, out: Tensor, token_ids: Tensor) -> Tensor:
+        """Return the model's embeddings [T, hidden], replaced where the token's adapter has a row."""
+        tokens = self.slots.tokens
+        if tokens is None:
+            return out
+        slot_of = tokens.clamp(min=0).long()
+        is_own = (self._ids[slot_of] == token_ids[:, None]) & (tokens >= 0)[:, None]
+        rows = self.rows[slot_of, is_own.int().argmax(1)].to(out.dtype)
+        return torch.where(is_own.any(1, keepdim=True), rows, out)
+
+    def logits(self, out: Tensor, x: Tensor) -> Tensor:
+        """Widen the model's logits [N, vocab] to [N, vocab + num_own]; a new token is -inf for other
+        adapters."""
+        wide = pad(out, (0, self.slots.num_own), value=-torch.inf)
+        tokens = self.slots.logit_tokens
+        return wide if tokens is None else self._replace(wide, x, tokens)
+
+    def _replace_by_rows(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0 and (count := self._counts[slot]):
+                wide[row, self._ids[slot, :count]] = self.rows[slot, :count].to(x.dtype) @ x[row]
+        return wide
+
+    def _replace_by_slots(self, wide: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        for slot, count in enumerate(self._counts):
+            if count:
+                ids, logits = self._ids[slot, :count], x @ self.rows[slot, :count].to(x.dtype).t()
+                wide[:, ids] = torch.where((slots == slot)[:, None], logits, wide[:, ids])
+        return wide

@@ -9,9 +9,12 @@ from quire.layers.scope import Scope
 _MANY = 256
 """Tokens above which gate and up use the library's GEMM, which has no fused activation."""
 
+_NAMES, _FUSED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+
 
 class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)). `names` are the checkpoint names, `down` last; `sums` as in RowLinear."""
+    """down(act(gate(x)) * up(x)). `names` are the checkpoint names, `down` last; by default Llama's or, for a
+    fused gate and up, Phi-3's. `sums` is as in RowLinear."""
 
     def __init__(
         self,
@@ -19,12 +22,12 @@ class MLP(nn.Module):
         scope: Scope,
         *,
         intermediate: int = 0,
-        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, ...] = _NAMES,
         sums: bool = True,
     ) -> None:
         super().__init__()
         inner = intermediate or facts.intermediate
-        *gate_up, down = names if not facts.fused_gate_up else ("gate_up_proj", "down_proj")
+        *gate_up, down = _FUSED if facts.fused_gate_up and names == _NAMES else names
         self.gate_up = GateUpLinear(
             facts.hidden,
             inner,

@@ -14,7 +14,7 @@ from quire.layers.linear import Linear, WholeLinear
 from quire.layers.lora import AdapterSlots
 from quire.layers.lora_layers import LoRALayer, LoRAStack, LoRATarget, in_order
 from quire.layers.mlp import MLP, PlainMLP
-from quire.layers.scope import Scope, Target, once, target_of
+from quire.layers.scope import LoadedModule, Scope, Target, once, target_of
 from quire.parallel.group import ALONE
 from quire.quant.experts import ExpertShape
 from quire.quant.sharding import Runs, Shard, divided, shards_of
@@ -480,7 +480,7 @@ def _alias_targets(layer: nn.Module, name: str, alias: str) -> None:
             places |= {key.replace(name, alias, 1): place for key, place in places.items()}
 
 
-class ChoiceBias(nn.Module):
+class ChoiceBias(LoadedModule):
     """Bias added to the router's scores for the choice of experts only (e_score_correction_bias)."""
 
     def __init__(self, experts: int, scope: Scope, *, in_row: bool) -> None:
@@ -492,6 +492,3 @@ class ChoiceBias(nn.Module):
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.bias[None] if self.in_row else self.bias)
-
-    def finish(self) -> None:
-        """Keep the bias as loaded."""

@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.checkpoint.facts import ArchFacts
 from quire.kernels.ops import HeadNorms
-from quire.layers.scope import Scope, Target
+from quire.layers.scope import LoadedModule, Scope, Target
 from quire.parallel.group import Group
 from quire.quant.sharding import Shard
 from quire.quant.weight import frozen_parameter
 
 
-class Norm(nn.Module):
+class Norm(LoadedModule):
     """Base of all norms: a weight, and an optional residual addition."""
 
     def __init__(self, size: int | Shard, eps: float, scope: Scope, dtype: torch.dtype) -> None:
@@ -42,9 +42,6 @@ class Norm(nn.Module):
 
     def targets(self) -> Iterator[Target]:
         yield Target(f"{self.name}.weight", self.weight, 0, (self.run,))
-
-    def finish(self) -> None:
-        """Keep the weight as loaded."""
 
 
 class RMSNorm(Norm):

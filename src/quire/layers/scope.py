@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.attention.backend import AttentionBackend
 from quire.config.parallel import Stage
@@ -28,6 +28,33 @@ def _never_stored(name: str) -> bool:
 
 def _no_shape(name: str) -> tuple[int, ...]:
     return ()
+
+
+class DecoderNames(NamedTuple):
+    """Checkpoint names of the parts of a decoder; the defaults are Llama's."""
+
+    body: str = "model"
+    embedding: str = "embed_tokens"
+    positions: str = "embed_positions"
+    layers: str = "layers"
+    last_norm: str = "norm"
+    head: str = "lm_head"
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """Norms before attention and before the MLP, or one norm before both."""
+    after_norms: tuple[str, ...] = ()
+    """Norms after attention and after the MLP."""
+    attention: str = "self_attn"
+    qkv: str = "qkv_proj"
+    """Fused query, key and value projection."""
+    qkv_by_head: bool = False
+    """Whether the fused QKV is grouped by key head."""
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+    out: str = "o_proj"
+    ssm: str = "mamba"
+    """Mixer of layers without attention."""
+    mlp: str = "mlp"
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down; or a fused gate and up, and down; or up and down of an MLP without gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +89,14 @@ class Scope:
     ops: Ops = Reference()
     adapters: AdapterSlots | None = None
     """Slots of LoRA adapters; None if LoRA is off."""
+    names: DecoderNames = DecoderNames()
     name: str = ""
     """Dotted name of the layer in the checkpoint."""
 
     def __truediv__(self, child: str | int) -> "Scope":
+        """Return the scope of a child; an empty name stands for this scope."""
+        if child == "":
+            return self
         return replace(self, name=f"{self.name}.{child}" if self.name else str(child))
 
     def beside(self, name: str) -> str:
@@ -154,6 +185,13 @@ class Loads(Protocol):
     def finish(self) -> None:
         """Process the weights once after loading."""
         ...
+
+
+class LoadedModule(nn.Module):
+    """Base of modules with weights that are used as loaded."""
+
+    def finish(self) -> None:
+        """Keep the weights as loaded."""
 
 
 def target_of(name: str, piece: Piece, runs: Runs, *, by_inputs: bool = False) -> Target:

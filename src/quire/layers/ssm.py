@@ -15,13 +15,13 @@ from quire.checkpoint.layout import CacheSpec
 from quire.kernels.reference.ssm import DecayRates, MambaInputs, SSMSequences, choose
 from quire.layers.linear import ColumnLinear, Linear, RowLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.scope import Scope, Target
+from quire.layers.scope import LoadedModule, Scope, Target
 from quire.parallel.group import Group
 from quire.quant.sharding import Runs, Shard, by_group, divided, of_heads
 from quire.quant.weight import frozen_parameter
 
 
-class SSMMixer(nn.Module):
+class SSMMixer(LoadedModule):
     """Base of all mixers: the convolution weights, and per row the convolution inputs and the SSM state."""
 
     conv_name = "conv1d"
@@ -66,9 +66,6 @@ class SSMMixer(nn.Module):
         yield Target(f"{name}.weight", self.conv_weight.unsqueeze(1), 0, self.own_channels)
         if self.conv_bias is not None:
             yield Target(f"{name}.bias", self.conv_bias, 0, self.own_channels)
-
-    def finish(self) -> None:
-        """Keep the convolution weights as loaded."""
 
 
 class ShortConv(SSMMixer):

@@ -1,8 +1,9 @@
 """Building blocks of vision and audio encoders: patch embedding, attention within an item or window, MLP."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from quire.kernels.reference.encoder import Angles as Angles
 from quire.kernels.reference.encoder import Spans
 from quire.layers.encoder_attention import attend_on, rotate_on
 from quire.layers.linear import ColumnLinear, GateUpLinear, KeysWithoutBias, QKVLinear, RowLinear
-from quire.layers.norm import RMSNorm
-from quire.layers.scope import Scope, Target
+from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.scope import LoadedModule, Scope, Target
 from quire.parallel.group import ALONE
 from quire.quant.plain import PlainWeight
 from quire.quant.sharding import divided
@@ -39,50 +40,67 @@ def _encoder_scope(scope: Scope, size: int) -> Scope:
     return replace(scope, linear=linear, group=group, adapters=None, across=False)
 
 
+@dataclass(frozen=True, slots=True)
+class VisionStyle:
+    """Checkpoint names and variants of the layers of an encoder family. The defaults are CLIP's and SigLIP's.
+    An empty name of attention or MLP means that its parts are stored directly in the layer."""
+
+    norms: tuple[str, str] = ("layer_norm1", "layer_norm2")
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Names of query, key and value, or one fused name."""
+    out: str = "out_proj"
+    qk_norms: tuple[str, ...] = ()
+    """Names of the QK norms over all heads."""
+    head_norms: tuple[str, ...] = ()
+    """Names of the QK norms over each head."""
+    mlp: str = "mlp"
+    mlp_names: tuple[str, ...] = ("fc1", "fc2")
+    """Names of up and down, or of gate, up and down."""
+    scales: tuple[str, ...] = ()
+    """Names of the learned scales of both outputs; empty if there are none."""
+    norm: type[LayerNorm] | type[RMSNorm] = LayerNorm
+    eps: float | None = None
+    """Epsilon of the norms; None for the `norm_eps` of the facts."""
+    qk_eps: float = 1e-6
+    bias: bool = True
+    """Whether QKV has a bias."""
+    key_bias: bool = True
+    """Whether the bias of QKV includes the keys."""
+    out_bias: bool = True
+    mlp_bias: bool = True
+    pairs: bool = False
+    """Whether RoPE is interleaved."""
+
+
+SIGLIP = VisionStyle()
+
+
 class VisionAttention(nn.Module):
-    """QKV projection, optional QK norms and RoPE, attention within a span, output projection.
+    """QKV projection, optional QK norms and RoPE, attention within a span, output projection."""
 
-    `names` are the checkpoint names of query, key and value, or one fused name. `norms` are the names of the
-    QK norms over all heads, `head_norms` of those over each head. With `pairs` RoPE is interleaved.
-    """
-
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        scope: Scope,
-        *,
-        head_dim: int = 0,
-        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
-        out: str = "out_proj",
-        bias: bool = True,
-        key_bias: bool = True,
-        out_bias: bool = True,
-        norms: tuple[str, ...] = (),
-        head_norms: tuple[str, ...] = (),
-        eps: float = 1e-6,
-        pairs: bool = False,
-    ) -> None:
+    def __init__(self, hidden: int, heads: int, scope: Scope, style: VisionStyle = SIGLIP) -> None:
         super().__init__()
-        head_dim = head_dim or hidden // heads
+        head_dim, self.eps = hidden // heads, style.qk_eps
         scope = _encoder_scope(scope, heads)
         self.attend, self.rotate = attend_on(scope.device), rotate_on(scope.device)
-        kind = QKVLinear if key_bias or not bias else KeysWithoutBias
+        kind = QKVLinear if style.key_bias or not style.bias else KeysWithoutBias
         self.qkv = kind(
             hidden,
             heads,
             heads,
             head_dim,
             scope / "qkv",
-            bias=bias,
-            names=names,
-            paired_dim=head_dim if pairs else 0,
+            bias=style.bias,
+            names=style.qkv,
+            paired_dim=head_dim if style.pairs else 0,
         )
         size = divided(scope.group, heads * head_dim)
-        self.norms = nn.ModuleList(RMSNorm(size, eps, scope / name) for name in norms)
-        self.head_norms = nn.ModuleList(RMSNorm(head_dim, eps, scope / name) for name in head_norms)
-        self.eps = eps
-        self.out = RowLinear(heads * head_dim, hidden, scope / out, bias=out_bias)
+        self.norms = nn.ModuleList(RMSNorm(size, self.eps, scope / name) for name in style.qk_norms)
+        self.head_norms = nn.ModuleList(
+            RMSNorm(head_dim, self.eps, scope / name) for name in style.head_norms
+        )
+        self.out = RowLinear(heads * head_dim, hidden, scope / style.out, bias=style.out_bias)
 
     def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
         """Attend within each span and return [T, hidden]."""
@@ -142,7 +160,51 @@ class VisionMLP(nn.Module):
         return out
 
 
-class PatchEmbedding(nn.Module):
+class VisionLayer(nn.Module):
+    """Pre-norm layer of an encoder: attention, then MLP, each with a residual. `facts` has `hidden`, `heads`,
+    `intermediate`, `activation` and, unless the style has an epsilon, `norm_eps`."""
+
+    def __init__(self, facts: Any, scope: Scope, style: VisionStyle = SIGLIP) -> None:
+        super().__init__()
+        hidden, eps = facts.hidden, facts.norm_eps if style.eps is None else style.eps
+        self.attention_norm, self.mlp_norm = (style.norm(hidden, eps, scope / name) for name in style.norms)
+        self.attention = VisionAttention(hidden, facts.heads, scope / style.attention, style)
+        self.mlp = VisionMLP(
+            hidden,
+            facts.intermediate,
+            scope / style.mlp,
+            names=style.mlp_names,
+            activation=facts.activation,
+            bias=style.mlp_bias,
+        )
+
+    def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm.alone(x), spans, angles)
+        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
+        return out
+
+
+class ScaledVisionLayer(VisionLayer):
+    """Encoder layer with learned scales on the outputs of attention and MLP."""
+
+    def __init__(self, facts: Any, scope: Scope, style: VisionStyle) -> None:
+        super().__init__(facts, scope, style)
+        self.attention_scale, self.mlp_scale = (Learned(scope / name, facts.hidden) for name in style.scales)
+
+    def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
+        attended = self.attention(self.attention_norm.alone(x), spans, angles)
+        x = x + self.attention_scale.vectors * attended
+        out: Tensor = x + self.mlp_scale.vectors * self.mlp(self.mlp_norm.alone(x))
+        return out
+
+
+def vision_layers(facts: Any, depth: int, scope: Scope, style: VisionStyle = SIGLIP) -> nn.ModuleList:
+    """Build the first `depth` layers of an encoder; `scope` / i is the scope of layer i."""
+    kind = ScaledVisionLayer if style.scales else VisionLayer
+    return nn.ModuleList(kind(facts, scope / i, style) for i in range(depth))
+
+
+class PatchEmbedding(LoadedModule):
     """Patch embedding: a convolution with stride equal to its kernel, computed as a GEMM of flat patches.
     `kernel` is the shape of a patch in the checkpoint: (channels, [frames,] height, width) or (numbers,)."""
 
@@ -162,9 +224,6 @@ class PatchEmbedding(nn.Module):
         if self.bias is not None:
             yield Target(f"{self.name}.bias", self.bias)
 
-    def finish(self) -> None:
-        """Keep the weight as loaded."""
-
 
 def patches_of(pixels: Tensor, size: int) -> Tensor:
     """Split images [N, channels, height, width] into [N, patches, channels * size * size], row by row."""
@@ -172,17 +231,27 @@ def patches_of(pixels: Tensor, size: int) -> Tensor:
     return parts.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
 
-class Learned(nn.Module):
+class Learned(LoadedModule):
     """A checkpoint tensor that is used as it is, such as position or class embeddings. The scope has its full
     name."""
 
-    def __init__(self, scope: Scope, *shape: int) -> None:
+    def __init__(self, scope: Scope, *shape: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.name = scope.name
-        self.vectors = frozen_parameter(scope.empty(*shape))
+        self.vectors = frozen_parameter(torch.empty(*shape, dtype=dtype or scope.dtype, device=scope.device))
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.vectors)
 
-    def finish(self) -> None:
-        """Keep the vectors as loaded."""
+
+class HalvingConv(nn.Module):
+    """3 x 3 convolution with stride 2."""
+
+    def __init__(self, size_in: int, size_out: int, scope: Scope) -> None:
+        super().__init__()
+        self.weight = Learned(scope / "weight", size_out, size_in, 3, 3)
+        self.bias = Learned(scope / "bias", size_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convert [N, size_in, rows, columns] to [N, size_out, rows / 2, columns / 2], rounded up."""
+        return F.conv2d(x, self.weight.vectors, self.bias.vectors, stride=2, padding=1)

@@ -2,15 +2,14 @@
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from quire.checkpoint.model import Checkpoint
 from quire.layers.scope import Target
-from quire.loader.source import put
-from quire.quant.format import Format
+from quire.loader.source import Source, put
 
 _SPREAD = 0.02
 _SCALE = 0.02
@@ -19,22 +18,14 @@ _POWER_OF_SCALE = 121
 _NORM = re.compile(r"(norm|\bln_\w)\.weight$")
 
 
-class DummySource:
+class DummySource(Source):
     """A source of random weights of any shape."""
-
-    num_readers = 1
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._seed = seed
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return {name: target.shape for name, target in targets.items()}
-
-    def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
-        return targets
-
-    def format(self, plain: Format) -> Format:
-        return plain
 
     def fill(self, target: Target) -> None:
         """Fill a tensor with values that depend on the seed and its name alone. Norms are 1; other weights

@@ -14,7 +14,7 @@ from quire.loader.source import Source, put
 from quire.quant.format import Format
 
 
-class ExtraModules:
+class ExtraModules(Source):
     """A source extended by the few small tensors of extra modules, under the names of their folders."""
 
     def __init__(self, source: Source, checkpoint: Checkpoint) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from quire.checkpoint.gguf import GGUFFile, GGUFTensor
 from quire.checkpoint.model import Checkpoint
 from quire.errors import ConfigError
 from quire.layers.scope import Target
+from quire.loader.source import Source
 from quire.quant.format import Format
 from quire.quant.gguf import BLOCKS, GGUFFormat, Stored
 
@@ -181,10 +182,8 @@ _KEPT_BYTES = 32 << 20
 """Bytes of the file that may stay in memory while it is read."""
 
 
-class GGUFSource:
+class GGUFSource(Source):
     """The tensors of a GGUF file under their Hugging Face names."""
-
-    num_readers = 1
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._file = GGUFFile(checkpoint.path)
@@ -201,9 +200,6 @@ class GGUFSource:
             name: self._packed(name).shape if _takes_bytes(targets.get(name)) else tensor.shape
             for name, tensor in self._tensors.items()
         }
-
-    def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
-        return [name for name in self._tensors if name in targets]
 
     def format(self, plain: Format) -> Format:
         stored: dict[str, Stored] = {

@@ -93,7 +93,7 @@ def load_model(
     tower_group: Group | None = None,
 ) -> Any:
     """Return the model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a
-    CausalLM, or the result of `build`. With several workers it has this rank's shard of the layers of its
+    decoder, or the result of `build`. With several workers it has this rank's shard of the layers of its
     stage.
 
     `packed` keeps the weights of a GGUF file as stored where the device can compute with them; `quant`

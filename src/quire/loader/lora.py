@@ -1,9 +1,12 @@
 """LoRA adapters in PEFT's format: read, checked against the model and sharded for this device."""
 
 import math
+import os
 import re
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,16 +20,16 @@ from quire.data.lora import AdapterFacts
 from quire.errors import ConfigError, RequestError
 from quire.layers.lora import AdapterSlots, places
 from quire.layers.lora_layers import LoRAFactors, LoRAHeadLayer, LoRAStack, LoRATarget
-from quire.layers.lora_vocab import LoRAVocab
+from quire.layers.lora_tables import LoRAVocab
 from quire.layers.scope import Target
 from quire.loader.lora_files import CONFIG, LoRAFiles
 from quire.loader.lora_vocab import LoRAVocabReader, token_indices
 from quire.loader.source import put
-from quire.loader.threads import single_threads
 from quire.logs import get_logger
 
 log = get_logger(__name__)
 T = TypeVar("T")
+_thread_lock = threading.Lock()
 
 _MAX_ERROR_CHARS = 1000
 """The longest error message about an adapter, in characters."""
@@ -98,22 +101,13 @@ class LoRAReader:
     def __init__(self, slots: AdapterSlots, layers: range | None = None) -> None:
         self.slots = slots
         self.layers = layers
-        self._places = {alias: place for name, place in places(slots) for alias in _aliases(name)}
-        self._stacks = {alias: stack for name, stack in slots.stacks.items() for alias in _aliases(name)}
-        self._tables = {
-            alias: name
-            for name, table in slots.tables.items()
-            for table_name in table.names
-            for alias in _aliases(table_name)
-        }
-        kinds = {
-            alias: kind
-            for kind, rows in slots.owned.items()
-            for name in rows.names
-            for alias in _aliases(name)
-        }
+        self._places = _by_alias(places(slots))
+        self._stacks = _by_alias(slots.stacks.items())
+        self._refused = _by_alias(slots.refused.items())
+        tables = slots.tables.items()
+        self._tables = _by_alias((alias, name) for name, table in tables for alias in table.names)
+        kinds = _by_alias((alias, kind) for kind, rows in slots.owned.items() for alias in rows.names)
         self._vocab_reader = LoRAVocabReader(slots, kinds)
-        self._refused = {alias: reason for name, reason in slots.refused.items() for alias in _aliases(name)}
         self._pool = single_threads(_THREADS, "quire-adapter-copy")
 
     def read(self, name: str, path: Path, within: Sequence[str] = ()) -> LoRAWeights:
@@ -143,7 +137,7 @@ class LoRAReader:
         rank = max((len(fit.a) for fit in fits), default=settings.rank)
         parts = *factors.values(), tables.values(), *vocab_rows.values()
         num_bytes = sum(tensor.nbytes for part in parts for tensor in part)
-        facts = AdapterFacts(digest, rank, num_bytes, self._vocab_reader.num_new(vocab_rows))
+        facts = AdapterFacts(digest, rank, num_bytes, self.slots.count_new(vocab_rows))
         return LoRAWeights(facts, factors, tables, vocab_rows)
 
     def _take_saved_modules(
@@ -168,12 +162,12 @@ class LoRAReader:
 
     def _shard_table(self, name: str, layer: str, tensor: Tensor) -> Tensor:
         table, buffer = self.slots.tables[layer], self.slots.table_room(layer)
-        if tuple(tensor.shape) != (table.own.all, table.hidden):
+        if tuple(tensor.shape) != (table.shard.all, table.hidden):
             raise ConfigError(
-                f"{name} has the shape {tuple(tensor.shape)}, the model's {(table.own.all, table.hidden)}"
-                f"{self._vocab_reader.why_not(tensor, table.own.all)}"
+                f"{name} has the shape {tuple(tensor.shape)}, the model's {(table.shard.all, table.hidden)}"
+                f"{self._vocab_reader.why_not(tensor, table.shard.all)}"
             )
-        put(tensor, Target(name, buffer, 0, (table.own,)))
+        put(tensor, Target(name, buffer, 0, (table.shard,)))
         return buffer
 
     # ---- matching tensors to layers
@@ -269,6 +263,27 @@ class LoRAReader:
         for _ in self._pool.map(partial(_fill_all, by_layer), pieces):
             pass
         return by_layer
+
+
+def single_threads(most: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool with single-threaded torch in each thread; by default each would use all cores. All
+    threads have started when it returns."""
+    count = min(most, os.cpu_count() or 1)
+    pool = ThreadPoolExecutor(count, name, initializer=_use_one_thread)
+    barrier = threading.Barrier(count)
+    for begun in [pool.submit(barrier.wait) for _ in range(count)]:
+        begun.result()
+    return pool
+
+
+def _use_one_thread() -> None:
+    # The setting applies to the thread that makes it and to threads started later.
+    with _thread_lock:
+        count = torch.get_num_threads()
+        torch.set_num_threads(1)
+        restore = threading.Thread(target=torch.set_num_threads, args=(count,))
+        restore.start()
+        restore.join()
 
 
 def _split_stack(name: str, stack: LoRAStack, pair: Pair, settings: "LoRAConfigFile") -> Iterator[LoRAPair]:
@@ -421,6 +436,11 @@ def _by_pattern(layer: str, patterns: Mapping[str, T], otherwise: T) -> T:
     """Return the value of the first matching pattern, as in PEFT: it matches the whole name, or its end
     behind a dot."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), otherwise)
+
+
+def _by_alias(items: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Return the values by all names that adapters may use for a layer."""
+    return {alias: value for name, value in items for alias in _aliases(name)}
 
 
 def _aliases(name: str) -> list[str]:

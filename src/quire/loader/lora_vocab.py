@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.checkpoint.reader import ConfigReader
 from quire.errors import ConfigError, RequestError
 from quire.layers.lora import AdapterSlots
-from quire.layers.lora_vocab import LoRAVocab
+from quire.layers.lora_tables import LoRAVocab
 
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 _TENSOR = re.compile(
@@ -71,16 +71,9 @@ class LoRAVocabReader:
         self._check(vocabs)
         return vocabs
 
-    def num_new(self, vocabs: Mapping[str, LoRAVocab]) -> int:
-        """Return the number of tokens that the model does not have."""
-        return max((int((rows.ids >= self._vocab(kind)).sum()) for kind, rows in vocabs.items()), default=0)
-
     def why_not(self, tensor: Tensor, size: int) -> str:
         """Explain why a tensor may not be larger than the model's."""
         return f": an adapter cannot bring tokens here, {self.slots.no_own}" if len(tensor) > size else ""
-
-    def _vocab(self, kind: str) -> int:
-        return int(self.slots.owned[kind].vocab)
 
     def _take_tensor(
         self,
@@ -92,7 +85,7 @@ class LoRAVocabReader:
         scale: Scale,
     ) -> None:
         kind, layer, tensor = self._kinds[match["layer"]], match["layer"], tensors[name]
-        vocab, within = self._vocab(kind), match["within"]
+        vocab, within = self.slots.owned[kind].vocab, match["within"]
         if within in ("modules_to_save", "original_module"):
             if f"{match['front']}{layer}.weight" in tensors:  # that one is the trained copy
                 del tensors[name]
@@ -159,7 +152,7 @@ class LoRAVocabReader:
             for kind, vocab_slots in self.slots.owned.items()
         }
         for kind, ids in new.items():
-            first = self._vocab(kind)
+            first = self.slots.owned[kind].vocab
             if ids != list(range(first, first + len(ids))):
                 raise ConfigError(
                     f"the adapter brings the tokens {ids} of {kind}, but new ids must start at {first}"

@@ -1,7 +1,7 @@
 """Weights from pytorch_model.bin files, read without running any code in them."""
 
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -13,14 +13,11 @@ from quire.checkpoint.model import Checkpoint
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.loader.shards import find_shards
-from quire.loader.source import put
-from quire.quant.format import Format
+from quire.loader.source import Source, put
 
 
-class PickleSource:
+class PickleSource(Source):
     """The tensors of pytorch_model*.bin."""
-
-    num_readers = 1
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -32,12 +29,6 @@ class PickleSource:
 
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].dtype
-
-    def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
-        return [name for name in self._tensors if name in targets]
-
-    def format(self, plain: Format) -> Format:
-        return plain
 
     def fill(self, target: Target) -> None:
         put(self._tensors[target.name], target)

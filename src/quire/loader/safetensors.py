@@ -20,8 +20,7 @@ from quire.checkpoint.model import Checkpoint
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.loader.shards import find_shards
-from quire.loader.source import check_type
-from quire.quant.format import Format
+from quire.loader.source import Source, check_type
 
 DTYPES = {
     "F64": torch.float64,
@@ -58,7 +57,7 @@ class TensorEntry(NamedTuple):
     """Bytes between the starts of rows, if other bytes lie between the rows."""
 
 
-class SafetensorsSource:
+class SafetensorsSource(Source):
     """The tensors of safetensors files."""
 
     num_readers = 4
@@ -80,9 +79,6 @@ class SafetensorsSource:
 
     def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
         return [name for name in self.entries if name in targets]
-
-    def format(self, plain: Format) -> Format:
-        return plain
 
     @torch.inference_mode()  # a pool thread may run in another mode than the one the tensors were made in
     def fill(self, target: Target) -> None:

@@ -130,10 +130,16 @@ class ShardedSource(SafetensorsSource):
         """Return targets for the saved parameters of `model`, after adapting its parameters to the saved
         shapes."""
         refuse_unsaved(model)
-        parameters = dict(model.named_parameters())
+        parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+        unknown = [name for name in self.entries if name.rpartition(".")[0] not in modules]
+        if unknown:
+            raise ConfigError(
+                f"the state in {self.folder} holds {unknown[0]}, which this version does not know; "
+                "save it again with `quire save-sharded-state`, or load the model's checkpoint itself"
+            )
         for name in parameters.keys() - self.entries.keys():
             owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, None)
+            setattr(modules[owner], last, None)
         for name, entry in self.entries.items():
             owner, _, last = name.rpartition(".")
             parameter = parameters.get(name)
@@ -141,7 +147,7 @@ class ShardedSource(SafetensorsSource):
                 device = next(iter(parameters.values())).device
                 tensor = torch.empty(entry.shape, dtype=entry.dtype, device=device)
                 if parameter is None:
-                    setattr(model.get_submodule(owner), last, nn.Parameter(tensor, requires_grad=False))
+                    setattr(modules[owner], last, nn.Parameter(tensor, requires_grad=False))
                 else:
                     parameter.data = tensor
         return {name: Target(name, tensor) for name, tensor in model.named_parameters()}

@@ -1,7 +1,6 @@
 """Sources of weights: the protocol, the table of load formats, and their detection."""
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,28 +24,28 @@ FORMATS = LazyTable(
 )
 
 
-class Source(Protocol):
+class Source:
     """A source of weights, built from (checkpoint, seed). Names are those of a Hugging Face checkpoint."""
 
-    num_readers: int
+    num_readers = 1
     """Number of threads that may fill at a time."""
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every stored tensor."""
-        ...
+        raise NotImplementedError
 
     def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
         """Return the names of `targets` in the order that is fastest to read."""
-        ...
+        return [name for name in self.shapes(targets) if name in targets]
 
     def format(self, plain: Format) -> Format:
         """Return the format that keeps layers as they are stored, with `plain` for all others."""
-        ...
+        return plain
 
     def fill(self, target: Target) -> None:
         """Copy one tensor, or only the target's shard of it, and convert it to the target's dtype and
         device."""
-        ...
+        raise NotImplementedError
 
 
 def put(stored: Tensor, target: Target) -> None:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import PlainMLP
-from quire.layers.scope import Scope, Target
+from quire.layers.scope import DecoderNames, Scope, Target
 from quire.models import llama
 from quire.models.decoder import Decoder
 
@@ -54,8 +54,6 @@ class XIELUMLP(PlainMLP):
 class Layer(llama.Layer):
     """Llama layer with an xIELU MLP."""
 
-    norm_names = ("attention_layernorm", "feedforward_layernorm")
-
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
         return XIELUMLP(facts, scope / "mlp")
 
@@ -64,3 +62,4 @@ class Apertus(Decoder):
     """Apertus decoder."""
 
     Layer = Layer
+    names = DecoderNames(norms=("attention_layernorm", "feedforward_layernorm"))

@@ -1,8 +1,9 @@
-"""BERT, RoBERTa, XLM-R, ERNIE, DistilBERT and MPNet, with their classifiers."""
+"""BERT, RoBERTa, XLM-R, ERNIE, DistilBERT and MPNet; with RoPE Nomic-BERT, GTE and Jina-embeddings-v3."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,11 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.kernels.reference.encoder import Spans
 from quire.layers.embedding import TokenEmbedding
 from quire.layers.encoder_attention import EncoderAttention, spans
-from quire.layers.linear import WholeLinear
+from quire.layers.linear import GateUpLinear, RowLinear
 from quire.layers.mlp import PlainMLP
 from quire.layers.norm import norm_of
-from quire.layers.scope import Scope, Target
+from quire.layers.rope import Rope
+from quire.layers.scope import LoadedModule, Scope, Target
 from quire.parallel.group import ALONE
 from quire.quant.sharding import divided
 
@@ -25,51 +27,84 @@ class BertNames(NamedTuple):
     """Checkpoint names of the layers and their parts."""
 
     stack: str
-    qkv: tuple[str, str, str]
+    attention: str
+    qkv: tuple[str, ...]
     out: str
-    attention_norm: str
-    mlp: tuple[str, str]
-    mlp_norm: str
+    norms: tuple[str, str]
+    """Norms after attention and after the MLP, relative to the layer."""
+    mlp: tuple[str, ...]
+    """Up and down of an MLP; or gate, up and down; or a fused up and gate, with the gate last, and down."""
+    embed_norm: str = "embeddings.LayerNorm"
 
 
 BERT = BertNames(
     "encoder.layer",
+    "attention",
     ("self.query", "self.key", "self.value"),
     "output.dense",
-    "attention.output.LayerNorm",
+    ("attention.output.LayerNorm", "output.LayerNorm"),
     ("intermediate.dense", "output.dense"),
-    "output.LayerNorm",
 )
 DISTILBERT = BertNames(
     "transformer.layer",
+    "attention",
     ("q_lin", "k_lin", "v_lin"),
     "out_lin",
-    "sa_layer_norm",
+    ("sa_layer_norm", "output_layer_norm"),
     ("ffn.lin1", "ffn.lin2"),
-    "output_layer_norm",
 )
-MPNET = BERT._replace(qkv=("attn.q", "attn.k", "attn.v"), out="attn.o", attention_norm="attention.LayerNorm")
+MPNET = BERT._replace(
+    qkv=("attn.q", "attn.k", "attn.v"), out="attn.o", norms=("attention.LayerNorm", "output.LayerNorm")
+)
+TODAY = BertNames(
+    "layers",
+    "self_attn",
+    ("q_proj", "k_proj", "v_proj"),
+    "o_proj",
+    ("post_attention_layernorm", "post_mlp_layernorm"),
+    ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+"""Names of models with RoPE in current transformers; the others are older, and transformers still writes
+them."""
+_NOMIC = BertNames(
+    "encoder.layers",
+    "attn",
+    ("Wqkv",),
+    "out_proj",
+    ("norm1", "norm2"),
+    ("mlp.fc12", "mlp.fc11", "mlp.fc2"),
+    "emb_ln",
+)
+_JINA = _NOMIC._replace(attention="mixer")
+_GTE = BertNames(
+    "encoder.layer",
+    "attention",
+    ("qkv_proj",),
+    "o_proj",
+    ("attn_ln", "mlp_ln"),
+    ("mlp.up_gate_proj", "mlp.down_proj"),
+)
 
 
 class BertEmbeddings(nn.Module):
     """Sum of word, position, token type and task embeddings (as far as the model has them), and a norm."""
 
-    def __init__(self, facts: ArchFacts, scope: Scope, norm: Scope | None = None) -> None:
+    def __init__(self, facts: ArchFacts, scope: Scope, norm: Scope) -> None:
         super().__init__()
         assert facts.encoder is not None
         self.first, self.padding = facts.encoder.first_position, facts.encoder.padding
         self.words = TokenEmbedding(facts.vocab, facts.hidden, scope / "word_embeddings")
         whole = replace(scope, group=ALONE)  # too small to shard
-        self.positions: TokenEmbedding | None = None
-        self.types: TokenEmbedding | None = None
-        if count := facts.encoder.positions:
-            self.positions = TokenEmbedding(count, facts.hidden, whole / "position_embeddings")
-        if count := facts.encoder.token_types:
-            self.types = TokenEmbedding(count, facts.hidden, whole / "token_type_embeddings")
-        self.tasks: TokenEmbedding | None = None
-        if count := facts.encoder.task_types:
-            self.tasks = TokenEmbedding(count, facts.hidden, whole / "task_type_embeddings")
-        self.norm = norm_of(facts, norm or scope / "LayerNorm")
+        counts = {
+            "position_embeddings": facts.encoder.positions,
+            "token_type_embeddings": facts.encoder.token_types,
+            "task_type_embeddings": facts.encoder.task_types,
+        }
+        self.positions, self.types, self.tasks = (
+            TokenEmbedding(count, facts.hidden, whole / name) if count else None
+            for name, count in counts.items()
+        )
+        self.norm = norm_of(facts, norm)
 
     def forward(self, batch: Batch) -> Tensor:
         x: Tensor = self.words(batch.token_ids)
@@ -94,15 +129,43 @@ class BertEmbeddings(nn.Module):
         return torch.where(is_padding, self.first - 1, position_ids - num_before)
 
 
+class UpGateLinear(GateUpLinear):
+    """Fused up and gate projection, stored in one tensor with the gate last."""
+
+    def orders(self) -> list[Tensor]:
+        size = self.sizes_out[0] // 2
+        return [torch.arange(2 * size).roll(size)]
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)); only `down` may have a bias. The scope is the layer's."""
+
+    def __init__(self, facts: ArchFacts, names: tuple[str, ...], scope: Scope) -> None:
+        super().__init__()
+        *gate_up, down = names
+        make = GateUpLinear if len(gate_up) == 2 else UpGateLinear
+        sizes, parts = (facts.hidden, facts.intermediate), tuple(gate_up)
+        self.gate_up = make(*sizes, scope / "gate_up", activation=facts.activation, names=parts)
+        self.down = RowLinear(facts.intermediate, facts.hidden, scope / down, bias=facts.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.gate_up(x))
+        return out
+
+
 class Layer(nn.Module):
     """Post-norm layer: attention, then MLP, each followed by residual addition and norm."""
 
-    def __init__(self, facts: ArchFacts, layer: LayerFacts, names: BertNames, scope: Scope) -> None:
+    def __init__(
+        self, facts: ArchFacts, layer: LayerFacts, rope: Rope | None, names: BertNames, scope: Scope
+    ) -> None:
         super().__init__()
-        self.attention = EncoderAttention(facts, layer, scope / "attention", names=names.qkv, out=names.out)
-        self.attention_norm = norm_of(facts, scope / names.attention_norm)
-        self.mlp = PlainMLP(facts, scope, names=names.mlp)
-        self.mlp_norm = norm_of(facts, scope / names.mlp_norm)
+        assert facts.encoder is not None
+        attention = scope / names.attention
+        self.attention = EncoderAttention(facts, layer, attention, names=names.qkv, out=names.out, rope=rope)
+        self.attention_norm, self.mlp_norm = (norm_of(facts, scope / name) for name in names.norms)
+        make = GatedMLP if facts.encoder.gated else PlainMLP
+        self.mlp: nn.Module = make(facts, scope=scope, names=names.mlp)
 
     def forward(self, x: Tensor, batch: Batch, texts: Spans, bias: Tensor | None) -> Tensor:
         x = self.attention_norm.added(self.attention(x, batch.positions, texts, bias), x)
@@ -118,11 +181,17 @@ class Bert(nn.Module):
         super().__init__()
         assert facts.encoder is not None
         body = scope / facts.encoder.prefix
-        self.embeddings = BertEmbeddings(facts, body / "embeddings")
+        names = self.stored_names(facts, body)
+        self.embeddings = BertEmbeddings(facts, body / "embeddings", body / names.embed_norm)
+        rope = cache(lambda rope: None if rope is None else Rope(rope, scope))
         self.layers = nn.ModuleList(
-            Layer(facts, layer, self.names, body / self.names.stack / i)
+            Layer(facts, layer, rope(layer.rope), names, body / names.stack / i)
             for i, layer in enumerate(facts.layers)
         )
+
+    def stored_names(self, facts: ArchFacts, body: Scope) -> BertNames:
+        """Return the names that the checkpoint uses."""
+        return self.names
 
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [T, hidden]."""
@@ -137,13 +206,27 @@ class Bert(nn.Module):
         return None
 
 
+class RotaryBert(Bert):
+    """BERT encoder with RoPE: Nomic-BERT, GTE, Jina-embeddings-v3."""
+
+    def stored_names(self, facts: ArchFacts, body: Scope) -> BertNames:
+        assert facts.encoder is not None
+        stored = (
+            names
+            for names in (_NOMIC, _JINA, _GTE)
+            if body.is_stored(f"{body.name}.{names.stack}.0.{names.attention}.{names.out}.weight")
+        )
+        names = next(stored, TODAY)
+        return names if facts.encoder.gated else names._replace(mlp=("mlp.fc1", "mlp.fc2"))
+
+
 class DistilBert(Bert):
     """DistilBERT encoder: BERT with other checkpoint names."""
 
     names = DISTILBERT
 
 
-class RelativeAttentionBias(nn.Module):
+class RelativeAttentionBias(LoadedModule):
     """Relative attention bias per head, by bucketed distance of two tokens as in T5: exact buckets for near
     tokens, logarithmic ones beyond, in both directions."""
 
@@ -158,9 +241,6 @@ class RelativeAttentionBias(nn.Module):
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.table, 1, (self.shard,))
-
-    def finish(self) -> None:
-        """Keep the table as loaded."""
 
     def forward(self, length: int) -> Tensor:
         """Return the bias [heads, length, length]."""
@@ -190,57 +270,3 @@ class MPNet(Bert):
     def bias(self, batch: Batch) -> Tensor | None:
         bias: Tensor = self.distances(batch.max_query_len)
         return bias
-
-
-class DistilBertClassifier(nn.Module):
-    """DistilBERT classifier: dense layer, ReLU, output projection."""
-
-    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
-        super().__init__()
-        self.dense = WholeLinear(facts.hidden, facts.hidden, scope / "pre_classifier", bias=True)
-        self.classifier = WholeLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
-
-    def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.classifier(self.dense(states).relu())
-        return out
-
-
-class BertClassifier(nn.Module):
-    """BERT classifier: pooler (dense layer and tanh), output projection."""
-
-    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
-        super().__init__()
-        assert facts.encoder is not None
-        body = scope / facts.encoder.prefix
-        self.pooler = WholeLinear(facts.hidden, facts.hidden, body / "pooler" / "dense", bias=True)
-        self.classifier = WholeLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
-
-    def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.classifier(self.pooler(states).tanh())
-        return out
-
-
-class RobertaClassifier(nn.Module):
-    """RoBERTa classifier: dense layer, tanh, output projection."""
-
-    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
-        super().__init__()
-        head = scope / "classifier"
-        self.dense = WholeLinear(facts.hidden, facts.hidden, head / "dense", bias=True)
-        self.out = WholeLinear(facts.hidden, num_labels, head / "out_proj", bias=True)
-
-    def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.out(self.dense(states).tanh())
-        return out
-
-
-class TokenClassifier(nn.Module):
-    """Token classifier: one projection of every token."""
-
-    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
-        super().__init__()
-        self.classifier = WholeLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
-
-    def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.classifier(states)
-        return out

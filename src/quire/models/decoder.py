@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 from quire.layers.embedding import Head, Positions, TokenEmbedding
 from quire.layers.norm import Norm, norm_of
 from quire.layers.rope import Rope
-from quire.layers.scope import Scope
+from quire.layers.scope import DecoderNames, Scope
 
 
 class LayerFactory(Protocol):
@@ -29,16 +29,15 @@ class Decoder(nn.Module):
     """
 
     Layer: LayerFactory
-    body, embedding, stack, last = "model", "embed_tokens", "layers", "norm"
-    """Checkpoint names of the body, the embedding, the layers and the final norm."""
-    head_name = "lm_head"
-    places, first_place = "embed_positions", 0
-    """Checkpoint name of learned positions, and the row of position 0."""
+    names = DecoderNames()
+    first_position = 0
+    """Row of position 0 in the table of learned positions."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
-        scope = replace(scope, across=facts.across)
-        body, stage = scope / self.body, scope.stage
+        names = self.names
+        scope = replace(scope, across=facts.across, names=names)
+        body, stage = scope / names.body, scope.stage
         self.ops = scope.ops
         self.aux_layers: tuple[int, ...] = ()
         self.tapped = torch.empty(0, dtype=torch.int64)
@@ -50,15 +49,15 @@ class Decoder(nn.Module):
         self.norm: Norm | None = None
         self.head: Head | None = None
         if stage.is_first or (stage.is_last and facts.tied):
-            self.embed = TokenEmbedding(facts.vocab, facts.hidden, body / self.embedding)
+            self.embed = TokenEmbedding(facts.vocab, facts.hidden, body / names.embedding)
         if stage.is_first and facts.learned_positions:
             self.positions = Positions(
-                facts.max_len, facts.hidden, body / self.places, first=self.first_place
+                facts.max_len, facts.hidden, body / names.positions, first=self.first_position
             )
         rope = cache(lambda rope: Rope(rope, scope))  # one table for each kind of layer
         stage_layers = [(i, facts.layers[i]) for i in stage.layers(len(facts.layers))]
         self.layers = nn.ModuleList(
-            self.Layer(facts.of_layer(layer), layer, rope(layer.rope), body / self.stack / i)
+            self.Layer(facts.of_layer(layer), layer, rope(layer.rope), body / names.layers / i)
             for i, layer in stage_layers
         )
         self.hidden = facts.hidden
@@ -69,11 +68,11 @@ class Decoder(nn.Module):
                 f"to its first {levels} layers; reduce pipeline_parallel_size or set pp_layer_partition"
             )
         if stage.is_last:
-            self.norm = norm_of(facts, body / self.last)
+            self.norm = norm_of(facts, body / names.last_norm)
             self.head = Head(
                 facts.vocab,
                 facts.hidden,
-                scope / self.head_name,
+                scope / names.head,
                 tied=self.embed if facts.tied else None,
                 bias=facts.head_bias,
                 unit=facts.unit_head,

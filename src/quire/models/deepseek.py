@@ -11,11 +11,10 @@ from quire.attention.sparse_indices import SparseIndices
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.errors import ConfigError
 from quire.layers.linear import ColumnLinear, Linear, RowLinear, without_bias
-from quire.layers.mla import MLAAttention
+from quire.layers.mla import MLAAttention, SparseIndexer
 from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope, mscale
 from quire.layers.scope import Scope, Target
-from quire.layers.sparse_indexer import SparseIndexer
 from quire.models import llama
 from quire.models.decoder import Decoder, LayerFactory
 from quire.models.llama4 import growth_of

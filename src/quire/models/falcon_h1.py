@@ -8,7 +8,7 @@ from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import MLP
 from quire.layers.rope import Rope
-from quire.layers.scope import Scope
+from quire.layers.scope import DecoderNames, Scope
 from quire.layers.ssm import Mamba2Mixer
 from quire.models import llama
 from quire.models.decoder import Decoder
@@ -50,7 +50,6 @@ class Layer(llama.Layer):
     """Pre-norm layer: attention and Mamba-2 in parallel, then MLP, each with a residual."""
 
     Mixer = ParallelMixer
-    norm_names = ("input_layernorm", "pre_ff_layernorm")
 
     def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
         return ParallelMixer(facts, layer, rope, scope)
@@ -63,4 +62,4 @@ class FalconH1(Decoder):
     """Falcon-H1 decoder."""
 
     Layer = Layer
-    last = "final_layernorm"
+    names = DecoderNames(last_norm="final_layernorm", norms=("input_layernorm", "pre_ff_layernorm"))

@@ -231,7 +231,7 @@ class Gemma3nModel(Decoder):
         super().__init__(facts, scope)
         altup = facts.altup
         assert altup is not None
-        body, hidden = scope / self.body, facts.hidden
+        body, hidden = scope / self.names.body, facts.hidden
         self.own = OwnInputs(facts, altup, body)
         self.spread, self.joined = (
             nn.ModuleList(WholeLinear(hidden, hidden, body / name / i) for i in range(altup.inputs - 1))

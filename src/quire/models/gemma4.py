@@ -15,31 +15,16 @@ from quire.layers.moe import ExpertRouter, Experts
 from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope, Target
+from quire.layers.vision import Learned
 from quire.models.decoder import Decoder
 from quire.models.gemma3n import Attention, OwnInputs, SharingAttention, share_keys
 
 
-class ExpertFactors(nn.Module):
-    """A vector of the checkpoint in float32."""
-
-    def __init__(self, count: int, scope: Scope) -> None:
-        super().__init__()
-        self.name = scope.name
-        numbers = torch.empty(count, dtype=torch.float32, device=scope.device)
-        self.numbers = nn.Parameter(numbers, requires_grad=False)
-
-    def targets(self) -> Iterator[Target]:
-        yield Target(self.name, self.numbers)
-
-    def finish(self) -> None:
-        """Keep the numbers as loaded."""
-
-
-class LayerScale(ExpertFactors):
+class LayerScale(Learned):
     """Learned factor of a layer's outputs."""
 
     def __init__(self, scope: Scope) -> None:
-        super().__init__(1, scope)
+        super().__init__(scope, 1, dtype=torch.float32)
         self.ops, self.factor = scope.ops, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +32,7 @@ class LayerScale(ExpertFactors):
         return x if self.factor == 1 else self.ops.scale(x, self.factor)
 
     def finish(self) -> None:
-        self.factor = self.numbers.item()
+        self.factor = self.vectors.item()
 
 
 class RouterNorm(RMSNorm):
@@ -69,7 +54,7 @@ class Gemma4Mixture(nn.Module):
         assert moe is not None
         self.router_norm = RouterNorm(facts.hidden, facts.norm_eps, router / "scale")
         self.router = ExpertRouter(facts.hidden, moe, router / "proj")
-        self.factors = ExpertFactors(moe.experts, router / "per_expert_scale")
+        self.factors = Learned(router / "per_expert_scale", moe.experts, dtype=torch.float32)
         self.before = norm_of(facts, scope / "pre_feedforward_layernorm_2")
         self.experts = Experts(moe, facts.hidden, facts.activation, scope)
         self.after = norm_of(facts, scope / "post_feedforward_layernorm_2")
@@ -77,7 +62,7 @@ class Gemma4Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ids, weights = self.router(self.router_norm.alone(x), None)
-        weights = weights * self.factors.numbers[ids.long()]
+        weights = weights * self.factors.vectors[ids.long()]
         out: Tensor = self.experts(self.before.alone(x), ids, weights)
         return self.after.alone(out if self.sum is None else self.sum(out))
 
@@ -148,7 +133,7 @@ class Gemma4(Decoder):
                 "of others: use tensor_parallel_size"
             )
         super().__init__(facts, scope)
-        self.own = None if facts.altup is None else OwnInputs(facts, facts.altup, scope / self.body)
+        self.own = None if facts.altup is None else OwnInputs(facts, facts.altup, scope / self.names.body)
         if is_linked:
             share_keys(facts, [layer.attention for layer in self.layers if isinstance(layer, Layer)])
 

@@ -6,81 +6,49 @@ The models differ in their facts and in their checkpoint names.
 from torch import nn
 
 from quire.checkpoint.facts import ArchFacts, LayerFacts
-from quire.layers.mlp import MLP, PlainMLP
-from quire.layers.scope import Scope
-from quire.models import llama
+from quire.layers.mlp import MLP
+from quire.layers.scope import DecoderNames, Scope
 from quire.models.decoder import Decoder, LayerFactory
-
-
-class NemotronLayer(llama.Layer):
-    """Llama layer with a plain MLP."""
-
-    mlp_names = ("mlp.up_proj", "mlp.down_proj")
-
-    def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
-        return PlainMLP(facts, scope, names=self.mlp_names)
+from quire.models.llama import PlainLayer
 
 
 class Nemotron(Decoder):
     """Nemotron decoder (also Arcee and Jais 2)."""
 
-    Layer = NemotronLayer
+    Layer: LayerFactory = PlainLayer
+    names = DecoderNames(mlp_names=("up_proj", "down_proj"))
 
 
-class Starcoder2Layer(NemotronLayer):
-    """Nemotron layer with StarCoder 2's names."""
-
-    mlp_names = ("mlp.c_fc", "mlp.c_proj")
-
-
-class Starcoder2(Decoder):
+class Starcoder2(Nemotron):
     """StarCoder 2 decoder."""
 
-    Layer = Starcoder2Layer
+    names = DecoderNames(mlp_names=("c_fc", "c_proj"))
 
 
-class GPT2Attention(llama.Attention):
-    """Llama attention with GPT-2's names."""
-
-    fused_name = "c_attn"
-    out_name = "c_proj"
-
-
-class GPT2Layer(Starcoder2Layer):
-    """Nemotron layer with GPT-2's names."""
-
-    Mixer: LayerFactory = GPT2Attention
-    attention_name = "attn"
-    norm_names = ("ln_1", "ln_2")
-
-
-class GPT2(Decoder):
+class GPT2(Nemotron):
     """GPT-2 decoder."""
 
-    Layer: LayerFactory = GPT2Layer
-    body, embedding, stack, last = "transformer", "wte", "h", "ln_f"
-    places = "wpe"
-
-
-class BigCodeAttention(GPT2Attention):
-    """GPT-2 attention with a fused QKV that is grouped by key head."""
-
-    by_head = True
-
-
-class BigCodeLayer(GPT2Layer):
-    """GPT-2 layer with BigCode attention."""
-
-    Mixer: LayerFactory = BigCodeAttention
+    names = DecoderNames(
+        body="transformer",
+        embedding="wte",
+        positions="wpe",
+        layers="h",
+        last_norm="ln_f",
+        norms=("ln_1", "ln_2"),
+        attention="attn",
+        qkv="c_attn",
+        out="c_proj",
+        mlp_names=("c_fc", "c_proj"),
+    )
 
 
 class BigCode(GPT2):
-    """GPT-BigCode decoder (StarCoder 1)."""
+    """GPT-BigCode decoder (StarCoder 1): GPT-2 with a fused QKV that is grouped by key head."""
 
-    Layer = BigCodeLayer
+    names = GPT2.names._replace(qkv_by_head=True)
 
 
-class JaisLayer(GPT2Layer):
+class JaisLayer(PlainLayer):
     """GPT-2 layer with a gated MLP."""
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
@@ -93,23 +61,32 @@ class Jais(GPT2):
     Layer = JaisLayer
 
 
-class OPTAttention(llama.Attention):
-    """Llama attention with OPT's names."""
-
-    out_name = "out_proj"
-
-
-class OPTLayer(NemotronLayer):
-    """Nemotron layer with OPT's names."""
-
-    Mixer: LayerFactory = OPTAttention
-    norm_names = ("self_attn_layer_norm", "final_layer_norm")
-    mlp_names = ("fc1", "fc2")
-
-
-class OPT(Decoder):
+class OPT(Nemotron):
     """OPT decoder."""
 
-    Layer = OPTLayer
-    body, last = "model.decoder", "final_layer_norm"
-    first_place = 2
+    names = DecoderNames(
+        body="model.decoder",
+        last_norm="final_layer_norm",
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+        out="out_proj",
+        mlp="",
+        mlp_names=("fc1", "fc2"),
+    )
+    first_position = 2
+
+
+class MPT(Nemotron):
+    """MPT decoder."""
+
+    names = DecoderNames(
+        body="transformer",
+        embedding="wte",
+        layers="blocks",
+        last_norm="norm_f",
+        norms=("norm_1", "norm_2"),
+        attention="attn",
+        qkv="Wqkv",
+        out="out_proj",
+        mlp="ffn",
+        mlp_names=("up_proj", "down_proj"),
+    )

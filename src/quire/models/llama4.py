@@ -4,15 +4,13 @@ Ministral 3: Llama with the temperature scaling of queries by position in all la
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.kernels.ops import HeadEntry, HeadNorms
-from quire.layers.mlp import MLP
-from quire.layers.moe import MoE
 from quire.layers.rope import Rope
-from quire.layers.scope import Scope
+from quire.layers.scope import DecoderNames, Scope
 from quire.models import llama
 from quire.models.decoder import Decoder, LayerFactory
 
@@ -64,14 +62,12 @@ class Layer(llama.Layer):
 
     Mixer: LayerFactory = Attention
 
-    def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
-        return MoE(facts, scope) if layer.moe else MLP(facts, scope / "feed_forward")
-
 
 class Llama4Model(Decoder):
     """Llama 4 decoder."""
 
     Layer = Layer
+    names = DecoderNames(mlp="feed_forward")
 
 
 class GrowingAttention(Attention):

@@ -9,7 +9,8 @@ from quire.checkpoint.facts import ArchFacts, LayerFacts
 from quire.kernels.reference.encoder import Spans
 from quire.layers.embedding import TokenEmbedding
 from quire.layers.encoder_attention import EncoderAttention, spans
-from quire.layers.linear import GateUpLinear, RowLinear, WholeLinear
+from quire.layers.linear import WholeLinear
+from quire.layers.mlp import MLP
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -23,23 +24,14 @@ class Layer(nn.Module):
         self.attention_norm = None if first else norm_of(facts, scope / "attn_norm")
         self.attention = EncoderAttention(facts, layer, scope / "attn", names=("Wqkv",), out="Wo", rope=rope)
         self.mlp_norm = norm_of(facts, scope / "mlp_norm")
-        inner = scope / "mlp"
-        self.gate_up = GateUpLinear(
-            facts.hidden,
-            facts.intermediate,
-            inner / "Wi",
-            bias=facts.mlp_bias,
-            activation=facts.activation,
-            names=("Wi",),
-        )
-        self.down = RowLinear(facts.intermediate, facts.hidden, inner / "Wo", bias=facts.mlp_bias)
+        self.mlp = MLP(facts, scope / "mlp", names=("Wi", "Wo"))
 
     def forward(self, x: Tensor, residual: Tensor, batch: Batch, texts: Spans) -> tuple[Tensor, Tensor]:
         """Return (x, residual)."""
         if self.attention_norm is not None:
             x = self.attention_norm.added(x, residual)
         x = self.mlp_norm.added(self.attention(x, batch.positions, texts), residual)
-        return self.down(self.gate_up(x)), residual
+        return self.mlp(x), residual
 
 
 class ModernBert(nn.Module):

@@ -11,9 +11,9 @@ from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.pooling import PoolingFacts
 from quire.checkpoint.sentence_transformers import DenseFacts
 from quire.layers.embedding import Head
-from quire.layers.linear import WholeLinear
-from quire.layers.scope import Scope, Target
+from quire.layers.scope import LoadedModule, Scope, Target
 from quire.models import CLASSIFIERS, MODELS, TOKEN_CLASSIFIERS
+from quire.models.heads import ClassifierHead, EachScore, Projection, Reward, Value
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -25,47 +25,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class ClassifierHead(nn.Module):
-    """Classifier of a decoder: one projection."""
-
-    name, bias = "score", False
-
-    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
-        super().__init__()
-        self.score = WholeLinear(facts.hidden, num_labels, scope / self.name, bias=self.bias)
-
-    def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.score(states)
-        return out
-
-
-class EachScore(ClassifierHead):
-    """Token classifier of a decoder: one projection with a bias."""
-
-    bias = True
-
-
-class Value(ClassifierHead):
-    """Value head of a reward model: one projection to the reward of a token."""
-
-    name = "v_head"
-
-
-class Reward(nn.Module):
-    """Reward head: dense layer, ReLU, projection to the reward of a token."""
-
-    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
-        super().__init__()
-        head = scope / "score"
-        self.dense = WholeLinear(facts.hidden, facts.hidden, head / 0, bias=True)
-        self.out = WholeLinear(facts.hidden, num_labels, head / 2, bias=True)
-
-    def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.out(self.dense(states).relu())
-        return out
-
-
-class Dense(nn.Module):
+class Dense(LoadedModule):
     """Dense module of sentence-transformers: a linear layer and an activation, in float32."""
 
     def __init__(self, facts: DenseFacts, device: torch.device) -> None:
@@ -81,23 +41,8 @@ class Dense(nn.Module):
         if self.bias is not None:
             yield Target(f"{self.name}.bias", self.bias)
 
-    def finish(self) -> None:
-        """Keep the weights as loaded."""
-
     def forward(self, states: Tensor) -> Tensor:
         return self.activate(F.linear(states, self.weight, self.bias))
-
-
-class Projection(nn.Module):
-    """Projection of hidden states to smaller embeddings."""
-
-    def __init__(self, facts: ArchFacts, size: int, scope: Scope) -> None:
-        super().__init__()
-        self.product = WholeLinear(facts.hidden, size, scope / "embedding_proj_layer", bias=True)
-
-    def forward(self, states: Tensor) -> Tensor:
-        out: Tensor = self.product(states)
-        return out
 
 
 class TokenScore(nn.Module):

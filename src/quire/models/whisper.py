@@ -9,17 +9,18 @@ from quire.layers.linear import KeysWithoutBias
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
+from quire.models import llama
 from quire.models.decoder import Decoder, LayerFactory
-from quire.models.gpt2 import OPTAttention, OPTLayer
+from quire.models.gpt2 import OPT
 
 
-class Attention(OPTAttention):
-    """OPT attention without a bias of keys."""
+class Attention(llama.Attention):
+    """Llama attention without a bias of keys."""
 
     Product = KeysWithoutBias
 
 
-class Layer(OPTLayer):
+class Layer(llama.PlainLayer):
     """Pre-norm layer: self-attention, cross-attention to the audio, MLP, each with a residual."""
 
     Mixer: LayerFactory = Attention
@@ -40,7 +41,7 @@ class WhisperModel(Decoder):
     """Whisper decoder."""
 
     Layer = Layer
-    body, last, head_name = "model.decoder", "layer_norm", "proj_out"
+    names = OPT.names._replace(last_norm="layer_norm", head="proj_out")
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)

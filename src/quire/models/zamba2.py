@@ -17,7 +17,7 @@ from quire.layers.linear import Linear, QKVLinear, RowLinear, WholeLinear
 from quire.layers.mlp import MLP
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
-from quire.layers.scope import Scope
+from quire.layers.scope import DecoderNames, Scope
 from quire.layers.ssm import Mamba2Mixer
 from quire.models.decoder import Decoder
 from quire.quant.sharding import Runs, divided, of_heads
@@ -128,7 +128,7 @@ class Layer(nn.Module):
 class Zamba2(Decoder):
     """Zamba2 decoder."""
 
-    last = "final_layernorm"
+    names = DecoderNames(last_norm="final_layernorm")
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         if scope.stage.count > 1:
@@ -136,7 +136,7 @@ class Zamba2(Decoder):
                 "pipeline_parallel_size > 1 is not supported with Zamba2, where layers of all stages share "
                 "weights and read the token embeddings: use tensor_parallel_size"
             )
-        stack = scope / self.body / self.stack
+        stack = scope / self.names.body / self.names.layers
         blocks = cache(lambda number: SharedBlock(facts, stack / number / "shared_transformer"))
         self.Layer = partial(Layer, blocks=blocks)
         super().__init__(facts, scope)

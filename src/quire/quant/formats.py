@@ -9,8 +9,7 @@ from quire.checkpoint.quant.schemes import Fp8, Scheme
 from quire.errors import ConfigError
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.mixed import MixedWeight, shapes_of
-from quire.quant.weight import LinearShape, Weight
+from quire.quant.weight import LinearShape, MixedWeight, Weight, shapes_of
 from quire.registry import LazyTable
 
 SCHEMES = LazyTable(

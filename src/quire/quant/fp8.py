@@ -17,10 +17,10 @@ from quire.kernels.reference.fp8 import BLOCK, E4M3, Scaled, dequantize, linear,
 from quire.kernels.reference.moe import ExpertWeights, mix
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.mixed import MixedWeight, shapes_of
 from quire.quant.sharding import check_units
 from quire.quant.weight import (
     LinearShape,
+    MixedWeight,
     Piece,
     Weight,
     bias_of,
@@ -28,6 +28,7 @@ from quire.quant.weight import (
     frozen_parameter,
     materialize,
     placeholder_parameter,
+    shapes_of,
     with_bias,
 )
 

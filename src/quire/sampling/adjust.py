@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.sampling.counts import Counts
-from quire.sampling.rows import ALLOWED, BANNED, BIASED, HELD, PENALTIES, TIMED, Ints, SamplingRows
+from quire.sampling.rows import ALLOWED, BANNED, BIASED, HELD, PENALTIES, TIMED, History, Ints, SamplingRows
 from quire.sampling.timestamps import apply_timestamp_rules
 from quire.sampling.transfer import to_device
 
@@ -17,17 +17,11 @@ _ADJUSTING = REMOVING | BIASED | PENALTIES
 
 
 def adjust(
-    logits: Tensor,
-    rows: Ints,
-    state: SamplingRows,
-    tokens: Ints,
-    num_tokens: Ints,
-    prompt_lens: Ints,
-    counts: Counts | None = None,
+    logits: Tensor, rows: Ints, state: SamplingRows, history: History, counts: Counts | None = None
 ) -> None:
     """Change `logits` [N, V] in place by each row's parameters, in vLLM's order.
 
-    Penalties use `counts` if the latest tokens may be known to the device only, otherwise `tokens`.
+    Penalties use `counts` if the latest tokens may be known to the device only, otherwise `history`.
     """
     flags = state.flags[rows]
     present = int(np.bitwise_or.reduce(flags))
@@ -38,21 +32,21 @@ def adjust(
         at, token_ids, _ = state.allowed.select(places)
         _keep_only(logits, np.flatnonzero(flags & ALLOWED), at, token_ids)
     if present & BANNED:
-        _forbid(logits, *state.banned.select(places, tokens, num_tokens, prompt_lens))
+        _forbid(logits, *state.banned.select(places, history))
     if present & HELD:
         at, token_ids, until = state.held.select(places)
-        held = num_tokens[rows[at]] < until
+        held = history.num_tokens[rows[at]] < until
         _forbid(logits, at[held], token_ids[held])
     if present & BIASED:
         at, token_ids, bias = state.biased.select(places)
         index = _index(logits, at, token_ids)
         logits.index_put_(index, to_device(bias, state.device).to(logits.dtype), accumulate=True)
     if present & PENALTIES and counts is not None:
-        counts.penalise(logits, rows, state, tokens, num_tokens, prompt_lens)
+        counts.penalise(logits, rows, state, history)
     elif present & PENALTIES:
-        _penalise(logits, np.flatnonzero(flags & PENALTIES), rows, state, tokens, num_tokens, prompt_lens)
+        _penalise(logits, np.flatnonzero(flags & PENALTIES), rows, state, history)
     if present & TIMED:
-        apply_timestamp_rules(logits, rows, state, tokens, num_tokens, prompt_lens)
+        apply_timestamp_rules(logits, rows, state, history)
 
 
 def _index(logits: Tensor, at: Ints, token_ids: Ints) -> tuple[Tensor, Tensor]:
@@ -73,22 +67,16 @@ def _keep_only(logits: Tensor, masked: NDArray[np.intp], at: Ints, token_ids: In
 
 
 def _penalise(
-    logits: Tensor,
-    at: NDArray[np.intp],
-    rows: Ints,
-    state: SamplingRows,
-    tokens: Ints,
-    num_tokens: Ints,
-    prompt_lens: Ints,
+    logits: Tensor, at: NDArray[np.intp], rows: Ints, state: SamplingRows, history: History
 ) -> None:
     """Apply the repetition penalty over prompt and output, and frequency and presence penalties over the
     output."""
     device, vocab = state.device, logits.shape[1]
     index = to_device(at, device)
     chosen = rows[at]
-    lens = num_tokens[chosen][:, None]
+    lens = history.num_tokens[chosen][:, None]
     positions = np.arange(lens.max())
-    known = tokens[chosen, : len(positions)].astype(np.int64)
+    known = history.tokens[chosen, : len(positions)].astype(np.int64)
     # Column `vocab` of the counts below collects what must not count: padding and invalid ids.
     known[(positions >= lens) | (known < 0) | (known >= vocab)] = vocab
     penalised = logits.index_select(0, index)
@@ -103,7 +91,7 @@ def _penalise(
 
     frequency, presence = state.frequency[chosen][:, None], state.presence[chosen][:, None]
     if frequency.any() or presence.any():
-        known[positions < prompt_lens[chosen][:, None]] = vocab
+        known[positions < history.prompt_lens[chosen][:, None]] = vocab
         output = to_device(known, device)
         counts = torch.zeros(len(at), vocab + 1, device=device)
         counts.scatter_add_(1, output, torch.ones_like(output, dtype=counts.dtype))

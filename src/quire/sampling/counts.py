@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.sampling.rows import PENALTIES, Ints, SamplingRows
+from quire.sampling.rows import PENALTIES, History, Ints, SamplingRows
 from quire.sampling.transfer import to_device
 
 
@@ -26,18 +26,11 @@ class Counts:
         """Invalidate all counts."""
         self._admission_of.fill(-1)
 
-    def penalise(
-        self,
-        logits: Tensor,
-        rows: Ints,
-        state: SamplingRows,
-        tokens: Ints,
-        num_tokens: Ints,
-        prompt_lens: Ints,
-    ) -> None:
+    def penalise(self, logits: Tensor, rows: Ints, state: SamplingRows, history: History) -> None:
         """Apply penalties to `logits` [N, V] in place, for the rows that have some."""
         from quire.kernels.triton.logits import apply_penalties
 
+        tokens, num_tokens, prompt_lens = history
         penalised = (state.flags[rows] & PENALTIES) != 0
         for row in rows[penalised & (self._admission_of[rows] != state.admission[rows])].tolist():
             known = tokens[row, : num_tokens[row]]

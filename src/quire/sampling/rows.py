@@ -1,6 +1,7 @@
 """The sampling parameters of all rows, in columns and tables that a step reads at once."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,6 +10,18 @@ from numpy.typing import NDArray
 from quire.data.params import SamplingParams
 
 Ints = NDArray[np.int32]
+
+
+class History(NamedTuple):
+    """The tokens of all rows."""
+
+    tokens: Ints
+    """[max_rows, max_len]"""
+    num_tokens: Ints
+    """[max_rows], the position of the next token"""
+    prompt_lens: Ints
+    """[max_rows]"""
+
 
 # Features of a row, as bits of `flags`: one OR over the batch gives the work that a step can skip.
 RANDOM = 1 << 0
@@ -99,8 +112,9 @@ class WordTable:
         width = int(self._prefix_lens.max(initial=0))
         self._prefixes = self._prefixes[kept, self._prefixes.shape[1] - width :]
 
-    def select(self, places: Ints, tokens: Ints, num_tokens: Ints, prompt_lens: Ints) -> tuple[Ints, Ints]:
+    def select(self, places: Ints, history: History) -> tuple[Ints, Ints]:
         """Return the (positions, token ids) to ban now."""
+        tokens, num_tokens, prompt_lens = history
         live = np.flatnonzero(places[self._rows] >= 0)
         rows, prefixes = self._rows[live], self._prefixes[live]
         width = prefixes.shape[1]

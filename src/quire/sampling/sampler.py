@@ -17,11 +17,9 @@ from quire.sampling.constrain import ConstrainedRows, open_masks
 from quire.sampling.counts import Counts
 from quire.sampling.logprobs import append_listed, row_logprobs
 from quire.sampling.random import SamplingTensors, floors, sample, uniform
-from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, Ints, SamplingRows
+from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, History, Ints, SamplingRows
 from quire.sampling.transfer import take_rows, to_device
 
-History = tuple[Ints, Ints, Ints]
-"""The tokens of all rows, their numbers, and the prompt lengths."""
 Redraw = Callable[[Masks, Ints], Tensor | None]
 """Samples under masks, given the first position of each row in the batch."""
 _FREE = Masks()
@@ -111,7 +109,7 @@ class Sampler:
             return Sampled(sampled_in_graph)
         if not special and self.sample is not None and tensors is not None:
             return Sampled(self.sample(logits, tensors))
-        history = (tokens, num_tokens, prompt_lens)
+        history = History(tokens, num_tokens, prompt_lens)
         step = rows_at_once(self.vocab)
         if len(rows) <= step and not (rows[1:] == rows[:-1]).any():
             return self._special(logits, rows, state, history, tensors, masks.rows)
@@ -129,7 +127,6 @@ class Sampler:
         """Sample more rows than fit at once, or rows with several samples: all first ones come first."""
         sampled = Sampled(torch.empty(len(rows), dtype=torch.int64, device=self.device))
         sampled.counts = self.counts
-        tokens, num_tokens, prompt_lens = history
         draws, step = _draws(rows), rows_at_once(self.vocab)
         for draw in range(int(draws.max()) + 1):
             places = np.flatnonzero(draws == draw)
@@ -137,7 +134,7 @@ class Sampler:
             for at in (places[start : start + step] for start in range(0, len(places), step)):
                 index = to_device(at, self.device)
                 columns = tensors and SamplingTensors(*(column.index_select(0, index) for column in tensors))
-                moved = (tokens, num_tokens + draw, prompt_lens)
+                moved = history._replace(num_tokens=history.num_tokens + draw)
                 part = self._special(
                     logits.index_select(0, index), rows[at], state, moved, columns, constrained
                 )
@@ -156,7 +153,6 @@ class Sampler:
         constrained: Ints,
     ) -> Sampled:
         """Sample rows with any features, as many as fit at once."""
-        num_tokens = history[1]
         logits = logits.float()
         kept = None
         if len(constrained):
@@ -165,13 +161,13 @@ class Sampler:
         with_logprobs = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(with_logprobs, self.device)
         raw = logits.index_select(0, index) if self.raw and len(with_logprobs) else None
-        adjust(logits, rows, state, *history, self.counts)
+        adjust(logits, rows, state, history, self.counts)
         if kept is not None:
             kept.revive(logits)
         if self.sample is not None and tensors is not None and self.raw:
             token_ids = self.sample(logits, tensors)
         else:
-            token_ids = self._sample(logits, rows, state, num_tokens)
+            token_ids = self._sample(logits, rows, state, history.num_tokens)
         if self.counts is not None and (state.flags[rows] & PENALTIES).any():
             self.counts.add(rows, state, token_ids)
         sampled = Sampled(token_ids)

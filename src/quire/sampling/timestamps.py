@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.sampling.rows import TIMED, Ints, SamplingRows
+from quire.sampling.rows import TIMED, History, Ints, SamplingRows
 from quire.sampling.transfer import to_device
 
 
@@ -27,9 +27,8 @@ class TimestampBounds(NamedTuple):
     """End of the allowed timestamps."""
 
 
-def bounds_of(
-    rows: Ints, state: SamplingRows, tokens: Ints, num_tokens: Ints, prompt_lens: Ints, vocab: int
-) -> TimestampBounds:
+def bounds_of(rows: Ints, state: SamplingRows, history: History, vocab: int) -> TimestampBounds:
+    tokens, num_tokens, prompt_lens = history
     zero, end_id, max_first = (column[rows] for column in state.moments)
     lens = num_tokens[rows]
     num_output = lens - prompt_lens[rows]
@@ -50,13 +49,11 @@ def bounds_of(
     )
 
 
-def apply_timestamp_rules(
-    logits: Tensor, rows: Ints, state: SamplingRows, tokens: Ints, num_tokens: Ints, prompt_lens: Ints
-) -> None:
+def apply_timestamp_rules(logits: Tensor, rows: Ints, state: SamplingRows, history: History) -> None:
     """Mask the tokens of `logits` [N, V] that the rows with timestamps must not sample next, in place."""
     at = np.flatnonzero(state.flags[rows] & TIMED)
     vocab = logits.shape[1]
-    bounds = bounds_of(rows[at], state, tokens, num_tokens, prompt_lens, vocab)
+    bounds = bounds_of(rows[at], state, history, vocab)
     zero, text, first, end = to_device(np.stack(bounds)[:, :, None], logits.device)
     ids = torch.arange(vocab, device=logits.device)
     index = to_device(at, logits.device)

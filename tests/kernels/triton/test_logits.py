@@ -8,7 +8,7 @@ from quire.data.params import SamplingParams
 from quire.kernels.triton.logits import apply_penalties, count_tokens, logprobs
 from quire.sampling.adjust import adjust
 from quire.sampling.logprobs import row_logprobs
-from quire.sampling.rows import SamplingRows
+from quire.sampling.rows import History, SamplingRows
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -45,7 +45,7 @@ def test_penalties_are_those_of_the_sampler(kind: torch.dtype) -> None:
     logits = torch.randn(4, vocab, device=DEVICE)
     expected = logits.clone()
     lens = np.full(max_rows, 12, np.int32)
-    adjust(expected, rows, state, tokens, lens, np.full(max_rows, prompt_len, np.int32))
+    adjust(expected, rows, state, History(tokens, lens, np.full(max_rows, prompt_len, np.int32)))
     columns = [
         torch.from_numpy(column[rows]).to(DEVICE)
         for column in (state.repetition, state.frequency, state.presence)

@@ -16,7 +16,7 @@ from quire.config.vllm_names import translate
 from quire.kernels.ops import choose
 from quire.layers.scope import Loads, Scope
 from quire.models.towers import GraphableTower
-from quire.models.towers.qwen2_5_vl import Qwen2_5VL
+from quire.models.towers.qwen_vl import Qwen2_5VL
 from quire.worker.cuda import encoder_graphs
 from quire.worker.cuda.encoder_graphs import MAX_GRAPHS, MOST_VECTORS, TIMES, Run, TowerGraphs
 

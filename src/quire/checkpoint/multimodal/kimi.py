@@ -34,6 +34,7 @@ class MoonFacts:
     """Tensor names of its two linear layers."""
     frames: int = 1
     """Number of video frames that are encoded together and averaged."""
+    activation: str = "gelu_pytorch_tanh"
 
     @property
     def num_weights(self) -> int:

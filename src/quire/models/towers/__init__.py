@@ -3,31 +3,48 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from quire.checkpoint.facts import MediaFacts
+from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.layers.scope import Scope
 from quire.logs import get_logger, warn_once
 from quire.registry import LazyTable
 
 log = get_logger(__name__)
 
 
-class Tower(Protocol):
-    """The vision and audio encoders of a model; built as `TOWERS[family](facts, scope)`.
+class Tower(nn.Module):
+    """The vision and audio encoders of a model; built as `TOWERS[family](facts, scope)`."""
 
-    A tower that supports tensor parallelism has a static method `divides(media, count)`, which returns
-    whether `count` devices can share its layers.
-    """
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        assert facts.media is not None
+        self.facts: Any = facts.media.tower
+        self.device = scope.device
+
+    @staticmethod
+    def heads(facts: Any) -> tuple[int, ...]:
+        """Return the head counts of its encoders, or () if it does not support tensor parallelism."""
+        return (facts.heads,)
+
+    @classmethod
+    def divides(cls, media: MediaFacts, count: int) -> bool:
+        """Return whether `count` devices can share its layers."""
+        heads = cls.heads(media.tower)
+        return bool(heads) and all(number % count == 0 for number in heads)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Encode all items in one batch; return [num_vectors, hidden * (1 + levels)] each. `items` holds
         their arrays on the device, by the names of the family's processor."""
+        raise NotImplementedError
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         """Return a blank item of about `num_vectors` vectors, for memory profiling."""
+        raise NotImplementedError
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         """Estimate the cost of an item from the shapes of its arrays, to balance items over devices."""
+        raise NotImplementedError
 
 
 @runtime_checkable
@@ -44,34 +61,34 @@ class GraphableTower(Protocol):
 TOWERS = LazyTable(
     "tower",
     {
-        "aya_vision": "quire.models.towers.aya:Aya",
-        "cohere2_vision": "quire.models.towers.aya:Aya",
-        "dots_ocr": "quire.models.towers.dots:DotsOCR",
-        "gemma3": "quire.models.towers.gemma:Gemma3",
+        "aya_vision": "quire.models.towers.clip:Aya",
+        "cohere2_vision": "quire.models.towers.clip:Aya",
+        "dots_ocr": "quire.models.towers.ocr:DotsOCR",
+        "gemma3": "quire.models.towers.clip:Gemma3",
         "gemma3n": "quire.models.towers.gemma3n:Gemma3nTower",
-        "idefics3": "quire.models.towers.idefics:Idefics3",
+        "idefics3": "quire.models.towers.clip:Idefics3",
         "internvl": "quire.models.towers.intern:InternVL",
         "kimi_vl": "quire.models.towers.kimi:KimiVL",
         "llama4": "quire.models.towers.llama4:Llama4Tower",
         "lighton_ocr": "quire.models.towers.pixtral:Pixtral",
-        "llava": "quire.models.towers.llava:Llava",
+        "llava": "quire.models.towers.clip:Llava",
         "glm4v": "quire.models.towers.glm4v:Glm4v",
         "qwen2_5_omni": "quire.models.towers.omni:Omni",
-        "qwen2_5_vl": "quire.models.towers.qwen2_5_vl:Qwen2_5VL",
-        "qwen2_vl": "quire.models.towers.qwen2_vl:Qwen2VL",
-        "audio_flamingo3": "quire.models.towers.qwen_audio:QwenAudio",
-        "qwen2_audio": "quire.models.towers.qwen_audio:QwenAudio",
+        "qwen2_5_vl": "quire.models.towers.qwen_vl:Qwen2_5VL",
+        "qwen2_vl": "quire.models.towers.qwen_vl:Qwen2VL",
+        "audio_flamingo3": "quire.models.towers.whisper:QwenAudio",
+        "qwen2_audio": "quire.models.towers.whisper:QwenAudio",
         "qwen3_omni": "quire.models.towers.qwen3_omni:Qwen3Omni",
-        "qwen3_vl": "quire.models.towers.qwen3_vl:Qwen3VL",
-        "llava_next": "quire.models.towers.anyres:Anyres",
-        "llava_onevision": "quire.models.towers.anyres:Anyres",
+        "qwen3_vl": "quire.models.towers.qwen_vl:Qwen3VL",
+        "llava_next": "quire.models.towers.clip:Anyres",
+        "llava_onevision": "quire.models.towers.clip:Anyres",
         "minicpm_v": "quire.models.towers.minicpm:MiniCPMV",
-        "paddleocr_vl": "quire.models.towers.paddle:PaddleOCRVL",
+        "paddleocr_vl": "quire.models.towers.ocr:PaddleOCRVL",
         "ovis2": "quire.models.towers.ovis:Ovis2",
-        "paligemma": "quire.models.towers.paligemma:PaliGemma",
+        "paligemma": "quire.models.towers.clip:PaliGemma",
         "pixtral": "quire.models.towers.pixtral:Pixtral",
         "step_vl": "quire.models.towers.step3:StepVL",
-        "voxtral": "quire.models.towers.qwen_audio:QwenAudio",
+        "voxtral": "quire.models.towers.whisper:QwenAudio",
         "whisper": "quire.models.towers.whisper:WhisperTower",
     },
 )

@@ -1,42 +1,31 @@
-"""CLIP and SigLIP vision encoders over square images."""
+"""CLIP and SigLIP vision encoders over square images, and the models with a small projector after them: LLaVA
+(Next, OneVision), PaliGemma, Aya Vision, Idefics 3, Gemma 3."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import ceil
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.anyres import AnyresFacts
+from quire.checkpoint.multimodal.aya import AyaFacts
+from quire.checkpoint.multimodal.gemma import GemmaFacts
+from quire.checkpoint.multimodal.idefics import IdeficsFacts
+from quire.checkpoint.multimodal.llava import LlavaFacts
+from quire.checkpoint.multimodal.paligemma import PaliGemmaFacts
 from quire.checkpoint.multimodal.parts import ViTFacts
-from quire.kernels.reference.encoder import Spans, spans_of
-from quire.layers.norm import LayerNorm
+from quire.kernels.reference.encoder import spans_of
+from quire.layers.linear import WholeLinear
+from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, patches_of, vision_layers
+from quire.models.towers.squares import FixedSizeTower, pixel_shuffle
 
 _NAMES = ("model.vision_tower.vision_model", "model.vision_tower", "model.vision_model")
 """Names of the encoder in checkpoints."""
-
-
-def stored_scope(scope: Scope, names: Sequence[str], probe: str) -> Scope:
-    """Return the scope of the first name under which the checkpoint has the tensor `probe`; by default of the
-    first name."""
-    stored = (name for name in names if scope.is_stored(f"{name}.{probe}"))
-    return scope / next(stored, names[0])
-
-
-class Layer(nn.Module):
-    """Pre-norm layer: attention, then MLP, each with a residual."""
-
-    def __init__(self, facts: ViTFacts, scope: Scope) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(facts.hidden, facts.norm_eps, scope / "layer_norm1")
-        self.attention = VisionAttention(facts.hidden, facts.heads, scope / "self_attn")
-        self.mlp_norm = LayerNorm(facts.hidden, facts.norm_eps, scope / "layer_norm2")
-        self.mlp = VisionMLP(facts.hidden, facts.intermediate, scope / "mlp", activation=facts.activation)
-
-    def forward(self, x: Tensor, images: Spans) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), images)
-        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
-        return out
 
 
 class ViT(nn.Module):
@@ -47,7 +36,8 @@ class ViT(nn.Module):
 
     def __init__(self, facts: ViTFacts, depth: int, scope: Scope, *, is_normed: bool = False) -> None:
         super().__init__()
-        scope = stored_scope(scope, _NAMES, "embeddings.patch_embedding.weight")
+        stored = (name for name in _NAMES if scope.is_stored(f"{name}.embeddings.patch_embedding.weight"))
+        scope = scope / next(stored, _NAMES[0])
         self.facts = facts
         embeddings = scope / "embeddings"
         kernel = (3, facts.patch, facts.patch)
@@ -63,7 +53,7 @@ class ViT(nn.Module):
         if facts.has_class:
             self.all = Learned(embeddings / "class_embedding", facts.hidden)
             self.first_norm = LayerNorm(facts.hidden, facts.norm_eps, scope / "pre_layrnorm")
-        self.layers = nn.ModuleList(Layer(facts, scope / "encoder" / "layers" / i) for i in range(depth))
+        self.layers = vision_layers(facts, depth, scope / "encoder" / "layers")
         self.last_norm: LayerNorm | None = None
         if is_normed:
             self.last_norm = LayerNorm(facts.hidden, facts.norm_eps, scope / "post_layernorm")
@@ -87,3 +77,169 @@ class ViT(nn.Module):
         x = x if self.last_norm is None else self.last_norm.alone(x)
         out = torch.cat([states[depth] for depth in depths], -1) if depths else x
         return out.view(len(pixels), count, -1)
+
+
+class Llava(FixedSizeTower):
+    """LLaVA encoder: the states of some layers, projected to the decoder's size."""
+
+    facts: LlavaFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        tower = self.facts
+        self.vit = ViT(tower.vit, max(tower.depths), scope)
+        self.projector = VisionMLP(
+            tower.vit.hidden * len(tower.depths),
+            tower.size_out,
+            scope / "model" / "multi_modal_projector",
+            names=("linear_1", "linear_2"),
+            size_out=tower.size_out,
+            activation=tower.activation,
+            bias=tower.bias,
+        )
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        states = self.vit(pixels, self.facts.depths)[:, self.facts.first :]
+        vectors: Tensor = self.projector(states.flatten(0, 1))
+        return vectors.view(len(pixels), -1, self.facts.size_out)
+
+
+class Anyres(Llava):
+    """The processor gives, for each output vector, its index among the vectors of all squares; the last index
+    is the newline vector. With four indices each, the vectors are averaged by weight."""
+
+    facts: AnyresFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        self.newline = Learned(scope / "model" / "image_newline", self.facts.size_out)
+
+    def packed(self, modality: str, vectors: Tensor, item: Mapping[str, Tensor]) -> Tensor:
+        newline = self.newline.vectors[None]
+        if modality == "video":
+            return torch.cat((self._downsample(vectors).flatten(0, 1), newline))
+        all_vectors = torch.cat((vectors.flatten(0, 1), newline))
+        index = item["places"].long()
+        if index.shape[1] == 1:
+            return all_vectors[index[:, 0]]
+        return torch.einsum("nkh,nk->nh", all_vectors[index], item["weights"].to(all_vectors.dtype))
+
+    def _downsample(self, vectors: Tensor) -> Tensor:
+        """Return [frames, patches, hidden] with the side of each frame halved by bilinear interpolation."""
+        side = self.facts.vit.side
+        grid = vectors.view(len(vectors), side, side, -1).permute(0, 3, 1, 2)
+        half = F.interpolate(grid, size=(ceil(side / 2), ceil(side / 2)), mode="bilinear")
+        return half.permute(0, 2, 3, 1).flatten(1, 2)
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        if modality == "video":
+            per_frame = ceil(self.facts.vit.side / 2) ** 2
+            return super().blank(modality, num_vectors // per_frame * self.facts.tokens)
+        count = -(-num_vectors // self.facts.tokens)
+        item = super().blank(modality, count * self.facts.tokens)
+        places = torch.arange(num_vectors, device=self.device)[:, None]
+        return item | {"places": places.clamp(max=count * self.facts.tokens)}
+
+
+class PaliGemma(FixedSizeTower):
+    """PaliGemma encoder: every patch becomes one vector."""
+
+    facts: PaliGemmaFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        tower = self.facts
+        self.vit = ViT(tower.vit, tower.vit.layers, scope, is_normed=True)
+        projector = scope / "model" / "multi_modal_projector" / "linear"
+        self.projector = WholeLinear(tower.vit.hidden, tower.size_out, projector, bias=True)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        vectors: Tensor = self.projector(self.vit(pixels).flatten(0, 1))
+        return vectors.view(len(pixels), -1, self.facts.size_out)
+
+
+class Aya(FixedSizeTower):
+    """Aya Vision encoder over the tiles of an image."""
+
+    facts: AyaFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        tower = self.facts
+        depth = max(tower.depths, default=tower.vit.layers)
+        self.vit = ViT(tower.vit, depth, scope, is_normed=not tower.depths)
+        projector = scope / "model" / "multi_modal_projector"
+        self.norm: LayerNorm | None = None
+        if tower.norm_eps:
+            self.norm = LayerNorm(tower.size_in, tower.norm_eps, projector / "layernorm")
+        self.up = WholeLinear(tower.size_in, tower.intermediate, projector / "linear_1", bias=True)
+        self.down = WholeLinear(tower.intermediate // 2, tower.size_out, projector / "linear_2", bias=True)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        states = self.vit(pixels, self.facts.depths)[:, self.facts.first :]
+        x = pixel_shuffle(states, self.facts.gather)
+        flat = x.flatten(0, 1)
+        up, gate = self.up(flat if self.norm is None else self.norm.alone(flat)).chunk(2, -1)
+        vectors: Tensor = self.down(F.silu(gate) * up)
+        return vectors.view(*x.shape[:2], -1)
+
+
+class Idefics3(FixedSizeTower):
+    """Idefics 3 encoder over the tiles of an image and the whole image."""
+
+    facts: IdeficsFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        tower, vit = self.facts, self.facts.vit
+        self.vit = ViT(vit, vit.layers, scope, is_normed=True)
+        self.vit.order = compute_position_ids(vit.side).to(scope.device)
+        projector = scope / "model" / "connector" / "modality_projection" / "proj"
+        self.projector = WholeLinear(vit.hidden * tower.gather**2, tower.size_out, projector)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = pixel_shuffle(self.vit(pixels), self.facts.gather)
+        vectors: Tensor = self.projector(x.flatten(0, 1))
+        return vectors.view(*x.shape[:2], -1)
+
+
+def compute_position_ids(side: int) -> Tensor:
+    """Return the position id of each patch by its start as a fraction of the side in float32. Rounding gives
+    some patches the id of an adjacent one; the models were trained that way."""
+    borders = torch.arange(1 / side, 1.0, 1 / side)
+    begins = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
+    along = torch.bucketize(begins, borders, right=True)
+    return (along[:, None] * side + along).flatten()
+
+
+class GemmaProjector(nn.Module):
+    """Mean of each square of patches, norm, projection to the decoder's size."""
+
+    def __init__(self, facts: GemmaFacts, scope: Scope) -> None:
+        super().__init__()
+        self.side, self.square = facts.side, facts.vit.side // facts.side
+        norm = scope / "mm_soft_emb_norm"
+        self.norm = RMSNorm(facts.vit.hidden, facts.vit.norm_eps, norm, plus_one=True)
+        weight = scope / "mm_input_projection_weight"
+        self.weight = Learned(weight, facts.vit.hidden, facts.size_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project [N, patches, hidden] to [N, side * side, size_out]."""
+        grid = x.view(len(x), self.side, self.square, self.side, self.square, -1)
+        means = grid.mean((2, 4)).flatten(0, 2)
+        return (self.norm.alone(means) @ self.weight.vectors).view(len(x), self.side**2, -1)
+
+
+class Gemma3(FixedSizeTower):
+    """Gemma 3 encoder over an image and its optional crops."""
+
+    facts: GemmaFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        self.vit = ViT(self.facts.vit, self.facts.vit.layers, scope, is_normed=True)
+        self.projector = GemmaProjector(self.facts, scope / "model" / "multi_modal_projector")
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        vectors: Tensor = self.projector(self.vit(pixels))
+        return vectors

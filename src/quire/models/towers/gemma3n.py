@@ -12,6 +12,7 @@ from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
+from quire.models.towers import Tower
 from quire.models.towers.omni import sinusoids
 
 _EPS = 1e-6
@@ -132,15 +133,15 @@ class Layer(nn.Module):
         return self.norm.alone(x.clamp(-self.clip, self.clip))
 
 
-class Gemma3nTower(nn.Module):
+class Gemma3nTower(Tower):
     """Gemma 3n encoder. `mel` of an audio item is [frames, mels]. Every item has a fixed number of vectors:
     shorter ones are padded with a padding embedding, and an end embedding follows."""
 
+    facts: Gemma3nFacts
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__()
-        assert facts.media is not None
-        self.facts: Gemma3nFacts = facts.media.tower
-        self.device, audio = scope.device, self.facts
+        super().__init__(facts, scope)
+        audio = self.facts
         scope = scope / "model"
         tower = scope / "audio_tower"
         first = tower / "subsample_conv_projection"
@@ -156,6 +157,10 @@ class Gemma3nTower(nn.Module):
         self.hard = RMSNorm(audio.hidden, audio.norm_eps, embed / "hard_embedding_norm")
         self.soft = RMSNorm(audio.hidden, audio.norm_eps, embed / "soft_embedding_norm")
         self.product = WholeLinear(audio.hidden, audio.size_out, embed / "embedding_projection")
+
+    @staticmethod
+    def heads(facts: Gemma3nFacts) -> tuple[int, ...]:
+        return ()
 
     def _project(self, normed: Tensor) -> Tensor:
         wide = self.product(normed).float()

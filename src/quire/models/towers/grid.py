@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,13 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.kernels.reference.encoder import Spans, spans_of
+from quire.layers.norm import Norm, RMSNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Angles, PatchEmbedding
+from quire.layers.vision import Angles, PatchEmbedding, VisionMLP, VisionStyle
+from quire.models.towers import Tower
 
 _THETA = 10000.0
+QWEN2 = VisionStyle(norms=("norm1", "norm2"), attention="attn", qkv=("qkv",), out="proj")
+QWEN2_5 = replace(QWEN2, norm=RMSNorm, mlp_names=("gate_proj", "up_proj", "down_proj"))
 
 
 class PatchGrid(NamedTuple):
@@ -39,12 +44,12 @@ def _grids_of(items: Sequence[Mapping[str, Tensor]]) -> list[PatchGrid]:
 
 
 class PatchLayout(NamedTuple):
-    """Layout of patches with learned positions."""
+    """Inputs of an encoder that depend on the shapes of its items only."""
 
     images: Spans
     angles: Angles
-    positions: Tensor
-    """[T, hidden] position embeddings, added to the patches."""
+    positions: Tensor | None
+    """[T, hidden] position embeddings, added to the patches; None if there are none."""
 
 
 def interpolate(table: Tensor, places: Tensor, sizes: Tensor, *, align_corners: bool = True) -> Tensor:
@@ -69,10 +74,30 @@ def interpolate(table: Tensor, places: Tensor, sizes: Tensor, *, align_corners: 
     return out.to(table.dtype)
 
 
-class GridTower(nn.Module):
+class PatchMerger(nn.Module):
+    """Norm and MLP that merge squares of patches to vectors of the decoder's size. The size of the norm tells
+    whether it is over patches or over squares."""
+
+    def __init__(self, facts: Any, norm: Norm, scope: Scope, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.norm = norm
+        self.size = facts.hidden * facts.merge**2
+        self.mlp = VisionMLP(self.size, self.size, scope, size_out=facts.size_out, names=names)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Merge [T, hidden] to [T / merge^2, size_out]."""
+        out: Tensor = self.mlp(self.norm.alone(x.view(-1, self.norm.run.size)).view(-1, self.size))
+        return out
+
+
+class GridTower(Tower):
     """Vision encoder over grids of patches; `merge` x `merge` patches become one vector. Each time step of a
     video attends to itself only. `root` and `embed` are checkpoint names; with `is_flat` the patch kernel has
     no time axis."""
+
+    facts: GridFacts
+    layers: nn.ModuleList
+    merger: nn.Module
 
     def __init__(
         self,
@@ -84,19 +109,24 @@ class GridTower(nn.Module):
         embed: str = "patch_embed.proj",
         is_flat: bool = False,
     ) -> None:
-        super().__init__()
-        assert facts.media is not None
-        self.facts: GridFacts = facts.media.tower
-        self.device = scope.device
+        super().__init__(facts, scope)
         self.scope = scope / root
+        self.first_norm: Norm | None = None
+        """Norm of the patch embeddings, before positions are added."""
+        self.last_norm: Norm | None = None
         depth = () if is_flat else (self.facts.frames,)
         kernel = (self.facts.channels, *depth, self.facts.patch, self.facts.patch)
         self.patches = PatchEmbedding(kernel, self.facts.hidden, self.scope / embed, bias=patch_bias)
 
-    @staticmethod
-    def divides(media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
-        return bool(media.tower.heads % count == 0)
+    def forward(self, x: Tensor, layout: Any) -> Tensor:
+        """Encode patches [T, hidden] of all items to [T / merge^2, size_out]."""
+        images, angles, positions = layout
+        x = x if self.first_norm is None else self.first_norm.alone(x)
+        x = x if positions is None else x + positions
+        for layer in self.layers:
+            x = layer(x, images, angles)
+        out: Tensor = self.merger(x if self.last_norm is None else self.last_norm.alone(x))
+        return out
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         return self.compute(modality, items, self.lay_out(modality, items))
@@ -109,8 +139,13 @@ class GridTower(nn.Module):
         return list(vectors.split([math.prod(grid) // self.facts.merge**2 for grid in _grids_of(items)]))
 
     def layout(self, grids: Sequence[PatchGrid]) -> Any:
-        """Return the inputs of `forward` besides patches: by default attention spans and RoPE angles."""
-        return self.images(grids), self.angles(self.places(grids))
+        """Return the inputs of `forward` besides patches."""
+        places = self.places(grids)
+        return PatchLayout(self.images(grids), self.angles(places), self.positions(places, grids))
+
+    def positions(self, places: Tensor, grids: Sequence[PatchGrid]) -> Tensor | None:
+        """Return the learned position embedding of each patch, [T, hidden]; None if there are none."""
+        return None
 
     def _flat(self, pixels: Tensor) -> Tensor:
         """Flatten [steps, height, width, *patch] to [patches, numbers of a patch]; repeat the frame of an

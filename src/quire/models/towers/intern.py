@@ -1,5 +1,6 @@
 """Vision encoder of InternVL: InternViT over tiles, with pixel shuffle of 2 x 2 patches."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -8,10 +9,10 @@ from torch import Tensor, nn
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.intern import InternFacts
-from quire.kernels.reference.encoder import Spans, spans_of
-from quire.layers.norm import LayerNorm, Norm, RMSNorm
+from quire.kernels.reference.encoder import spans_of
+from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, VisionStyle, patches_of, vision_layers
 from quire.models.towers.squares import FixedSizeTower, pixel_shuffle
 
 
@@ -23,12 +24,7 @@ class InternNames(NamedTuple):
     first: str
     places: str
     layers: str
-    norms: tuple[str, str]
-    attention: str
-    qkv: tuple[str, ...]
-    out: str
-    scales: tuple[str, str]
-    last_norm: str
+    style: VisionStyle
     projector: str
     products: tuple[str, str, str]
 
@@ -39,12 +35,9 @@ ORIGINAL = InternNames(
     first="embeddings.class_embedding",
     places="embeddings.position_embedding",
     layers="encoder.layers",
-    norms=("norm1", "norm2"),
-    attention="attn",
-    qkv=("qkv",),
-    out="proj",
-    scales=("ls1", "ls2"),
-    last_norm="layernorm",
+    style=VisionStyle(
+        norms=("norm1", "norm2"), attention="attn", qkv=("qkv",), out="proj", scales=("ls1", "ls2")
+    ),
     projector="mlp1",
     products=("0", "1", "3"),
 )
@@ -55,47 +48,16 @@ TRANSFORMERS = InternNames(
     first="embeddings.cls_token",
     places="embeddings.position_embeddings",
     layers="encoder.layer",
-    norms=("layernorm_before", "layernorm_after"),
-    attention="attention",
-    qkv=("q_proj", "k_proj", "v_proj"),
-    out="projection_layer",
-    scales=("lambda_1", "lambda_2"),
-    last_norm="layernorm",
+    style=VisionStyle(
+        norms=("layernorm_before", "layernorm_after"),
+        attention="attention",
+        out="projection_layer",
+        scales=("lambda_1", "lambda_2"),
+    ),
     projector="model.multi_modal_projector",
     products=("layer_norm", "linear_1", "linear_2"),
 )
 """Names of checkpoints saved by transformers."""
-
-
-def _norm(facts: InternFacts, scope: Scope) -> Norm:
-    kind = RMSNorm if facts.is_rms else LayerNorm
-    return kind(facts.vit.hidden, facts.vit.norm_eps, scope)
-
-
-class Layer(nn.Module):
-    """Pre-norm layer: attention, then MLP, each with a learned scale and a residual."""
-
-    def __init__(self, facts: InternFacts, names: InternNames, scope: Scope) -> None:
-        super().__init__()
-        vit = facts.vit
-        self.attention_norm, self.mlp_norm = (_norm(facts, scope / name) for name in names.norms)
-        self.attention_scale, self.mlp_scale = (Learned(scope / name, vit.hidden) for name in names.scales)
-        self.attention = VisionAttention(
-            vit.hidden,
-            vit.heads,
-            scope / names.attention,
-            names=names.qkv,
-            out=names.out,
-            bias=facts.qkv_bias,
-            norms=("q_norm", "k_norm") if facts.qk_norm else (),
-            eps=facts.qk_eps,
-        )
-        self.mlp = VisionMLP(vit.hidden, vit.intermediate, scope / "mlp", activation=vit.activation)
-
-    def forward(self, x: Tensor, tiles: Spans) -> Tensor:
-        x = x + self.attention_scale.vectors * self.attention(self.attention_norm.alone(x), tiles)
-        out: Tensor = x + self.mlp_scale.vectors * self.mlp(self.mlp_norm.alone(x))
-        return out
 
 
 class InternViT(nn.Module):
@@ -108,11 +70,17 @@ class InternViT(nn.Module):
         self.patches = PatchEmbedding((3, vit.patch, vit.patch), vit.hidden, scope / names.patches)
         self.first = Learned(scope / names.first, 1, 1, vit.hidden)
         self.places = Learned(scope / names.places, 1, vit.tokens, vit.hidden)
-        layers = scope / names.layers
-        self.layers = nn.ModuleList(Layer(facts, names, layers / i) for i in range(facts.depth))
+        style = replace(
+            names.style,
+            norm=RMSNorm if facts.is_rms else LayerNorm,
+            bias=facts.qkv_bias,
+            qk_norms=("q_norm", "k_norm") if facts.qk_norm else (),
+            qk_eps=facts.qk_eps,
+        )
+        self.layers = vision_layers(vit, facts.depth, scope / names.layers, style)
         self.last_norm = None
         if facts.is_normed:
-            self.last_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / names.last_norm)
+            self.last_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "layernorm")
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Encode [N, 3, side, side] to [N, tokens, hidden]."""

@@ -10,43 +10,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.kimi import MoonFacts
-from quire.kernels.reference.encoder import Spans, spans_of
+from quire.kernels.reference.encoder import spans_of
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Angles, Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+from quire.layers.vision import Learned, PatchEmbedding, VisionStyle, patches_of, vision_layers
+from quire.models.towers import Tower
+from quire.models.towers.grid import PatchMerger
 
 _EPS = 1e-5
 _THETA = 10000.0
+_STYLE = VisionStyle(
+    norms=("norm0", "norm1"),
+    attention="",
+    qkv=("wqkv",),
+    out="wo",
+    mlp_names=("fc0", "fc1"),
+    eps=_EPS,
+    pairs=True,
+)
 Grid = tuple[int, int]
 """Rows and columns of patches."""
 Clip = tuple[int, int, int]
 """Frames, and rows and columns of patches."""
-
-
-class Layer(nn.Module):
-    """Pre-norm layer: attention, then MLP, each with a residual."""
-
-    def __init__(self, facts: MoonFacts, scope: Scope) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(facts.hidden, _EPS, scope / "norm0")
-        self.attention = VisionAttention(
-            facts.hidden, facts.heads, scope, names=("wqkv",), out="wo", pairs=True
-        )
-        self.mlp_norm = LayerNorm(facts.hidden, _EPS, scope / "norm1")
-        self.mlp = VisionMLP(
-            facts.hidden,
-            facts.intermediate,
-            scope / "mlp",
-            names=("fc0", "fc1"),
-            activation="gelu_pytorch_tanh",
-        )
-
-    def forward(self, x: Tensor, images: Spans, angles: Angles) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), images, angles)
-        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
-        return out
 
 
 class MoonViT(nn.Module):
@@ -58,7 +45,7 @@ class MoonViT(nn.Module):
         embed, encoder = scope / "patch_embed", scope / "encoder"
         self.patches = PatchEmbedding((3, facts.patch, facts.patch), facts.hidden, embed / "proj")
         self.places = Learned(embed / "pos_emb" / "weight", facts.rows, facts.columns, facts.hidden)
-        self.layers = nn.ModuleList(Layer(facts, encoder / "blocks" / i) for i in range(facts.layers))
+        self.layers = vision_layers(facts, facts.layers, encoder / "blocks", _STYLE)
         self.last_norm = LayerNorm(facts.hidden, _EPS, encoder / "final_layernorm")
         dim = facts.hidden // facts.heads
         powers = torch.arange(0, dim, 4, device=scope.device, dtype=torch.float32) / dim
@@ -107,26 +94,17 @@ class MoonViT(nn.Module):
         return torch.stack((by_column, by_row), -1).flatten(2).flatten(0, 1)
 
 
-class KimiVL(nn.Module):
+class KimiVL(Tower):
     """Kimi-VL encoder. An item is an image [3, height, width] or a video [frames, 3, height, width]."""
 
+    facts: MoonFacts
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__()
-        assert facts.media is not None
-        self.facts: MoonFacts = facts.media.tower
-        self.device = scope.device
+        super().__init__(facts, scope)
         self.vit = MoonViT(self.facts, scope / "model" / "vision_tower")
         projector = scope / "model" / self.facts.projector
-        self.size = self.facts.hidden * self.facts.merge**2
-        self.norm = LayerNorm(self.facts.hidden, self.facts.norm_eps, projector / "pre_norm")
-        self.projector = VisionMLP(
-            self.size, self.size, projector, size_out=self.facts.size_out, names=self.facts.products
-        )
-
-    @staticmethod
-    def divides(media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
-        return bool(media.tower.heads % count == 0)
+        norm = LayerNorm(self.facts.hidden, self.facts.norm_eps, projector / "pre_norm")
+        self.merger = PatchMerger(self.facts, norm, projector, self.facts.products)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         patch, merge = self.facts.patch, self.facts.merge
@@ -144,8 +122,9 @@ class KimiVL(nn.Module):
             for state, (frames, rows, columns) in zip(states, clips, strict=True)
         ]
         counts = iter([rows * columns // merge**2 for _, rows, columns in clips])
-        flat = self.norm.alone(torch.cat(squares).flatten(0, -2)).view(-1, self.size)
-        return list(self.projector(flat).split([sum(islice(counts, len(video))) for video in parts]))
+        return list(
+            self.merger(torch.cat(squares)).split([sum(islice(counts, len(video))) for video in parts])
+        )
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         side = self.facts.patch * self.facts.merge

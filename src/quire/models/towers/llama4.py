@@ -7,31 +7,14 @@ from torch.nn import functional as F
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.llama4 import Llama4Facts
-from quire.checkpoint.multimodal.parts import ViTFacts
-from quire.kernels.reference.encoder import Spans, spans_of
+from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Angles, Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, VisionStyle, patches_of, vision_layers
 from quire.models.towers.squares import FixedSizeTower, pixel_shuffle
 
-
-class Layer(nn.Module):
-    """Pre-norm layer: attention, then MLP, each with a residual."""
-
-    def __init__(self, facts: ViTFacts, scope: Scope) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(facts.hidden, facts.norm_eps, scope / "input_layernorm")
-        self.attention = VisionAttention(
-            facts.hidden, facts.heads, scope / "self_attn", out="o_proj", pairs=True
-        )
-        self.mlp_norm = LayerNorm(facts.hidden, facts.norm_eps, scope / "post_attention_layernorm")
-        self.mlp = VisionMLP(facts.hidden, facts.intermediate, scope / "mlp", activation=facts.activation)
-
-    def forward(self, x: Tensor, tiles: Spans, angles: Angles) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), tiles, angles)
-        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
-        return out
+_STYLE = VisionStyle(norms=("input_layernorm", "post_attention_layernorm"), out="o_proj", pairs=True)
 
 
 class Llama4ViT(nn.Module):
@@ -47,8 +30,7 @@ class Llama4ViT(nn.Module):
         self.places = Learned(scope / "positional_embedding_vlm", vit.tokens, vit.hidden)
         self.first_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "layernorm_pre")
         self.last_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "layernorm_post")
-        layers = scope / "model" / "layers"
-        self.layers = nn.ModuleList(Layer(vit, layers / i) for i in range(vit.layers))
+        self.layers = vision_layers(vit, vit.layers, scope / "model" / "layers", _STYLE)
         self.angles = _compute_angles(vit.side, vit.hidden // vit.heads // 2, facts.theta).to(scope.device)
 
     def forward(self, pixels: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.minicpm import MiniCPMFacts
 from quire.kernels.reference.encoder import Spans, spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
-from quire.models.towers.clip import Layer
+from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of, vision_layers
+from quire.models.towers import Tower
 
 _EPS = 1e-6
 _HEAD = 128
@@ -91,7 +91,7 @@ class NaViT(nn.Module):
         kernel = (3, vit.patch, vit.patch)
         self.patches = PatchEmbedding(kernel, vit.hidden, embeddings / "patch_embedding")
         self.places = Learned(embeddings / "position_embedding" / "weight", vit.side**2, vit.hidden)
-        self.layers = nn.ModuleList(Layer(vit, layers / i) for i in range(facts.depth))
+        self.layers = vision_layers(vit, facts.depth, layers)
         self.inner = None if facts.merged is None else InnerMerger(facts, scope / "vit_merger")
         self.last_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "post_layernorm")
 
@@ -170,15 +170,15 @@ class Resampler(nn.Module):
         return torch.cat((by_column, by_row), -1).flatten(0, 1)
 
 
-class MiniCPMV(nn.Module):
+class MiniCPMV(Tower):
     """MiniCPM-V encoder. `pixels` of an image is [3, height, width]; `slices`, if any, is
     [slices, 3, height, width]. A video has its frames as an additional first axis."""
 
+    facts: MiniCPMFacts
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__()
-        assert facts.media is not None
-        tower: MiniCPMFacts = facts.media.tower
-        self.facts, self.device = tower, scope.device
+        super().__init__(facts, scope)
+        tower = self.facts
         self.resampler = Resampler(tower, scope / "resampler") if tower.queries else None
         name, size = ("vpm" if tower.queries else "model.vision_tower"), tower.vit.hidden
         self.vit = NaViT(tower, scope / name)
@@ -187,9 +187,8 @@ class MiniCPMV(nn.Module):
             self.merger = MiniCPMMerger(size, 4 * size, tower.size_out, "gelu", scope / "model.merger.mlp.0")
 
     @staticmethod
-    def divides(media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
-        return bool(media.tower.vit.heads % count == 0)
+    def heads(facts: MiniCPMFacts) -> tuple[int, ...]:
+        return (facts.vit.heads,)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         patch = self.facts.vit.patch

@@ -1,41 +1,34 @@
 """Encoders of Qwen2.5-Omni: Qwen2.5-VL's vision encoder, and Whisper layers over chunks of audio."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import log
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.omni import OmniAudioFacts, OmniFacts
-from quire.checkpoint.multimodal.qwen import GridFacts
 from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import VisionAttention
-from quire.models.towers import qwen2_5_vl
-from quire.models.towers.whisper import Convolution, Layer
+from quire.layers.vision import vision_layers
+from quire.models.towers import Tower
+from quire.models.towers.grid import QWEN2_5
+from quire.models.towers.qwen_vl import Qwen2_5VL
+from quire.models.towers.whisper import WHISPER, Convolution
 
 _EPS = 1e-5
 _SLOWEST = 10000
 
 
-class OmniVisionLayer(qwen2_5_vl.Layer):
-    """Qwen2.5-VL layer with separate query, key and value projections."""
-
-    def mixer(self, facts: GridFacts, scope: Scope) -> VisionAttention:
-        return VisionAttention(facts.hidden, facts.heads, scope, names=("q", "k", "v"), out="proj")
-
-
-class OmniVisionTower(qwen2_5_vl.Qwen2_5VL):
+class OmniVisionTower(Qwen2_5VL):
     """Qwen2.5-VL vision encoder with separate query, key and value projections."""
 
-    Layer = OmniVisionLayer
+    style = replace(QWEN2_5, qkv=("q", "k", "v"))
 
 
 class OmniAudioTower(nn.Module):
@@ -48,7 +41,7 @@ class OmniAudioTower(nn.Module):
         self.conv1 = Convolution(encoder.mels, hidden, 1, scope / "conv1")
         self.conv2 = Convolution(hidden, hidden, 2, scope / "conv2")
         self.places = sinusoids(-(-facts.window // 2), hidden).to(scope.device, scope.dtype)
-        self.layers = nn.ModuleList(Layer(encoder, scope / "layers" / i) for i in range(encoder.layers))
+        self.layers = vision_layers(encoder, encoder.layers, scope / "layers", WHISPER)
         self.norm = LayerNorm(hidden, _EPS, scope / "ln_post")
         self.out = WholeLinear(hidden, facts.size_out, scope / "proj", bias=True)
 
@@ -74,48 +67,38 @@ def sinusoids(count: int, size: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), 1)
 
 
-class Omni(nn.Module):
+class Omni(Tower):
     """Vision and audio encoders of Qwen2.5-Omni; `mel` of an audio item is [frames, mels]."""
 
-    vision: Any
-    """Vision encoder, a `GridTower`."""
+    facts: OmniFacts
+    Vision: Callable[[ArchFacts, Scope], Tower] = OmniVisionTower
+    Audio: Callable[[OmniAudioFacts, Scope], nn.Module] = OmniAudioTower
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__()
-        media = facts.media
-        assert media is not None
-        self.facts: OmniFacts = media.tower
-        self.device = scope.device
-        self.vision = self.build_vision(replace(facts, media=replace(media, tower=self.facts.grid)), scope)
-        self.audio = self.build_audio(scope / "model" / "audio_tower")
-
-    def build_vision(self, facts: ArchFacts, scope: Scope) -> nn.Module:
-        return OmniVisionTower(facts, scope)
-
-    def build_audio(self, scope: Scope) -> nn.Module:
-        return OmniAudioTower(self.facts.sound, scope)
+        super().__init__(facts, scope)
+        assert facts.media is not None
+        grid = replace(facts, media=replace(facts.media, tower=self.facts.grid))
+        self.vision = self.Vision(grid, scope)
+        self.audio = self.Audio(self.facts.sound, scope / "model" / "audio_tower")
 
     @staticmethod
-    def divides(media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
-        return bool(media.tower.grid.heads % count == 0 and media.tower.sound.encoder.heads % count == 0)
+    def heads(facts: OmniFacts) -> tuple[int, ...]:
+        return facts.grid.heads, facts.sound.encoder.heads
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         if modality != "audio":
-            vectors: list[Tensor] = self.vision.encode(modality, items)
-        else:
-            vectors = self.audio([item["mel"] for item in items])
+            return self.vision.encode(modality, items)
+        vectors: list[Tensor] = self.audio([item["mel"] for item in items])
         return vectors
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         if modality != "audio":
-            item: dict[str, Tensor] = self.vision.blank(modality, num_vectors)
-            return item
+            return self.vision.blank(modality, num_vectors)
         mels = self.facts.sound.encoder.mels
         return {"mel": torch.zeros(4 * num_vectors, mels, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         if modality != "audio":
-            return int(self.vision.cost(modality, item))
+            return self.vision.cost(modality, item)
         states = item["mel"][0] // 2
         return states * (6 * self.facts.sound.encoder.hidden + self.facts.sound.window // 2)

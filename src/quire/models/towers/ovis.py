@@ -1,43 +1,29 @@
 """Vision encoder of Ovis 2: AIMv2, and patches as mixtures of a visual vocabulary."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.ovis import OvisFacts
-from quire.kernels.reference.encoder import Spans, spans_of
+from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+from quire.layers.vision import Learned, PatchEmbedding, VisionStyle, patches_of, vision_layers
 from quire.models.towers.squares import FixedSizeTower, pixel_shuffle
 
-_MLP = ("gate_proj", "up_proj", "down_proj")
+_STYLE = VisionStyle(
+    norms=("rms_norm1", "rms_norm2"),
+    attention="attention",
+    mlp="ffn",
+    mlp_names=("gate_proj", "up_proj", "down_proj"),
+    norm=RMSNorm,
+)
 _EPS = 1e-5
-
-
-class Layer(nn.Module):
-    """Pre-norm layer: attention, then a gated MLP, each with a residual."""
-
-    def __init__(self, facts: OvisFacts, scope: Scope) -> None:
-        super().__init__()
-        vit, bias = facts.vit, facts.bias
-        attention = scope / "attention"
-        self.attention_norm = RMSNorm(vit.hidden, vit.norm_eps, scope / "rms_norm1")
-        self.attention = VisionAttention(vit.hidden, vit.heads, attention, bias=bias, out_bias=bias)
-        self.mlp_norm = RMSNorm(vit.hidden, vit.norm_eps, scope / "rms_norm2")
-        sizes = (vit.hidden, vit.intermediate)
-        self.mlp = VisionMLP(
-            *sizes, scope / "ffn", names=_MLP, activation=vit.activation, bias=facts.mlp_bias
-        )
-
-    def forward(self, x: Tensor, images: Spans) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), images)
-        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
-        return out
 
 
 class Ovis2(FixedSizeTower):
@@ -55,8 +41,8 @@ class Ovis2(FixedSizeTower):
         self.patches = PatchEmbedding((3, vit.patch, vit.patch), vit.hidden, first / "patch_embedding")
         self.first_norm = RMSNorm(vit.hidden, vit.norm_eps, first / "rms_norm")
         self.places = Learned(first / "position_embedding" / "weight", vit.tokens, vit.hidden)
-        layers = inner / "encoder" / "layers"
-        self.layers = nn.ModuleList(Layer(ovis, layers / i) for i in range(vit.layers))
+        style = replace(_STYLE, bias=ovis.bias, out_bias=ovis.bias, mlp_bias=ovis.mlp_bias)
+        self.layers = vision_layers(vit, vit.layers, inner / "encoder" / "layers", style)
         self.last_norm = RMSNorm(vit.hidden, vit.norm_eps, inner / "rms_norm")
         self.head = WholeLinear(vit.hidden * ovis.gather**2, ovis.vocab, tower / "head_linear")
         self.head_norm = LayerNorm(ovis.vocab, _EPS, tower / "head_norm")

@@ -6,42 +6,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.pixtral import PixtralFacts
-from quire.kernels.reference.encoder import Spans, spans_of
+from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Angles, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+from quire.layers.vision import Angles, PatchEmbedding, VisionMLP, VisionStyle, patches_of, vision_layers
+from quire.models.towers import Tower
 
 _EPS = 1e-5
+_STYLE = VisionStyle(
+    norms=("attention_norm", "ffn_norm"),
+    attention="attention",
+    out="o_proj",
+    mlp="feed_forward",
+    mlp_names=("gate_proj", "up_proj", "down_proj"),
+    norm=RMSNorm,
+    eps=_EPS,
+    bias=False,
+    out_bias=False,
+    mlp_bias=False,
+)
 Grid = tuple[int, int]
 """Rows and columns of patches."""
-
-
-class Layer(nn.Module):
-    """Pre-norm layer: attention, then a gated MLP, each with a residual."""
-
-    def __init__(self, facts: PixtralFacts, scope: Scope) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(facts.hidden, _EPS, scope / "attention_norm")
-        self.attention = VisionAttention(
-            facts.hidden, facts.heads, scope / "attention", out="o_proj", bias=False, out_bias=False
-        )
-        self.mlp_norm = RMSNorm(facts.hidden, _EPS, scope / "ffn_norm")
-        self.mlp = VisionMLP(
-            facts.hidden,
-            facts.intermediate,
-            scope / "feed_forward",
-            names=("gate_proj", "up_proj", "down_proj"),
-            activation=facts.activation,
-            bias=False,
-        )
-
-    def forward(self, x: Tensor, images: Spans, angles: Angles) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), images, angles)
-        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
-        return out
 
 
 class PixtralViT(nn.Module):
@@ -53,8 +41,7 @@ class PixtralViT(nn.Module):
         kernel = (3, facts.patch, facts.patch)
         self.patches = PatchEmbedding(kernel, facts.hidden, scope / "patch_conv", bias=False)
         self.norm = RMSNorm(facts.hidden, _EPS, scope / "ln_pre")
-        layers = scope / "transformer" / "layers"
-        self.layers = nn.ModuleList(Layer(facts, layers / i) for i in range(facts.layers))
+        self.layers = vision_layers(facts, facts.layers, scope / "transformer" / "layers", _STYLE)
         dim = facts.head_dim
         powers = torch.arange(0, dim, 2, device=scope.device, dtype=torch.float32) / dim
         self.frequencies = 1 / facts.theta**powers
@@ -110,14 +97,13 @@ class MistralMerger(nn.Module):
         return out
 
 
-class Pixtral(nn.Module):
+class Pixtral(Tower):
     """Pixtral encoder. An item is one image of any size, [3, height, width]."""
 
+    facts: PixtralFacts
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__()
-        assert facts.media is not None
-        self.facts: PixtralFacts = facts.media.tower
-        self.device = scope.device
+        super().__init__(facts, scope)
         vit, projector = (scope / "model" / name for name in self.facts.names)
         self.vit = PixtralViT(self.facts, vit)
         self.merger = MistralMerger(self.facts, projector) if self.facts.is_merged else None
@@ -130,11 +116,6 @@ class Pixtral(nn.Module):
             activation=self.facts.projector_activation,
             bias=self.facts.bias,
         )
-
-    @staticmethod
-    def divides(media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
-        return bool(media.tower.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         images = [item["pixels"] for item in items]

@@ -1,6 +1,7 @@
 """Encoders of Qwen3-Omni: Qwen3-VL's vision encoder, and an audio encoder that downsamples frames by 8."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,44 +14,21 @@ from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, VisionMLP
-from quire.models.towers import qwen3_vl, whisper
+from quire.layers.vision import HalvingConv, VisionMLP, vision_layers
 from quire.models.towers.omni import Omni, sinusoids
+from quire.models.towers.qwen_vl import Qwen3VL
+from quire.models.towers.whisper import WHISPER
 
 _EPS = 1e-5
+_STYLE = replace(WHISPER, key_bias=True)
 _AT_ONCE = 500
 """Most chunks that run through the convolutions in one batch."""
 
 
-class Qwen3OmniMerger(qwen3_vl.Qwen3VLMerger):
-    """Qwen3-VL merger with other checkpoint names."""
-
-    norm_name, inner, names = "ln_q", "mlp", ("0", "2")
-
-
-class Qwen3OmniVisionTower(qwen3_vl.Qwen3VL):
+class Qwen3OmniVisionTower(Qwen3VL):
     """Qwen3-VL vision encoder with other checkpoint names."""
 
-    merger_class, deep_name = Qwen3OmniMerger, "merger_list"
-
-
-class Layer(whisper.Layer):
-    """Whisper layer with a bias of keys."""
-
-    key_bias = True
-
-
-class AudioSubsampleConv(nn.Module):
-    """Convolution with stride 2 over mel bins and frames, and GELU."""
-
-    def __init__(self, size_in: int, size_out: int, scope: Scope) -> None:
-        super().__init__()
-        self.weight = Learned(scope / "weight", size_out, size_in, 3, 3)
-        self.bias = Learned(scope / "bias", size_out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Convert [N, size_in, bins, frames] to [N, size_out, bins / 2, frames / 2]."""
-        return F.gelu(F.conv2d(x, self.weight.vectors, self.bias.vectors, stride=2, padding=1))
+    norm_name, mlp_name, mlp_names, deep_name = "ln_q", "mlp", ("0", "2"), "merger_list"
 
 
 class Qwen3OmniAudioTower(nn.Module):
@@ -62,12 +40,12 @@ class Qwen3OmniAudioTower(nn.Module):
         self.facts, encoder, size = facts, facts.encoder, facts.channels
         sizes = [(1, size), (size, size), (size, size)]
         self.halvings = nn.ModuleList(
-            AudioSubsampleConv(*in_out, scope / f"conv2d{i}") for i, in_out in enumerate(sizes, start=1)
+            HalvingConv(*in_out, scope / f"conv2d{i}") for i, in_out in enumerate(sizes, start=1)
         )
         num_bins, hidden = -(-encoder.mels // 8), encoder.hidden
         self.flat = WholeLinear(size * num_bins, hidden, scope / "conv_out")
         self.places = sinusoids(-(-facts.window // 8), hidden).to(scope.device, scope.dtype)
-        self.layers = nn.ModuleList(Layer(encoder, scope / "layers" / i) for i in range(encoder.layers))
+        self.layers = vision_layers(encoder, encoder.layers, scope / "layers", _STYLE)
         self.norm = LayerNorm(hidden, _EPS, scope / "ln_post")
         names, activation = ("proj1", "proj2"), encoder.activation
         self.out = VisionMLP(
@@ -93,7 +71,7 @@ class Qwen3OmniAudioTower(nn.Module):
         convolved = []
         for x in chunks.split(_AT_ONCE):
             for halving in self.halvings:
-                x = halving(x)
+                x = F.gelu(halving(x))
             convolved.append(x)
         x = torch.cat(convolved).permute(0, 3, 1, 2).contiguous()
         states: Tensor = self.flat(x.flatten(2).flatten(0, 1)).view(len(x), x.shape[1], -1)
@@ -104,16 +82,12 @@ class Qwen3OmniAudioTower(nn.Module):
 class Qwen3Omni(Omni):
     """Qwen3-Omni encoders. Audio vectors are zero for the deepstack levels."""
 
+    Vision, Audio = Qwen3OmniVisionTower, Qwen3OmniAudioTower
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope)
         assert facts.media is not None
         self.num_padding = self.facts.sound.size_out * facts.media.levels
-
-    def build_vision(self, facts: ArchFacts, scope: Scope) -> nn.Module:
-        return Qwen3OmniVisionTower(facts, scope)
-
-    def build_audio(self, scope: Scope) -> nn.Module:
-        return Qwen3OmniAudioTower(self.facts.sound, scope)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         encoded = super().encode(modality, items)

@@ -4,25 +4,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quire.checkpoint.facts import ArchFacts, MediaFacts
-from quire.layers.scope import Scope
+from quire.models.towers import Tower
 
 
-class FixedSizeTower(nn.Module):
+class FixedSizeTower(Tower):
     """Encodes the squares of all items in one batch. `pixels` of an item is [squares, 3, side, side]."""
 
-    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__()
-        assert facts.media is not None
-        self.facts: Any = facts.media.tower
-        self.device = scope.device
-
     @staticmethod
-    def divides(media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
-        return bool(media.tower.vit.heads % count == 0)
+    def heads(facts: Any) -> tuple[int, ...]:
+        return (facts.vit.heads,)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Encode [N, 3, side, side] to [N, vectors, hidden]."""

@@ -1,92 +1,63 @@
 """Vision encoder of Step3-VL: square images with 2D RoPE, downsampled twice by convolutions."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.facts import ArchFacts
 from quire.checkpoint.multimodal.step3 import StepFacts
-from quire.kernels.reference.encoder import Spans, spans_of
+from quire.kernels.reference.encoder import spans_of
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Angles, Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+from quire.layers.vision import (
+    Angles,
+    HalvingConv,
+    Learned,
+    PatchEmbedding,
+    VisionStyle,
+    patches_of,
+    vision_layers,
+)
+from quire.models.towers import Tower
 
 _THETA = 10000.0
+_STYLE = VisionStyle(
+    norms=("ln_1", "ln_2"), attention="attn", qkv=("in_proj",), mlp_names=("c_fc", "c_proj"), pairs=True
+)
+_SCALES = ("ls_1.gamma", "ls_2.gamma")
 
 
-class Layer(nn.Module):
-    """Pre-norm layer: attention, then MLP, each with an optional learned scale and a residual."""
-
-    def __init__(self, facts: StepFacts, scope: Scope) -> None:
-        super().__init__()
-        vit = facts.vit
-        self.attention_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "ln_1")
-        self.attention = VisionAttention(
-            vit.hidden, vit.heads, scope / "attn", names=("in_proj",), pairs=True
-        )
-        self.mlp_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "ln_2")
-        self.mlp = VisionMLP(
-            vit.hidden, vit.intermediate, scope / "mlp", names=("c_fc", "c_proj"), activation=vit.activation
-        )
-        self.scales = nn.ModuleList()
-        if facts.scales:
-            self.scales.extend(Learned(scope / name / "gamma", vit.hidden) for name in ("ls_1", "ls_2"))
-
-    def forward(self, x: Tensor, squares: Spans, angles: Angles) -> Tensor:
-        x = x + self._scale(0, self.attention(self.attention_norm.alone(x), squares, angles))
-        return x + self._scale(1, self.mlp(self.mlp_norm.alone(x)))
-
-    def _scale(self, i: int, x: Tensor) -> Tensor:
-        if not len(self.scales):
-            return x
-        scale = self.scales[i]
-        assert isinstance(scale, Learned)
-        return x * scale.vectors
-
-
-class DownsampleConv(nn.Module):
-    """3 x 3 convolution with stride 2 that doubles the channels."""
-
-    def __init__(self, size_in: int, scope: Scope) -> None:
-        super().__init__()
-        self.weight = Learned(scope / "weight", 2 * size_in, size_in, 3, 3)
-        self.bias = Learned(scope / "bias", 2 * size_in)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Convert [N, size_in, rows, columns] to [N, 2 * size_in, rows / 2, columns / 2], rounded up."""
-        return F.conv2d(x, self.weight.vectors, self.bias.vectors, stride=2, padding=1)
-
-
-class StepVL(nn.Module):
+class StepVL(Tower):
     """Step3-VL encoder. `pixels` of an item is [3, side, side]; `windows`, if any, is [windows, 3, s, s]."""
 
+    facts: StepFacts
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__()
-        assert facts.media is not None
-        step: StepFacts = facts.media.tower
-        self.facts, self.device, vit = step, scope.device, step.vit
-        tower = scope / "vision_model"
+        super().__init__(facts, scope)
+        step, vit, tower = self.facts, self.facts.vit, scope / "vision_model"
         self.patches = PatchEmbedding((3, vit.patch, vit.patch), vit.hidden, tower / "conv1", bias=False)
         self.places = Learned(tower / "positional_embedding", vit.side**2, vit.hidden)
         self.first_norm, self.last_norm = (
             LayerNorm(vit.hidden, vit.norm_eps, tower / name) if is_there else None
             for name, is_there in (("ln_pre", step.first_norm), ("ln_post", step.last_norm))
         )
-        layers = tower / "transformer" / "resblocks"
-        self.layers = nn.ModuleList(Layer(step, layers / i) for i in range(vit.layers))
+        style = replace(_STYLE, scales=_SCALES) if step.scales else _STYLE
+        self.layers = vision_layers(vit, vit.layers, tower / "transformer" / "resblocks", style)
         sizes = {"vit_downsampler1": vit.hidden, "vit_downsampler2": 2 * vit.hidden}
-        self.halvings = nn.Sequential(*(DownsampleConv(size, tower / name) for name, size in sizes.items()))
+        self.halvings = nn.Sequential(
+            *(HalvingConv(size, 2 * size, tower / name) for name, size in sizes.items())
+        )
         projector = scope / "vit_large_projector"
         self.projector = WholeLinear(4 * vit.hidden, step.size_out, projector, bias=step.bias)
 
     @staticmethod
-    def divides(media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
-        return bool(media.tower.vit.heads % count == 0)
+    def heads(facts: StepFacts) -> tuple[int, ...]:
+        return (facts.vit.heads,)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Encode [N, 3, side, side] to [N, vectors, size_out]."""

@@ -1,4 +1,7 @@
-"""Whisper's audio encoder: two convolutions over mel frames, and layers of bidirectional attention."""
+"""Whisper's audio encoder: two convolutions over mel frames, and layers of bidirectional attention.
+
+With pooling and a projector after it: Qwen2-Audio, Audio Flamingo 3 and Voxtral.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,36 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.checkpoint.facts import ArchFacts, MediaFacts
+from quire.checkpoint.facts import ArchFacts
+from quire.checkpoint.multimodal.qwen_audio import QwenAudioFacts
 from quire.checkpoint.multimodal.whisper import WhisperFacts
-from quire.kernels.reference.encoder import Spans, spans_of
+from quire.kernels.reference.encoder import spans_of
+from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP
+from quire.layers.vision import Learned, PatchEmbedding, VisionMLP, VisionStyle, vision_layers
+from quire.models.towers import Tower
 
 _EPS = 1e-5
+WHISPER = VisionStyle(norms=("self_attn_layer_norm", "final_layer_norm"), mlp="", eps=_EPS, key_bias=False)
 _WIDTH = 3
 """Kernel size of the convolutions in frames."""
-
-
-class Layer(nn.Module):
-    """Pre-norm layer: attention, then MLP, each with a residual."""
-
-    key_bias = False
-
-    def __init__(self, facts: WhisperFacts, scope: Scope) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(facts.hidden, _EPS, scope / "self_attn_layer_norm")
-        self.attention = VisionAttention(
-            facts.hidden, facts.heads, scope / "self_attn", key_bias=self.key_bias
-        )
-        self.mlp_norm = LayerNorm(facts.hidden, _EPS, scope / "final_layer_norm")
-        self.mlp = VisionMLP(facts.hidden, facts.intermediate, scope, activation=facts.activation)
-
-    def forward(self, x: Tensor, spans: Spans) -> Tensor:
-        x = x + self.attention(self.attention_norm.alone(x), spans)
-        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
-        return out
 
 
 class Convolution(nn.Module):
@@ -67,7 +54,7 @@ class WhisperEncoder(nn.Module):
             )
         )
         self.places = Learned(scope / "embed_positions" / "weight", facts.positions, facts.hidden)
-        self.layers = nn.ModuleList(Layer(facts, scope / "layers" / i) for i in range(facts.layers))
+        self.layers = vision_layers(facts, facts.layers, scope / "layers", WHISPER)
 
     def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
         """Encode [2 * states + 1, mels] of each item, including one padding frame, to [states, hidden]."""
@@ -82,22 +69,16 @@ class WhisperEncoder(nn.Module):
         return list(x.split(lens))
 
 
-class WhisperTower(nn.Module):
+class WhisperTower(Tower):
     """Whisper encoder with its final norm. `mel` of every item is [frames + 1, mels]."""
 
+    facts: WhisperFacts
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
-        super().__init__()
-        assert facts.media is not None
-        self.facts: WhisperFacts = facts.media.tower
-        self.device = scope.device
+        super().__init__(facts, scope)
         scope = scope / "model" / "encoder"
         self.encoder = WhisperEncoder(self.facts, scope)
         self.norm = LayerNorm(self.facts.hidden, _EPS, scope / "layer_norm")
-
-    @staticmethod
-    def divides(media: MediaFacts, count: int) -> bool:
-        """Return whether `count` devices can share its layers."""
-        return bool(media.tower.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         states = self.norm.alone(torch.cat(self.encoder([item["mel"] for item in items])))
@@ -108,3 +89,54 @@ class WhisperTower(nn.Module):
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         return 1
+
+
+class QwenAudio(Tower):
+    """Qwen2-Audio encoder. `mel` of an item is [frames, mels] (see `WhisperEncoder`), encoded in chunks."""
+
+    facts: QwenAudioFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        tower, hidden = scope / "model" / "audio_tower", self.facts.encoder.hidden
+        self.encoder = WhisperEncoder(self.facts.encoder, tower)
+        self.norm = LayerNorm(hidden, _EPS, tower / "layer_norm")
+        self.projector = _build_projector(self.facts, scope / "model" / "multi_modal_projector")
+
+    @staticmethod
+    def heads(facts: QwenAudioFacts) -> tuple[int, ...]:
+        return (facts.encoder.heads,)
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        mels = [item["mel"].split(self.facts.moments + 1) for item in items]
+        states = self.encoder([chunk for chunks in mels for chunk in chunks])
+        count = self.facts.states
+        groups = [state[: len(state) // count * count].unflatten(0, (-1, count)) for state in states]
+        vectors: Tensor = self.projector(self._pool(torch.cat(groups)))
+        counts = iter([len(group) for group in groups])
+        return list(vectors.split([sum(next(counts) for _ in chunks) for chunks in mels]))
+
+    def _pool(self, groups: Tensor) -> Tensor:
+        """Pool groups of states [vectors, states, hidden] by concatenation or by their mean, with a norm."""
+        if self.facts.stack:
+            return self.norm.alone(groups.flatten(0, 1)).view(len(groups), -1)
+        return self.norm.alone(groups.mean(1))
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        whole, rest = divmod(num_vectors, self.facts.tokens)
+        num_frames = whole * (self.facts.moments + 1) + (2 * self.facts.states * rest + 1 if rest else 0)
+        return {"mel": torch.zeros(num_frames, self.facts.encoder.mels, device=self.device)}
+
+    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
+        states = item["mel"][0] // 2
+        return states * (6 * self.facts.encoder.hidden + min(states, self.facts.encoder.positions))
+
+
+def _build_projector(facts: QwenAudioFacts, scope: Scope) -> nn.Module:
+    hidden, size_out = facts.encoder.hidden * (facts.stack or 1), facts.size_out
+    if not facts.activation:
+        return WholeLinear(hidden, size_out, scope / "linear", bias=facts.bias)
+    names = ("linear_1", "linear_2")
+    return VisionMLP(
+        hidden, size_out, scope, size_out=size_out, names=names, activation=facts.activation, bias=facts.bias
+    )

@@ -20,7 +20,7 @@ from quire.kernels.cpu.tape import Tapes
 from quire.loader import load_model
 from quire.memory import DTYPE_BYTES, activation_bytes
 from quire.models import DRAFTS
-from quire.models.draft_head import DraftHead
+from quire.models.drafts import DraftHead
 from quire.parallel.world import World
 
 MOST_LATENT = 7

@@ -1,7 +1,7 @@
-"""EAGLE and EAGLE-3 draft models: few layers over the target's hidden states and the next tokens."""
+"""Draft models that read the hidden states of a target model: EAGLE, EAGLE-3 and MTP."""
 
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,59 @@ from quire.layers.embedding import Head, TokenEmbedding
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
-from quire.layers.scope import Scope, Target
-from quire.models import llama
+from quire.layers.scope import Scope
+from quire.layers.vision import Learned
+from quire.models import MODELS, llama
 from quire.models.decoder import LayerFactory
-from quire.models.draft_head import DraftHead
+
+
+class TargetModel(Protocol):
+    """The target model: provides the embedding and LM head that a draft model does not have."""
+
+    embed: TokenEmbedding | None
+    embed_scale: float
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class DraftHead(nn.Module):
+    """A draft model that reads a token and the hidden state of the token before, from the target or from
+    itself."""
+
+    embed: TokenEmbedding | None
+    """Token embedding; None to use the target's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._target: list[TargetModel] = []
+        """Target model, in a list so that it is not registered as a submodule."""
+
+    def adopt(self, target: TargetModel) -> None:
+        """Set the target model, once after both are loaded."""
+        self._target = [target]
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        target = self._target[0]
+        embed = target.embed if self.embed is None else self.embed
+        assert embed is not None, "the target's embedding is on another pipeline stage"
+        x: Tensor = embed(token_ids)
+        return x if target.embed_scale == 1 else x * target.embed_scale
+
+    def states(self, taken: Tensor) -> Tensor:
+        """Return the input states [T, hidden] from the target's hidden states."""
+        return taken
+
+    def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of `logits` and the states for the next tokens, [T, hidden] each."""
+        raise NotImplementedError
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits [N, draft vocabulary] of x [N, hidden]."""
+        return self._target[0].logits(x)
+
+    def names(self, ids: Tensor) -> Tensor:
+        """Map ids of the draft vocabulary to ids of the target."""
+        return ids
 
 
 def _build_embedding(facts: ArchFacts, scope: Scope) -> TokenEmbedding | None:
@@ -112,7 +161,10 @@ class Eagle3(DraftHead):
         self.head: Head | None = None
         if drafts.vocab != facts.vocab or scope.is_stored("lm_head.weight"):
             self.head = Head(drafts.vocab, facts.hidden, scope / "lm_head")
-        self.offsets = _Offsets(drafts.vocab, scope) if scope.is_stored("d2t") else None
+        self.offsets: Learned | None = None
+        """Offset of each draft token id to the target's id."""
+        if scope.is_stored("d2t"):
+            self.offsets = Learned(scope / "d2t", drafts.vocab, dtype=torch.int64)
 
     def states(self, taken: Tensor) -> Tensor:
         out: Tensor = self.fc(taken)
@@ -130,20 +182,64 @@ class Eagle3(DraftHead):
         return out
 
     def names(self, ids: Tensor) -> Tensor:
-        return ids if self.offsets is None else ids + self.offsets.weight[ids]
+        return ids if self.offsets is None else ids + self.offsets.vectors[ids]
 
 
-class _Offsets(nn.Module):
-    """Offset of each draft token id to the target's id (d2t)."""
+class MtpNames(NamedTuple):
+    """Checkpoint names of the MTP layer's parts. `{}` is the number of the model's layers."""
 
-    def __init__(self, vocab: int, scope: Scope) -> None:
+    layer: str
+    join: str
+    token_norm: str
+    states_norm: str
+    last: str
+    gives_normed: bool = False
+    """Whether the states for the next token are the outputs of the final norm."""
+
+
+_DEEPSEEK = MtpNames(
+    "model.layers.{}",
+    "model.layers.{}.eh_proj",
+    "model.layers.{}.enorm",
+    "model.layers.{}.hnorm",
+    "model.layers.{}.shared_head.norm",
+)
+_QWEN = MtpNames(
+    "mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", True
+)
+_STEP = _DEEPSEEK._replace(last="model.layers.{}.transformer.shared_head.norm")
+_NAMES = {"Step3p5ForCausalLM": _STEP}
+_NAMES |= {"Qwen3NextForCausalLM": _QWEN, "Qwen3_5ForCausalLM": _QWEN, "Qwen3_5MoeForCausalLM": _QWEN}
+"""Names by architecture; all others have DeepSeek's names."""
+
+
+class MTP(DraftHead):
+    """Norms of token embedding and states, a joint projection, and one layer of the target's kind. It uses
+    the target's embedding and LM head."""
+
+    embed = None
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.zeros(vocab, dtype=torch.int64, device=scope.device), requires_grad=False
-        )
+        assert facts.drafts is not None
+        (layer,), of = facts.layers, facts.drafts.layers_of
+        names = _NAMES.get(of, _DEEPSEEK)
 
-    def targets(self) -> Iterator[Target]:
-        yield Target("d2t", self.weight)
+        def at(name: str) -> Scope:
+            assert facts.drafts is not None
+            return scope / name.format(facts.drafts.first)
 
-    def finish(self) -> None:
-        """Keep the offsets as loaded."""
+        self.gives_normed = names.gives_normed
+        self.token_norm = norm_of(facts, at(names.token_norm))
+        self.states_norm = norm_of(facts, at(names.states_norm))
+        self.join = WholeLinear(2 * facts.hidden, facts.hidden, at(names.join))
+        model, rope = MODELS[of], Rope(layer.rope, scope)
+        inner = replace(at(names.layer), names=model.names)
+        self.layer = model.Layer(facts.of_layer(layer), layer, rope, inner)
+        self.norm = norm_of(facts, at(names.last))
+
+    def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.token_norm.alone(self.embedded(batch.token_ids))
+        x = self.join(torch.cat((tokens, self.states_norm.alone(states)), 1))
+        out, summed = self.norm(*self.layer(x, None, batch))
+        return out, out if self.gives_normed else summed

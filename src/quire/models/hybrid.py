@@ -1,0 +1,107 @@
+"""Decoders with SSM layers: Mamba, Nemotron-H, Jamba, Bamba, Granite 4, LFM2."""
+
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.layers.mlp import PlainMLP
+from quire.layers.moe import MoE
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import DecoderNames, Scope
+from quire.layers.ssm import mixer_of
+from quire.models import llama
+from quire.models.decoder import Decoder
+
+
+class MambaLayer(nn.Module):
+    """Pre-norm layer: SSM mixer with a residual."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        self.norm = norm_of(facts, scope / "norm")
+        self.mixer = mixer_of(facts, layer, scope / "mixer")
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm(x, residual)
+        return self.mixer(x, batch), residual
+
+
+class MambaModel(Decoder):
+    """Mamba, Falcon-Mamba and Mamba-2 decoder: SSM layers only."""
+
+    Layer = MambaLayer
+    names = DecoderNames(body="backbone", embedding="embeddings", last_norm="norm_f")
+
+
+class NemotronHLayer(nn.Module):
+    """Pre-norm layer with one mixer and a residual: Mamba-2, attention, experts or a plain MLP."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        self.norm = norm_of(facts, scope / "norm")
+        self.takes_batch = layer.mixer != "none"
+        self.mixer: nn.Module
+        if layer.mixer == "mamba":
+            self.mixer = mixer_of(facts, layer, scope / "mixer")
+        elif layer.mixer == "attention":
+            self.mixer = llama.Attention(facts, layer, rope, scope / "mixer")
+        elif layer.moe:
+            self.mixer = MoE(facts, scope)
+        else:
+            self.mixer = PlainMLP(facts, scope / "mixer", names=("up_proj", "down_proj"))
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm(x, residual)
+        return self.mixer(x, batch) if self.takes_batch else self.mixer(x), residual
+
+
+class NemotronH(Decoder):
+    """Nemotron-H and Nemotron 3 decoder."""
+
+    Layer = NemotronHLayer
+    names = MambaModel.names
+
+
+class HybridLayer(llama.Layer):
+    """Pre-norm layer: SSM mixer or attention, then MLP or experts, each with a residual."""
+
+    def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
+        if layer.mixer == "attention":
+            return super().mixer(facts, layer, rope, scope)
+        return mixer_of(facts, layer, scope / scope.names.ssm)
+
+
+class Jamba(Decoder):
+    """Jamba decoder: Mamba layers, a few attention layers, and experts in every other layer."""
+
+    Layer = HybridLayer
+    names = DecoderNames(
+        last_norm="final_layernorm", norms=("input_layernorm", "pre_ff_layernorm"), mlp="feed_forward"
+    )
+
+
+class Bamba(Jamba):
+    """Bamba decoder: Mamba-2 layers and a few attention layers."""
+
+
+class GraniteHybrid(Decoder):
+    """Granite 4 decoder: Mamba-2 layers and a few attention layers, some with experts."""
+
+    Layer = HybridLayer
+    names = DecoderNames(mlp="shared_mlp", mlp_names=("input_linear", "output_linear"))
+
+
+class Lfm2(Decoder):
+    """LFM2 decoder: short convolutions, a few attention layers, and experts in some models."""
+
+    Layer = HybridLayer
+    names = DecoderNames(
+        last_norm="embedding_norm",
+        norms=("operator_norm", "ffn_norm"),
+        qk_norms=("q_layernorm", "k_layernorm"),
+        out="out_proj",
+        ssm="conv",
+        mlp="feed_forward",
+        mlp_names=("w1", "w3", "w2"),
+    )

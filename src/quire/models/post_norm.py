@@ -1,0 +1,106 @@
+"""Decoders with norms after attention and MLP: Gemma 2 and 3, GLM-4, Trinity, HyperCLOVA X, OLMo 2 and 3."""
+
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.checkpoint.facts import ArchFacts, LayerFacts
+from quire.layers.linear import ColumnLinear
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import DecoderNames, Scope
+from quire.models import llama
+from quire.models.decoder import Decoder, LayerFactory
+
+
+class SandwichLayer(llama.Layer):
+    """Attention, then MLP or experts, each with a norm before and after and a residual."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        attended, fed = scope.names.after_norms
+        self.attended_norm, self.fed_norm = norm_of(facts, scope / attended), norm_of(facts, scope / fed)
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x, residual = self.mlp_norm(self.attended_norm.alone(self.attention(x, batch)), residual)
+        return self.fed_norm.alone(self.mlp(x)), residual
+
+
+class GemmaModel(Decoder):
+    """Gemma 2 and 3 decoder."""
+
+    Layer = SandwichLayer
+    names = DecoderNames(
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        after_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    )
+
+
+class Glm4(Decoder):
+    """GLM-4-0414 decoder."""
+
+    Layer = SandwichLayer
+    names = DecoderNames(after_norms=("post_self_attn_layernorm", "post_mlp_layernorm"))
+
+
+class GatedOutput(llama.Attention):
+    """Llama attention with an elementwise gate on its output."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        self.ops = scope.ops
+        self.gate = ColumnLinear(facts.hidden, facts.heads * facts.head_dim, scope / "gate_proj")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        gate: Tensor = self.gate(x)
+        out: Tensor = self.out(self.ops.weigh(self.mix(x, self.qkv, batch), gate))
+        return out
+
+
+class ScaledSandwichLayer(SandwichLayer):
+    """Layer with norms before and after attention and MLP, and scaled outputs."""
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x = self._scaled(self.attended_norm.alone(self.attention(x, batch)))
+        x, residual = self.mlp_norm(x, residual)
+        return self._scaled(self.fed_norm.alone(self.mlp(x))), residual
+
+
+class AfmoeLayer(SandwichLayer):
+    """Layer with gated attention, and norms before and after attention and MLP."""
+
+    Mixer: LayerFactory = GatedOutput
+
+
+class Afmoe(Decoder):
+    """AfMoE decoder (Trinity)."""
+
+    Layer = AfmoeLayer
+    names = DecoderNames(
+        norms=("input_layernorm", "pre_mlp_layernorm"),
+        after_norms=("post_attention_layernorm", "post_mlp_layernorm"),
+    )
+
+
+class HyperCLOVAX(Decoder):
+    """HyperCLOVA X decoder with post-norms."""
+
+    Layer = ScaledSandwichLayer
+    names = DecoderNames(after_norms=("post_norm1", "post_norm2"))
+
+
+class PostNormLayer(llama.Layer):
+    """Attention, then MLP; the output of each is normed before the residual addition."""
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x = x if residual is None else self.ops.add(residual, x)
+        x = self.ops.add(x, self.attention_norm.alone(self.attention(x, batch)))
+        return self.mlp_norm.alone(self.mlp(x)), x
+
+
+class Olmo2(Decoder):
+    """Decoder of OLMo 2 and 3, FlexOlmo and EXAONE 4."""
+
+    Layer = PostNormLayer
+    names = DecoderNames(norms=("post_attention_layernorm", "post_feedforward_layernorm"))
