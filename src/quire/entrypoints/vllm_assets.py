@@ -77,7 +77,7 @@ def _frame(name: str, time: float) -> np.ndarray[Any, Any]:
     picture = colours[0] * x[..., None] + colours[1] * (1 - x[..., None])
     inside = (x - 0.25 - 0.5 * time) ** 2 + (y - 0.5) ** 2 < 0.04
     picture[inside] = colours[2]
-    return picture.astype(np.uint8)
+    return np.asarray(picture, dtype=np.uint8)
 
 
 def _tone(name: str, rate: int) -> np.ndarray[Any, Any]:
