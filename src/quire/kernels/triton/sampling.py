@@ -159,48 +159,43 @@ def _constrain(
 @triton.jit
 def _scan(
     logits: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    mask_of: tl.tensor,
-    width: tl.tensor,
-    bits: tl.tensor,
+    limits: tl.tuple,
+    masks: tl.tuple,
     floats: tl.tensor,
     ints: tl.tensor,
     vocab: tl.tensor,
     stride: tl.tensor,
-    RANDOM: tl.constexpr,
-    CONFINED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Store a tile's argmax, noisy argmax and chunk maxima. Grid: (rows, tiles).
+    """Store a tile's argmax, noisy argmax and chunk maxima. Grid: (rows, tiles). `limits` are the sampling
+    parameters of rows, or None for the argmax only; `masks` is a `ConstrainedDevice` or None.
 
     A row of `floats` holds maxima, noisy maxima, chunk maxima, candidates; of `ints` ids, two counters.
     """
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = tile * TILE + tl.arange(0, TILE)
     follow(OVERLAP)
-    heat, any_allowed = tl.load(temperature + row) if RANDOM else 0.0, 1
-    if CONFINED:
-        mask = tl.load(mask_of + row)
+    heat, any_allowed = 0.0, 1
+    if limits is not None:
+        temperature, top_k, top_p, min_p, seeds, positions = limits
+        heat = tl.load(temperature + row)
+    if masks is not None:
+        mask = tl.load(masks[0] + row)
         if mask == _LATER:
             return
     x = load_logits(logits + row * stride, ids, vocab, heat)
-    if CONFINED:  # noqa: SIM102
+    if masks is not None:  # noqa: SIM102
         if mask >= 0:
             limited = (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
             x, any_allowed = _constrain(
-                x, logits + row * stride, ids, vocab, mask, bits, width, limited & (heat > 0)
+                x, logits + row * stride, ids, vocab, mask, masks[2], masks[1], limited & (heat > 0)
             )
     top, top_id = _best(x, ids)
     floats += row * ((2 + _CHUNKS) * tiles + _FEW)
     ints += row * (2 * tiles + _FEW + 2)
     tl.store(floats + tile, top)
     tl.store(ints + tile, top_id)
-    if RANDOM:
+    if limits is not None:
         if heat > 0:
             noisy = x
             if any_allowed > 0:
@@ -380,28 +375,23 @@ def _collect(
 def _finish_sample(
     out: tl.tensor,
     logits: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    mask_of: tl.tensor,
+    limits: tl.tuple,
+    masks: tl.tuple,
     floats: tl.tensor,
     ints: tl.tensor,
     vocab: tl.tensor,
     stride: tl.tensor,
     tiles: tl.tensor,
     TILES: tl.constexpr,
-    CONFINED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Write the token of each row; only rows with top_k use more than one program. Grid: (rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     follow(OVERLAP)
-    if CONFINED:  # noqa: SIM102
-        if tl.load(mask_of + row) == _LATER:
+    if masks is not None:  # noqa: SIM102
+        if tl.load(masks[0] + row) == _LATER:
             return
+    temperature, top_k, top_p, min_p, seeds, positions = limits
     heat, k = tl.load(temperature + row), tl.load(top_k + row).to(tl.int32)
     mass, least = tl.load(top_p + row).to(tl.float32), tl.load(min_p + row).to(tl.float32)
     k = tl.where(k < vocab, k, 0)
@@ -452,11 +442,9 @@ def argmax(logits: Tensor) -> Tensor:
     if len(logits):
         grid, tiles, floats, ints = _scratch(logits)
         ahead, (_, vocab), stride = overlap(len(logits)), logits.shape, logits.stride(0)
-        none = out
         launch(_scan, *grid)(
-            logits, none, none, none, none, none, none, none, none, none, floats, ints, vocab, stride,
-            RANDOM=False, CONFINED=False, OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
-        )  # fmt: skip
+            logits, None, None, floats, ints, vocab, stride, OVERLAP=ahead, launch_pdl=ahead, num_warps=8
+        )
         launch(_finish_argmax, len(logits))(
             out, floats, ints, grid[1], TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=1
         )
@@ -484,15 +472,13 @@ def sample(
     if len(logits):
         grid, tiles, floats, ints = _scratch(logits)
         ahead, (_, vocab), stride = overlap(len(logits)), logits.shape, logits.stride(0)
-        mask_of, width, bits = constrained or (out, out, out)
+        limits = temperature, top_k, top_p, min_p, seeds, positions
         launch(_scan, *grid)(
-            logits, temperature, top_k, top_p, min_p, seeds, positions, mask_of, width, bits, floats, ints,
-            vocab, stride, RANDOM=True, CONFINED=constrained is not None, OVERLAP=ahead, launch_pdl=ahead,
+            logits, limits, constrained, floats, ints, vocab, stride, OVERLAP=ahead, launch_pdl=ahead,
             num_warps=8,
         )  # fmt: skip
         launch(_finish_sample, len(logits), min(_SPLITS, grid[1], max(_PROGRAMS // len(logits), 1)))(
-            out, logits, temperature, top_k, top_p, min_p, seeds, positions, mask_of, floats, ints, vocab,
-            stride, grid[1], TILES=tiles, CONFINED=constrained is not None, OVERLAP=ahead, launch_pdl=ahead,
-            num_warps=8,
+            out, logits, limits, constrained, floats, ints, vocab, stride, grid[1], TILES=tiles,
+            OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
     return out
