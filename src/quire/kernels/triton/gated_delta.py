@@ -23,10 +23,7 @@ def delta_single(
     rate: tl.tensor,
     bias: tl.tensor,
     state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
+    seqs: tl.tuple,
     stride: tl.tensor,
     ab_stride: tl.tensor,
     scale: tl.tensor,
@@ -47,7 +44,7 @@ def delta_single(
     n = tl.arange(0, BLOCK_KEY)
     exists = (n < KEY_DIM)[:, None] & (dim < DIM)[None, :]
     follow(OVERLAP)
-    token, _, row, position = place_of(numbers, starts, rows, positions, ALL)
+    token, _, row, position = place_of(seqs, ALL)
     state_at = state + (row * HEADS + head) * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
     h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
     token = token.to(tl.int64)
@@ -156,10 +153,7 @@ def delta_chunks(
     rate: tl.tensor,
     bias: tl.tensor,
     state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
+    seqs: tl.tuple,
     stride: tl.tensor,
     ab_stride: tl.tensor,
     scale: tl.tensor,
@@ -179,7 +173,7 @@ def delta_chunks(
     dim = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     n, i = tl.arange(0, BLOCK_KEY), tl.arange(0, CHUNK)
     exists = (n < KEY_DIM)[:, None] & (dim < DIM)[None, :]
-    start, end, row, position = place_of(numbers, starts, rows, positions, False)
+    start, end, row, position = place_of(seqs, False)
     state_at = state + (row * HEADS + head) * (KEY_DIM * DIM) + n[:, None] * DIM + dim[None, :]
     h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[:, None], other=0.0)
     kind = qkv.dtype.element_ty

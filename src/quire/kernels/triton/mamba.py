@@ -21,10 +21,7 @@ def select_single(
     bias: tl.tensor,
     skip: tl.tensor,
     state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
+    seqs: tl.tuple,
     channels: tl.tensor,
     x_stride: tl.tensor,
     gate_stride: tl.tensor,
@@ -45,7 +42,7 @@ def select_single(
     biases = tl.load(bias + channel, mask=live, other=0.0)
     skips = tl.load(skip + channel, mask=live, other=0.0)
     follow(OVERLAP)
-    first, _, row, position = place_of(numbers, starts, rows, positions, ALL)
+    first, _, row, position = place_of(seqs, ALL)
     token = first.to(tl.int64)
     state_at = state + row * channels * SIZE + places
     h = tl.load(state_at, mask=exists & (position + 0 * n > 0)[None, :], other=0.0)
@@ -172,10 +169,7 @@ def select_tokens(
     bias: tl.tensor,
     skip: tl.tensor,
     state: tl.tensor,
-    numbers: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
-    positions: tl.tensor,
+    seqs: tl.tuple,
     CHANNELS: tl.constexpr,
     STRIDES: tl.constexpr,
     SIZE: tl.constexpr,
@@ -194,7 +188,7 @@ def select_tokens(
     rates = load_states(rate + places, column, live[:, None], SIZE, QUARTER)
     biases = tl.load(bias + channel, mask=live, other=0.0)
     skips = tl.load(skip + channel, mask=live, other=0.0)
-    first, end, row, position = place_of(numbers, starts, rows, positions, False)
+    first, end, row, position = place_of(seqs, False)
     state_at = state + row * CHANNELS * SIZE + places
     h = load_states(state_at, column, (live & (position + 0 * channel > 0))[:, None], SIZE, QUARTER)
     inputs = (x + channel, gate + channel, dt + channel, bc + n)
