@@ -328,6 +328,7 @@ def attend_split_kv(
     numbered consecutively in tiles of BLOCK_N; a share has at least `least` tiles. Before `follow`, a kernel
     may only read data that was written before the model's first kernel.
     """
+    kv_head = tl.program_id(0)
     at, end, size, index, begin = share(seqs, work, num_seqs, least, WINDOW, BLOCK_N)
     follow(OVERLAP)
     while at < end:
@@ -337,64 +338,29 @@ def attend_split_kv(
         table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
         close = begin + tiles_of(seq_len, num_queries, WINDOW, BLOCK_N)
         until = tl.minimum(close, end)
-        _attend_share(
-            out, q, q_stride, cache, table, start, num_queries, seq_len, at - begin, until - begin,
-            begin // size, (close - 1) // size, sinks, alibi_slopes, scores_by, partial,
-            GROUP, WINDOW, CAPPED, DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+        # The sequence spans the shares earliest..latest. Without keys, zeros are its output.
+        earliest, latest = begin // size, (close - 1) // size
+        low = tl.maximum(seq_len - num_queries, 0)
+        first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else 0
+        rows, places, heads, place, valid = _load_queries(
+            q, q_stride, kv_head, tl.num_programs(0), start, low, tl.maximum(seq_len, 1), GROUP, DIM, BLOCK_D,
+            BLOCK_M,
         )  # fmt: skip
+        acc, most, total = _initial(sinks, heads, at - begin == 0, BLOCK_D)
+        acc, most, total = _accumulate(
+            acc, most, total, rows, low, places, places, _alibi(alibi_slopes, heads), cache, kv_head, table,
+            first + (at - begin) * BLOCK_N, tl.minimum(first + (until - begin) * BLOCK_N, seq_len), scores_by,
+            WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
+        )  # fmt: skip
+        if earliest == latest:
+            _finish(out, acc, total, scores_by.v_scale, place, valid)
+        elif _store_partial(partial, acc, most, total, valid, kv_head, earliest, DIM) == latest - earliest:
+            tl.store(partial.arrivals + kv_head * tl.num_programs(1) + earliest, 0)
+            for query in range(num_queries):
+                to = out + ((start + query).to(tl.int64) * tl.num_programs(0) + kv_head) * (GROUP * DIM)
+                v_scale = scores_by.v_scale
+                _merge(to, partial, kv_head, earliest, latest, query, v_scale, GROUP, DIM, BLOCK_M, BLOCK_D)
         at, begin, index = until, close, index + 1
-
-
-@triton.jit
-def _attend_share(
-    out: tl.tensor,
-    q: tl.tensor,
-    q_stride: tl.tensor,
-    cache: tl.tuple,
-    table: tl.tensor,
-    start: tl.tensor,
-    num_queries: tl.tensor,
-    seq_len: tl.tensor,
-    at: tl.tensor,
-    until: tl.tensor,
-    earliest: tl.tensor,
-    latest: tl.tensor,
-    sinks: tl.tensor,
-    alibi_slopes: tl.tensor,
-    scores_by: tl.tuple,
-    partial: tl.tuple,
-    GROUP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> None:
-    """Process tiles at..until of a sequence that spans the shares earliest..latest; output zeros without
-    keys."""
-    kv_head = tl.program_id(0)
-    low = tl.maximum(seq_len - num_queries, 0)
-    first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else 0
-    high = tl.maximum(seq_len, 1)
-    rows, places, heads, place, valid = _load_queries(
-        q, q_stride, kv_head, tl.num_programs(0), start, low, high, GROUP, DIM, BLOCK_D, BLOCK_M
-    )
-    acc, most, total = _initial(sinks, heads, at == 0, BLOCK_D)
-    acc, most, total = _accumulate(
-        acc, most, total, rows, low, places, places, _alibi(alibi_slopes, heads), cache, kv_head, table,
-        first + at * BLOCK_N, tl.minimum(first + until * BLOCK_N, seq_len), scores_by,
-        WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
-    )  # fmt: skip
-    if earliest == latest:
-        _finish(out, acc, total, scores_by.v_scale, place, valid)
-    elif _store_partial(partial, acc, most, total, valid, kv_head, earliest, DIM) == latest - earliest:
-        tl.store(partial.arrivals + kv_head * tl.num_programs(1) + earliest, 0)
-        for query in range(num_queries):
-            to = out + ((start + query).to(tl.int64) * tl.num_programs(0) + kv_head) * (GROUP * DIM)
-            v_scale = scores_by.v_scale
-            _merge(to, partial, kv_head, earliest, latest, query, v_scale, GROUP, DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
