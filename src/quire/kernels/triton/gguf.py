@@ -12,6 +12,7 @@ from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.gguf_decode import DecodeForm, high_of, number_of, scales_of, words_of
 from quire.kernels.triton.gguf_layout import TILE
 from quire.kernels.triton.launch import follow
+from quire.kernels.triton.tile_dots import all_of
 
 _EIGHT = tl.constexpr(8)
 """Elements of x that a thread loads at once."""
@@ -137,6 +138,14 @@ def _load_words(
 
 
 @triton.jit
+def add_bias(y: tl.tensor, bias: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Return y plus the bias of weight rows `at`."""
+    if bias is not None:
+        y += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
 def rows(
     out: tl.tensor,
     x: tl.tensor,
@@ -149,7 +158,6 @@ def rows(
     out_stride: tl.tensor,
     FORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
     TOP: tl.constexpr,
     TWO: tl.constexpr,
     UNITS: tl.constexpr,
@@ -187,10 +195,9 @@ def rows(
         words, words2 = ahead, ahead2
     y, y2 = tl.sum(acc, 1), tl.sum(acc2, 1)
     kind = out.dtype.element_ty
-    if BIASED:
-        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-        if TWO:
-            y2 += tl.load(bias + row + gap, mask=inside2, other=0.0).to(tl.float32)
+    y = add_bias(y, bias, row, inside)
+    if TWO:
+        y2 = add_bias(y2, bias, row + gap, inside2)
     out += pair.to(tl.int64) * out_stride
     if GATED:
         y = gate_times(y.to(kind), y2.to(kind), ACTIVATION).to(tl.float32)
@@ -330,15 +337,6 @@ def _dot_tile(
 
 
 @triton.jit
-def all_of(parts: tl.tensor, inside: tl.tensor, size: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
-    """Return the sum of the split-K parts at `parts`, which are `size` elements apart."""
-    acc = tl.zeros(inside.shape, tl.float32)
-    for split in tl.static_range(SPLITS):
-        acc += tl.load(parts + split * size, mask=inside, other=0.0, cache_modifier=".cg")
-    return acc
-
-
-@triton.jit
 def pairs_at(
     order: tl.tensor,
     work: tl.tensor,
@@ -373,7 +371,6 @@ def tiles(
     out_stride: tl.tensor,
     FORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
     TOP: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -414,15 +411,8 @@ def tiles(
             return
         tl.store(splits[1] + tile, 0)
         acc = all_of(splits[0] + place, inside, num * size_out, SPLITS)
-    y = with_bias(acc, bias + row, n < size_out, BIASED).to(out.dtype.element_ty)
+    y = add_bias(acc, bias, row[None, :], (n < size_out)[None, :]).to(out.dtype.element_ty)
     if GATED:
-        up = with_bias(up, bias + row + size_out, n < size_out, BIASED)
+        up = add_bias(up, bias, (row + size_out)[None, :], (n < size_out)[None, :])
         y = gate_times(y, up.to(out.dtype.element_ty), ACTIVATION)
     tl.store(out + m.to(tl.int64)[:, None] * out_stride + n[None, :], y, mask=inside)
-
-
-@triton.jit
-def with_bias(acc: tl.tensor, bias: tl.tensor, inside: tl.tensor, BIASED: tl.constexpr) -> tl.tensor:
-    if BIASED:
-        acc += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return acc

@@ -8,11 +8,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.gguf import all_of, pairs_at, with_bias
+from quire.kernels.triton.gguf import add_bias, pairs_at
 from quire.kernels.triton.gguf_decode import DecodeForm, offset_of
 from quire.kernels.triton.gguf_layout import TILE
 from quire.kernels.triton.launch import follow
 from quire.kernels.triton.matmul import tiled
+from quire.kernels.triton.tile_dots import all_of
 
 _EIGHT = tl.constexpr(8)
 _TILE = tl.constexpr(TILE)
@@ -303,7 +304,6 @@ def tiles(
     out_stride: tl.tensor,
     FORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
     TOP: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -341,9 +341,9 @@ def tiles(
         acc = all_of(splits[0] + place, inside, size, SPLITS)
         if GATED:
             up = all_of(splits[0] + SPLITS * size + place, inside, size, SPLITS)
-    offsets = bias + (row + tl.arange(0, ROWS))
-    y = tl.trans(with_bias(tl.trans(acc), offsets, n < size_out, BIASED)).to(KIND)
+    rows, valid = (row + tl.arange(0, ROWS))[:, None], (n < size_out)[:, None]
+    y = add_bias(acc, bias, rows, valid).to(KIND)
     if GATED:
-        up = tl.trans(with_bias(tl.trans(up), offsets + size_out, n < size_out, BIASED))
+        up = add_bias(up, bias, rows + size_out, valid)
         y = gate_times(y, up.to(KIND), ACTIVATION)
     tl.store(out + m.to(tl.int64)[None, :] * out_stride + n[:, None], y, mask=inside)

@@ -20,7 +20,7 @@ from quire.kernels.reference.int8 import Int8Codes
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import RowsPlan, has_room, tiled
+from quire.kernels.triton.matmul import RowsPlan, has_room, multiply_rows, tiled
 from quire.kernels.triton.tile_dots import LONGEST
 
 
@@ -77,50 +77,6 @@ def _to_int8(x: tl.tensor) -> tl.tensor:
     return (x + tl.where(x < 0, -0.5, 0.5)).to(tl.int8)
 
 
-@triton.jit
-def _rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    NUM: tl.constexpr,
-    GATED: tl.constexpr,
-    BIASED: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Multiply `NUM` rows of x by ROWS weight rows. If `GATED`, the up rows follow the gate rows. Grid:
-    (size_out / ROWS,)."""
-    n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
-    exists = n < size_out
-    valid = exists[:, None] & (k < size_in)[None, :]
-    at = weight + n.to(tl.int64)[:, None] * size_in + k[None, :]
-    w = tl.load(at, mask=valid, other=0, eviction_policy="evict_first")
-    scale = tl.load(scales + n, mask=exists, other=0.0)
-    if GATED:
-        at += size_out.to(tl.int64) * size_in
-        up = tl.load(at, mask=valid, other=0, eviction_policy="evict_first")
-        up_scale = tl.load(scales + size_out + n, mask=exists, other=0.0)
-    if BIASED:
-        offset = tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
-    follow(OVERLAP)
-    kind = out.dtype.element_ty
-    for m in tl.static_range(NUM):
-        row = tl.load(x + m * x_stride + k, mask=k < size_in, other=0.0).to(tl.float32)[None, :]
-        y = tl.sum(w.to(tl.float32) * row, 1) * scale
-        if BIASED:
-            y += offset
-        y = y.to(kind)
-        if GATED:
-            y = silu_times(y, (tl.sum(up.to(tl.float32) * row, 1) * up_scale).to(kind))
-        tl.store(out + m * size_out + n, y, mask=exists)
-
-
 @triton.jit(do_not_specialize=["num"])
 def _tiles(
     out: tl.tensor,
@@ -134,7 +90,6 @@ def _tiles(
     size_out: tl.tensor,
     PARTS: tl.constexpr,
     GATED: tl.constexpr,
-    BIASED: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -162,7 +117,7 @@ def _tiles(
     exists = n < size_out
     x_scale = tl.load(x_scales + m, mask=m < num, other=0.0)[None, :]
     y = _combine_parts(acc, low, PARTS) * (tl.load(scales + n, mask=exists, other=0.0)[:, None] * x_scale)
-    if BIASED:
+    if bias is not None:
         y += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[:, None]
     kind = out.dtype.element_ty
     y = y.to(kind)
@@ -248,23 +203,17 @@ def multiply(
 ) -> Tensor:
     """Multiply x itself by a `RowsPlan`, or its quantized parts by an `Int8TilesPlan`."""
     codes, scales = weight
-    num, size_out, size_in = len(x), len(codes) // (1 + gated), codes.shape[1]
-    out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
-    ahead, biased = overlap(num, min(size_in, size_out)), bias is not None
-    offset = out if bias is None else bias
     if isinstance(plan, RowsPlan):
-        launch(_rows, triton.cdiv(size_out, plan.rows))(
-            out, x, codes, scales, offset, size_in, size_out, x.stride(0), NUM=num, GATED=gated,
-            BIASED=biased, ROWS=plan.rows, LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead,
-            launch_pdl=ahead, num_warps=plan.warps,
-        )  # fmt: skip
-        return out
+        return multiply_rows(x, codes, scales, bias, plan, gated=gated)
+    num, size_out, size_in = len(x), len(codes) // (1 + gated), codes.shape[1]
+    ahead = overlap(num, min(size_in, size_out))
+    out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
     assert rounded is not None
     launch(_tiles, triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows))(
         out, tiled(rounded.codes, plan.num, plan.length), rounded.scales,
-        tiled(codes, plan.rows, plan.length), scales, offset, num, size_in, size_out,
-        PARTS=len(rounded.codes) // num, GATED=gated, BIASED=biased, NUM=plan.num, ROWS=plan.rows,
-        LENGTH=plan.length, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
+        tiled(codes, plan.rows, plan.length), scales, bias, num, size_in, size_out,
+        PARTS=len(rounded.codes) // num, GATED=gated, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length,
+        OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quire.kernels.ops import LoRAHeads
 from quire.kernels.triton.launch import MOST_ROWS, follow, follow_late, launch, overlap
-from quire.kernels.triton.lora_few import FewRows, lora_outputs
-from quire.kernels.triton.moe_align import most_tiles, sort
+from quire.kernels.triton.lora_few import FewRows, lora_outputs, outputs_of
+from quire.kernels.triton.moe_align import most_tiles, sort, tile_at
 from quire.kernels.triton.tile_dots import all_of, arrivals_of, empty, times, upright
 
 _SHORT, _TALL = 16, 64
@@ -100,10 +100,8 @@ def _shrink(
     follow_late(OVERLAP, LATE)
     if tile >= tl.load(work):
         return
-    slot = tl.load(work + 4 + 4 * tile).to(tl.int64)
-    at = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM)
-    valid = at < tl.load(work + 6 + 4 * tile)
-    m, p = tl.load(order + at, mask=valid, other=0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    slot, _, end, m, at = tile_at(order, work, tile, NUM)
+    slot, valid, p = slot.to(tl.int64), at < end, tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
     first = split * share
     acc = empty(NUM, ROWS)
@@ -167,20 +165,13 @@ def _expand(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Add B of the shrunk rows to a tile of outputs. Grid: (tiles, outputs of each part / ROWS)."""
-    tile, left, part, n, end, size = tl.program_id(0), tl.program_id(1), 0, 0, 0, 0
-    for i in tl.static_range(len(SIZES)):
-        if left >= 0:
-            part, n, end = i, size + left * ROWS, size + SIZES[i]
-        left -= tl.cdiv(SIZES[i], ROWS)
-        size += SIZES[i]
-    n += tl.arange(0, ROWS)
+    tile = tl.program_id(0)
+    part, n, end = outputs_of(SIZES, ROWS)
     follow(OVERLAP)
     if tile >= tl.load(work):
         return
-    slot = tl.load(work + 4 + 4 * tile).to(tl.int64)
-    at = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM)
-    valid = at < tl.load(work + 6 + 4 * tile)
-    m = tl.load(order + at, mask=valid, other=0).to(tl.int64)
+    slot, _, last, m, at = tile_at(order, work, tile, NUM)
+    slot, valid = slot.to(tl.int64), at < last
     acc = empty(NUM, ROWS)
     for start in tl.static_range(0, RANK, CHUNK):
         r = start + tl.arange(0, CHUNK)

@@ -148,7 +148,7 @@ def _expand(
 ) -> None:
     """Compute B h for a tile of rows. A single row without an adapter gets zeros. Grid: (tiles, outputs of
     each part / ROWS)."""
-    part, n, last = _outputs_of(SIZES, ROWS)
+    part, n, last = outputs_of(SIZES, ROWS)
     r, split = tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(SPLITS))
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -168,7 +168,7 @@ def _expand(
 
 
 @triton.jit
-def _outputs_of(SIZES: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+def outputs_of(SIZES: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     """Return a program's part, its outputs, and the end of the part."""
     left, part, n, end, size = tl.program_id(1), 0, 0, 0, 0
     for i in tl.static_range(len(SIZES)):

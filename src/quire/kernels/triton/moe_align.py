@@ -86,6 +86,16 @@ def _sort(
             tl.store(work, tl.sum(tiles, 0))
 
 
+@triton.jit
+def tile_at(order: tl.tensor, work: tl.tensor, tile: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
+    """Return the expert of a tile that `sort` has listed, its first pair and the end of its pairs, and their
+    places before and after the sort."""
+    work += 4 + 4 * tile
+    expert, start, end = tl.load(work), tl.load(work + 1), tl.load(work + 2)
+    m = start + tl.arange(0, NUM)
+    return expert, start, end, tl.load(order + m, mask=m < end, other=0).to(tl.int64), m
+
+
 def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> Sorted:
     """Return the pairs sorted by expert [pairs], without those of experts on other ranks (id below 0), and
     the tiles: their number, then from 4 on for each tile of up to `height` pairs its expert, first pair, end,

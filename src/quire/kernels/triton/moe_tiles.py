@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.fp8 import along_x, plus
 from quire.kernels.triton.launch import follow
 from quire.kernels.triton.lora_few import plus_added
-from quire.kernels.triton.tile_dots import empty, times, upright
+from quire.kernels.triton.moe_align import tile_at
+from quire.kernels.triton.tile_dots import along_x, empty, plus, times, upright
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -28,7 +28,6 @@ def tiles(
     slots: tl.tensor,
     TOP: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
     BLOCKED: tl.constexpr,
     EVEN: tl.constexpr,
     NUM: tl.constexpr,
@@ -44,10 +43,8 @@ def tiles(
     follow(OVERLAP)
     if tile >= tl.load(work):
         return
-    work += 4 + 4 * tile
-    expert, start, end = tl.load(work), tl.load(work + 1), tl.load(work + 2)
-    m, n = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
-    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+    expert, start, end, pair, m = tile_at(order, work, tile, NUM)
+    n = first_n + tl.arange(0, ROWS)
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     if ACTIVATION != "":
         row, x_row, k = expert * 2 * size_out + first_n, pair // TOP, tl.arange(0, LENGTH)
@@ -68,7 +65,7 @@ def tiles(
     if ACTIVATION != "":
         up = _rescale(up, scale, x_scale, row + size_out, n < size_out, x_row, NUM, BLOCKED)
     inside = (m < end)[:, None] & (n < size_out)[None, :]
-    y = _finish(acc, up, bias + row, m, n, pair, inside, size_out, out, added, slots, NUM, ACTIVATION, BIASED)
+    y = _finish(acc, up, bias, row, m, n, pair, inside, size_out, out, added, slots, NUM, ACTIVATION)
     to = m.to(tl.int64) if ACTIVATION != "" else pair
     tl.store(out + to[:, None] * size_out + n[None, :], y, mask=inside)
 
@@ -78,6 +75,7 @@ def _finish(
     acc: tl.tensor,
     up: tl.tensor,
     bias: tl.tensor,
+    row: tl.tensor,
     m: tl.tensor,
     n: tl.tensor,
     pair: tl.tensor,
@@ -88,16 +86,15 @@ def _finish(
     slots: tl.tensor,
     NUM: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
 ) -> tl.tensor:
     """Return the output of `tiles`. LoRA outputs of gate and up are by pairs, those of down by sorted
     pairs."""
     src = pair if ACTIVATION != "" else m.to(tl.int64)
     place = src[:, None] * (2 * size_out if ACTIVATION != "" else size_out) + n[None, :]
-    y = _add_bias(acc, bias, n < size_out, out, added, slots, src, place, inside, NUM, BIASED)
+    y = _add_bias(acc, bias, row, n < size_out, out, added, slots, src, place, inside, NUM)
     if ACTIVATION != "":
-        bias += size_out
-        up = _add_bias(up, bias, n < size_out, out, added, slots, src, place + size_out, inside, NUM, BIASED)
+        place, row = place + size_out, row + size_out
+        up = _add_bias(up, bias, row, n < size_out, out, added, slots, src, place, inside, NUM)
         y = gate_times(y, up, ACTIVATION)
     return y
 
@@ -149,6 +146,7 @@ def _rescale(
 def _add_bias(
     acc: tl.tensor,
     bias: tl.tensor,
+    row: tl.tensor,
     exists: tl.tensor,
     like: tl.tensor,
     added: tl.tensor,
@@ -157,11 +155,10 @@ def _add_bias(
     place: tl.tensor,
     inside: tl.tensor,
     NUM: tl.constexpr,
-    BIASED: tl.constexpr,
 ) -> tl.tensor:
     """Transpose the sums if needed, add the bias and the LoRA outputs of rows `src` at `place`, and round."""
-    if BIASED:
-        offset = tl.load(bias, mask=exists, other=0.0).to(tl.float32)
+    if bias is not None:
+        offset = tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
         acc += offset[:, None] if NUM < 64 else offset[None, :]
     if added is None:
         return upright(acc.to(like.dtype.element_ty), NUM)

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.moe import MoERowsPlan, MoETile, MoETilesPlan, Plan
-from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix
+from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix, tile_at
 from quire.kernels.triton.tile_dots import empty, times, upright
 
 _HALF_WAY = tl.constexpr(2.0**63)
@@ -194,9 +194,8 @@ def _tiles(
     follow(OVERLAP)
     if tile >= tl.load(work):
         return
-    expert = tl.load(work + 4 + 4 * tile).to(tl.int64)
-    m, end = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM), tl.load(work + 6 + 4 * tile)
-    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+    expert, _, end, pair, m = tile_at(order, work, tile, NUM)
+    expert = expert.to(tl.int64)
     x_row, row = m.to(tl.int64), expert * size_out + n
     if ACTIVATION != "":
         x_row, row = pair // TOP, expert * 2 * size_out + n

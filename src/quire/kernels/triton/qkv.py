@@ -13,11 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.ops import HeadEntry, LoRAHeads
-from quire.kernels.triton.fp8 import scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.lora import added_to_one
 from quire.kernels.triton.ops import angles, put
-from quire.kernels.triton.tile_dots import LONGEST
+from quire.kernels.triton.tile_dots import LONGEST, scales_of
 
 _NUMBERS = 4096
 """Least number of weight elements of each half per program; twice as many for 1-byte weights."""
