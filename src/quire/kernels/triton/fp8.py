@@ -31,16 +31,9 @@ Plan = RowsPlan | TilesPlan | None
 
 @triton.jit
 def _quantize(
-    out: tl.tensor,
-    scales: tl.tensor,
-    x: tl.tensor,
-    size: tl.tensor,
-    stride: tl.tensor,
-    GATED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, scales: tl.tensor, x: tl.tensor, size: tl.tensor, stride: tl.tensor,
+    GATED: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Quantize GROUPS groups of one row, with one scale per `WIDTH` elements or per row. If `GATED`, x is a
     gate and an up part, and silu(gate) * up is quantized. Grid: (rows, groups / GROUPS)."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)

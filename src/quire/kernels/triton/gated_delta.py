@@ -16,27 +16,11 @@ def inverse_length(x: tl.tensor, eps: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def delta_single(
-    out: tl.tensor,
-    qkv: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    state: tl.tensor,
-    seqs: tl.tuple,
-    stride: tl.tensor,
-    ab_stride: tl.tensor,
-    scale: tl.tensor,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    EPS: tl.constexpr,
-    ALL: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, qkv: tl.tensor, a: tl.tensor, b: tl.tensor, rate: tl.tensor, bias: tl.tensor,
+    state: tl.tensor, seqs: tl.tuple, stride: tl.tensor, ab_stride: tl.tensor, scale: tl.tensor,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
+    ALL: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Update the state of one head with a single token and compute its output. Grid: (sequences, heads,
     value_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
@@ -94,28 +78,12 @@ def inverse(system: tl.tensor, i: tl.tensor, LEVELS: tl.constexpr, PRECISION: tl
 
 @triton.jit
 def delta_solve(
-    by_key: tl.tensor,
-    by_value: tl.tensor,
-    qkv: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    chunks: tl.tensor,
-    starts: tl.tensor,
-    stride: tl.tensor,
-    ab_stride: tl.tensor,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    EPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    by_key: tl.tensor, by_value: tl.tensor, qkv: tl.tensor, a: tl.tensor, b: tl.tensor, rate: tl.tensor,
+    bias: tl.tensor, chunks: tl.tensor, starts: tl.tensor, stride: tl.tensor, ab_stride: tl.tensor,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute `by_key` [T, heads, key_dim] and `by_value` [T, heads, value_dim] of one chunk. Its tokens
     write `by_value` - `by_key` h, with the state h before the chunk. Grid: (chunks, heads)."""
     head = tl.program_id(1)
@@ -145,28 +113,12 @@ def delta_solve(
 
 @triton.jit
 def delta_chunks(
-    out: tl.tensor,
-    by_key: tl.tensor,
-    by_value: tl.tensor,
-    qkv: tl.tensor,
-    a: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    state: tl.tensor,
-    seqs: tl.tuple,
-    stride: tl.tensor,
-    ab_stride: tl.tensor,
+    out: tl.tensor, by_key: tl.tensor, by_value: tl.tensor, qkv: tl.tensor, a: tl.tensor, rate: tl.tensor,
+    bias: tl.tensor, state: tl.tensor, seqs: tl.tuple, stride: tl.tensor, ab_stride: tl.tensor,
     scale: tl.tensor,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    EPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_DIM: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute outputs chunk by chunk, with the state in registers. Grid: (longer sequences, heads, value_dim
     / BLOCK_DIM)."""
     head = tl.program_id(1)

@@ -133,17 +133,10 @@ class Int4MoETile(NamedTuple):
 
 @triton.jit
 def _accumulate(
-    operands: tl.tuple,
-    sizes: tl.tuple,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    RUN: tl.constexpr,
-    LENGTH: tl.constexpr,
-) -> tl.tuple:
+    operands: tl.tuple, sizes: tl.tuple,
+    KIND: tl.constexpr, GATED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, NUM: tl.constexpr,
+    ROWS: tl.constexpr, RUN: tl.constexpr, LENGTH: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
     """Return a tile's sums [ROWS, NUM], and those of the up part."""
     RUNS: tl.constexpr = 16 // BITS
     PARTS: tl.constexpr = RUN // LENGTH
@@ -176,28 +169,12 @@ def _accumulate(
 
 @triton.jit
 def _tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    heads: tl.tensor,
-    bias: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    head_stride: tl.tensor,
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, heads: tl.tensor, bias: tl.tensor, order: tl.tensor,
+    work: tl.tensor, size_in: tl.tensor, size_out: tl.tensor, x_stride: tl.tensor, head_stride: tl.tensor,
     groups: tl.tensor,
-    TOP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    RUN: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, NUM: tl.constexpr,
+    ROWS: tl.constexpr, RUN: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute a tile of sorted pairs. `weight` is a descriptor of tiles. Grid: (most tiles * size_out /
     ROWS,).
 

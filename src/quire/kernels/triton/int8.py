@@ -43,17 +43,10 @@ _WIDENED = 4096
 
 @triton.jit
 def _quantize(
-    codes: tl.tensor,
-    scales: tl.tensor,
-    x: tl.tensor,
-    static: tl.tensor,
-    size: tl.tensor,
+    codes: tl.tensor, scales: tl.tensor, x: tl.tensor, static: tl.tensor, size: tl.tensor,
     x_stride: tl.tensor,
-    STATIC: tl.constexpr,
-    PARTS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    STATIC: tl.constexpr, PARTS: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Quantize one row of x, in one or two parts. Grid: (rows of x,)."""
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, LENGTH)
     follow(OVERLAP)
@@ -79,22 +72,11 @@ def _to_int8(x: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["num"])
 def _tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    weight: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    num: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    out: tl.tensor, x: tl.tensor, x_scales: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor,
+    num: tl.tensor, size_in: tl.tensor, size_out: tl.tensor,
+    PARTS: tl.constexpr, GATED: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute a tile. `x` and `weight` are descriptors of tiles; the second part of x is below the first. The
     weight is the first operand, so sums are transposed. Grid: (num / NUM * size_out / ROWS,)."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)

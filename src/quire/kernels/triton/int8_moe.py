@@ -32,23 +32,11 @@ class ExpertCodes(NamedTuple):
 
 @triton.jit
 def _tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    TOP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, order: tl.tensor,
+    work: tl.tensor, size_in: tl.tensor, size_out: tl.tensor, x_stride: tl.tensor,
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute a tile of sorted pairs. `weight` is a descriptor of tiles. Grid: (most tiles * size_out /
     ROWS,).
 

@@ -44,20 +44,11 @@ def decays(since: tl.tensor, at: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def conv_single(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    state: tl.tensor,
-    seqs: tl.tuple,
-    channels: tl.tensor,
-    stride: tl.tensor,
-    KERNEL: tl.constexpr,
-    ACTIVATED: tl.constexpr,
-    ALL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, bias: tl.tensor, state: tl.tensor, seqs: tl.tuple,
+    channels: tl.tensor, stride: tl.tensor,
+    KERNEL: tl.constexpr, ACTIVATED: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute the convolution of a single token and update its state. Each channel belongs to one thread.
     Grid: (sequences, channels / BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -83,15 +74,10 @@ def conv_single(
 
 @triton.jit
 def load_input(
-    x: tl.tensor,
-    state: tl.tensor,
-    start: tl.tensor,
-    at: tl.tensor,
-    stride: tl.tensor,
-    exists: tl.tensor,
+    x: tl.tensor, state: tl.tensor, start: tl.tensor, at: tl.tensor, stride: tl.tensor, exists: tl.tensor,
     has_state: tl.tensor,
     KERNEL: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Load a sequence's inputs at token `at` of this batch, or for -1, -2 .. from its state. Tokens before
     the state have no weight."""
     if at >= 0:
@@ -103,19 +89,10 @@ def load_input(
 
 @triton.jit
 def conv_chunks(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    state: tl.tensor,
-    seqs: tl.tuple,
-    channels: tl.tensor,
-    stride: tl.tensor,
-    KERNEL: tl.constexpr,
-    ACTIVATED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, bias: tl.tensor, state: tl.tensor, seqs: tl.tuple,
+    channels: tl.tensor, stride: tl.tensor,
+    KERNEL: tl.constexpr, ACTIVATED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute the convolution of a chunk, four tokens at a time, so that each input is read once. KERNEL <=
     4. States are only read. Grid: (chunks, channels / BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -157,14 +134,9 @@ def conv_chunks(
 
 @triton.jit
 def conv_keep(
-    x: tl.tensor,
-    state: tl.tensor,
-    seqs: tl.tuple,
-    channels: tl.tensor,
-    stride: tl.tensor,
-    KERNEL: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, state: tl.tensor, seqs: tl.tuple, channels: tl.tensor, stride: tl.tensor,
+    KERNEL: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the last inputs of longer sequences as their state. Grid: (longer sequences, channels /
     BLOCK)."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -183,27 +155,12 @@ def conv_keep(
 
 @triton.jit
 def scan_single(
-    out: tl.tensor,
-    xbc: tl.tensor,
-    dt: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    skip: tl.tensor,
-    state: tl.tensor,
-    seqs: tl.tuple,
-    stride: tl.tensor,
-    dt_stride: tl.tensor,
-    least: tl.tensor,
+    out: tl.tensor, xbc: tl.tensor, dt: tl.tensor, rate: tl.tensor, bias: tl.tensor, skip: tl.tensor,
+    state: tl.tensor, seqs: tl.tuple, stride: tl.tensor, dt_stride: tl.tensor, least: tl.tensor,
     most: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    ALL: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, ALL: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Update the state of one head with a single token and compute its output. Grid: (sequences, heads,
     head_dim / BLOCK_DIM)."""
     head = tl.program_id(1)
@@ -230,27 +187,12 @@ def scan_single(
 
 @triton.jit
 def scan_chunks(
-    out: tl.tensor,
-    xbc: tl.tensor,
-    dt: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    skip: tl.tensor,
-    state: tl.tensor,
-    seqs: tl.tuple,
-    stride: tl.tensor,
-    dt_stride: tl.tensor,
-    least: tl.tensor,
+    out: tl.tensor, xbc: tl.tensor, dt: tl.tensor, rate: tl.tensor, bias: tl.tensor, skip: tl.tensor,
+    state: tl.tensor, seqs: tl.tuple, stride: tl.tensor, dt_stride: tl.tensor, least: tl.tensor,
     most: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """Scan chunk by chunk with the state in registers. Grid: (longer sequences, heads, head_dim /
     BLOCK_DIM)."""
     head = tl.program_id(1)

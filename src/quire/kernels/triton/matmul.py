@@ -73,22 +73,11 @@ Plan = RowsPlan | TilesPlan | None
 
 @triton.jit
 def _rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    bias: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    added: tl.tensor,
-    NUM: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, size_in: tl.tensor,
+    size_out: tl.tensor, x_stride: tl.tensor, added: tl.tensor,
+    NUM: tl.constexpr, GATED: tl.constexpr, BLOCKED: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Multiply `NUM` rows of x by ROWS weight rows, which lie in one block if scales are `BLOCKED`. If
     `GATED`, the up rows follow the gate rows. `added` are the LoRA outputs of a single row. Grid: (size_out /
     ROWS,)."""
@@ -123,31 +112,12 @@ def _rows(
 
 @triton.jit(do_not_specialize=["num"])
 def _tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    x_scale: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    bias: tl.tensor,
-    parts: tl.tensor,
-    arrivals: tl.tensor,
-    num: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    adapted: tl.tuple,
-    added: tl.tensor,
-    slots: tl.tensor,
-    GATED: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    RANK: tl.constexpr,
-    ENDS: tl.constexpr,
-    LATE: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, x_scale: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor,
+    parts: tl.tensor, arrivals: tl.tensor, num: tl.tensor, size_in: tl.tensor, size_out: tl.tensor,
+    adapted: tl.tuple, added: tl.tensor, slots: tl.tensor,
+    GATED: tl.constexpr, BLOCKED: tl.constexpr, RANK: tl.constexpr, ENDS: tl.constexpr, LATE: tl.constexpr,
+    NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute a tile from descriptors `x` and `weight`. The last split sums all parts; `arrivals` is zero
     before and after. If `BLOCKED`, a tile of the weight has one scale. If `LATE`, the previous kernels are
     LoRA's. Grid: (tiles, SPLITS)."""
@@ -194,16 +164,10 @@ def _tiles(
 
 @triton.jit
 def _block_scales(
-    x_scale: tl.tensor,
-    scale: tl.tensor,
-    first_m: tl.tensor,
-    first_n: tl.tensor,
-    at: tl.tensor,
-    num: tl.tensor,
-    size_in: tl.tensor,
-    NUM: tl.constexpr,
-    BLOCKED: tl.constexpr,
-) -> tl.tensor:
+    x_scale: tl.tensor, scale: tl.tensor, first_m: tl.tensor, first_n: tl.tensor, at: tl.tensor,
+    num: tl.tensor, size_in: tl.tensor,
+    NUM: tl.constexpr, BLOCKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return the scales of rows of x at input `at`, and the place of the weight's scale."""
     if BLOCKED:
         m = first_m + tl.arange(0, NUM)
@@ -215,16 +179,10 @@ def _block_scales(
 
 @triton.jit
 def _apply_scales(
-    acc: tl.tensor,
-    x_scale: tl.tensor,
-    scale: tl.tensor,
-    first: tl.tensor,
-    m: tl.tensor,
-    n: tl.tensor,
-    num: tl.tensor,
-    size_out: tl.tensor,
+    acc: tl.tensor, x_scale: tl.tensor, scale: tl.tensor, first: tl.tensor, m: tl.tensor, n: tl.tensor,
+    num: tl.tensor, size_out: tl.tensor,
     BLOCKED: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Apply the scales of rows m, and of outputs n from `first` on; blocked scales were applied in the
     loop."""
     if scale is not None and not BLOCKED:
@@ -235,17 +193,10 @@ def _apply_scales(
 
 @triton.jit
 def _add_lora(
-    acc: tl.tensor,
-    adapted: tl.tuple,
-    added: tl.tensor,
-    slots: tl.tensor,
-    rows: tl.tuple,
-    first: tl.tensor,
-    outputs: tl.tensor,
-    reach: tl.tensor,
-    RANK: tl.constexpr,
-    ENDS: tl.constexpr,
-) -> tl.tensor:
+    acc: tl.tensor, adapted: tl.tuple, added: tl.tensor, slots: tl.tensor, rows: tl.tuple, first: tl.tensor,
+    outputs: tl.tensor, reach: tl.tensor,
+    RANK: tl.constexpr, ENDS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Add the LoRA outputs from `first` on, computed here (`RANK`) or before, and round."""
     out, m, num, inside = rows
     NUM: tl.constexpr = acc.shape[0]

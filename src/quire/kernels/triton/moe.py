@@ -81,24 +81,11 @@ _TILES_OF_BLOCKS = {
 
 @triton.jit
 def _up_rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    bias: tl.tensor,
-    ids: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    added: tl.tensor,
-    slots: tl.tensor,
-    TOP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, ids: tl.tensor,
+    size_in: tl.tensor, size_out: tl.tensor, x_stride: tl.tensor, added: tl.tensor, slots: tl.tensor,
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCKED: tl.constexpr, ROWS: tl.constexpr,
+    LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute ROWS outputs of gate and up for one pair. The next kernel starts after `ids` are written. Grid:
     (pairs * size_out / ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
@@ -137,24 +124,11 @@ def _up_rows(
 
 @triton.jit
 def _down_rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    bias: tl.tensor,
-    ids: tl.tensor,
-    weights: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    added: tl.tensor,
-    slots: tl.tensor,
-    TOP: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, ids: tl.tensor,
+    weights: tl.tensor, size_in: tl.tensor, size_out: tl.tensor, added: tl.tensor, slots: tl.tensor,
+    TOP: tl.constexpr, BLOCKED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute ROWS outputs of down for one token. `EXPERTS` >= TOP is a power of two. Grid: (tokens *
     size_out / ROWS,).
 

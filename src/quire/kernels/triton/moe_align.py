@@ -35,19 +35,10 @@ def _count(
 
 @triton.jit(do_not_specialize=["num", "chunks", "span"])
 def _sort(
-    order: tl.tensor,
-    work: tl.tensor,
-    counts: tl.tensor,
-    ids: tl.tensor,
-    num: tl.tensor,
-    chunks: tl.tensor,
+    order: tl.tensor, work: tl.tensor, counts: tl.tensor, ids: tl.tensor, num: tl.tensor, chunks: tl.tensor,
     span: tl.tensor,
-    HEIGHT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BINS: tl.constexpr,
-    ALONE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    HEIGHT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, ALONE: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the pairs of one expert in `span` chunks to their sorted positions. Grid: (experts, chunks /
     span).
 
@@ -165,16 +156,9 @@ def add(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *, ahead: bool) ->
 
 @triton.jit
 def _sum(
-    out: tl.tensor,
-    x: tl.tensor,
-    ids: tl.tensor,
-    weights: tl.tensor,
-    size: tl.tensor,
-    TOP: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, ids: tl.tensor, weights: tl.tensor, size: tl.tensor,
+    TOP: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Sum BLOCK elements of one token's pairs. `EXPERTS` >= TOP is a power of two. Grid: (tokens, size /
     BLOCK)."""
     token, rank = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)

@@ -12,29 +12,12 @@ from quire.kernels.triton.tile_dots import along_x, empty, plus, times, upright
 
 @triton.jit(do_not_specialize=["num"])
 def tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    x_scale: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    bias: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
-    num: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    added: tl.tensor,
-    slots: tl.tensor,
-    TOP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    EVEN: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, x_scale: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor,
+    order: tl.tensor, work: tl.tensor, num: tl.tensor, size_in: tl.tensor, size_out: tl.tensor,
+    x_stride: tl.tensor, added: tl.tensor, slots: tl.tensor,
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr, NUM: tl.constexpr,
+    ROWS: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute a tile of sorted pairs. `weight` is a descriptor of tiles; x has `num` rows. With an
     activation, gate and up from tokens `x`; else down from tiles `x` of sorted pairs, stored in the order
     before the sort. Grid: (tiles * size_out / ROWS,)."""
@@ -72,21 +55,11 @@ def tiles(
 
 @triton.jit
 def _finish(
-    acc: tl.tensor,
-    up: tl.tensor,
-    bias: tl.tensor,
-    row: tl.tensor,
-    m: tl.tensor,
-    n: tl.tensor,
-    pair: tl.tensor,
-    inside: tl.tensor,
-    size_out: tl.tensor,
-    out: tl.tensor,
-    added: tl.tensor,
+    acc: tl.tensor, up: tl.tensor, bias: tl.tensor, row: tl.tensor, m: tl.tensor, n: tl.tensor,
+    pair: tl.tensor, inside: tl.tensor, size_out: tl.tensor, out: tl.tensor, added: tl.tensor,
     slots: tl.tensor,
-    NUM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-) -> tl.tensor:
+    NUM: tl.constexpr, ACTIVATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return the output of `tiles`. LoRA outputs of gate and up are by pairs, those of down by sorted
     pairs."""
     src = pair if ACTIVATION != "" else m.to(tl.int64)
@@ -101,19 +74,10 @@ def _finish(
 
 @triton.jit
 def _dot(
-    acc: tl.tensor,
-    a: tl.tensor,
-    weight: tl.tensor,
-    row: tl.tensor,
-    at: tl.tensor,
-    block: tl.tensor,
-    scale: tl.tensor,
-    x_scale: tl.tensor,
-    x_row: tl.tensor,
-    num: tl.tensor,
-    size_in: tl.tensor,
+    acc: tl.tensor, a: tl.tensor, weight: tl.tensor, row: tl.tensor, at: tl.tensor, block: tl.tensor,
+    scale: tl.tensor, x_scale: tl.tensor, x_row: tl.tensor, num: tl.tensor, size_in: tl.tensor,
     BLOCKED: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Add the product of one step; `block` is the row of its weight scale, `x_row` are the rows of
     `x_scale`."""
     w = weight.load([row, at])
@@ -126,15 +90,9 @@ def _dot(
 
 @triton.jit
 def _rescale(
-    acc: tl.tensor,
-    scale: tl.tensor,
-    x_scale: tl.tensor,
-    row: tl.tensor,
-    exists: tl.tensor,
-    x_row: tl.tensor,
-    NUM: tl.constexpr,
-    BLOCKED: tl.constexpr,
-) -> tl.tensor:
+    acc: tl.tensor, scale: tl.tensor, x_scale: tl.tensor, row: tl.tensor, exists: tl.tensor, x_row: tl.tensor,
+    NUM: tl.constexpr, BLOCKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     if scale is not None and not BLOCKED:
         factor = tl.load(scale + row, mask=exists, other=0.0)
         acc *= factor[:, None] if NUM < 64 else factor[None, :]
@@ -144,18 +102,10 @@ def _rescale(
 
 @triton.jit
 def _add_bias(
-    acc: tl.tensor,
-    bias: tl.tensor,
-    row: tl.tensor,
-    exists: tl.tensor,
-    like: tl.tensor,
-    added: tl.tensor,
-    slots: tl.tensor,
-    src: tl.tensor,
-    place: tl.tensor,
-    inside: tl.tensor,
+    acc: tl.tensor, bias: tl.tensor, row: tl.tensor, exists: tl.tensor, like: tl.tensor, added: tl.tensor,
+    slots: tl.tensor, src: tl.tensor, place: tl.tensor, inside: tl.tensor,
     NUM: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Transpose the sums if needed, add the bias and the LoRA outputs of rows `src` at `place`, and round."""
     if bias is not None:
         offset = tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)

@@ -26,17 +26,10 @@ _TAKEN: tl.constexpr = tl.constexpr(-(2**31))
 
 @triton.jit(do_not_specialize=["num"])
 def _route(
-    ids: tl.tensor,
-    weights: tl.tensor,
-    logits: tl.tensor,
-    bias: tl.tensor,
-    scale: tl.tensor,
-    num: tl.tensor,
+    ids: tl.tensor, weights: tl.tensor, logits: tl.tensor, bias: tl.tensor, scale: tl.tensor, num: tl.tensor,
     stride: tl.tensor,
-    HOW: tl.constexpr,
-    NUM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    HOW: tl.constexpr, NUM: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Route NUM tokens. Grid: (num / NUM,)."""
     token = tl.program_id(0).to(tl.int64) * NUM + tl.arange(0, NUM)
     expert, exists = _experts(HOW)
@@ -48,22 +41,10 @@ def _route(
 
 @triton.jit
 def _choose(
-    ids: tl.tensor,
-    weights: tl.tensor,
-    logits: tl.tensor,
-    x: tl.tensor,
-    router: tl.tensor,
-    router_bias: tl.tensor,
-    bias: tl.tensor,
-    arrivals: tl.tensor,
-    scale: tl.tensor,
-    size: tl.tensor,
-    EXPERTS: tl.constexpr,
-    HOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    ids: tl.tensor, weights: tl.tensor, logits: tl.tensor, x: tl.tensor, router: tl.tensor,
+    router_bias: tl.tensor, bias: tl.tensor, arrivals: tl.tensor, scale: tl.tensor, size: tl.tensor,
+    EXPERTS: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute ROWS logits of a single token; the last program routes. `arrivals` is zero before and after.
     Grid: (EXPERTS / ROWS,)."""
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
@@ -97,15 +78,10 @@ def _experts(HOW: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _choose_experts(
-    values: tl.tensor,
-    token: tl.tensor,
-    num: tl.tensor,
-    ids: tl.tensor,
-    weights: tl.tensor,
-    bias: tl.tensor,
+    values: tl.tensor, token: tl.tensor, num: tl.tensor, ids: tl.tensor, weights: tl.tensor, bias: tl.tensor,
     scale: tl.tensor,
     HOW: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Choose the experts of some tokens from logits [tokens, columns]; `HOW` is the result of `_how`.
 
     Padding rows may hold anything; the chosen experts exist and differ even then.

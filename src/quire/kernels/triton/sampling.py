@@ -158,15 +158,10 @@ def _constrain(
 
 @triton.jit
 def _scan(
-    logits: tl.tensor,
-    limits: tl.tuple,
-    masks: tl.tuple,
-    floats: tl.tensor,
-    ints: tl.tensor,
-    vocab: tl.tensor,
-    stride: tl.tensor,
+    logits: tl.tensor, limits: tl.tuple, masks: tl.tuple, floats: tl.tensor, ints: tl.tensor,
+    vocab: tl.tensor, stride: tl.tensor,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store a tile's argmax, noisy argmax and chunk maxima. Grid: (rows, tiles). `limits` are the sampling
     parameters of rows, or None for the argmax only; `masks` is a `ConstrainedDevice` or None.
 
@@ -219,13 +214,9 @@ def _reduce(floats: tl.tensor, ints: tl.tensor, tiles: tl.tensor, TILES: tl.cons
 
 @triton.jit
 def _finish_argmax(
-    out: tl.tensor,
-    floats: tl.tensor,
-    ints: tl.tensor,
-    tiles: tl.tensor,
-    TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, floats: tl.tensor, ints: tl.tensor, tiles: tl.tensor,
+    TILES: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     follow(OVERLAP)
     floats += row * ((2 + _CHUNKS) * tiles + _FEW)
@@ -265,14 +256,9 @@ def _masses(
 
 @triton.jit
 def _noisy_argmax(
-    row: tl.tensor,
-    vocab: tl.tensor,
-    heat: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
-    floor: tl.tensor,
+    row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, seed: tl.tensor, position: tl.tensor, floor: tl.tensor,
     bar: tl.tensor,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Return id and logit of the noisy argmax among logits from `floor` on and above `bar`."""
     most, most_id = tl.full([TILE], _NEVER, tl.float32), tl.full([TILE], _BIG, tl.int32)
     for start in range(0, vocab, TILE):
@@ -287,17 +273,9 @@ def _noisy_argmax(
 
 @triton.jit
 def _reject(
-    row: tl.tensor,
-    vocab: tl.tensor,
-    heat: tl.tensor,
-    k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
-    peak: tl.tensor,
-    id: tl.tensor,
-) -> tl.tensor:
+    row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor,
+    seed: tl.tensor, position: tl.tensor, peak: tl.tensor, id: tl.tensor,
+) -> tl.tensor:  # fmt: skip
     """Return the token of a row with limits, given its unlimited sample."""
     floor = _min_p_floor(peak, min_p)
     if k > 0:
@@ -318,15 +296,9 @@ def _reject(
 
 @triton.jit
 def _sample_candidates(
-    values: tl.tensor,
-    ids: tl.tensor,
-    k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
-    peak: tl.tensor,
-) -> tl.tensor:
+    values: tl.tensor, ids: tl.tensor, k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, seed: tl.tensor,
+    position: tl.tensor, peak: tl.tensor,
+) -> tl.tensor:  # fmt: skip
     """Return the token of a row with all of its k best among the candidates."""
     kth = _threshold(values, (values > _NEVER).to(tl.int32), k)
     floor = tl.maximum(_min_p_floor(peak, min_p), tl.where(kth == kth, kth, _NEVER))
@@ -341,17 +313,10 @@ def _sample_candidates(
 
 @triton.jit
 def _collect(
-    row: tl.tensor,
-    vocab: tl.tensor,
-    heat: tl.tensor,
-    k: tl.tensor,
-    tops: tl.tensor,
-    candidates: tl.tensor,
-    candidate_ids: tl.tensor,
-    counters: tl.tensor,
-    tiles: tl.tensor,
+    row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, k: tl.tensor, tops: tl.tensor, candidates: tl.tensor,
+    candidate_ids: tl.tensor, counters: tl.tensor, tiles: tl.tensor,
     CHUNKS: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Append the candidates of some tiles; return whether they were the last, and the candidates so far."""
     at = tl.arange(0, CHUNKS)
     bounds = tl.load(tops + 2 * tiles + at, mask=at < tiles * _CHUNKS, other=_NEVER)
@@ -373,18 +338,10 @@ def _collect(
 
 @triton.jit
 def _finish_sample(
-    out: tl.tensor,
-    logits: tl.tensor,
-    limits: tl.tuple,
-    masks: tl.tuple,
-    floats: tl.tensor,
-    ints: tl.tensor,
-    vocab: tl.tensor,
-    stride: tl.tensor,
-    tiles: tl.tensor,
-    TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, logits: tl.tensor, limits: tl.tuple, masks: tl.tuple, floats: tl.tensor, ints: tl.tensor,
+    vocab: tl.tensor, stride: tl.tensor, tiles: tl.tensor,
+    TILES: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the token of each row; only rows with top_k use more than one program. Grid: (rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     follow(OVERLAP)

@@ -42,15 +42,10 @@ def all_of(at: tl.tensor, inside: tl.tensor, stride: tl.tensor, SPLITS: tl.const
 
 @triton.jit
 def scales_of(
-    scale: tl.tensor,
-    matrix: tl.tensor,
-    first: tl.tensor,
-    n: tl.tensor,
-    k: tl.tensor,
-    size_in: tl.tensor,
+    scale: tl.tensor, matrix: tl.tensor, first: tl.tensor, n: tl.tensor, k: tl.tensor, size_in: tl.tensor,
     outputs: tl.tensor,
     BLOCKED: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Return factors along k and along n for weight rows `n`, from `first` on, of a matrix with `outputs`
     rows. Both are 1 for an unquantized matrix (`scale` None)."""
     if scale is None:
