@@ -15,10 +15,11 @@ from torch import Tensor
 
 from quire.kernels.reference.fp8 import BLOCK, E4M3, Scaled
 from quire.kernels.reference.fp8 import linear as widened_linear
+from quire.kernels.triton import matmul
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import RowsPlan, TilesPlan, has_room, multiply_rows, multiply_tiles
+from quire.kernels.triton.matmul import RowsPlan, TilesPlan, has_room
 from quire.kernels.triton.tile_dots import LONGEST
 
 _GROUPS = 16
@@ -107,7 +108,7 @@ def multiply(x: Tensor, weight: Scaled, bias: Tensor | None, plan: Plan, *, gate
         narrow, scale = quantize(x, grouped=weight.is_blocked)
         return _multiply_narrow(narrow, scale, weight, bias, plan, x.dtype, gated=gated)
     data, scale = weight
-    return multiply_rows(x, data, scale, bias, plan, gated=gated, blocked=weight.is_blocked)
+    return matmul.multiply(x, data, bias, plan, gated=gated, scale=scale, blocked=weight.is_blocked)
 
 
 def _multiply_narrow(
@@ -123,7 +124,10 @@ def _multiply_narrow(
     """Multiply an x in e4m3."""
     if not isinstance(plan, TilesPlan):
         return _library_gemm(x, x_scale, weight, bias, dtype)
-    return multiply_tiles(x, x_scale, *weight, bias, plan, dtype, gated=gated, blocked=weight.is_blocked)
+    data, scale = weight
+    return matmul.multiply(
+        x, data, bias, plan, gated=gated, x_scale=x_scale, scale=scale, blocked=weight.is_blocked, dtype=dtype
+    )
 
 
 def _library_gemm(

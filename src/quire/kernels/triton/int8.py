@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels.reference.int8 import Int8Codes
+from quire.kernels.triton import matmul
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import RowsPlan, has_room, multiply_rows, tiled
+from quire.kernels.triton.matmul import RowsPlan, has_room, tiled
 from quire.kernels.triton.tile_dots import LONGEST
 
 
@@ -186,7 +187,7 @@ def multiply(
     """Multiply x itself by a `RowsPlan`, or its quantized parts by an `Int8TilesPlan`."""
     codes, scales = weight
     if isinstance(plan, RowsPlan):
-        return multiply_rows(x, codes, scales, bias, plan, gated=gated)
+        return matmul.multiply(x, codes, bias, plan, gated=gated, scale=scales)
     num, size_out, size_in = len(x), len(codes) // (1 + gated), codes.shape[1]
     ahead = overlap(num, min(size_in, size_out))
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)

@@ -301,10 +301,10 @@ def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
 class Expansion(NamedTuple):
     """LoRA arguments of a GEMM kernel: tensors that it reads, and compile-time constants."""
 
-    reads: Any = None
-    """Shrunk rows, B, slots, work, number of outputs, stride of slots"""
-    rank: int = 0
-    ends: tuple[int, ...] = ()
+    reads: Any
+    """Shrunk rows, B, slots, work, number of outputs, stride of slots; or `AddedRows` with a rank of 0"""
+    rank: int
+    ends: tuple[int, ...]
 
     @staticmethod
     def of(adapted: LoRAHeads, h: Tensor) -> "Expansion":

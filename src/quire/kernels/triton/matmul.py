@@ -1,8 +1,8 @@
 """GEMM of few rows with a large weight, x W^T, which is bound by weight reads.
 
 `_rows` holds whole rows of the weight in registers, loaded before the previous kernel has ended. `_tiles`
-multiplies tiles on the tensor cores. The cases in which they are faster than the library's GEMM were
-measured.
+multiplies tiles on the tensor cores. Both also take weights with scales (`fp8.py`, `int8.py`). The cases in
+which they are faster than the library's GEMM were measured.
 """
 
 import functools
@@ -30,7 +30,7 @@ from quire.kernels.triton.lora import (
     shrink,
     wait,
 )
-from quire.kernels.triton.lora_few import NO_LORA, AddedRows, lora_outputs, plus_added
+from quire.kernels.triton.lora_few import lora_outputs, plus_added
 from quire.kernels.triton.tile_dots import (
     LONGEST,
     all_of,
@@ -44,7 +44,6 @@ from quire.kernels.triton.tile_dots import (
 
 _FEWEST = 5
 """Number of rows from which on tiles are used for any weight."""
-_NO_EXPANSION = Expansion()
 _SMALL = 2**23
 """Elements of the largest weight that is multiplied with many rows here."""
 
@@ -114,13 +113,15 @@ def _rows(
 def _tiles(
     out: tl.tensor, x: tl.tensor, x_scale: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor,
     parts: tl.tensor, arrivals: tl.tensor, num: tl.tensor, size_in: tl.tensor, size_out: tl.tensor,
-    adapted: tl.tuple, added: tl.tensor, slots: tl.tensor,
-    GATED: tl.constexpr, BLOCKED: tl.constexpr, RANK: tl.constexpr, ENDS: tl.constexpr, LATE: tl.constexpr,
-    NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    lora: tl.tuple,
+    GATED: tl.constexpr, BLOCKED: tl.constexpr, RANK: tl.constexpr, ENDS: tl.constexpr, NUM: tl.constexpr,
+    ROWS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a tile from descriptors `x` and `weight`. The last split sums all parts; `arrivals` is zero
-    before and after. If `BLOCKED`, a tile of the weight has one scale. If `LATE`, the previous kernels are
-    LoRA's. Grid: (tiles, SPLITS)."""
+    before and after. If `BLOCKED`, a tile of the weight has one scale. `lora` is None, the `reads` of an
+    `Expansion` (with a `RANK`), or `AddedRows`; the previous kernels are then LoRA's. Grid: (tiles,
+    SPLITS)."""
+    LATE: tl.constexpr = lora is not None
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
@@ -128,8 +129,8 @@ def _tiles(
     begin(OVERLAP, LATE)
     reach, reach_up = 0, 0
     if RANK:
-        reach = reached(adapted, first_n, 0, RANK, ROWS)
-        reach_up = reached(adapted, first_n + size_out, 0, RANK, ROWS) if GATED else reach
+        reach = reached(lora, first_n, 0, RANK, ROWS)
+        reach_up = reached(lora, first_n + size_out, 0, RANK, ROWS) if GATED else reach
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     for at in range(first, tl.minimum(first + share, size_in), LENGTH):
         a = x.load([first_m, at])
@@ -154,10 +155,10 @@ def _tiles(
     if bias is not None:
         acc += tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
     outputs, rows = size_out * (1 + GATED), (out, m, num, inside)
-    y = _add_lora(acc, adapted, added, slots, rows, first_n, outputs, reach, RANK, ENDS)
+    y = _add_lora(acc, lora, rows, first_n, outputs, reach, RANK, ENDS)
     if GATED:
         up = _apply_scales(up, x_scale, scale, size_out, m, n, num, size_out, BLOCKED)
-        up = _add_lora(up, adapted, added, slots, rows, first_n + size_out, outputs, reach_up, RANK, ENDS)
+        up = _add_lora(up, lora, rows, first_n + size_out, outputs, reach_up, RANK, ENDS)
         y = silu_times(y, up)
     tl.store(out + place, y, mask=inside)
 
@@ -193,8 +194,7 @@ def _apply_scales(
 
 @triton.jit
 def _add_lora(
-    acc: tl.tensor, adapted: tl.tuple, added: tl.tensor, slots: tl.tensor, rows: tl.tuple, first: tl.tensor,
-    outputs: tl.tensor, reach: tl.tensor,
+    acc: tl.tensor, lora: tl.tuple, rows: tl.tuple, first: tl.tensor, outputs: tl.tensor, reach: tl.tensor,
     RANK: tl.constexpr, ENDS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Add the LoRA outputs from `first` on, computed here (`RANK`) or before, and round."""
@@ -202,8 +202,9 @@ def _add_lora(
     NUM: tl.constexpr = acc.shape[0]
     ROWS: tl.constexpr = acc.shape[1]
     if RANK:
-        acc += expanded(adapted, m, num, first, reach, RANK, ENDS, NUM, ROWS)
-    if added is not None:
+        acc += expanded(lora, m, num, first, reach, RANK, ENDS, NUM, ROWS)
+    elif lora is not None:
+        added, slots = lora
         place = m[:, None] * outputs + first + tl.arange(0, ROWS)[None, :]
         acc = plus_added(acc, added, slots, tl.where(m < num, m, -1), place, inside)
     return acc.to(out.dtype.element_ty)
@@ -241,74 +242,42 @@ def multiply(
     *,
     gated: bool = False,
     adapted: LoRAHeads | None = None,
+    x_scale: Tensor | None = None,
+    scale: Tensor | None = None,
+    blocked: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
+    """Multiply by a plan. A weight in e4m3, or for rows in int8, has a `scale` per output, or per block of
+    128 x 128 if `blocked`. Tiles then take x in e4m3 with its `x_scale`; `dtype` is that of the output."""
+    num, size_out, size_in = len(x), len(weight) // (1 + gated), weight.shape[1]
+    out = torch.empty(num, size_out, dtype=dtype or x.dtype, device=x.device)
+    ahead, grid = overlap(num, min(size_in, size_out)), triton.cdiv(size_out, plan.rows)
     if isinstance(plan, RowsPlan):
-        added = None if adapted is None else added_to_one(x, adapted)
-        return multiply_rows(x, weight, None, bias, plan, gated=gated, added=added)
-    return multiply_tiles(x, None, weight, None, bias, plan, x.dtype, gated=gated, adapted=adapted)
-
-
-def multiply_rows(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    plan: RowsPlan,
-    *,
-    gated: bool,
-    blocked: bool = False,
-    added: Tensor | None = None,
-) -> Tensor:
-    """Multiply x by a weight of any dtype, with scales per output or per block of 128 x 128, or None."""
-    num, size_out, size_in = len(x), len(weight) // (1 + gated), weight.shape[1]
-    ahead = overlap(num, min(size_in, size_out))
-    out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
-    launch(_rows, triton.cdiv(size_out, plan.rows))(
-        out, x, weight, scale, bias, size_in, size_out, x.stride(0), added, NUM=num, GATED=gated,
-        BLOCKED=blocked, ROWS=plan.rows, LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=plan.warps,
-    )  # fmt: skip
-    return out
-
-
-def multiply_tiles(
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    plan: TilesPlan,
-    dtype: torch.dtype,
-    *,
-    gated: bool,
-    blocked: bool = False,
-    adapted: LoRAHeads | None = None,
-) -> Tensor:
-    """Multiply x by a weight of the same dtype, both with scales or both without; `dtype` is the output's."""
-    num, size_out, size_in = len(x), len(weight) // (1 + gated), weight.shape[1]
-    ahead = overlap(num, min(size_in, size_out))
-    out = torch.empty(num, size_out, dtype=dtype, device=x.device)
-    (reads, rank, ends), added_rows = _lora_arguments(x, adapted)
+        launch(_rows, grid)(
+            out, x, weight, scale, bias, size_in, size_out, x.stride(0),
+            None if adapted is None else added_to_one(x, adapted), NUM=num, GATED=gated, BLOCKED=blocked,
+            ROWS=plan.rows, LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead, launch_pdl=ahead,
+            num_warps=plan.warps,
+        )  # fmt: skip
+        return out
+    lora, rank, ends = (None, 0, ()) if adapted is None else _lora_arguments(x, adapted)
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
-    launch(_tiles, triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows), plan.splits)(
+    launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
         out, tiled(x, plan.num, plan.length), x_scale, tiled(weight, plan.rows, plan.length), scale, bias,
-        parts, arrivals_of(x.device), num, size_in, size_out, reads, *added_rows, GATED=gated,
-        BLOCKED=blocked, RANK=rank, ENDS=ends, LATE=adapted is not None, NUM=plan.num, ROWS=plan.rows,
-        LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
-        num_stages=plan.stages,
+        parts, arrivals_of(x.device), num, size_in, size_out, lora, GATED=gated, BLOCKED=blocked, RANK=rank,
+        ENDS=ends, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
 
 
-def _lora_arguments(x: Tensor, adapted: LoRAHeads | None) -> tuple[Expansion, AddedRows]:
-    """Return the LoRA arguments of the GEMM kernel."""
-    if adapted is None:
-        return _NO_EXPANSION, NO_LORA
+def _lora_arguments(x: Tensor, adapted: LoRAHeads) -> Expansion:
+    """Return the LoRA arguments of `_tiles`: B is read there, or LoRA outputs of few rows are added."""
     if (few := adapted.tokens.few) is not None:
-        return Expansion(), lora_outputs(x, adapted._replace(tokens=few))
-    return Expansion.of(adapted, shrink(x, adapted, late=True)), NO_LORA
+        return Expansion(lora_outputs(x, adapted._replace(tokens=few)), 0, ())
+    return Expansion.of(adapted, shrink(x, adapted, late=True))
 
 
 def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
