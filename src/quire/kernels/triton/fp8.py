@@ -18,7 +18,7 @@ from quire.kernels.reference.fp8 import linear as widened_linear
 from quire.kernels.triton import matmul
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
-from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.launch import cdiv, follow, launch, next_power_of_2, overlap
 from quire.kernels.triton.matmul import RowsPlan, TilesPlan, has_room
 from quire.kernels.triton.tile_dots import LONGEST
 
@@ -55,12 +55,12 @@ def quantize(x: Tensor, *, grouped: bool, gated: bool = False) -> tuple[Tensor, 
     `gated`, silu(gate) * up of x [T, 2n] is quantized."""
     num, size = len(x), x.shape[1] // (1 + gated)
     out = torch.empty(num, size, dtype=E4M3, device=x.device)
-    width = BLOCK if grouped else triton.next_power_of_2(size)
-    groups, at_once = triton.cdiv(size, width), _GROUPS if grouped else 1
+    width = BLOCK if grouped else next_power_of_2(size)
+    groups, at_once = cdiv(size, width), _GROUPS if grouped else 1
     scales = torch.empty(groups, num, dtype=torch.float32, device=x.device)
     if num:
         ahead = overlap(num, size)
-        launch(_quantize, num, triton.cdiv(groups, at_once))(
+        launch(_quantize, num, cdiv(groups, at_once))(
             out, scales, x, size, x.stride(0), GATED=gated, GROUPS=at_once, WIDTH=width, OVERLAP=ahead,
             launch_pdl=ahead, num_warps=4 if width <= 4096 else 16,
         )  # fmt: skip
@@ -184,7 +184,7 @@ def choose(num: int, size_out: int, size_in: int, parts: int, blocked: bool) -> 
     The plans were measured on an H200 in CUDA graphs of GEMMs with different weights; see
     docs/evidence/quantization.md.
     """
-    length = triton.next_power_of_2(size_in)
+    length = next_power_of_2(size_in)
     if num == 1 and length <= LONGEST:
         rows = 2 if parts == 2 else 8 if size_out <= 4096 >= length else 4
         return RowsPlan(min(max(rows, 8192 // length), 16), 4)

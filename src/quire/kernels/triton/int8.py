@@ -20,7 +20,7 @@ from quire.kernels.reference.int8 import Int8Codes
 from quire.kernels.triton import matmul
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
-from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.launch import cdiv, follow, launch, next_power_of_2, overlap
 from quire.kernels.triton.matmul import RowsPlan, has_room, tiled
 from quire.kernels.triton.tile_dots import LONGEST
 
@@ -157,7 +157,7 @@ class Int8GEMM:
 def widen(weight: Int8Codes, dtype: torch.dtype) -> Tensor:
     size_out, size_in = weight.codes.shape
     out = torch.empty(size_out, size_in, dtype=dtype, device=weight.codes.device)
-    launch(_widen, size_out, triton.cdiv(size_in, _WIDENED))(out, *weight, size_in, LENGTH=_WIDENED)
+    launch(_widen, size_out, cdiv(size_in, _WIDENED))(out, *weight, size_in, LENGTH=_WIDENED)
     return out
 
 
@@ -166,7 +166,7 @@ def round_rows(x: Tensor, static: Tensor | None = None, parts: int = 1) -> Int8C
     num, size = x.shape
     codes = torch.empty(parts * num, size, dtype=torch.int8, device=x.device)
     scales = torch.empty(num, dtype=torch.float32, device=x.device)
-    ahead, length = overlap(num, size), triton.next_power_of_2(size)
+    ahead, length = overlap(num, size), next_power_of_2(size)
     launch(_quantize, num)(
         codes, scales, x, scales if static is None else static, size, x.stride(0),
         STATIC=static is not None, PARTS=parts, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead,
@@ -192,7 +192,7 @@ def multiply(
     ahead = overlap(num, min(size_in, size_out))
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
     assert rounded is not None
-    launch(_tiles, triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows))(
+    launch(_tiles, cdiv(num, plan.num) * cdiv(size_out, plan.rows))(
         out, tiled(rounded.codes, plan.num, plan.length), rounded.scales,
         tiled(codes, plan.rows, plan.length), scales, bias, num, size_in, size_out,
         PARTS=len(rounded.codes) // num, GATED=gated, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length,
@@ -209,7 +209,7 @@ _FEW = 64
 def choose(num: int, size_in: int, rounds: bool, gated: bool) -> tuple[Plan | None, int]:
     """Return the plan for `num` rows and a weight of this width, and the number of parts of x. None is the
     library's GEMM, for which also rows that are no multiples of 16 bytes are left."""
-    length = triton.next_power_of_2(size_in)
+    length = next_power_of_2(size_in)
     if num and num <= 2 and length <= LONGEST:
         return RowsPlan(max(8192 // length, 1), 4 if length <= 4096 else 8), 0
     if not num or size_in % 16 or num > 256 and not rounds:

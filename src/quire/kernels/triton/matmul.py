@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.ops import LoRAHeads
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
-from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
+from quire.kernels.triton.launch import MOST_ROWS, cdiv, follow, launch, next_power_of_2, overlap
 from quire.kernels.triton.lora import (
     Expansion,
     add,
@@ -251,12 +251,12 @@ def multiply(
     128 x 128 if `blocked`. Tiles then take x in e4m3 with its `x_scale`; `dtype` is that of the output."""
     num, size_out, size_in = len(x), len(weight) // (1 + gated), weight.shape[1]
     out = torch.empty(num, size_out, dtype=dtype or x.dtype, device=x.device)
-    ahead, grid = overlap(num, min(size_in, size_out)), triton.cdiv(size_out, plan.rows)
+    ahead, grid = overlap(num, min(size_in, size_out)), cdiv(size_out, plan.rows)
     if isinstance(plan, RowsPlan):
         launch(_rows, grid)(
             out, x, weight, scale, bias, size_in, size_out, x.stride(0),
             None if adapted is None else added_to_one(x, adapted), NUM=num, GATED=gated, BLOCKED=blocked,
-            ROWS=plan.rows, LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead, launch_pdl=ahead,
+            ROWS=plan.rows, LENGTH=next_power_of_2(size_in), OVERLAP=ahead, launch_pdl=ahead,
             num_warps=plan.warps,
         )  # fmt: skip
         return out
@@ -264,7 +264,7 @@ def multiply(
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
-    launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
+    launch(_tiles, cdiv(num, plan.num) * grid, plan.splits)(
         out, tiled(x, plan.num, plan.length), x_scale, tiled(weight, plan.rows, plan.length), scale, bias,
         parts, arrivals_of(x.device), num, size_in, size_out, lora, GATED=gated, BLOCKED=blocked, RANK=rank,
         ENDS=ends, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead,
@@ -313,7 +313,7 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     The plans were measured on an H200 in CUDA graphs of GEMMs with different weights; see
     docs/evidence/kernels.md.
     """
-    length = triton.next_power_of_2(size_in)
+    length = next_power_of_2(size_in)
     if num == 1 and length <= LONGEST:
         return RowsPlan(max(4096 * parts // length, 1), 8)
     if num == 2 and length <= 4096 and size_out < 2**16:
