@@ -76,14 +76,9 @@ def times(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor
 
 @triton.jit
 def _gated(
-    out: tl.tensor,
-    x: tl.tensor,
-    size: tl.tensor,
-    stride: tl.tensor,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, size: tl.tensor, stride: tl.tensor,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
     follow(OVERLAP)

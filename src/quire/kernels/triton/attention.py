@@ -64,26 +64,12 @@ class PartialAttention(NamedTuple):
 
 @triton.jit
 def _accumulate(
-    acc: tl.tensor,
-    most: tl.tensor,
-    total: tl.tensor,
-    q: tl.tensor,
-    low: tl.tensor,
-    places: tl.tensor,
-    last: tl.tensor,
-    alibi_slopes: tl.tensor,
-    cache: tl.tuple,
-    kv_head: tl.tensor,
-    table: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    scores_by: tl.tuple,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    acc: tl.tensor, most: tl.tensor, total: tl.tensor, q: tl.tensor, low: tl.tensor, places: tl.tensor,
+    last: tl.tensor, alibi_slopes: tl.tensor, cache: tl.tuple, kv_head: tl.tensor, table: tl.tensor,
+    first: tl.tensor, end: tl.tensor, scores_by: tl.tuple,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> Any:
+) -> Any:  # fmt: skip
     """Accumulate the keys first..end into each row's sum of values, maximum score and sum of weights.
 
     The rows' queries are at positions `places`, from `low` on, and attend to keys up to `last`;
@@ -154,20 +140,10 @@ def _load(
 
 @triton.jit
 def online_softmax(
-    scores: tl.tensor,
-    most: tl.tensor,
-    total: tl.tensor,
-    at: tl.tensor,
-    end: tl.tensor,
-    low: tl.tensor,
-    places: tl.tensor,
-    last: tl.tensor,
-    alibi_slopes: tl.tensor,
-    scores_by: tl.tuple,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> Any:
+    scores: tl.tensor, most: tl.tensor, total: tl.tensor, at: tl.tensor, end: tl.tensor, low: tl.tensor,
+    places: tl.tensor, last: tl.tensor, alibi_slopes: tl.tensor, scores_by: tl.tuple,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> Any:  # fmt: skip
     """Return the factor for previous sums, the new maximum and sum of weights, and the weights of keys from
     `at` on.
 
@@ -195,18 +171,10 @@ def online_softmax(
 
 @triton.jit
 def _load_queries(
-    q: tl.tensor,
-    q_stride: tl.tensor,
-    kv_head: tl.tensor,
-    kv_heads: tl.tensor,
-    start: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-) -> Any:
+    q: tl.tensor, q_stride: tl.tensor, kv_head: tl.tensor, kv_heads: tl.tensor, start: tl.tensor,
+    low: tl.tensor, high: tl.tensor,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+) -> Any:  # fmt: skip
     """Load the rows of a tile that starts at token `start`, position `low`. Return the queries, their
     positions and heads, the offset of each element in the output, and whether it exists."""
     row, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -252,25 +220,11 @@ def _finish(
 
 @triton.jit
 def tiles(
-    out: tl.tensor,
-    q: tl.tensor,
-    q_stride: tl.tensor,
-    cache: tl.tuple,
-    seqs: tl.tuple,
-    work: tl.tensor,
-    sinks: tl.tensor,
-    alibi_slopes: tl.tensor,
-    reach: tl.tensor,
-    scores_by: tl.tuple,
-    GROUP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> None:
+    out: tl.tensor, q: tl.tensor, q_stride: tl.tensor, cache: tl.tuple, seqs: tl.tuple, work: tl.tensor,
+    sinks: tl.tensor, alibi_slopes: tl.tensor, reach: tl.tensor, scores_by: tl.tuple,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute attention of one tile of queries to all its keys. Grid: (tiles, kv_heads). `work` [tiles, 2]
     holds sequence and first query."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -300,34 +254,19 @@ def tiles(
 
 @triton.jit(do_not_specialize=["num_seqs", "least"], do_not_specialize_on_alignment=["work"])
 def attend_split_kv(
-    out: tl.tensor,
-    q: tl.tensor,
-    q_stride: tl.tensor,
-    cache: tl.tuple,
-    seqs: tl.tuple,
-    work: tl.tensor,
-    num_seqs: tl.tensor,
-    sinks: tl.tensor,
-    alibi_slopes: tl.tensor,
-    scores_by: tl.tuple,
-    partial: tl.tuple,
+    out: tl.tensor, q: tl.tensor, q_stride: tl.tensor, cache: tl.tuple, seqs: tl.tuple, work: tl.tensor,
+    num_seqs: tl.tensor, sinks: tl.tensor, alibi_slopes: tl.tensor, scores_by: tl.tuple, partial: tl.tuple,
     least: tl.tensor,
-    GROUP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute attention over one share of the keys of sequences with few queries. Grid: (kv_heads, shares).
 
     `work` [num_seqs] lists the sequences; None selects the first of the batch. The keys of all sequences are
     numbered consecutively in tiles of BLOCK_N; a share has at least `least` tiles. Before `follow`, a kernel
     may only read data that was written before the model's first kernel.
     """
+    kv_head = tl.program_id(0)
     at, end, size, index, begin = share(seqs, work, num_seqs, least, WINDOW, BLOCK_N)
     follow(OVERLAP)
     while at < end:
@@ -337,77 +276,37 @@ def attend_split_kv(
         table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
         close = begin + tiles_of(seq_len, num_queries, WINDOW, BLOCK_N)
         until = tl.minimum(close, end)
-        _attend_share(
-            out, q, q_stride, cache, table, start, num_queries, seq_len, at - begin, until - begin,
-            begin // size, (close - 1) // size, sinks, alibi_slopes, scores_by, partial,
-            GROUP, WINDOW, CAPPED, DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+        # The sequence spans the shares earliest..latest. Without keys, zeros are its output.
+        earliest, latest = begin // size, (close - 1) // size
+        low = tl.maximum(seq_len - num_queries, 0)
+        first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else 0
+        rows, places, heads, place, valid = _load_queries(
+            q, q_stride, kv_head, tl.num_programs(0), start, low, tl.maximum(seq_len, 1), GROUP, DIM, BLOCK_D,
+            BLOCK_M,
         )  # fmt: skip
+        acc, most, total = _initial(sinks, heads, at - begin == 0, BLOCK_D)
+        acc, most, total = _accumulate(
+            acc, most, total, rows, low, places, places, _alibi(alibi_slopes, heads), cache, kv_head, table,
+            first + (at - begin) * BLOCK_N, tl.minimum(first + (until - begin) * BLOCK_N, seq_len), scores_by,
+            WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
+        )  # fmt: skip
+        if earliest == latest:
+            _finish(out, acc, total, scores_by.v_scale, place, valid)
+        elif _store_partial(partial, acc, most, total, valid, kv_head, earliest, DIM) == latest - earliest:
+            tl.store(partial.arrivals + kv_head * tl.num_programs(1) + earliest, 0)
+            for query in range(num_queries):
+                to = out + ((start + query).to(tl.int64) * tl.num_programs(0) + kv_head) * (GROUP * DIM)
+                v_scale = scores_by.v_scale
+                _merge(to, partial, kv_head, earliest, latest, query, v_scale, GROUP, DIM, BLOCK_M, BLOCK_D)
         at, begin, index = until, close, index + 1
 
 
 @triton.jit
-def _attend_share(
-    out: tl.tensor,
-    q: tl.tensor,
-    q_stride: tl.tensor,
-    cache: tl.tuple,
-    table: tl.tensor,
-    start: tl.tensor,
-    num_queries: tl.tensor,
-    seq_len: tl.tensor,
-    at: tl.tensor,
-    until: tl.tensor,
-    earliest: tl.tensor,
-    latest: tl.tensor,
-    sinks: tl.tensor,
-    alibi_slopes: tl.tensor,
-    scores_by: tl.tuple,
-    partial: tl.tuple,
-    GROUP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> None:
-    """Process tiles at..until of a sequence that spans the shares earliest..latest; output zeros without
-    keys."""
-    kv_head = tl.program_id(0)
-    low = tl.maximum(seq_len - num_queries, 0)
-    first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else 0
-    high = tl.maximum(seq_len, 1)
-    rows, places, heads, place, valid = _load_queries(
-        q, q_stride, kv_head, tl.num_programs(0), start, low, high, GROUP, DIM, BLOCK_D, BLOCK_M
-    )
-    acc, most, total = _initial(sinks, heads, at == 0, BLOCK_D)
-    acc, most, total = _accumulate(
-        acc, most, total, rows, low, places, places, _alibi(alibi_slopes, heads), cache, kv_head, table,
-        first + at * BLOCK_N, tl.minimum(first + until * BLOCK_N, seq_len), scores_by,
-        WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
-    )  # fmt: skip
-    if earliest == latest:
-        _finish(out, acc, total, scores_by.v_scale, place, valid)
-    elif _store_partial(partial, acc, most, total, valid, kv_head, earliest, DIM) == latest - earliest:
-        tl.store(partial.arrivals + kv_head * tl.num_programs(1) + earliest, 0)
-        for query in range(num_queries):
-            to = out + ((start + query).to(tl.int64) * tl.num_programs(0) + kv_head) * (GROUP * DIM)
-            v_scale = scores_by.v_scale
-            _merge(to, partial, kv_head, earliest, latest, query, v_scale, GROUP, DIM, BLOCK_M, BLOCK_D)
-
-
-@triton.jit
 def _store_partial(
-    partial: tl.tuple,
-    acc: tl.tensor,
-    most: tl.tensor,
-    total: tl.tensor,
-    valid: tl.tensor,
-    kv_head: tl.tensor,
-    earliest: tl.tensor,
+    partial: tl.tuple, acc: tl.tensor, most: tl.tensor, total: tl.tensor, valid: tl.tensor,
+    kv_head: tl.tensor, earliest: tl.tensor,
     DIM: tl.constexpr,
-) -> Any:
+) -> Any:  # fmt: skip
     """Store a share's partial sums of a sequence that begins in `earliest`; return how many did so before."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     row, dims = tl.arange(0, BLOCK_M), tl.arange(0, acc.shape[1])
@@ -423,18 +322,10 @@ def _store_partial(
 
 @triton.jit
 def _merge(
-    out: tl.tensor,
-    partial: tl.tuple,
-    kv_head: tl.tensor,
-    earliest: tl.tensor,
-    latest: tl.tensor,
-    query: tl.tensor,
-    v_scale: tl.tensor,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
+    out: tl.tensor, partial: tl.tuple, kv_head: tl.tensor, earliest: tl.tensor, latest: tl.tensor,
+    query: tl.tensor, v_scale: tl.tensor,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
     """Merge the partial sums of all shares for the heads of one query, and store the output."""
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
     # Several shares are loaded at a time, so that their loads overlap.

@@ -120,22 +120,10 @@ def attend_tiles(
     shape: AttentionShape,
 ) -> None:
     launch(kernels.tiles, len(work), layer.kv_heads)(
-        out,
-        q,
-        q.stride(0),
-        cache,
-        seqs,
-        work,
-        sinks,
-        alibi_slopes,
-        reach,
-        _scores(layer),
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        out, q, q.stride(0), cache, seqs, work, sinks, alibi_slopes, reach, _scores(layer),
+        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, num_warps=shape.num_warps, num_stages=shape.num_stages,
         **_constants(layer, cache.k.shape[1]),
-    )
+    )  # fmt: skip
 
 
 def attend_shares(
@@ -159,26 +147,12 @@ def attend_shares(
         shares = shares_of(layer, programs_at_once(shape, row_bytes, sm_bytes), num_seqs, num_sms)
     ahead = overlap(len(q), layer.heads * layer.head_dim)
     launch(kernels.attend_split_kv, layer.kv_heads, shares)(
-        out,
-        q,
-        q.stride(0),
-        cache,
-        seqs,
-        work,
-        num_seqs,
-        sinks,
-        alibi_slopes,
-        _scores(layer),
+        out, q, q.stride(0), cache, seqs, work, num_seqs, sinks, alibi_slopes, _scores(layer),
         _partial(layer.kv_heads * shares, shape.block_m, layer.head_dim, q.device),
-        max(1, MIN_KEYS // shape.block_n),
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        OVERLAP=ahead,
-        launch_pdl=ahead,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        max(1, MIN_KEYS // shape.block_n), BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
         **_constants(layer, cache.k.shape[1]),
-    )
+    )  # fmt: skip
 
 
 @cache

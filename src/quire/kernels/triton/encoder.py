@@ -42,14 +42,9 @@ def shape_of(dtype: torch.dtype, dim: int, height: int) -> EncoderShape:
 
 @triton.jit
 def _load_dims(
-    x: tl.tensor,
-    rows: tl.tensor,
-    exists: tl.tensor,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> Any:
+    x: tl.tensor, rows: tl.tensor, exists: tl.tensor,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
+) -> Any:  # fmt: skip
     """Load [rows, WIDTH] dimensions of a head of DIM, from FIRST on; with MASKED, only rows that exist."""
     dims = FIRST + tl.arange(0, WIDTH)
     at = x + rows[:, None] + dims[None, :]
@@ -62,24 +57,11 @@ def _load_dims(
 
 @triton.jit
 def _accumulate(
-    sums: tl.tuple,
-    queries: tl.tuple,
-    rows: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    k_stride: tl.tensor,
-    v_stride: tl.tensor,
-    first: tl.tensor,
-    until: tl.tensor,
-    high: tl.tensor,
-    scale: tl.tensor,
-    WINDOW: tl.constexpr,
-    DIM: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    sums: tl.tuple, queries: tl.tuple, rows: tl.tensor, k: tl.tensor, v: tl.tensor, k_stride: tl.tensor,
+    v_stride: tl.tensor, first: tl.tensor, until: tl.tensor, high: tl.tensor, scale: tl.tensor,
+    WINDOW: tl.constexpr, DIM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
-) -> Any:
+) -> Any:  # fmt: skip
     """Add the keys first..until to each row's sums: left and right values, maximum score, sum of
     weights. Unless MASKED, the keys are whole tiles and every row attends to all of them."""
     left, right, most, total = sums
@@ -113,23 +95,11 @@ def _accumulate(
 
 @triton.jit
 def _tiles(
-    out: tl.tensor,
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    tiles: tl.tensor,
-    q_stride: tl.tensor,
-    k_stride: tl.tensor,
-    v_stride: tl.tensor,
-    out_stride: tl.tensor,
-    scale: tl.tensor,
-    WINDOW: tl.constexpr,
-    DIM: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    out: tl.tensor, q: tl.tensor, k: tl.tensor, v: tl.tensor, tiles: tl.tensor, q_stride: tl.tensor,
+    k_stride: tl.tensor, v_stride: tl.tensor, out_stride: tl.tensor, scale: tl.tensor,
+    WINDOW: tl.constexpr, DIM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute attention of one tile of queries and one head. Scores are in log 2; WINDOW 0 is none.
     Grid: (tiles, heads)."""
     tile = tiles + 3 * tl.program_id(0)
@@ -223,18 +193,10 @@ def attend(
 
 @triton.jit
 def _rotate(
-    x: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    x_stride: tl.tensor,
-    cos_stride: tl.tensor,
+    x: tl.tensor, cos: tl.tensor, sin: tl.tensor, x_stride: tl.tensor, cos_stride: tl.tensor,
     sin_stride: tl.tensor,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
+    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
     """Rotate the first 2 * HALF dimensions of all heads of one token in place. Grid: (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     heads, dims = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.launch import follow, launch
 from quire.kernels.triton.matmul import tiled
-from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix
+from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix, tile_at
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -133,17 +133,10 @@ class Int4MoETile(NamedTuple):
 
 @triton.jit
 def _accumulate(
-    operands: tl.tuple,
-    sizes: tl.tuple,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    RUN: tl.constexpr,
-    LENGTH: tl.constexpr,
-) -> tl.tuple:
+    operands: tl.tuple, sizes: tl.tuple,
+    KIND: tl.constexpr, GATED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, NUM: tl.constexpr,
+    ROWS: tl.constexpr, RUN: tl.constexpr, LENGTH: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
     """Return a tile's sums [ROWS, NUM], and those of the up part."""
     RUNS: tl.constexpr = 16 // BITS
     PARTS: tl.constexpr = RUN // LENGTH
@@ -176,29 +169,12 @@ def _accumulate(
 
 @triton.jit
 def _tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    heads: tl.tensor,
-    bias: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    head_stride: tl.tensor,
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, heads: tl.tensor, bias: tl.tensor, order: tl.tensor,
+    work: tl.tensor, size_in: tl.tensor, size_out: tl.tensor, x_stride: tl.tensor, head_stride: tl.tensor,
     groups: tl.tensor,
-    TOP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    RUN: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, NUM: tl.constexpr,
+    ROWS: tl.constexpr, RUN: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute a tile of sorted pairs. `weight` is a descriptor of tiles. Grid: (most tiles * size_out /
     ROWS,).
 
@@ -211,20 +187,19 @@ def _tiles(
     follow(OVERLAP)
     if tile >= tl.load(work):
         return
-    expert = tl.load(work + 4 + 4 * tile)
-    start, end = tl.load(work + 5 + 4 * tile), tl.load(work + 6 + 4 * tile)
-    m, n = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
-    pair, exists = tl.load(order + m, mask=m < end, other=0).to(tl.int64), n < size_out
+    expert, start, end, pair, m = tile_at(order, work, tile, NUM)
+    n = first_n + tl.arange(0, ROWS)
+    exists = n < size_out
     row = expert * (2 * size_out if ACTIVATION != "" else size_out) + first_n
     heads += (expert * groups).to(tl.int64) * head_stride
     sizes = (start, first_n, row, size_in, size_out, x_stride, head_stride)
     operands = x, weight, heads, pair // TOP
     acc, up = _accumulate(operands, sizes, kind, ACTIVATION != "", BITS, GROUP, NUM, ROWS, RUN, LENGTH)
-    if BIASED:
+    if bias is not None:
         acc += tl.load(bias + row + n - first_n, mask=exists, other=0.0).to(tl.float32)[:, None]
     y = acc.to(kind)
     if ACTIVATION != "":
-        if BIASED:
+        if bias is not None:
             up += tl.load(bias + row + size_out + n - first_n, mask=exists, other=0.0).to(tl.float32)[:, None]
         y = gate_times(y, up.to(kind), ACTIVATION)
         pair = m.to(tl.int64)
@@ -268,10 +243,10 @@ def multiply(
     (num, size_out), length = out.shape, min(tile.length, run)
     rows: Tensor | TensorDescriptor = x if activation else tiled(x, tile.num, length)
     launch(_tiles, most_tiles(num, len(heads), tile.num) * triton.cdiv(size_out, tile.rows))(
-        out, rows, tiled(codes, tile.rows, length), heads, out if bias is None else bias, *pairs, size_in,
-        size_out, x.stride(0), heads.stride(1), heads.shape[1], TOP=top, ACTIVATION=activation,
-        BIASED=bias is not None, BITS=bits, GROUP=group, NUM=tile.num, ROWS=tile.rows, RUN=run,
-        LENGTH=length, OVERLAP=ahead, launch_pdl=ahead, num_warps=tile.warps, num_stages=tile.stages,
+        out, rows, tiled(codes, tile.rows, length), heads, bias, *pairs, size_in, size_out, x.stride(0),
+        heads.stride(1), heads.shape[1], TOP=top, ACTIVATION=activation, BITS=bits, GROUP=group, NUM=tile.num,
+        ROWS=tile.rows, RUN=run, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
 
 

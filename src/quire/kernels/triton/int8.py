@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels.reference.int8 import Int8Codes
+from quire.kernels.triton import matmul
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
-from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.launch import cdiv, follow, launch, next_power_of_2, overlap
 from quire.kernels.triton.matmul import RowsPlan, has_room, tiled
 from quire.kernels.triton.tile_dots import LONGEST
 
@@ -43,17 +44,10 @@ _WIDENED = 4096
 
 @triton.jit
 def _quantize(
-    codes: tl.tensor,
-    scales: tl.tensor,
-    x: tl.tensor,
-    static: tl.tensor,
-    size: tl.tensor,
+    codes: tl.tensor, scales: tl.tensor, x: tl.tensor, static: tl.tensor, size: tl.tensor,
     x_stride: tl.tensor,
-    STATIC: tl.constexpr,
-    PARTS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    STATIC: tl.constexpr, PARTS: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Quantize one row of x, in one or two parts. Grid: (rows of x,)."""
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, LENGTH)
     follow(OVERLAP)
@@ -77,69 +71,13 @@ def _to_int8(x: tl.tensor) -> tl.tensor:
     return (x + tl.where(x < 0, -0.5, 0.5)).to(tl.int8)
 
 
-@triton.jit
-def _rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    NUM: tl.constexpr,
-    GATED: tl.constexpr,
-    BIASED: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Multiply `NUM` rows of x by ROWS weight rows. If `GATED`, the up rows follow the gate rows. Grid:
-    (size_out / ROWS,)."""
-    n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
-    exists = n < size_out
-    valid = exists[:, None] & (k < size_in)[None, :]
-    at = weight + n.to(tl.int64)[:, None] * size_in + k[None, :]
-    w = tl.load(at, mask=valid, other=0, eviction_policy="evict_first")
-    scale = tl.load(scales + n, mask=exists, other=0.0)
-    if GATED:
-        at += size_out.to(tl.int64) * size_in
-        up = tl.load(at, mask=valid, other=0, eviction_policy="evict_first")
-        up_scale = tl.load(scales + size_out + n, mask=exists, other=0.0)
-    if BIASED:
-        offset = tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
-    follow(OVERLAP)
-    kind = out.dtype.element_ty
-    for m in tl.static_range(NUM):
-        row = tl.load(x + m * x_stride + k, mask=k < size_in, other=0.0).to(tl.float32)[None, :]
-        y = tl.sum(w.to(tl.float32) * row, 1) * scale
-        if BIASED:
-            y += offset
-        y = y.to(kind)
-        if GATED:
-            y = silu_times(y, (tl.sum(up.to(tl.float32) * row, 1) * up_scale).to(kind))
-        tl.store(out + m * size_out + n, y, mask=exists)
-
-
 @triton.jit(do_not_specialize=["num"])
 def _tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    weight: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    num: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    BIASED: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    out: tl.tensor, x: tl.tensor, x_scales: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor,
+    num: tl.tensor, size_in: tl.tensor, size_out: tl.tensor,
+    PARTS: tl.constexpr, GATED: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute a tile. `x` and `weight` are descriptors of tiles; the second part of x is below the first. The
     weight is the first operand, so sums are transposed. Grid: (num / NUM * size_out / ROWS,)."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
@@ -162,7 +100,7 @@ def _tiles(
     exists = n < size_out
     x_scale = tl.load(x_scales + m, mask=m < num, other=0.0)[None, :]
     y = _combine_parts(acc, low, PARTS) * (tl.load(scales + n, mask=exists, other=0.0)[:, None] * x_scale)
-    if BIASED:
+    if bias is not None:
         y += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[:, None]
     kind = out.dtype.element_ty
     y = y.to(kind)
@@ -219,7 +157,7 @@ class Int8GEMM:
 def widen(weight: Int8Codes, dtype: torch.dtype) -> Tensor:
     size_out, size_in = weight.codes.shape
     out = torch.empty(size_out, size_in, dtype=dtype, device=weight.codes.device)
-    launch(_widen, size_out, triton.cdiv(size_in, _WIDENED))(out, *weight, size_in, LENGTH=_WIDENED)
+    launch(_widen, size_out, cdiv(size_in, _WIDENED))(out, *weight, size_in, LENGTH=_WIDENED)
     return out
 
 
@@ -228,7 +166,7 @@ def round_rows(x: Tensor, static: Tensor | None = None, parts: int = 1) -> Int8C
     num, size = x.shape
     codes = torch.empty(parts * num, size, dtype=torch.int8, device=x.device)
     scales = torch.empty(num, dtype=torch.float32, device=x.device)
-    ahead, length = overlap(num, size), triton.next_power_of_2(size)
+    ahead, length = overlap(num, size), next_power_of_2(size)
     launch(_quantize, num)(
         codes, scales, x, scales if static is None else static, size, x.stride(0),
         STATIC=static is not None, PARTS=parts, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead,
@@ -248,23 +186,17 @@ def multiply(
 ) -> Tensor:
     """Multiply x itself by a `RowsPlan`, or its quantized parts by an `Int8TilesPlan`."""
     codes, scales = weight
-    num, size_out, size_in = len(x), len(codes) // (1 + gated), codes.shape[1]
-    out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
-    ahead, biased = overlap(num, min(size_in, size_out)), bias is not None
-    offset = out if bias is None else bias
     if isinstance(plan, RowsPlan):
-        launch(_rows, triton.cdiv(size_out, plan.rows))(
-            out, x, codes, scales, offset, size_in, size_out, x.stride(0), NUM=num, GATED=gated,
-            BIASED=biased, ROWS=plan.rows, LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead,
-            launch_pdl=ahead, num_warps=plan.warps,
-        )  # fmt: skip
-        return out
+        return matmul.multiply(x, codes, bias, plan, gated=gated, scale=scales)
+    num, size_out, size_in = len(x), len(codes) // (1 + gated), codes.shape[1]
+    ahead = overlap(num, min(size_in, size_out))
+    out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
     assert rounded is not None
-    launch(_tiles, triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows))(
+    launch(_tiles, cdiv(num, plan.num) * cdiv(size_out, plan.rows))(
         out, tiled(rounded.codes, plan.num, plan.length), rounded.scales,
-        tiled(codes, plan.rows, plan.length), scales, offset, num, size_in, size_out,
-        PARTS=len(rounded.codes) // num, GATED=gated, BIASED=biased, NUM=plan.num, ROWS=plan.rows,
-        LENGTH=plan.length, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
+        tiled(codes, plan.rows, plan.length), scales, bias, num, size_in, size_out,
+        PARTS=len(rounded.codes) // num, GATED=gated, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length,
+        OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
 
@@ -277,7 +209,7 @@ _FEW = 64
 def choose(num: int, size_in: int, rounds: bool, gated: bool) -> tuple[Plan | None, int]:
     """Return the plan for `num` rows and a weight of this width, and the number of parts of x. None is the
     library's GEMM, for which also rows that are no multiples of 16 bytes are left."""
-    length = triton.next_power_of_2(size_in)
+    length = next_power_of_2(size_in)
     if num and num <= 2 and length <= LONGEST:
         return RowsPlan(max(8192 // length, 1), 4 if length <= 4096 else 8), 0
     if not num or size_in % 16 or num > 256 and not rounds:

@@ -18,7 +18,7 @@ from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.int8 import Int8TilesPlan
 from quire.kernels.triton.launch import follow, launch
 from quire.kernels.triton.matmul import has_room, tiled
-from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix
+from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix, tile_at
 
 
 class ExpertCodes(NamedTuple):
@@ -32,24 +32,11 @@ class ExpertCodes(NamedTuple):
 
 @triton.jit
 def _tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    TOP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, order: tl.tensor,
+    work: tl.tensor, size_in: tl.tensor, size_out: tl.tensor, x_stride: tl.tensor,
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute a tile of sorted pairs. `weight` is a descriptor of tiles. Grid: (most tiles * size_out /
     ROWS,).
 
@@ -61,13 +48,8 @@ def _tiles(
     follow(OVERLAP)
     if tile >= tl.load(work):
         return
-    expert, start, end = (
-        tl.load(work + 4 + 4 * tile),
-        tl.load(work + 5 + 4 * tile),
-        tl.load(work + 6 + 4 * tile),
-    )
-    m, n = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
-    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+    expert, start, end, pair, m = tile_at(order, work, tile, NUM)
+    n = first_n + tl.arange(0, ROWS)
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
     if ACTIVATION != "":
         row, source = expert * 2 * size_out + first_n, pair // TOP
@@ -82,9 +64,9 @@ def _tiles(
             up = _accumulate(weight.load([row + size_out, at]), a, up)
     kind = out.dtype.element_ty
     exists = n < size_out
-    y = _rescale(acc, scales + row, bias + row, n - first_n, exists, BIASED).to(kind)
+    y = _rescale(acc, scales, bias, row, n - first_n, exists).to(kind)
     if ACTIVATION != "":
-        other = _rescale(up, scales + row + size_out, bias + row + size_out, n - first_n, exists, BIASED)
+        other = _rescale(up, scales, bias, row + size_out, n - first_n, exists)
         y = gate_times(y, other.to(kind), ACTIVATION)
         pair = m.to(tl.int64)
     inside = (m < end)[:, None] & exists[None, :]
@@ -98,16 +80,11 @@ def _accumulate(w: tl.tensor, a: tl.tensor, acc: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _rescale(
-    acc: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    n: tl.tensor,
-    exists: tl.tensor,
-    BIASED: tl.constexpr,
+    acc: tl.tensor, scales: tl.tensor, bias: tl.tensor, row: tl.tensor, n: tl.tensor, exists: tl.tensor
 ) -> tl.tensor:
-    acc *= tl.load(scales + n, mask=exists, other=0.0)[:, None]
-    if BIASED:
-        acc += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[:, None]
+    acc *= tl.load(scales + row + n, mask=exists, other=0.0)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + row + n, mask=exists, other=0.0).to(tl.float32)[:, None]
     return acc
 
 
@@ -138,11 +115,9 @@ def multiply(
     """Compute gate and up from tokens (with an activation), or down from sorted pairs."""
     (num, size_out), size_in = out.shape, x.shape[1]
     launch(_tiles, most_tiles(num, len(weight.codes), plan.num) * triton.cdiv(size_out, plan.rows))(
-        out, x, tiled(weight.codes.flatten(0, 1), plan.rows, plan.length), weight.scales,
-        out if bias is None else bias, *pairs, size_in, size_out, x.stride(0), TOP=top,
-        ACTIVATION=activation, BIASED=bias is not None, NUM=plan.num,
-        ROWS=plan.rows, LENGTH=plan.length, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
-        num_stages=plan.stages,
+        out, x, tiled(weight.codes.flatten(0, 1), plan.rows, plan.length), weight.scales, bias,
+        *pairs, size_in, size_out, x.stride(0), TOP=top, ACTIVATION=activation, NUM=plan.num, ROWS=plan.rows,
+        LENGTH=plan.length, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 
 

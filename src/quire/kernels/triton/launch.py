@@ -91,6 +91,16 @@ def _specialization(arg: Any) -> Any:
     return (arg == 1, arg % 16 == 0) if isinstance(arg, int) else type(arg)
 
 
+def cdiv(size: int, block: int) -> int:
+    """Return the number of blocks that cover `size`. `triton.cdiv` takes microseconds outside of a kernel."""
+    return -(-size // block)
+
+
+def next_power_of_2(size: int) -> int:
+    """Return the least power of two that is not below `size`; see `cdiv`."""
+    return 1 << (size - 1).bit_length()
+
+
 def overlap(num_rows: int, width: int = _MOST // 16) -> bool:
     """Whether kernels for `num_rows` rows are launched with `launch_pdl`, before the preceding kernel has
     ended.

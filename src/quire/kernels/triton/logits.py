@@ -13,18 +13,10 @@ _NEVER = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _apply_penalties(
-    logits: tl.tensor,
-    rows: tl.tensor,
-    prompt_seen: tl.tensor,
-    counts: tl.tensor,
-    repetition: tl.tensor,
-    frequency: tl.tensor,
-    presence: tl.tensor,
-    vocab: tl.tensor,
-    line: tl.tensor,
-    stride: tl.tensor,
+    logits: tl.tensor, rows: tl.tensor, prompt_seen: tl.tensor, counts: tl.tensor, repetition: tl.tensor,
+    frequency: tl.tensor, presence: tl.tensor, vocab: tl.tensor, line: tl.tensor, stride: tl.tensor,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Apply the penalties to one tile of logits. Grid: (places, tiles)."""
     place, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * _TILE + tl.arange(0, _TILE)
     follow(OVERLAP)
@@ -45,14 +37,9 @@ def _apply_penalties(
 
 @triton.jit(do_not_specialize=["num"])
 def _count(
-    counts: tl.tensor,
-    rows: tl.tensor,
-    ids: tl.tensor,
-    num: tl.tensor,
-    vocab: tl.tensor,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    counts: tl.tensor, rows: tl.tensor, ids: tl.tensor, num: tl.tensor, vocab: tl.tensor,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     follow(OVERLAP)
     row, id = tl.load(rows + at, mask=at < num, other=-1), tl.load(ids + at, mask=at < num, other=-1)
@@ -63,16 +50,10 @@ def _count(
 
 @triton.jit
 def _scan(
-    logits: tl.tensor,
-    ids: tl.tensor,
-    tops: tl.tensor,
-    sums: tl.tensor,
-    counts: tl.tensor,
-    vocab: tl.tensor,
+    logits: tl.tensor, ids: tl.tensor, tops: tl.tensor, sums: tl.tensor, counts: tl.tensor, vocab: tl.tensor,
     stride: tl.tensor,
-    NUM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    NUM: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Store a tile's maximum, its sum of exponentials, and for each chosen id the count of logits at least as
     large. Grid: (rows, tiles)."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * _TILE + tl.arange(0, _TILE)
@@ -89,19 +70,10 @@ def _scan(
 
 @triton.jit
 def _finish(
-    values: tl.tensor,
-    ranks: tl.tensor,
-    logits: tl.tensor,
-    ids: tl.tensor,
-    tops: tl.tensor,
-    sums: tl.tensor,
-    counts: tl.tensor,
-    tiles: tl.tensor,
-    stride: tl.tensor,
-    NUM: tl.constexpr,
-    TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    values: tl.tensor, ranks: tl.tensor, logits: tl.tensor, ids: tl.tensor, tops: tl.tensor, sums: tl.tensor,
+    counts: tl.tensor, tiles: tl.tensor, stride: tl.tensor,
+    NUM: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Combine the tiles of a row into logprobs and ranks. Grid: (rows,)."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, TILES)
     follow(OVERLAP)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quire.kernels.ops import LoRAHeads
 from quire.kernels.triton.launch import MOST_ROWS, follow, follow_late, launch, overlap
-from quire.kernels.triton.lora_few import FewRows, lora_outputs
-from quire.kernels.triton.moe_align import most_tiles, sort
+from quire.kernels.triton.lora_few import FewRows, lora_outputs, outputs_of
+from quire.kernels.triton.moe_align import most_tiles, sort, tile_at
 from quire.kernels.triton.tile_dots import all_of, arrivals_of, empty, times, upright
 
 _SHORT, _TALL = 16, 64
@@ -75,35 +75,19 @@ def wait(OVERLAP: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["num"])
 def _shrink(
-    h: tl.tensor,
-    x: tl.tensor,
-    a: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
-    parts: tl.tensor,
-    arrivals: tl.tensor,
-    num: tl.tensor,
-    size_in: tl.tensor,
-    x_stride: tl.tensor,
-    a_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LATE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    h: tl.tensor, x: tl.tensor, a: tl.tensor, order: tl.tensor, work: tl.tensor, parts: tl.tensor,
+    arrivals: tl.tensor, num: tl.tensor, size_in: tl.tensor, x_stride: tl.tensor, a_stride: tl.tensor,
+    WIDTH: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr,
+    LATE: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute a tile of x A^T in split-K; the last split sums all. `arrivals` is zero before and after. Grid:
     (tiles, WIDTH / ROWS, SPLITS)."""
     tile, split = tl.program_id(0), tl.program_id(2)
     follow_late(OVERLAP, LATE)
     if tile >= tl.load(work):
         return
-    slot = tl.load(work + 4 + 4 * tile).to(tl.int64)
-    at = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM)
-    valid = at < tl.load(work + 6 + 4 * tile)
-    m, p = tl.load(order + at, mask=valid, other=0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    slot, _, end, m, at = tile_at(order, work, tile, NUM)
+    slot, valid, p = slot.to(tl.int64), at < end, tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
     first = split * share
     acc = empty(NUM, ROWS)
@@ -132,15 +116,9 @@ def _shrink(
 
 @triton.jit
 def _gather(
-    h: tl.tensor,
-    a: tl.tensor,
-    ids: tl.tensor,
-    slots: tl.tensor,
-    a_stride: tl.tensor,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    h: tl.tensor, a: tl.tensor, ids: tl.tensor, slots: tl.tensor, a_stride: tl.tensor,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Copy the rows of A for one token's id and slot. Grid: (tokens,)."""
     token, r = tl.program_id(0), tl.arange(0, BLOCK)
     follow(OVERLAP)
@@ -152,35 +130,19 @@ def _gather(
 
 @triton.jit
 def _expand(
-    out: tl.tensor,
-    h: tl.tensor,
-    b: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
-    out_stride: tl.tensor,
+    out: tl.tensor, h: tl.tensor, b: tl.tensor, order: tl.tensor, work: tl.tensor, out_stride: tl.tensor,
     b_stride: tl.tensor,
-    SIZES: tl.constexpr,
-    RANK: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SIZES: tl.constexpr, RANK: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Add B of the shrunk rows to a tile of outputs. Grid: (tiles, outputs of each part / ROWS)."""
-    tile, left, part, n, end, size = tl.program_id(0), tl.program_id(1), 0, 0, 0, 0
-    for i in tl.static_range(len(SIZES)):
-        if left >= 0:
-            part, n, end = i, size + left * ROWS, size + SIZES[i]
-        left -= tl.cdiv(SIZES[i], ROWS)
-        size += SIZES[i]
-    n += tl.arange(0, ROWS)
+    tile = tl.program_id(0)
+    part, n, end = outputs_of(SIZES, ROWS)
     follow(OVERLAP)
     if tile >= tl.load(work):
         return
-    slot = tl.load(work + 4 + 4 * tile).to(tl.int64)
-    at = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM)
-    valid = at < tl.load(work + 6 + 4 * tile)
-    m = tl.load(order + at, mask=valid, other=0).to(tl.int64)
+    slot, _, last, m, at = tile_at(order, work, tile, NUM)
+    slot, valid = slot.to(tl.int64), at < last
     acc = empty(NUM, ROWS)
     for start in tl.static_range(0, RANK, CHUNK):
         r = start + tl.arange(0, CHUNK)
@@ -211,12 +173,9 @@ def part_of(n: tl.tensor, ENDS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def reached(
-    adapted: tl.tuple,
-    first: tl.tensor,
-    start: tl.tensor,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tl.tensor:
+    adapted: tl.tuple, first: tl.tensor, start: tl.tensor,
+    RANK: tl.constexpr, ROWS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Load [ROWS, _WIDE] of B for outputs from `first` on. Columns are the ranks of all tiles' slots,
     concatenated, from `start` on; a repeated slot is masked."""
     _, b, _, work, outputs, stride = adapted
@@ -240,16 +199,9 @@ def slots_at(work: tl.tensor, start: tl.tensor, RANK: tl.constexpr) -> tl.tensor
 
 @triton.jit
 def expanded(
-    adapted: tl.tuple,
-    m: tl.tensor,
-    num: tl.tensor,
-    first: tl.tensor,
-    reach: tl.tensor,
-    RANK: tl.constexpr,
-    ENDS: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tl.tensor:
+    adapted: tl.tuple, m: tl.tensor, num: tl.tensor, first: tl.tensor, reach: tl.tensor,
+    RANK: tl.constexpr, ENDS: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return [NUM, ROWS], the LoRA outputs of `ROWS` outputs of one part from `first` on. `reach` is the
     first block of `reached`; a row has zeros for all slots but its own."""
     h, _, slots, work, _, _ = adapted
@@ -264,14 +216,9 @@ def expanded(
 
 @triton.jit
 def _dot_own_slot(
-    h_at: tl.tensor,
-    row_slot: tl.tensor,
-    w: tl.tensor,
-    start: tl.tensor,
-    work: tl.tensor,
-    acc: tl.tensor,
+    h_at: tl.tensor, row_slot: tl.tensor, w: tl.tensor, start: tl.tensor, work: tl.tensor, acc: tl.tensor,
     RANK: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     slot, r = slots_at(work, start, RANK), (start + tl.arange(0, _WIDE)) % RANK
     values = tl.load(h_at + r[None, :], mask=row_slot[:, None] == slot[None, :], other=0.0)
     w = tl.where(w * 0 == 0, w, 0.0)  # an infinity would turn zeros of other rows into NaN
@@ -354,10 +301,10 @@ def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
 class Expansion(NamedTuple):
     """LoRA arguments of a GEMM kernel: tensors that it reads, and compile-time constants."""
 
-    reads: Any = None
-    """Shrunk rows, B, slots, work, number of outputs, stride of slots"""
-    rank: int = 0
-    ends: tuple[int, ...] = ()
+    reads: Any
+    """Shrunk rows, B, slots, work, number of outputs, stride of slots; or `AddedRows` with a rank of 0"""
+    rank: int
+    ends: tuple[int, ...]
 
     @staticmethod
     def of(adapted: LoRAHeads, h: Tensor) -> "Expansion":

@@ -84,26 +84,11 @@ def _row_of(order: tl.tensor, at: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
 # therefore have ended before the first of them allows the next kernel to start.
 @triton.jit(do_not_specialize=["num"])
 def _shrink(
-    h: tl.tensor,
-    x: tl.tensor,
-    a: tl.tensor,
-    slots: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
-    num: tl.tensor,
-    size_in: tl.tensor,
-    x_stride: tl.tensor,
-    strides: tl.tuple,
-    WIDTH: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TOP: tl.constexpr,
-    NUM: tl.constexpr,
-    RANKS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STEPS: tl.constexpr,
-    LATE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    h: tl.tensor, x: tl.tensor, a: tl.tensor, slots: tl.tensor, order: tl.tensor, work: tl.tensor,
+    num: tl.tensor, size_in: tl.tensor, x_stride: tl.tensor, strides: tl.tuple,
+    WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP: tl.constexpr, NUM: tl.constexpr, RANKS: tl.constexpr,
+    LENGTH: tl.constexpr, STEPS: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute A x for a tile of rows; `TOP` rows share a row of x. Grid: (tiles, WIDTH / RANKS, size_in /
     (LENGTH * STEPS))."""
     p, split = tl.program_id(1) * RANKS + tl.arange(0, RANKS), tl.program_id(2)
@@ -128,27 +113,14 @@ def _shrink(
 
 @triton.jit(do_not_specialize=["num"])
 def _expand(
-    out: tl.tensor,
-    h: tl.tensor,
-    b: tl.tensor,
-    slots: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
-    num: tl.tensor,
-    out_stride: tl.tensor,
-    strides: tl.tuple,
-    SIZES: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, h: tl.tensor, b: tl.tensor, slots: tl.tensor, order: tl.tensor, work: tl.tensor,
+    num: tl.tensor, out_stride: tl.tensor, strides: tl.tuple,
+    SIZES: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, NUM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute B h for a tile of rows. A single row without an adapter gets zeros. Grid: (tiles, outputs of
     each part / ROWS)."""
-    part, n, last = _outputs_of(SIZES, ROWS)
+    part, n, last = outputs_of(SIZES, ROWS)
     r, split = tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(SPLITS))
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -168,7 +140,7 @@ def _expand(
 
 
 @triton.jit
-def _outputs_of(SIZES: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+def outputs_of(SIZES: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     """Return a program's part, its outputs, and the end of the part."""
     left, part, n, end, size = tl.program_id(1), 0, 0, 0, 0
     for i in tl.static_range(len(SIZES)):

@@ -1,8 +1,8 @@
 """GEMM of few rows with a large weight, x W^T, which is bound by weight reads.
 
 `_rows` holds whole rows of the weight in registers, loaded before the previous kernel has ended. `_tiles`
-multiplies tiles on the tensor cores. The cases in which they are faster than the library's GEMM were
-measured.
+multiplies tiles on the tensor cores. Both also take weights with scales (`fp8.py`, `int8.py`). The cases in
+which they are faster than the library's GEMM were measured.
 """
 
 import functools
@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.ops import LoRAHeads
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
-from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
+from quire.kernels.triton.launch import MOST_ROWS, cdiv, follow, launch, next_power_of_2, overlap
 from quire.kernels.triton.lora import (
     Expansion,
     add,
@@ -30,8 +30,17 @@ from quire.kernels.triton.lora import (
     shrink,
     wait,
 )
-from quire.kernels.triton.lora_few import NO_LORA, AddedRows, lora_outputs, plus_added
-from quire.kernels.triton.tile_dots import LONGEST, all_of, arrivals_of, empty, times, upright
+from quire.kernels.triton.lora_few import lora_outputs, plus_added
+from quire.kernels.triton.tile_dots import (
+    LONGEST,
+    all_of,
+    along_x,
+    arrivals_of,
+    empty,
+    plus,
+    scales_of,
+    upright,
+)
 
 _FEWEST = 5
 """Number of rows from which on tiles are used for any weight."""
@@ -63,44 +72,37 @@ Plan = RowsPlan | TilesPlan | None
 
 @triton.jit
 def _rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    added: tl.tensor,
-    NUM: tl.constexpr,
-    GATED: tl.constexpr,
-    BIASED: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, size_in: tl.tensor,
+    size_out: tl.tensor, x_stride: tl.tensor, added: tl.tensor,
+    NUM: tl.constexpr, GATED: tl.constexpr, BLOCKED: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
-    """Multiply `NUM` rows of x by ROWS weight rows. If `GATED`, the up rows follow the gate rows. `added` are
-    the LoRA outputs of a single row. Grid: (size_out / ROWS,)."""
+) -> None:  # fmt: skip
+    """Multiply `NUM` rows of x by ROWS weight rows, which lie in one block if scales are `BLOCKED`. If
+    `GATED`, the up rows follow the gate rows. `added` are the LoRA outputs of a single row. Grid: (size_out /
+    ROWS,)."""
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
     exists = (n < size_out)[:, None] & (k < size_in)[None, :]
     at = weight + n.to(tl.int64)[:, None] * size_in + k[None, :]
     w = tl.load(at, mask=exists, other=0.0, eviction_policy="evict_first")
+    first, outputs = tl.program_id(0) * ROWS, size_out * 2 if GATED else size_out
+    by_k, by_n = scales_of(scale, 0, first, n, k, size_in, outputs, BLOCKED)
     if GATED:
-        up = tl.load(
-            at + size_out.to(tl.int64) * size_in, mask=exists, other=0.0, eviction_policy="evict_first"
-        )
-    if BIASED:
+        at += size_out.to(tl.int64) * size_in
+        up = tl.load(at, mask=exists, other=0.0, eviction_policy="evict_first")
+        up_by_k, up_by_n = scales_of(scale, 0, size_out + first, size_out + n, k, size_in, outputs, BLOCKED)
+    if bias is not None:
         offset = tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)
     follow(OVERLAP)
     for m in tl.static_range(NUM):
-        row = tl.load(x + m * x_stride + k, mask=k < size_in, other=0.0).to(tl.float32)[None, :]
-        y = tl.sum(w.to(tl.float32) * row, 1)
-        if BIASED:
+        row = tl.load(x + m * x_stride + k, mask=k < size_in, other=0.0).to(tl.float32)
+        y = tl.sum(w.to(tl.float32) * (row * by_k)[None, :], 1) * by_n
+        if bias is not None:
             y += offset
         if added is not None:
             y += tl.load(added + n, mask=n < size_out, other=0.0)
         y = y.to(out.dtype.element_ty)
         if GATED:
-            other = tl.sum(up.to(tl.float32) * row, 1)
+            other = tl.sum(up.to(tl.float32) * (row * up_by_k)[None, :], 1) * up_by_n
             if added is not None:
                 other += tl.load(added + size_out + n, mask=n < size_out, other=0.0)
             y = silu_times(y, other.to(out.dtype.element_ty))
@@ -109,31 +111,17 @@ def _rows(
 
 @triton.jit(do_not_specialize=["num"])
 def _tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    parts: tl.tensor,
-    arrivals: tl.tensor,
-    num: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    adapted: tl.tuple,
-    added: tl.tensor,
-    slots: tl.tensor,
-    GATED: tl.constexpr,
-    BIASED: tl.constexpr,
-    RANK: tl.constexpr,
-    ENDS: tl.constexpr,
-    LATE: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, x_scale: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor,
+    parts: tl.tensor, arrivals: tl.tensor, num: tl.tensor, size_in: tl.tensor, size_out: tl.tensor,
+    lora: tl.tuple,
+    GATED: tl.constexpr, BLOCKED: tl.constexpr, RANK: tl.constexpr, ENDS: tl.constexpr, NUM: tl.constexpr,
+    ROWS: tl.constexpr, LENGTH: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute a tile from descriptors `x` and `weight`. The last split sums all parts; `arrivals` is zero
-    before and after. If `LATE`, the previous kernels are LoRA's. Grid: (tiles, SPLITS)."""
+    before and after. If `BLOCKED`, a tile of the weight has one scale. `lora` is None, the `reads` of an
+    `Expansion` (with a `RANK`), or `AddedRows`; the previous kernels are then LoRA's. Grid: (tiles,
+    SPLITS)."""
+    LATE: tl.constexpr = lora is not None
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
@@ -141,14 +129,17 @@ def _tiles(
     begin(OVERLAP, LATE)
     reach, reach_up = 0, 0
     if RANK:
-        reach = reached(adapted, first_n, 0, RANK, ROWS)
-        reach_up = reached(adapted, first_n + size_out, 0, RANK, ROWS) if GATED else reach
+        reach = reached(lora, first_n, 0, RANK, ROWS)
+        reach_up = reached(lora, first_n + size_out, 0, RANK, ROWS) if GATED else reach
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     for at in range(first, tl.minimum(first + share, size_in), LENGTH):
         a = x.load([first_m, at])
-        acc = times(a, weight.load([first_n, at]), acc)
+        factor, block = _block_scales(x_scale, scale, first_m, first_n, at, num, size_in, NUM, BLOCKED)
+        acc = plus(acc, a, weight.load([first_n, at]), factor, block, BLOCKED)
         if GATED:
-            up = times(a, weight.load([first_n + size_out, at]), up)
+            if BLOCKED:
+                block += size_out // 128 * tl.cdiv(size_in, 128)
+            up = plus(up, a, weight.load([first_n + size_out, at]), factor, block, BLOCKED)
     acc, up = upright(acc, NUM), upright(up, NUM)
     wait(OVERLAP, LATE)
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
@@ -160,36 +151,60 @@ def _tiles(
             return
         tl.store(arrivals + tile, 0)
         acc = all_of(parts + place, inside, num * size_out, SPLITS)
-    if BIASED:
+    acc = _apply_scales(acc, x_scale, scale, 0, m, n, num, size_out, BLOCKED)
+    if bias is not None:
         acc += tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
     outputs, rows = size_out * (1 + GATED), (out, m, num, inside)
-    y = _add_lora(acc, adapted, added, slots, rows, first_n, outputs, reach, RANK, ENDS)
+    y = _add_lora(acc, lora, rows, first_n, outputs, reach, RANK, ENDS)
     if GATED:
-        up = _add_lora(up, adapted, added, slots, rows, first_n + size_out, outputs, reach_up, RANK, ENDS)
+        up = _apply_scales(up, x_scale, scale, size_out, m, n, num, size_out, BLOCKED)
+        up = _add_lora(up, lora, rows, first_n + size_out, outputs, reach_up, RANK, ENDS)
         y = silu_times(y, up)
     tl.store(out + place, y, mask=inside)
 
 
 @triton.jit
+def _block_scales(
+    x_scale: tl.tensor, scale: tl.tensor, first_m: tl.tensor, first_n: tl.tensor, at: tl.tensor,
+    num: tl.tensor, size_in: tl.tensor,
+    NUM: tl.constexpr, BLOCKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return the scales of rows of x at input `at`, and the place of the weight's scale."""
+    if BLOCKED:
+        m = first_m + tl.arange(0, NUM)
+        factor = along_x(tl.load(x_scale + at // 128 * num + m, mask=m < num, other=0.0), NUM)
+        return factor, scale + first_n // 128 * tl.cdiv(size_in, 128) + at // 128
+    else:
+        return 1.0, 0
+
+
+@triton.jit
+def _apply_scales(
+    acc: tl.tensor, x_scale: tl.tensor, scale: tl.tensor, first: tl.tensor, m: tl.tensor, n: tl.tensor,
+    num: tl.tensor, size_out: tl.tensor,
+    BLOCKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Apply the scales of rows m, and of outputs n from `first` on; blocked scales were applied in the
+    loop."""
+    if scale is not None and not BLOCKED:
+        acc *= tl.load(x_scale + m, mask=m < num, other=0.0)[:, None]
+        acc *= tl.load(scale + first + n, mask=n < size_out, other=0.0)[None, :]
+    return acc
+
+
+@triton.jit
 def _add_lora(
-    acc: tl.tensor,
-    adapted: tl.tuple,
-    added: tl.tensor,
-    slots: tl.tensor,
-    rows: tl.tuple,
-    first: tl.tensor,
-    outputs: tl.tensor,
-    reach: tl.tensor,
-    RANK: tl.constexpr,
-    ENDS: tl.constexpr,
-) -> tl.tensor:
+    acc: tl.tensor, lora: tl.tuple, rows: tl.tuple, first: tl.tensor, outputs: tl.tensor, reach: tl.tensor,
+    RANK: tl.constexpr, ENDS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Add the LoRA outputs from `first` on, computed here (`RANK`) or before, and round."""
     out, m, num, inside = rows
     NUM: tl.constexpr = acc.shape[0]
     ROWS: tl.constexpr = acc.shape[1]
     if RANK:
-        acc += expanded(adapted, m, num, first, reach, RANK, ENDS, NUM, ROWS)
-    if added is not None:
+        acc += expanded(lora, m, num, first, reach, RANK, ENDS, NUM, ROWS)
+    elif lora is not None:
+        added, slots = lora
         place = m[:, None] * outputs + first + tl.arange(0, ROWS)[None, :]
         acc = plus_added(acc, added, slots, tl.where(m < num, m, -1), place, inside)
     return acc.to(out.dtype.element_ty)
@@ -227,40 +242,42 @@ def multiply(
     *,
     gated: bool = False,
     adapted: LoRAHeads | None = None,
+    x_scale: Tensor | None = None,
+    scale: Tensor | None = None,
+    blocked: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
+    """Multiply by a plan. A weight in e4m3, or for rows in int8, has a `scale` per output, or per block of
+    128 x 128 if `blocked`. Tiles then take x in e4m3 with its `x_scale`; `dtype` is that of the output."""
     num, size_out, size_in = len(x), len(weight) // (1 + gated), weight.shape[1]
-    out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
-    ahead, biased = overlap(num, min(size_in, size_out)), bias is not None
-    grid = triton.cdiv(size_out, plan.rows)
+    out = torch.empty(num, size_out, dtype=dtype or x.dtype, device=x.device)
+    ahead, grid = overlap(num, min(size_in, size_out)), cdiv(size_out, plan.rows)
     if isinstance(plan, RowsPlan):
         launch(_rows, grid)(
-            out, x, weight, bias if biased else out, size_in, size_out, x.stride(0),
-            None if adapted is None else added_to_one(x, adapted), NUM=num, GATED=gated, BIASED=biased,
-            ROWS=plan.rows, LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead, launch_pdl=ahead,
+            out, x, weight, scale, bias, size_in, size_out, x.stride(0),
+            None if adapted is None else added_to_one(x, adapted), NUM=num, GATED=gated, BLOCKED=blocked,
+            ROWS=plan.rows, LENGTH=next_power_of_2(size_in), OVERLAP=ahead, launch_pdl=ahead,
             num_warps=plan.warps,
         )  # fmt: skip
         return out
-    (reads, rank, ends), added_rows = _lora_arguments(x, adapted)
+    lora, rank, ends = (None, 0, ()) if adapted is None else _lora_arguments(x, adapted)
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
-    launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
-        out, tiled(x, plan.num, plan.length), tiled(weight, plan.rows, plan.length),
-        bias if biased else out, parts, arrivals_of(x.device), num, size_in, size_out, reads, *added_rows,
-        GATED=gated, BIASED=biased, RANK=rank, ENDS=ends, LATE=adapted is not None, NUM=plan.num,
-        ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead, launch_pdl=ahead,
-        num_warps=plan.warps, num_stages=plan.stages,
+    launch(_tiles, cdiv(num, plan.num) * grid, plan.splits)(
+        out, tiled(x, plan.num, plan.length), x_scale, tiled(weight, plan.rows, plan.length), scale, bias,
+        parts, arrivals_of(x.device), num, size_in, size_out, lora, GATED=gated, BLOCKED=blocked, RANK=rank,
+        ENDS=ends, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
 
 
-def _lora_arguments(x: Tensor, adapted: LoRAHeads | None) -> tuple[Expansion, AddedRows]:
-    """Return the LoRA arguments of the GEMM kernel."""
-    if adapted is None:
-        return Expansion(), NO_LORA
+def _lora_arguments(x: Tensor, adapted: LoRAHeads) -> Expansion:
+    """Return the LoRA arguments of `_tiles`: B is read there, or LoRA outputs of few rows are added."""
     if (few := adapted.tokens.few) is not None:
-        return Expansion(), lora_outputs(x, adapted._replace(tokens=few))
-    return Expansion.of(adapted, shrink(x, adapted, late=True)), NO_LORA
+        return Expansion(lora_outputs(x, adapted._replace(tokens=few)), 0, ())
+    return Expansion.of(adapted, shrink(x, adapted, late=True))
 
 
 def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
@@ -296,7 +313,7 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     The plans were measured on an H200 in CUDA graphs of GEMMs with different weights; see
     docs/evidence/kernels.md.
     """
-    length = triton.next_power_of_2(size_in)
+    length = next_power_of_2(size_in)
     if num == 1 and length <= LONGEST:
         return RowsPlan(max(4096 * parts // length, 1), 8)
     if num == 2 and length <= 4096 and size_out < 2**16:

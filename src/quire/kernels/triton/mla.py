@@ -50,29 +50,12 @@ class PartialMLA(NamedTuple):
 
 @triton.jit
 def enter(
-    q: tl.tensor,
-    q_stride: tl.tensor,
-    kv: tl.tensor,
-    kv_stride: tl.tensor,
-    weight: tl.tensor,
-    eps: tl.tensor,
-    table: tl.tensor,
-    positions: tl.tensor,
-    slots: tl.tensor,
-    cache: tl.tuple,
-    scale: tl.tensor,
-    HEADS: tl.constexpr,
-    NOPE: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    q: tl.tensor, q_stride: tl.tensor, kv: tl.tensor, kv_stride: tl.tensor, weight: tl.tensor, eps: tl.tensor,
+    table: tl.tensor, positions: tl.tensor, slots: tl.tensor, cache: tl.tuple, scale: tl.tensor,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Norm the latent, rotate the key and write both; rotate the queries in place. Grid: (tokens, 2).
 
     An 8-bit cache holds values up to LIMIT, divided by `scale`.
@@ -117,13 +100,8 @@ def _to_cache(x: tl.tensor, scale: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _rotate(
-    at: tl.tensor,
-    left: tl.tensor,
-    right: tl.tensor,
-    exists: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-) -> Any:
+    at: tl.tensor, left: tl.tensor, right: tl.tensor, exists: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+) -> Any:  # fmt: skip
     a = tl.load(at + left, mask=exists, other=0.0).to(tl.float32)
     b = tl.load(at + right, mask=exists, other=0.0).to(tl.float32)
     return (a * cos - b * sin).to(at.dtype.element_ty), (b * cos + a * sin).to(at.dtype.element_ty)
@@ -131,24 +109,12 @@ def _rotate(
 
 @triton.jit(do_not_specialize=["num_seqs", "least"])
 def shares(
-    out: tl.tensor,
-    q: tl.tuple,
-    cache: tl.tuple,
-    seqs: tl.tuple,
-    num_seqs: tl.tensor,
-    scores_by: tl.tuple,
-    partial: tl.tuple,
-    least: tl.tensor,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    out: tl.tensor, q: tl.tuple, cache: tl.tuple, seqs: tl.tuple, num_seqs: tl.tensor, scores_by: tl.tuple,
+    partial: tl.tuple, least: tl.tensor,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Attend one share of all keys; output [tokens, heads, RANK]. The rows of a sequence are the heads of its
     queries, in groups of BLOCK_M. The keys of all sequences are concatenated in tiles of BLOCK_N; a share has
     at least `least` of them. Grid: (groups, shares)."""
@@ -189,16 +155,9 @@ def shares(
 
 @triton.jit
 def _load_queries(
-    q: tl.tuple,
-    start: tl.tensor,
-    row: tl.tensor,
-    valid: tl.tensor,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-) -> Any:
+    q: tl.tuple, start: tl.tensor, row: tl.tensor, valid: tl.tensor,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+) -> Any:  # fmt: skip
     """Load the queries of a tile: the latent part in two halves, and the rotated part."""
     token, head = (start + row // HEADS).to(tl.int64), row % HEADS
     latent = q.latent + (token * q.latent_token + head * q.latent_head)[:, None]
@@ -230,19 +189,10 @@ def _store_halves(
 
 @triton.jit
 def _accumulate(
-    rows: tl.tuple,
-    low: tl.tensor,
-    places: tl.tensor,
-    cache: tl.tuple,
-    table: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    scores_by: tl.tuple,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> Any:
+    rows: tl.tuple, low: tl.tensor, places: tl.tensor, cache: tl.tuple, table: tl.tensor, first: tl.tensor,
+    end: tl.tensor, scores_by: tl.tuple,
+    RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> Any:  # fmt: skip
     """Return each row's sum of latents (in two halves), maximum score and sum of weights for the keys
     first..end.
 
@@ -291,17 +241,10 @@ def _load(rows: tl.tensor, dims: tl.tensor, exists: tl.tensor, DIM: tl.constexpr
 
 @triton.jit(do_not_specialize=["shares"])
 def merge(
-    out: tl.tensor,
-    query_starts: tl.tensor,
-    partial: tl.tuple,
-    shares: tl.tensor,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SHARES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, query_starts: tl.tensor, partial: tl.tuple, shares: tl.tensor,
+    HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    SHARES: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Merge the partial sums of sequences that lie in several shares, SHARES shares at a time. Grid:
     (sequences, rows of a sequence, RANK / BLOCK_D)."""
     seq, row, dims = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -332,16 +275,9 @@ def merge(
 
 @triton.jit
 def gather(
-    out: tl.tensor,
-    cache: tl.tuple,
-    seqs: tl.tuple,
-    work: tl.tensor,
-    scale: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-) -> None:
+    out: tl.tensor, cache: tl.tuple, seqs: tl.tuple, work: tl.tensor, scale: tl.tensor,
+    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+) -> None:  # fmt: skip
     """Copy a tile of latents to `out`. `work` [tiles, 3] holds the sequence, its first key and the row in
     `out`. Grid: (tiles,)."""
     work += 3 * tl.program_id(0)
@@ -360,26 +296,12 @@ def gather(
 
 @triton.jit
 def tiles(
-    out: tl.tensor,
-    out_stride: tl.tensor,
-    q: tl.tensor,
-    q_stride: tl.tensor,
-    kv: tl.tensor,
-    kv_stride: tl.tensor,
-    turned: tl.tensor,
-    turned_stride: tl.tensor,
-    seqs: tl.tuple,
-    work: tl.tensor,
+    out: tl.tensor, out_stride: tl.tensor, q: tl.tensor, q_stride: tl.tensor, kv: tl.tensor,
+    kv_stride: tl.tensor, turned: tl.tensor, turned_stride: tl.tensor, seqs: tl.tuple, work: tl.tensor,
     scores_by: tl.tuple,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-) -> None:
+    NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute attention of one tile of queries and one head. `work` [tiles, 3] holds the sequence, its first
     query, and where its keys begin in `kv` [keys, heads, NOPE + V] and `turned` [keys, ROPE]. Grid: (tiles,
     heads)."""

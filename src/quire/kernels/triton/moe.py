@@ -19,14 +19,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.reference.fp8 import E4M3
 from quire.kernels.reference.moe import ExpertAdapters, ExpertWeights
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.fp8 import quantize, scales_of
+from quire.kernels.triton.fp8 import quantize
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.lora_few import NO_LORA, AddedRows, PairAdapters
 from quire.kernels.triton.matmul import has_room, tiled
 from quire.kernels.triton.moe_align import Sorted, most_tiles, sort, sorted_mix
 from quire.kernels.triton.moe_tiles import tiles
 from quire.kernels.triton.moe_topk import choose, route
-from quire.kernels.triton.tile_dots import LONGEST
+from quire.kernels.triton.tile_dots import LONGEST, scales_of
 
 __all__ = ["choose", "mix", "most_tiles", "route", "sort"]
 
@@ -81,25 +81,11 @@ _TILES_OF_BLOCKS = {
 
 @triton.jit
 def _up_rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    bias: tl.tensor,
-    ids: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    added: tl.tensor,
-    slots: tl.tensor,
-    TOP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, ids: tl.tensor,
+    size_in: tl.tensor, size_out: tl.tensor, x_stride: tl.tensor, added: tl.tensor, slots: tl.tensor,
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCKED: tl.constexpr, ROWS: tl.constexpr,
+    LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute ROWS outputs of gate and up for one pair. The next kernel starts after `ids` are written. Grid:
     (pairs * size_out / ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
@@ -124,7 +110,7 @@ def _up_rows(
     first += size_out
     by_k, by_n = scales_of(scale, expert, first, n + size_out, k, size_in, 2 * size_out, BLOCKED)
     up = tl.sum(up.to(tl.float32) * (row * by_k)[None, :], 1) * by_n
-    if BIASED:
+    if bias is not None:
         gate += tl.load(bias + expert * 2 * size_out + n, mask=n < size_out).to(tl.float32)
         up += tl.load(bias + (expert * 2 + 1) * size_out + n, mask=n < size_out).to(tl.float32)
     if added is not None:
@@ -138,25 +124,11 @@ def _up_rows(
 
 @triton.jit
 def _down_rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    bias: tl.tensor,
-    ids: tl.tensor,
-    weights: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    added: tl.tensor,
-    slots: tl.tensor,
-    TOP: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    out: tl.tensor, x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, ids: tl.tensor,
+    weights: tl.tensor, size_in: tl.tensor, size_out: tl.tensor, added: tl.tensor, slots: tl.tensor,
+    TOP: tl.constexpr, BLOCKED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute ROWS outputs of down for one token. `EXPERTS` >= TOP is a power of two. Grid: (tokens *
     size_out / ROWS,).
 
@@ -188,7 +160,7 @@ def _down_rows(
     else:
         by_row = tl.load(scale + row, mask=valid, other=0.0)
         y = tl.sum(tl.sum(w.to(tl.float32) * values[:, None, :], 2) * by_row, 0)
-    if BIASED:
+    if bias is not None:
         y += tl.sum(tl.load(bias + row, mask=valid, other=0.0).to(tl.float32) * share[:, None], 0)
     if added is not None:
         has_adapter = valid & (tl.load(slots + pair, mask=rank < TOP, other=-1) >= 0)[:, None]
@@ -252,10 +224,10 @@ def up_rows(
     num, hidden = x.shape
     inner, ahead = out.shape[1], overlap(num, hidden)
     launch(_up_rows, ids.numel() * triton.cdiv(inner, plan.up))(
-        out, x, experts.gate_up, experts.gate_up_scale, _or(experts.gate_up_bias, x), ids, hidden, inner,
-        x.stride(0), *added, TOP=ids.shape[1], ACTIVATION=activation,
-        BIASED=experts.gate_up_bias is not None, BLOCKED=experts.is_blocked, ROWS=plan.up,
-        LENGTH=triton.next_power_of_2(hidden), OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.up_warps,
+        out, x, experts.gate_up, experts.gate_up_scale, experts.gate_up_bias, ids, hidden, inner,
+        x.stride(0), *added, TOP=ids.shape[1], ACTIVATION=activation, BLOCKED=experts.is_blocked,
+        ROWS=plan.up, LENGTH=triton.next_power_of_2(hidden), OVERLAP=ahead, launch_pdl=ahead,
+        num_warps=plan.up_warps,
     )  # fmt: skip
 
 
@@ -271,10 +243,9 @@ def down_rows(
     num, hidden = out.shape
     inner, top, ahead = x.shape[1], ids.shape[1], overlap(num, hidden)
     launch(_down_rows, num * triton.cdiv(hidden, plan.down))(
-        out, x, experts.down, experts.down_scale, _or(experts.down_bias, x), ids, weights, inner, hidden,
-        *added, TOP=top, BIASED=experts.down_bias is not None, BLOCKED=experts.is_blocked,
-        EXPERTS=triton.next_power_of_2(top), ROWS=plan.down, LENGTH=triton.next_power_of_2(inner),
-        OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.down_warps,
+        out, x, experts.down, experts.down_scale, experts.down_bias, ids, weights, inner, hidden, *added,
+        TOP=top, BLOCKED=experts.is_blocked, EXPERTS=triton.next_power_of_2(top), ROWS=plan.down,
+        LENGTH=triton.next_power_of_2(inner), OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.down_warps,
     )  # fmt: skip
 
 
@@ -303,17 +274,11 @@ def multiply(
     tile = plan.up if activation else plan.down
     rows: Tensor | TensorDescriptor = x if activation else tiled(x, plan.num, tile.length)
     launch(tiles, most_tiles(num, len(weight), plan.num) * triton.cdiv(size_out, tile.rows))(
-        out, rows, x_scale, tiled(weight.flatten(0, 1), tile.rows, tile.length), scale, _or(bias, out),
-        *pairs, len(x), size_in, size_out, x.stride(0), *added, TOP=top, ACTIVATION=activation,
-        BIASED=bias is not None, BLOCKED=experts.is_blocked, EVEN=size_in % tile.length == 0, NUM=plan.num,
-        ROWS=tile.rows, LENGTH=tile.length, OVERLAP=ahead, launch_pdl=ahead, num_warps=tile.warps,
-        num_stages=tile.stages,
+        out, rows, x_scale, tiled(weight.flatten(0, 1), tile.rows, tile.length), scale, bias, *pairs,
+        len(x), size_in, size_out, x.stride(0), *added, TOP=top, ACTIVATION=activation,
+        BLOCKED=experts.is_blocked, EVEN=size_in % tile.length == 0, NUM=plan.num, ROWS=tile.rows,
+        LENGTH=tile.length, OVERLAP=ahead, launch_pdl=ahead, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-def _or(bias: Tensor | None, other: Tensor) -> Tensor:
-    """Return `bias`, or for None some other tensor for the kernel argument."""
-    return other if bias is None else bias
 
 
 @functools.cache

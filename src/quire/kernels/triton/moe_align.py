@@ -35,19 +35,10 @@ def _count(
 
 @triton.jit(do_not_specialize=["num", "chunks", "span"])
 def _sort(
-    order: tl.tensor,
-    work: tl.tensor,
-    counts: tl.tensor,
-    ids: tl.tensor,
-    num: tl.tensor,
-    chunks: tl.tensor,
+    order: tl.tensor, work: tl.tensor, counts: tl.tensor, ids: tl.tensor, num: tl.tensor, chunks: tl.tensor,
     span: tl.tensor,
-    HEIGHT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BINS: tl.constexpr,
-    ALONE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    HEIGHT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, ALONE: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the pairs of one expert in `span` chunks to their sorted positions. Grid: (experts, chunks /
     span).
 
@@ -84,6 +75,16 @@ def _sort(
             tile += 4
         if expert == 0:
             tl.store(work, tl.sum(tiles, 0))
+
+
+@triton.jit
+def tile_at(order: tl.tensor, work: tl.tensor, tile: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
+    """Return the expert of a tile that `sort` has listed, its first pair and the end of its pairs, and their
+    places before and after the sort."""
+    work += 4 + 4 * tile
+    expert, start, end = tl.load(work), tl.load(work + 1), tl.load(work + 2)
+    m = start + tl.arange(0, NUM)
+    return expert, start, end, tl.load(order + m, mask=m < end, other=0).to(tl.int64), m
 
 
 def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> Sorted:
@@ -155,16 +156,9 @@ def add(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *, ahead: bool) ->
 
 @triton.jit
 def _sum(
-    out: tl.tensor,
-    x: tl.tensor,
-    ids: tl.tensor,
-    weights: tl.tensor,
-    size: tl.tensor,
-    TOP: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, ids: tl.tensor, weights: tl.tensor, size: tl.tensor,
+    TOP: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Sum BLOCK elements of one token's pairs. `EXPERTS` >= TOP is a power of two. Grid: (tokens, size /
     BLOCK)."""
     token, rank = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)

@@ -4,38 +4,20 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.fp8 import along_x, plus
 from quire.kernels.triton.launch import follow
 from quire.kernels.triton.lora_few import plus_added
-from quire.kernels.triton.tile_dots import empty, times, upright
+from quire.kernels.triton.moe_align import tile_at
+from quire.kernels.triton.tile_dots import along_x, empty, plus, times, upright
 
 
 @triton.jit(do_not_specialize=["num"])
 def tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    x_scale: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    bias: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
-    num: tl.tensor,
-    size_in: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    added: tl.tensor,
-    slots: tl.tensor,
-    TOP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    EVEN: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, x_scale: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor,
+    order: tl.tensor, work: tl.tensor, num: tl.tensor, size_in: tl.tensor, size_out: tl.tensor,
+    x_stride: tl.tensor, added: tl.tensor, slots: tl.tensor,
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr, NUM: tl.constexpr,
+    ROWS: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute a tile of sorted pairs. `weight` is a descriptor of tiles; x has `num` rows. With an
     activation, gate and up from tokens `x`; else down from tiles `x` of sorted pairs, stored in the order
     before the sort. Grid: (tiles * size_out / ROWS,)."""
@@ -44,10 +26,8 @@ def tiles(
     follow(OVERLAP)
     if tile >= tl.load(work):
         return
-    work += 4 + 4 * tile
-    expert, start, end = tl.load(work), tl.load(work + 1), tl.load(work + 2)
-    m, n = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
-    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+    expert, start, end, pair, m = tile_at(order, work, tile, NUM)
+    n = first_n + tl.arange(0, ROWS)
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     if ACTIVATION != "":
         row, x_row, k = expert * 2 * size_out + first_n, pair // TOP, tl.arange(0, LENGTH)
@@ -68,55 +48,36 @@ def tiles(
     if ACTIVATION != "":
         up = _rescale(up, scale, x_scale, row + size_out, n < size_out, x_row, NUM, BLOCKED)
     inside = (m < end)[:, None] & (n < size_out)[None, :]
-    y = _finish(acc, up, bias + row, m, n, pair, inside, size_out, out, added, slots, NUM, ACTIVATION, BIASED)
+    y = _finish(acc, up, bias, row, m, n, pair, inside, size_out, out, added, slots, NUM, ACTIVATION)
     to = m.to(tl.int64) if ACTIVATION != "" else pair
     tl.store(out + to[:, None] * size_out + n[None, :], y, mask=inside)
 
 
 @triton.jit
 def _finish(
-    acc: tl.tensor,
-    up: tl.tensor,
-    bias: tl.tensor,
-    m: tl.tensor,
-    n: tl.tensor,
-    pair: tl.tensor,
-    inside: tl.tensor,
-    size_out: tl.tensor,
-    out: tl.tensor,
-    added: tl.tensor,
+    acc: tl.tensor, up: tl.tensor, bias: tl.tensor, row: tl.tensor, m: tl.tensor, n: tl.tensor,
+    pair: tl.tensor, inside: tl.tensor, size_out: tl.tensor, out: tl.tensor, added: tl.tensor,
     slots: tl.tensor,
-    NUM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BIASED: tl.constexpr,
-) -> tl.tensor:
+    NUM: tl.constexpr, ACTIVATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return the output of `tiles`. LoRA outputs of gate and up are by pairs, those of down by sorted
     pairs."""
     src = pair if ACTIVATION != "" else m.to(tl.int64)
     place = src[:, None] * (2 * size_out if ACTIVATION != "" else size_out) + n[None, :]
-    y = _add_bias(acc, bias, n < size_out, out, added, slots, src, place, inside, NUM, BIASED)
+    y = _add_bias(acc, bias, row, n < size_out, out, added, slots, src, place, inside, NUM)
     if ACTIVATION != "":
-        bias += size_out
-        up = _add_bias(up, bias, n < size_out, out, added, slots, src, place + size_out, inside, NUM, BIASED)
+        place, row = place + size_out, row + size_out
+        up = _add_bias(up, bias, row, n < size_out, out, added, slots, src, place, inside, NUM)
         y = gate_times(y, up, ACTIVATION)
     return y
 
 
 @triton.jit
 def _dot(
-    acc: tl.tensor,
-    a: tl.tensor,
-    weight: tl.tensor,
-    row: tl.tensor,
-    at: tl.tensor,
-    block: tl.tensor,
-    scale: tl.tensor,
-    x_scale: tl.tensor,
-    x_row: tl.tensor,
-    num: tl.tensor,
-    size_in: tl.tensor,
+    acc: tl.tensor, a: tl.tensor, weight: tl.tensor, row: tl.tensor, at: tl.tensor, block: tl.tensor,
+    scale: tl.tensor, x_scale: tl.tensor, x_row: tl.tensor, num: tl.tensor, size_in: tl.tensor,
     BLOCKED: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Add the product of one step; `block` is the row of its weight scale, `x_row` are the rows of
     `x_scale`."""
     w = weight.load([row, at])
@@ -129,15 +90,9 @@ def _dot(
 
 @triton.jit
 def _rescale(
-    acc: tl.tensor,
-    scale: tl.tensor,
-    x_scale: tl.tensor,
-    row: tl.tensor,
-    exists: tl.tensor,
-    x_row: tl.tensor,
-    NUM: tl.constexpr,
-    BLOCKED: tl.constexpr,
-) -> tl.tensor:
+    acc: tl.tensor, scale: tl.tensor, x_scale: tl.tensor, row: tl.tensor, exists: tl.tensor, x_row: tl.tensor,
+    NUM: tl.constexpr, BLOCKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     if scale is not None and not BLOCKED:
         factor = tl.load(scale + row, mask=exists, other=0.0)
         acc *= factor[:, None] if NUM < 64 else factor[None, :]
@@ -147,21 +102,13 @@ def _rescale(
 
 @triton.jit
 def _add_bias(
-    acc: tl.tensor,
-    bias: tl.tensor,
-    exists: tl.tensor,
-    like: tl.tensor,
-    added: tl.tensor,
-    slots: tl.tensor,
-    src: tl.tensor,
-    place: tl.tensor,
-    inside: tl.tensor,
+    acc: tl.tensor, bias: tl.tensor, row: tl.tensor, exists: tl.tensor, like: tl.tensor, added: tl.tensor,
+    slots: tl.tensor, src: tl.tensor, place: tl.tensor, inside: tl.tensor,
     NUM: tl.constexpr,
-    BIASED: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Transpose the sums if needed, add the bias and the LoRA outputs of rows `src` at `place`, and round."""
-    if BIASED:
-        offset = tl.load(bias, mask=exists, other=0.0).to(tl.float32)
+    if bias is not None:
+        offset = tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
         acc += offset[:, None] if NUM < 64 else offset[None, :]
     if added is None:
         return upright(acc.to(like.dtype.element_ty), NUM)

@@ -26,17 +26,10 @@ _TAKEN: tl.constexpr = tl.constexpr(-(2**31))
 
 @triton.jit(do_not_specialize=["num"])
 def _route(
-    ids: tl.tensor,
-    weights: tl.tensor,
-    logits: tl.tensor,
-    bias: tl.tensor,
-    scale: tl.tensor,
-    num: tl.tensor,
+    ids: tl.tensor, weights: tl.tensor, logits: tl.tensor, bias: tl.tensor, scale: tl.tensor, num: tl.tensor,
     stride: tl.tensor,
-    HOW: tl.constexpr,
-    NUM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    HOW: tl.constexpr, NUM: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Route NUM tokens. Grid: (num / NUM,)."""
     token = tl.program_id(0).to(tl.int64) * NUM + tl.arange(0, NUM)
     expert, exists = _experts(HOW)
@@ -48,34 +41,21 @@ def _route(
 
 @triton.jit
 def _choose(
-    ids: tl.tensor,
-    weights: tl.tensor,
-    logits: tl.tensor,
-    x: tl.tensor,
-    router: tl.tensor,
-    router_bias: tl.tensor,
-    bias: tl.tensor,
-    arrivals: tl.tensor,
-    scale: tl.tensor,
-    size: tl.tensor,
-    EXPERTS: tl.constexpr,
-    BIASED: tl.constexpr,
-    HOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    ids: tl.tensor, weights: tl.tensor, logits: tl.tensor, x: tl.tensor, router: tl.tensor,
+    router_bias: tl.tensor, bias: tl.tensor, arrivals: tl.tensor, scale: tl.tensor, size: tl.tensor,
+    EXPERTS: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute ROWS logits of a single token; the last program routes. `arrivals` is zero before and after.
     Grid: (EXPERTS / ROWS,)."""
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
     valid = (n < EXPERTS)[:, None] & (k < size)[None, :]
     w = tl.load(router + n[:, None] * size + k[None, :], mask=valid, other=0.0)
-    if BIASED:
+    if router_bias is not None:
         offset = tl.load(router_bias + n, mask=n < EXPERTS, other=0.0).to(tl.float32)
     follow(OVERLAP)
     row = tl.load(x + k, mask=k < size, other=0.0).to(tl.float32)
     y = tl.sum(w.to(tl.float32) * row[None, :], 1)
-    if BIASED:
+    if router_bias is not None:
         y += offset
     tl.store(logits + n, y.to(logits.dtype.element_ty), mask=n < EXPERTS)
     tl.debug_barrier()
@@ -91,22 +71,17 @@ def _choose(
 @triton.jit
 def _experts(HOW: tl.constexpr) -> tl.tensor:
     """Return the expert of each column, and whether it exists; groups begin at powers of two."""
-    at = tl.arange(0, HOW[4] * HOW[5])
-    group, place = at // HOW[5], at % HOW[5]
-    return group * HOW[7] + place, (group < HOW[6]) & (place < HOW[7])
+    at = tl.arange(0, HOW[3] * HOW[4])
+    group, place = at // HOW[4], at % HOW[4]
+    return group * HOW[6] + place, (group < HOW[5]) & (place < HOW[6])
 
 
 @triton.jit
 def _choose_experts(
-    values: tl.tensor,
-    token: tl.tensor,
-    num: tl.tensor,
-    ids: tl.tensor,
-    weights: tl.tensor,
-    bias: tl.tensor,
+    values: tl.tensor, token: tl.tensor, num: tl.tensor, ids: tl.tensor, weights: tl.tensor, bias: tl.tensor,
     scale: tl.tensor,
     HOW: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Choose the experts of some tokens from logits [tokens, columns]; `HOW` is the result of `_how`.
 
     Padding rows may hold anything; the chosen experts exist and differ even then.
@@ -114,7 +89,6 @@ def _choose_experts(
     TOP: tl.constexpr = HOW[0]
     SIGMOID: tl.constexpr = HOW[1]
     RENORMALIZED: tl.constexpr = HOW[2]
-    BIASED: tl.constexpr = HOW[3]
     expert, exists = _experts(HOW)
     wide = values.to(tl.float32)
     wide = tl.where((wide == wide) & exists[None, :], tl.clamp(wide, _LEAST, -_LEAST), _LEAST)
@@ -124,17 +98,17 @@ def _choose_experts(
         scores = tl.exp(wide - tl.max(wide, 1)[:, None])
         scores /= tl.sum(tl.where(exists[None, :], scores, 0.0), 1)[:, None]
     choice = scores
-    if BIASED:
+    if bias is not None:
         choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)[None, :]
     choice = tl.where(exists[None, :], choice, -float("inf"))
-    if HOW[6] > 1:
-        choice = _mask_groups(choice, HOW[4], HOW[5], HOW[8], HOW[9])
+    if HOW[5] > 1:
+        choice = _mask_groups(choice, HOW[3], HOW[4], HOW[7], HOW[8])
     # Convert to integers of the same order: the hardware has an integer maximum.
     bits = choice.to(tl.int32, bitcast=True)
     keys = tl.where(exists[None, :], bits ^ ((bits >> 31) & 0x7FFFFFFF), _TAKEN)
-    at, rank = tl.arange(0, HOW[4] * HOW[5])[None, :], tl.full(keys.shape, -1, tl.int32)
+    at, rank = tl.arange(0, HOW[3] * HOW[4])[None, :], tl.full(keys.shape, -1, tl.int32)
     for i in tl.static_range(TOP):
-        best = at == tl.min(tl.where(keys == tl.max(keys, 1)[:, None], at, HOW[4] * HOW[5]), 1)[:, None]
+        best = at == tl.min(tl.where(keys == tl.max(keys, 1)[:, None], at, HOW[3] * HOW[4]), 1)[:, None]
         rank = tl.where(best, i, rank)
         keys = tl.where(best, _TAKEN, keys)
     if RENORMALIZED:
@@ -173,8 +147,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     if num:
         ahead = overlap(num, size)
         launch(_route, num)(
-            ids, weights, logits, logits if bias is None else bias, routing.scale, num, logits.stride(0),
-            HOW=_how(routing, size, bias), NUM=1, OVERLAP=ahead, launch_pdl=ahead, num_warps=1,
+            ids, weights, logits, bias, routing.scale, num, logits.stride(0),
+            HOW=_how(routing, size), NUM=1, OVERLAP=ahead, launch_pdl=ahead, num_warps=1,
         )  # fmt: skip
     return ids, weights
 
@@ -199,9 +173,8 @@ def choose(
     ahead, rows = overlap(num, size), max(_HELD // length, 1)
     launch(_choose, triton.cdiv(experts, rows))(
         ids, weights, torch.empty(experts, dtype=x.dtype, device=x.device), x, router,
-        x if router_bias is None else router_bias, x if bias is None else bias, arrivals_of(x.device),
-        routing.scale, size, EXPERTS=experts, BIASED=router_bias is not None,
-        HOW=_how(routing, experts, bias), ROWS=rows, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead,
+        router_bias, bias, arrivals_of(x.device), routing.scale, size, EXPERTS=experts,
+        HOW=_how(routing, experts), ROWS=rows, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead,
         num_warps=max(length // 4096, 1),
     )  # fmt: skip
     return ids, weights
@@ -212,11 +185,11 @@ def _allocate(num: int, routing: Routing, device: torch.device) -> tuple[Tensor,
     return ids, torch.empty(num, routing.per_token, dtype=torch.float32, device=device)
 
 
-def _how(routing: Routing, experts: int, bias: Tensor | None) -> tuple[int, ...]:
-    """Return the compile-time constants: experts per token, sigmoid, renormalized, biased; groups and group
-    size as powers of two, then as they are; chosen groups, and experts that determine a group's score."""
+def _how(routing: Routing, experts: int) -> tuple[int, ...]:
+    """Return the compile-time constants: experts per token, sigmoid, renormalized; groups and group size as
+    powers of two, then as they are; chosen groups, and experts that determine a group's score."""
     top, scoring, renormalized, _, groups, top_groups, group_best = routing
     size, columns = experts // groups, triton.next_power_of_2(groups)
     wide = max(triton.next_power_of_2(size), 16 // columns)
-    kind = top, int(scoring == "sigmoid"), int(renormalized), int(bias is not None)
+    kind = top, int(scoring == "sigmoid"), int(renormalized)
     return *kind, columns, wide, groups, size, top_groups, group_best

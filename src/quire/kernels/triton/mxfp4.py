@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.moe import MoERowsPlan, MoETile, MoETilesPlan, Plan
-from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix
+from quire.kernels.triton.moe_align import Sorted, most_tiles, sorted_mix, tile_at
 from quire.kernels.triton.tile_dots import empty, times, upright
 
 _HALF_WAY = tl.constexpr(2.0**63)
@@ -75,20 +75,10 @@ def _row_sums(
 
 @triton.jit
 def _up_rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    ids: tl.tensor,
-    blocks: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    TOP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, codes: tl.tensor, scales: tl.tensor, bias: tl.tensor, ids: tl.tensor,
+    blocks: tl.tensor, size_out: tl.tensor, x_stride: tl.tensor,
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute ROWS outputs of gate and up for one pair. Grid: (pairs * size_out / ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
     pair, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
@@ -110,19 +100,10 @@ def _up_rows(
 
 @triton.jit
 def _down_rows(
-    out: tl.tensor,
-    x: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    ids: tl.tensor,
-    weights: tl.tensor,
-    blocks: tl.tensor,
-    size_out: tl.tensor,
-    TOP: tl.constexpr,
-    ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, codes: tl.tensor, scales: tl.tensor, bias: tl.tensor, ids: tl.tensor,
+    weights: tl.tensor, blocks: tl.tensor, size_out: tl.tensor,
+    TOP: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute ROWS outputs of down for one token, over its experts in order. Grid: (tokens * size_out /
     ROWS,)."""
     stripes = tl.cdiv(size_out, ROWS)
@@ -144,15 +125,9 @@ def _down_rows(
 
 @triton.jit
 def _dequantize(
-    codes: tl.tensor,
-    scales: tl.tensor,
-    row: tl.tensor,
-    live: tl.tensor,
-    at: tl.tensor,
-    blocks: tl.tensor,
-    COUNT: tl.constexpr,
-    KIND: tl.constexpr,
-) -> Any:
+    codes: tl.tensor, scales: tl.tensor, row: tl.tensor, live: tl.tensor, at: tl.tensor, blocks: tl.tensor,
+    COUNT: tl.constexpr, KIND: tl.constexpr,
+) -> Any:  # fmt: skip
     """Dequantize `COUNT` blocks of some rows: their first and second halves, each [rows, 16 * COUNT]; divided
     by 2^63 if the dtype has the range."""
     block, byte = at + tl.arange(0, COUNT), tl.arange(0, 16)
@@ -168,23 +143,11 @@ def _dequantize(
 
 @triton.jit
 def _tiles(
-    out: tl.tensor,
-    x: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
-    blocks: tl.tensor,
-    size_out: tl.tensor,
-    x_stride: tl.tensor,
-    TOP: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    NUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    out: tl.tensor, x: tl.tensor, codes: tl.tensor, scales: tl.tensor, bias: tl.tensor, order: tl.tensor,
+    work: tl.tensor, blocks: tl.tensor, size_out: tl.tensor, x_stride: tl.tensor,
+    TOP: tl.constexpr, ACTIVATION: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Compute a tile as `tiles` of moe_tiles.py does, with dequantized weights. Grid: (most tiles * size_out
     / ROWS,)."""
     KIND: tl.constexpr = x.dtype.element_ty
@@ -194,9 +157,8 @@ def _tiles(
     follow(OVERLAP)
     if tile >= tl.load(work):
         return
-    expert = tl.load(work + 4 + 4 * tile).to(tl.int64)
-    m, end = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM), tl.load(work + 6 + 4 * tile)
-    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+    expert, _, end, pair, m = tile_at(order, work, tile, NUM)
+    expert = expert.to(tl.int64)
     x_row, row = m.to(tl.int64), expert * size_out + n
     if ACTIVATION != "":
         x_row, row = pair // TOP, expert * 2 * size_out + n

@@ -18,13 +18,9 @@ _B: tl.constexpr = tl.constexpr(BLOCK)
 
 @triton.jit
 def _widen(
-    out: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    table: tl.tensor,
-    half: tl.tensor,
+    out: tl.tensor, codes: tl.tensor, scales: tl.tensor, table: tl.tensor, half: tl.tensor,
     LENGTH: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Dequantize LENGTH bytes of one weight row. Grid: (outputs, half / LENGTH)."""
     n, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
     valid = k < half

@@ -21,13 +21,9 @@ _FEW_TOKENS = 64
 
 @triton.jit
 def _embed(
-    out: tl.tensor,
-    ids: tl.tensor,
-    table: tl.tensor,
-    size: tl.tensor,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, ids: tl.tensor, table: tl.tensor, size: tl.tensor,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     follow(OVERLAP)
     token, id = tl.program_id(0).to(tl.int64), tl.load(ids + tl.program_id(0)).to(tl.int64)
@@ -36,19 +32,10 @@ def _embed(
 
 @triton.jit
 def _norm(
-    out: tl.tensor,
-    x: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    size: tl.tensor,
-    stride: tl.tensor,
-    eps: tl.tensor,
-    ADD: tl.constexpr,
-    CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, residual: tl.tensor, weight: tl.tensor, bias: tl.tensor, size: tl.tensor,
+    stride: tl.tensor, eps: tl.tensor,
+    ADD: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute the RMS norm of one row, or if `CENTRED` its layer norm. Grid: (rows,)."""
     at = tl.arange(0, BLOCK)
     exists = at < size
@@ -75,16 +62,10 @@ def _norm(
 
 @triton.jit
 def _norm_part(
-    x: tl.tensor,
-    q_weight: tl.tensor,
-    k_weight: tl.tensor,
-    q_size: tl.tensor,
-    k_size: tl.tensor,
-    stride: tl.tensor,
-    eps: tl.tensor,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    x: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, q_size: tl.tensor, k_size: tl.tensor,
+    stride: tl.tensor, eps: tl.tensor,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute the RMS norm of the first or second part of one row in place. Grid: (rows, parts)."""
     second = tl.program_id(1)
     size, at = tl.where(second == 0, q_size, k_size), tl.arange(0, BLOCK)
@@ -100,16 +81,9 @@ def _norm_part(
 
 @triton.jit
 def _elementwise(
-    out: tl.tensor,
-    x: tl.tensor,
-    other: tl.tensor,
-    number: tl.tensor,
-    size: tl.tensor,
-    width: tl.tensor,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, x: tl.tensor, other: tl.tensor, number: tl.tensor, size: tl.tensor, width: tl.tensor,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Apply one operation to each of `size` elements; `other` has one value per element, per `width`
     elements, or per column."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -135,13 +109,9 @@ def _elementwise(
 
 @triton.jit
 def put(
-    values: tl.tensor,
-    exists: tl.tensor,
-    dims: tl.tensor,
-    where: tl.tuple,
-    SCALED: tl.constexpr,
-    LIMIT: tl.constexpr,
-) -> None:
+    values: tl.tensor, exists: tl.tensor, dims: tl.tensor, where: tl.tuple,
+    SCALED: tl.constexpr, LIMIT: tl.constexpr,
+) -> None:  # fmt: skip
     """Store dimensions `dims` of some heads: queries to `q`, keys and values to their slots."""
     q, k_cache, v_cache, q_offset, slot, is_q, is_k, is_v, k_scale, v_scale = where
     narrow = values.to(q.dtype.element_ty)
@@ -158,34 +128,14 @@ def put(
 
 @triton.jit
 def _rotate_and_write(
-    q: tl.tensor,
-    qkv: tl.tensor,
-    table: tl.tensor,
-    positions: tl.tensor,
-    slots: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    q_weight: tl.tensor,
-    k_weight: tl.tensor,
-    eps: tl.tensor,
-    k_scale: tl.tensor,
-    v_scale: tl.tensor,
-    stride: tl.tensor,
-    block_stride: tl.tensor,
+    q: tl.tensor, qkv: tl.tensor, table: tl.tensor, positions: tl.tensor, slots: tl.tensor,
+    k_cache: tl.tensor, v_cache: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, eps: tl.tensor,
+    k_scale: tl.tensor, v_scale: tl.tensor, stride: tl.tensor, block_stride: tl.tensor,
     slot_stride: tl.tensor,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NORMED: tl.constexpr,
-    SCALED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NORMED: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Rotate and store some heads: left and right half, unrotated rest. Grid: (tokens, heads / HEADS)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -229,16 +179,10 @@ def angles(row: tl.tensor, dims: tl.tensor, has_rope: tl.tensor, HALF: tl.conste
 
 @triton.jit
 def _norm_heads(
-    x: tl.tensor,
-    factor: tl.tensor,
-    q_weight: tl.tensor,
-    k_weight: tl.tensor,
-    dims: tl.tensor,
-    exists: tl.tensor,
-    is_q: tl.tensor,
-    has_rope: tl.tensor,
+    x: tl.tensor, factor: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, dims: tl.tensor,
+    exists: tl.tensor, is_q: tl.tensor, has_rope: tl.tensor,
     kind: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Return dimensions `dims` of query and key heads normed; values are unchanged."""
     for_q = tl.load(q_weight + dims, mask=exists, other=0.0).to(tl.float32)[None, :]
     for_k = tl.load(k_weight + dims, mask=exists, other=0.0).to(tl.float32)[None, :]

@@ -13,11 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.ops import HeadEntry, LoRAHeads
-from quire.kernels.triton.fp8 import scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.lora import added_to_one
 from quire.kernels.triton.ops import angles, put
-from quire.kernels.triton.tile_dots import LONGEST
+from quire.kernels.triton.tile_dots import LONGEST, scales_of
 
 _NUMBERS = 4096
 """Least number of weight elements of each half per program; twice as many for 1-byte weights."""
@@ -36,28 +35,12 @@ class _Caches(NamedTuple):
 
 @triton.jit
 def _enter(
-    q: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    bias: tl.tensor,
-    table: tl.tensor,
-    positions: tl.tensor,
-    slots: tl.tensor,
-    caches: tl.tuple,
-    size_in: tl.tensor,
-    added: tl.tensor,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SCALED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    q: tl.tensor, x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, table: tl.tensor,
+    positions: tl.tensor, slots: tl.tensor, caches: tl.tuple, size_in: tl.tensor, added: tl.tensor,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SCALED: tl.constexpr, LIMIT: tl.constexpr, BLOCKED: tl.constexpr, ROWS: tl.constexpr,
+    LENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute, rotate and store some rows of one head. Grid: (heads, HALF / ROWS)."""
     head, n = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row, k = tl.program_id(0) * (2 * HALF) + n, tl.arange(0, LENGTH)

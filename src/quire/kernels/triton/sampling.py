@@ -158,49 +158,39 @@ def _constrain(
 
 @triton.jit
 def _scan(
-    logits: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    mask_of: tl.tensor,
-    width: tl.tensor,
-    bits: tl.tensor,
-    floats: tl.tensor,
-    ints: tl.tensor,
-    vocab: tl.tensor,
-    stride: tl.tensor,
-    RANDOM: tl.constexpr,
-    CONFINED: tl.constexpr,
+    logits: tl.tensor, limits: tl.tuple, masks: tl.tuple, floats: tl.tensor, ints: tl.tensor,
+    vocab: tl.tensor, stride: tl.tensor,
     OVERLAP: tl.constexpr,
-) -> None:
-    """Store a tile's argmax, noisy argmax and chunk maxima. Grid: (rows, tiles).
+) -> None:  # fmt: skip
+    """Store a tile's argmax, noisy argmax and chunk maxima. Grid: (rows, tiles). `limits` are the sampling
+    parameters of rows, or None for the argmax only; `masks` is a `ConstrainedDevice` or None.
 
     A row of `floats` holds maxima, noisy maxima, chunk maxima, candidates; of `ints` ids, two counters.
     """
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = tile * TILE + tl.arange(0, TILE)
     follow(OVERLAP)
-    heat, any_allowed = tl.load(temperature + row) if RANDOM else 0.0, 1
-    if CONFINED:
-        mask = tl.load(mask_of + row)
+    heat, any_allowed = 0.0, 1
+    if limits is not None:
+        temperature, top_k, top_p, min_p, seeds, positions = limits
+        heat = tl.load(temperature + row)
+    if masks is not None:
+        mask = tl.load(masks[0] + row)
         if mask == _LATER:
             return
     x = load_logits(logits + row * stride, ids, vocab, heat)
-    if CONFINED:  # noqa: SIM102
+    if masks is not None:  # noqa: SIM102
         if mask >= 0:
             limited = (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
             x, any_allowed = _constrain(
-                x, logits + row * stride, ids, vocab, mask, bits, width, limited & (heat > 0)
+                x, logits + row * stride, ids, vocab, mask, masks[2], masks[1], limited & (heat > 0)
             )
     top, top_id = _best(x, ids)
     floats += row * ((2 + _CHUNKS) * tiles + _FEW)
     ints += row * (2 * tiles + _FEW + 2)
     tl.store(floats + tile, top)
     tl.store(ints + tile, top_id)
-    if RANDOM:
+    if limits is not None:
         if heat > 0:
             noisy = x
             if any_allowed > 0:
@@ -224,13 +214,9 @@ def _reduce(floats: tl.tensor, ints: tl.tensor, tiles: tl.tensor, TILES: tl.cons
 
 @triton.jit
 def _finish_argmax(
-    out: tl.tensor,
-    floats: tl.tensor,
-    ints: tl.tensor,
-    tiles: tl.tensor,
-    TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, floats: tl.tensor, ints: tl.tensor, tiles: tl.tensor,
+    TILES: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     follow(OVERLAP)
     floats += row * ((2 + _CHUNKS) * tiles + _FEW)
@@ -270,14 +256,9 @@ def _masses(
 
 @triton.jit
 def _noisy_argmax(
-    row: tl.tensor,
-    vocab: tl.tensor,
-    heat: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
-    floor: tl.tensor,
+    row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, seed: tl.tensor, position: tl.tensor, floor: tl.tensor,
     bar: tl.tensor,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Return id and logit of the noisy argmax among logits from `floor` on and above `bar`."""
     most, most_id = tl.full([TILE], _NEVER, tl.float32), tl.full([TILE], _BIG, tl.int32)
     for start in range(0, vocab, TILE):
@@ -292,17 +273,9 @@ def _noisy_argmax(
 
 @triton.jit
 def _reject(
-    row: tl.tensor,
-    vocab: tl.tensor,
-    heat: tl.tensor,
-    k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
-    peak: tl.tensor,
-    id: tl.tensor,
-) -> tl.tensor:
+    row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor,
+    seed: tl.tensor, position: tl.tensor, peak: tl.tensor, id: tl.tensor,
+) -> tl.tensor:  # fmt: skip
     """Return the token of a row with limits, given its unlimited sample."""
     floor = _min_p_floor(peak, min_p)
     if k > 0:
@@ -323,15 +296,9 @@ def _reject(
 
 @triton.jit
 def _sample_candidates(
-    values: tl.tensor,
-    ids: tl.tensor,
-    k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
-    peak: tl.tensor,
-) -> tl.tensor:
+    values: tl.tensor, ids: tl.tensor, k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, seed: tl.tensor,
+    position: tl.tensor, peak: tl.tensor,
+) -> tl.tensor:  # fmt: skip
     """Return the token of a row with all of its k best among the candidates."""
     kth = _threshold(values, (values > _NEVER).to(tl.int32), k)
     floor = tl.maximum(_min_p_floor(peak, min_p), tl.where(kth == kth, kth, _NEVER))
@@ -346,17 +313,10 @@ def _sample_candidates(
 
 @triton.jit
 def _collect(
-    row: tl.tensor,
-    vocab: tl.tensor,
-    heat: tl.tensor,
-    k: tl.tensor,
-    tops: tl.tensor,
-    candidates: tl.tensor,
-    candidate_ids: tl.tensor,
-    counters: tl.tensor,
-    tiles: tl.tensor,
+    row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, k: tl.tensor, tops: tl.tensor, candidates: tl.tensor,
+    candidate_ids: tl.tensor, counters: tl.tensor, tiles: tl.tensor,
     CHUNKS: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Append the candidates of some tiles; return whether they were the last, and the candidates so far."""
     at = tl.arange(0, CHUNKS)
     bounds = tl.load(tops + 2 * tiles + at, mask=at < tiles * _CHUNKS, other=_NEVER)
@@ -378,30 +338,17 @@ def _collect(
 
 @triton.jit
 def _finish_sample(
-    out: tl.tensor,
-    logits: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    mask_of: tl.tensor,
-    floats: tl.tensor,
-    ints: tl.tensor,
-    vocab: tl.tensor,
-    stride: tl.tensor,
-    tiles: tl.tensor,
-    TILES: tl.constexpr,
-    CONFINED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
+    out: tl.tensor, logits: tl.tensor, limits: tl.tuple, masks: tl.tuple, floats: tl.tensor, ints: tl.tensor,
+    vocab: tl.tensor, stride: tl.tensor, tiles: tl.tensor,
+    TILES: tl.constexpr, OVERLAP: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the token of each row; only rows with top_k use more than one program. Grid: (rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     follow(OVERLAP)
-    if CONFINED:  # noqa: SIM102
-        if tl.load(mask_of + row) == _LATER:
+    if masks is not None:  # noqa: SIM102
+        if tl.load(masks[0] + row) == _LATER:
             return
+    temperature, top_k, top_p, min_p, seeds, positions = limits
     heat, k = tl.load(temperature + row), tl.load(top_k + row).to(tl.int32)
     mass, least = tl.load(top_p + row).to(tl.float32), tl.load(min_p + row).to(tl.float32)
     k = tl.where(k < vocab, k, 0)
@@ -452,11 +399,9 @@ def argmax(logits: Tensor) -> Tensor:
     if len(logits):
         grid, tiles, floats, ints = _scratch(logits)
         ahead, (_, vocab), stride = overlap(len(logits)), logits.shape, logits.stride(0)
-        none = out
         launch(_scan, *grid)(
-            logits, none, none, none, none, none, none, none, none, none, floats, ints, vocab, stride,
-            RANDOM=False, CONFINED=False, OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
-        )  # fmt: skip
+            logits, None, None, floats, ints, vocab, stride, OVERLAP=ahead, launch_pdl=ahead, num_warps=8
+        )
         launch(_finish_argmax, len(logits))(
             out, floats, ints, grid[1], TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=1
         )
@@ -484,15 +429,13 @@ def sample(
     if len(logits):
         grid, tiles, floats, ints = _scratch(logits)
         ahead, (_, vocab), stride = overlap(len(logits)), logits.shape, logits.stride(0)
-        mask_of, width, bits = constrained or (out, out, out)
+        limits = temperature, top_k, top_p, min_p, seeds, positions
         launch(_scan, *grid)(
-            logits, temperature, top_k, top_p, min_p, seeds, positions, mask_of, width, bits, floats, ints,
-            vocab, stride, RANDOM=True, CONFINED=constrained is not None, OVERLAP=ahead, launch_pdl=ahead,
+            logits, limits, constrained, floats, ints, vocab, stride, OVERLAP=ahead, launch_pdl=ahead,
             num_warps=8,
         )  # fmt: skip
         launch(_finish_sample, len(logits), min(_SPLITS, grid[1], max(_PROGRAMS // len(logits), 1)))(
-            out, logits, temperature, top_k, top_p, min_p, seeds, positions, mask_of, floats, ints, vocab,
-            stride, grid[1], TILES=tiles, CONFINED=constrained is not None, OVERLAP=ahead, launch_pdl=ahead,
-            num_warps=8,
+            out, logits, limits, constrained, floats, ints, vocab, stride, grid[1], TILES=tiles,
+            OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
     return out

@@ -14,22 +14,11 @@ _KEYS = 64
 
 @triton.jit
 def _score(
-    out: tl.tensor,
-    q: tl.tensor,
-    weights: tl.tensor,
-    keys: tl.tensor,
-    tables: tl.tensor,
-    table_stride: tl.tensor,
-    rows: tl.tensor,
-    seen: tl.tensor,
-    width: tl.tensor,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
+    out: tl.tensor, q: tl.tensor, weights: tl.tensor, keys: tl.tensor, tables: tl.tensor,
+    table_stride: tl.tensor, rows: tl.tensor, seen: tl.tensor, width: tl.tensor,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
     """Score a tile of keys for one token. Grid: (tokens, tiles of keys)."""
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N
     key, count = first + tl.arange(0, BLOCK_N), tl.load(seen + token)

@@ -59,21 +59,11 @@ class SpecStep(NamedTuple):
 
 @triton.jit
 def _derive(
-    state: tl.tuple,
-    step: tl.tuple,
-    token_ids: tl.tensor,
-    positions: tl.tensor,
-    seq_lens: tl.tensor,
-    slots: tl.tensor,
-    group_slots: tl.tensor,
-    tables: tl.tensor,
-    group_stride: tl.tensor,
-    table_stride: tl.tensor,
-    max_len: tl.tensor,
-    GROUPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    state: tl.tuple, step: tl.tuple, token_ids: tl.tensor, positions: tl.tensor, seq_lens: tl.tensor,
+    slots: tl.tensor, group_slots: tl.tensor, tables: tl.tensor, group_stride: tl.tensor,
+    table_stride: tl.tensor, max_len: tl.tensor,
+    GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the inputs of one sequence. Groups of layers are `group_slots` slots and `group_stride` blocks
     apart. Grid: (sequences,)."""
     seq = tl.program_id(0)
@@ -152,17 +142,10 @@ def derive_reference(
 
 @triton.jit
 def _verify(
-    state: tl.tuple,
-    step: tl.tuple,
-    drawn: tl.tensor,
-    out: tl.tensor,
-    seeds: tl.tensor,
-    rates: tl.tensor,
+    state: tl.tuple, step: tl.tuple, drawn: tl.tensor, out: tl.tensor, seeds: tl.tensor, rates: tl.tensor,
     later: tl.tensor,
-    BLOCK: tl.constexpr,
-    DRAFTED: tl.constexpr,
-    LATER: tl.constexpr,
-) -> None:
+    BLOCK: tl.constexpr, DRAFTED: tl.constexpr, LATER: tl.constexpr,
+) -> None:  # fmt: skip
     """Verify one sequence. Grid: (sequences,)."""
     seq = tl.program_id(0)
     if later is not None:  # noqa: SIM102
@@ -235,15 +218,9 @@ def verify_reference(state: SpecTokens, step: SpecStep, drawn: Tensor, later: Te
 
 @triton.jit
 def _look_up(
-    state: tl.tuple,
-    step: tl.tuple,
-    best: tl.tensor,
-    arrivals: tl.tensor,
-    least: tl.tensor,
-    CONTEXT: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    state: tl.tuple, step: tl.tuple, best: tl.tensor, arrivals: tl.tensor, least: tl.tensor,
+    CONTEXT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Look up drafts of one sequence. `best` and `arrivals` [B] are zeros before and after. Grid: (sequences,
     splits)."""
     seq, splits = tl.program_id(0), tl.num_programs(1)
@@ -311,20 +288,10 @@ def look_up_reference(state: SpecTokens, step: SpecStep, least: int) -> None:
 
 @triton.jit
 def _place(
-    rows: tl.tensor,
-    last: tl.tensor,
-    num_slots: tl.tensor,
-    tables: tl.tensor,
-    group_stride: tl.tensor,
-    table_stride: tl.tensor,
-    positions: tl.tensor,
-    stride: tl.tensor,
-    seq_lens: tl.tensor,
-    ahead: tl.tensor,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-) -> None:
+    rows: tl.tensor, last: tl.tensor, num_slots: tl.tensor, tables: tl.tensor, group_stride: tl.tensor,
+    table_stride: tl.tensor, positions: tl.tensor, stride: tl.tensor, seq_lens: tl.tensor, ahead: tl.tensor,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute positions and slots of one sequence. Slots follow the positions, `stride` apart, group by
     group. Grid: (sequences,)."""
     seq = tl.program_id(0)

@@ -22,13 +22,9 @@ def tiles_of(
 
 @triton.jit
 def tiles_of_some(
-    seqs: tl.tuple,
-    work: tl.tensor,
-    index: tl.tensor,
-    num_seqs: tl.tensor,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> tl.tensor:
+    seqs: tl.tuple, work: tl.tensor, index: tl.tensor, num_seqs: tl.tensor,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return the number of key tiles of each sequence in `index`, 0 beyond the last sequence."""
     valid = index < num_seqs
     seq = index if work is None else tl.load(work + index, mask=valid, other=0)
@@ -42,13 +38,9 @@ def tiles_of_some(
 
 @triton.jit
 def share(
-    seqs: tl.tuple,
-    work: tl.tensor,
-    num_seqs: tl.tensor,
-    least: tl.tensor,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> Any:
+    seqs: tl.tuple, work: tl.tensor, num_seqs: tl.tensor, least: tl.tensor,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> Any:  # fmt: skip
     """Return a program's tiles at..end among all tiles, the tiles per share, the sequence in which the share
     begins, and that sequence's first tile."""
     offsets = tl.arange(0, _SEQS_AT_ONCE)

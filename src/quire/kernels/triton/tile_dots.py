@@ -1,4 +1,4 @@
-"""Helpers of tiled GEMM kernels: operand order on the tensor cores, and split-K reduction."""
+"""Helpers of GEMM kernels: operand order on the tensor cores, scales of e4m3 weights, split-K reduction."""
 
 import functools
 
@@ -38,6 +38,41 @@ def all_of(at: tl.tensor, inside: tl.tensor, stride: tl.tensor, SPLITS: tl.const
     for split in tl.static_range(1, SPLITS):
         total += tl.load(at + split * stride, mask=inside, other=0.0, cache_modifier=".cg")
     return total
+
+
+@triton.jit
+def scales_of(
+    scale: tl.tensor, matrix: tl.tensor, first: tl.tensor, n: tl.tensor, k: tl.tensor, size_in: tl.tensor,
+    outputs: tl.tensor,
+    BLOCKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return factors along k and along n for weight rows `n`, from `first` on, of a matrix with `outputs`
+    rows. Both are 1 for an unquantized matrix (`scale` None)."""
+    if scale is None:
+        return 1.0, 1.0
+    elif BLOCKED:
+        at = scale + (matrix * tl.cdiv(outputs, 128) + first // 128) * tl.cdiv(size_in, 128) + k // 128
+        return tl.load(at, mask=k < size_in, other=0.0), 1.0
+    else:
+        return 1.0, tl.load(scale + matrix * outputs + n, mask=n < outputs, other=0.0)
+
+
+@triton.jit
+def plus(
+    acc: tl.tensor, x: tl.tensor, w: tl.tensor, x_factor: tl.tensor, scale: tl.tensor, BLOCKED: tl.constexpr
+) -> tl.tensor:
+    """Return acc + x w^T; if `BLOCKED`, x w^T is multiplied by `x_factor` and the weight's scale of this
+    block."""
+    if BLOCKED:
+        return acc + times(x, w, tl.zeros_like(acc)) * (x_factor * tl.load(scale))
+    else:
+        return times(x, w, acc)
+
+
+@triton.jit
+def along_x(factor: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
+    """Broadcast factors of rows of x to sums that are not yet `upright`."""
+    return factor[None, :] if NUM < 64 else factor[:, None]
 
 
 @functools.cache
