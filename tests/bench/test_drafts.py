@@ -1,4 +1,4 @@
-"""Counters of speculative decoding, read before and after."""
+"""Tests of speculative decoding counters, read before and after."""
 
 from quire.bench.drafts import draft_counters, draft_summary
 
@@ -19,7 +19,7 @@ def page(drafts: int, tokens: int, accepted: tuple[int, int]) -> str:
     )
 
 
-def test_only_what_the_run_added_counts() -> None:
+def test_only_the_runs_increments_count() -> None:
     before, after = draft_counters(page(10, 20, (5, 5))), draft_counters(page(20, 40, (13, 7)))
     assert draft_summary(before, after) == {
         "spec_decode_acceptance_rate": 50.0,
@@ -31,12 +31,12 @@ def test_only_what_the_run_added_counts() -> None:
     }
 
 
-def test_engines_are_added_up() -> None:
+def test_engines_are_summed() -> None:
     both = page(1, 2, (1, 0)) + "\n" + page(2, 4, (1, 1)).replace('engine="0"', 'engine="1"')
-    found = draft_counters(both)
-    assert found["num_drafts"] == 3 and found["num_accepted_tokens_per_pos.0"] == 2
+    actual = draft_counters(both)
+    assert actual["num_drafts"] == 3 and actual["num_accepted_tokens_per_pos.0"] == 2
 
 
-def test_no_drafts_no_entries() -> None:
+def test_no_entries_without_drafts() -> None:
     same = draft_counters(page(3, 6, (1, 1)))
     assert draft_summary(same, same) == {} and draft_summary({}, draft_counters("up 1")) == {}

@@ -1,4 +1,4 @@
-"""Counters of the prefix cache, read before and after."""
+"""Tests of prefix cache counters, read before and after."""
 
 from quire.bench.prefix_hits import prefix_summary
 
@@ -11,10 +11,10 @@ def page(*engines: tuple[int, int]) -> str:
     )
 
 
-def test_engines_are_added_up_and_only_the_run_counts() -> None:
-    found = prefix_summary(page((100, 50), (10, 0)), page((200, 75), (110, 25)))
-    assert found == {"prefix_cache_hit_rate": 25.0, "prefix_cache_hit_tokens": 50}
+def test_engines_are_summed_and_only_the_run_counts() -> None:
+    actual = prefix_summary(page((100, 50), (10, 0)), page((200, 75), (110, 25)))
+    assert actual == {"prefix_cache_hit_rate": 25.0, "prefix_cache_hit_tokens": 50}
 
 
-def test_nothing_looked_up_nothing_said() -> None:
+def test_no_entry_without_queries() -> None:
     assert prefix_summary("", "") == prefix_summary(page((5, 1)), page((5, 1))) == {}

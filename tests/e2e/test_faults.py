@@ -1,4 +1,4 @@
-"""Processes killed or stopped under a running server: honest health, clear errors, and a way back."""
+"""Processes killed or stopped under a running server: correct health, clear errors, and recovery."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from serve_process import SHARED_FLAGS, ServeProcess, Start, eventually, joined
 from tiny_text import TextModel
 
 HEALTH_TIMEOUT_S = 10.0
-"""Longer than a busy machine keeps a core from its next step."""
+"""Longer than a busy machine delays the next step of a core."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def tough(
 
 
 def steady(server: ServeProcess) -> bool:
-    """Healthy whichever process is asked, and at rest."""
+    """Return whether all processes are healthy and no request runs."""
     return all(server.health() == 200 for _ in range(8)) and server.metrics()["num_requests_running"] == 0
 
 
@@ -39,40 +39,42 @@ def runs_without(server: ServeProcess, dead: int) -> bool:
     return len(set(server.with_role("APIServer")) - {dead}) == 2
 
 
-def test_a_stopped_engine_is_unhealthy_and_goes_on_where_it_was(tough: ServeProcess) -> None:
+def test_stopped_engine_is_unhealthy_and_resumes(tough: ServeProcess) -> None:
     """Catches a /health that stays 200 with a hung engine, and a stream that is lost over a pause."""
     whole = tough.complete(max_tokens=1000)["choices"][0]["text"]
     core = tough.core
     with tough.streaming(max_tokens=1000) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         os.kill(core, signal.SIGSTOP)
         try:
             eventually("it is unhealthy", lambda: tough.health() == 503)
-            # The other API process may be a moment behind, and would still accept a request.
+            # The other API process may lag behind and still accept a request.
             eventually("both say so", lambda: all(tough.health() == 503 for _ in range(8)))
             refused = tough.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         finally:
             os.kill(core, signal.SIGCONT)
-        found += stream
+        stream_events += stream
     assert refused.status_code == 503
-    said = re.search(r"no progress for (\d+\.\d) s; the limit is 10 s", refused.json()["error"]["message"])
-    assert said is not None and float(said[1]) >= HEALTH_TIMEOUT_S, "a short pause is no reason"
+    match = re.search(r"no progress for (\d+\.\d) s; the limit is 10 s", refused.json()["error"]["message"])
+    assert match is not None and float(match[1]) >= HEALTH_TIMEOUT_S, "a short pause is no reason"
     eventually("it is healthy again", lambda: steady(tough))
-    assert found[-1] == "[DONE]"
-    assert "".join(each["choices"][0]["text"] for each in found[:-1] if isinstance(each, dict)) == whole
+    assert stream_events[-1] == "[DONE]"
+    assert (
+        "".join(item["choices"][0]["text"] for item in stream_events[:-1] if isinstance(item, dict)) == whole
+    )
 
 
-def test_a_killed_engine_comes_back_and_its_answers_go_on(tough: ServeProcess) -> None:
-    """Catches streams that hang, a health that lies, a restart that does not work, and what it leaves."""
+def test_killed_engine_restarts_and_its_streams_continue(tough: ServeProcess) -> None:
+    """Catches streams that hang, a wrong health status, a failed restart, and leftovers."""
     whole = tough.complete(max_tokens=1000)["choices"][0]["text"]
     dead = tough.core
     before = tough.metrics()
     with tough.streaming(max_tokens=1000) as stream:
-        found = [next(stream)]
+        stream_events = [next(stream)]
         os.kill(dead, signal.SIGKILL)
         eventually("it is unhealthy", lambda: tough.health() == 503)
-        found += stream
-    assert found[-1] == "[DONE]" and joined(found) == whole
+        stream_events += stream
+    assert stream_events[-1] == "[DONE]" and joined(stream_events) == whole
     eventually("it is healthy again", lambda: steady(tough))
     assert tough.core != dead
     assert tough.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
@@ -84,7 +86,7 @@ def test_a_killed_engine_comes_back_and_its_answers_go_on(tough: ServeProcess) -
     assert len(tough.with_role("APIServer")) == 2
 
 
-def test_numbers_of_a_dead_engine_go_with_it(tough: ServeProcess) -> None:
+def test_gauges_of_a_dead_engine_are_reset(tough: ServeProcess) -> None:
     """Catches gauges that show the requests of a dead engine until the first request of the next."""
     core = tough.core
     with tough.streaming(max_tokens=8000) as stream:
@@ -98,8 +100,8 @@ def test_numbers_of_a_dead_engine_go_with_it(tough: ServeProcess) -> None:
     assert tough.metrics()["kv_cache_usage_perc"] == 0
 
 
-def test_a_killed_api_process_takes_only_its_own_along(tough: ServeProcess) -> None:
-    """Catches an API process that is not restarted, or whose requests go on without it."""
+def test_killed_api_process_ends_only_its_own_requests(tough: ServeProcess) -> None:
+    """Catches an API process that is not restarted, or with requests that run on without it."""
     pids = tough.with_role("APIServer")
     with tough.streaming(max_tokens=8000) as stream:
         next(stream)
@@ -116,10 +118,10 @@ def test_a_killed_api_process_takes_only_its_own_along(tough: ServeProcess) -> N
     assert tough.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
-def test_an_engine_that_cannot_come_back_says_why_and_keeps_trying(
+def test_engine_that_cannot_restart_reports_the_reason_and_retries(
     start: Start, tiny: TextModel, tmp_path: Path
 ) -> None:
-    """Catches a cause that nobody is told, and a server that gives up when the cause may pass."""
+    """Catches a cause that is not reported, and a server that gives up although the cause may pass."""
     copy = tmp_path / "model"
     shutil.copytree(tiny.path, copy)
     weights, aside = copy / "model.safetensors", tmp_path / "aside"

@@ -1,4 +1,4 @@
-"""Short steps with prompts as graphs: with adapters, with drafts, and with tokens that stand for images."""
+"""Tests of short prompt steps in graphs: with adapters, with drafts, and with images."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafted import Eager
+from drafted import EagerPolicy
 from on_gpu import SETTINGS
 from oracle import make_tiny
 from PIL import Image
@@ -24,17 +24,17 @@ SEES = "<begin><image><end>"
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
-    """Of each short step that a graph took: whether it is one with adapters, and its vectors."""
-    found: list[tuple[bool, int]] = []
+    """Record for each short step in a graph whether it has adapters, and its embeddings."""
+    actual: list[tuple[bool, int]] = []
     load = Graph.load
 
-    def counted(self: Graph, *given: Any) -> None:
+    def counted(self: Graph, *value: Any) -> None:
         if self.is_short:
-            found.append((self.sizes.adapters, 0 if given[4] is None else len(given[4][0])))
-        load(self, *given)
+            actual.append((self.sizes.adapters, 0 if value[4] is None else len(value[4][0])))
+        load(self, *value)
 
     monkeypatch.setattr(Graph, "load", counted)
-    return found
+    return actual
 
 
 def said(llm: LLM, prompts: list[Any], adapters: list[LoRARequest | None] | None = None) -> list[list[int]]:
@@ -48,27 +48,29 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("short"), **size)[0]
 
 
-def test_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -> None:
+def test_short_steps_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -> None:
     model = json.loads((tiny / "config.json").read_text())
     some = [write_adapter(tiny.parent / f"adapter{seed}", model, seed) for seed in (1, 2)]
     prompts = prompts_of(9, 14, 5, 22, 30, 3)
-    asked = [some[0], None, some[1], some[0], some[1], None]
+    requests = [some[0], None, some[1], some[0], some[1], None]
     settings = SETTINGS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "dtype": "float32"}
     settings |= {"max_num_batched_tokens": 128}
-    expected = said(open_tiny(tiny, **settings, enforce_eager=True), prompts, asked)
+    expected = said(open_tiny(tiny, **settings, enforce_eager=True), prompts, requests)
     assert not loaded
     llm = open_tiny(tiny, **settings)
-    assert said(llm, prompts, asked) == expected
+    assert said(llm, prompts, requests) == expected
     assert (True, 0) in loaded
     del loaded[:]
-    alone = [said(llm, [prompt], [adapter])[0] for prompt, adapter in zip(prompts, asked, strict=True)]
+    alone = [said(llm, [prompt], [adapter])[0] for prompt, adapter in zip(prompts, requests, strict=True)]
     assert alone == expected
-    assert [kind for kind, _ in loaded] == [adapter is not None for adapter in asked]
+    assert [kind for kind, _ in loaded] == [adapter is not None for adapter in requests]
 
 
-def test_with_drafts(tiny: Path, loaded: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts beside rows that have drafts, some of which hold: there are three tokens to draw."""
-    pace = Eager()
+def test_short_steps_with_drafts(
+    tiny: Path, loaded: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check prompts beside rows with drafts, of which some are accepted: the vocabulary has three tokens."""
+    pace = EagerPolicy()
     monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
     lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     settings = SETTINGS | {"dtype": "float32", "max_num_batched_tokens": 128}
@@ -88,8 +90,10 @@ def test_with_drafts(tiny: Path, loaded: list[tuple[bool, int]], monkeypatch: py
 
 @pytest.mark.parametrize("budget", [48, 256])
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"])
-def test_with_images(family: str, budget: int, tmp_path: Path, loaded: list[tuple[bool, int]]) -> None:
-    """Images cut by steps and whole, beside text and again; text alone behind them."""
+def test_short_steps_with_images(
+    family: str, budget: int, tmp_path: Path, loaded: list[tuple[bool, int]]
+) -> None:
+    """Check images split by steps and whole, beside text and repeated; then text alone."""
     path, draw = made(family, tmp_path)[0], np.random.default_rng(3)
     sizes = ((120, 90), (17, 19), (64, 24))
     images = [Image.fromarray(draw.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]

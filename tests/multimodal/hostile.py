@@ -1,4 +1,4 @@
-"""A server on this machine that sends images, and one that does whatever a server can do wrong."""
+"""A server on this machine that sends images, and misbehaves in every way a server can."""
 
 import contextlib
 import socket
@@ -70,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
     def handle(self) -> None:
-        with contextlib.suppress(OSError):  # whoever asked has gone
+        with contextlib.suppress(OSError):  # the client has disconnected
             super().handle()
 
 
@@ -102,7 +102,7 @@ def hostile_server() -> Iterator[_Server]:
 
 
 def free_port() -> int:
-    """Nobody listens there."""
+    """Return a port without a listener."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return int(bound.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Telling the time, against the processor of transformers."""
+"""Tests of timestamp tokens against the processor of transformers."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from quire.sampling.adjust import adjust
 from quire.sampling.rows import SamplingRows
 
 VOCAB, END, ZERO = 60, 30, 40
-"""Words, the end, names of tasks, moments."""
+"""Ids of words, the end token, task tokens and timestamps."""
 A, B = 3, 7
 PROMPT = [31, 32]
 SAID = [
@@ -31,20 +31,22 @@ SAID = [
 ]
 
 
-def expected(said: list[int], scores: torch.Tensor, max_first: int | None) -> torch.Tensor:
+def expected(output: list[int], scores: torch.Tensor, max_first: int | None) -> torch.Tensor:
     from transformers import WhisperTimeStampLogitsProcessor
 
     facts = {"eos_token_id": END, "bos_token_id": END, "no_timestamps_token_id": ZERO - 1}
     config = SimpleNamespace(**facts, max_initial_timestamp_index=max_first)
     rules = WhisperTimeStampLogitsProcessor(config, begin_index=len(PROMPT))
-    found: torch.Tensor = rules(torch.tensor([[*PROMPT, *said]]), scores[None])[0]
-    return found
+    actual: torch.Tensor = rules(torch.tensor([[*PROMPT, *output]]), scores[None])[0]
+    return actual
 
 
 @pytest.mark.parametrize("max_first", [None, 0, 6])
-def test_what_may_come_next_is_what_transformers_allows(max_first: int | None) -> None:
-    """In one batch, whatever was said before, with moments that are likely and such that are not; rows that
-    tell no time stay as they are. Moments in a prompt do not count."""
+def test_allowed_tokens_match_transformers(max_first: int | None) -> None:
+    """Check one batch with any history, and likely and unlikely timestamps.
+
+    Rows without timestamps are unchanged, and timestamps in a prompt do not count.
+    """
     rows = np.arange(2 * len(SAID), dtype=np.int32)
     state = SamplingRows(len(rows), VOCAB, torch.device("cpu"))
     tokens = np.zeros((len(rows), 16), np.int32)
@@ -52,8 +54,8 @@ def test_what_may_come_next_is_what_transformers_allows(max_first: int | None) -
     for row in rows.tolist():
         known = [*PROMPT, *SAID[row // 2]]
         tokens[row, : len(known)], lens[row] = known, len(known)
-        told = TimestampTokens(ZERO, END, max_first) if row % 2 else None
-        state.admit(row, SamplingParams(moments=told), prompt_len=len(PROMPT), seed=0, stop_ids=())
+        message = TimestampTokens(ZERO, END, max_first) if row % 2 else None
+        state.admit(row, SamplingParams(moments=message), prompt_len=len(PROMPT), seed=0, stop_ids=())
     prompt_lens = np.full(len(rows), len(PROMPT), np.int32)
     forced = set[bool]()
     for seed, lift in enumerate((-30.0, -3.0, -1.5, 0.0, 9.0)):
@@ -69,6 +71,6 @@ def test_what_may_come_next_is_what_transformers_allows(max_first: int | None) -
                 forced.add(bool((logits[row, :ZERO] == -torch.inf).all()))
     assert forced == {False, True}
     state.release(1)
-    again = before.clone()
-    adjust(again, rows[1:2], state, tokens, lens, prompt_lens)
-    assert torch.equal(again, before)
+    second = before.clone()
+    adjust(second, rows[1:2], state, tokens, lens, prompt_lens)
+    assert torch.equal(second, before)

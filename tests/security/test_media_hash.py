@@ -1,6 +1,6 @@
-"""Collisions of media in caches (CVE-2025-46722): an image was known by its pixels without its size, so that
-one of 30 x 100 was taken for another of 100 x 30. Quire's keys are digests of the content with its mode,
-size, type and rate, each piece with its length in front."""
+"""Collisions of media in caches (CVE-2025-46722): an image was identified by its pixels without its size, so
+that one of 30 x 100 equalled another of 100 x 30. Quire's keys are digests of the content with its mode,
+size, type and rate, each piece prefixed with its length."""
 
 from typing import Any
 
@@ -38,13 +38,13 @@ def key_of(modality: str, content: Any) -> bytes:
     ],
     ids=["size", "mode", "rate", "frames"],
 )
-def test_the_same_bytes_in_another_form_are_something_else(modality: str, contents: list[Any]) -> None:
+def test_same_bytes_in_another_form_have_another_key(modality: str, contents: list[Any]) -> None:
     assert len({key_of(modality, content) for content in contents}) == len(contents)
     assert key_of(modality, contents[0]) == key_of(modality, contents[0])
 
 
-def test_frames_do_not_run_together() -> None:
-    """Lists of files that are the same bytes when they are joined; what follows a JPEG file is ignored."""
+def test_frame_boundaries_are_hashed() -> None:
+    """The lists of files have the same bytes when joined; data after a JPEG file is ignored."""
     engine = seeing()
     file = file_of(picture(), "JPEG")
     keys = []
@@ -59,7 +59,7 @@ def test_frames_do_not_run_together() -> None:
     assert len({*keys}) == 3
 
 
-def test_images_over_http_are_told_apart_by_content_and_reading() -> None:
+def test_image_keys_depend_on_content_and_processor_arguments() -> None:
     engine = seeing()
     for seed in range(2):
         for kwargs in ({}, {"side": 8}):
