@@ -120,10 +120,10 @@ def make_case(
             cache.view(-1, spec.kv_heads, spec.head_dim)[slots] = stored
             seen.append((stored * scale).to(device))
     places = [np.arange(n - new, n) for (new, _), n in zip(chunks, seq_lens, strict=True)]
-    reach = [own_value.astype(np.int32) for own_value in places]
-    for own_value, seen in zip(reach, runs or [], strict=runs is not None):
+    reach = [positions.astype(np.int32) for positions in places]
+    for positions, seen in zip(reach, runs or [], strict=runs is not None):
         for first, count in seen:
-            own_value[(own_value >= first) & (own_value < first + count)] = first + count - 1
+            positions[(positions >= first) & (positions < first + count)] = first + count - 1
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
     nothing = torch.zeros(0, dtype=torch.int64)
     batch = Batch(

@@ -110,9 +110,9 @@ def test_layers_interleaved_in_memory(kind: str) -> None:
     """Check keys with a stride above their width, so that other layers' keys lie between them."""
     case = make_case(MIXED, AttentionSpec(4, 2, 8, torch.float32, 33), block=16)
     for name in ("k_cache", "v_cache"):
-        own_value = getattr(case, name)
-        shared = torch.full((own_value.shape[0], own_value.shape[1], 4, *own_value.shape[2:]), torch.nan)
-        shared[:, :, 2] = own_value
+        cache = getattr(case, name)
+        shared = torch.full((cache.shape[0], cache.shape[1], 4, *cache.shape[2:]), torch.nan)
+        shared[:, :, 2] = cache
         setattr(case, name, shared[:, :, 2])
     backend = CPUAttention() if kind == "CPU_ATTN" else BACKENDS[kind]()
     torch.testing.assert_close(attend(backend, case), case.expected(), atol=1e-5, rtol=1e-5)

@@ -112,7 +112,7 @@ def test_each_sequence_uses_its_own_adapter(monkeypatch: pytest.MonkeyPatch, nam
         point.a, point.b, point.transposed, torch.tensor(tokens, dtype=torch.int32, device=device), point.ops
     )
     actual = implementation.attend(q, weight, case.k_cache[:, :, 0], case.batch, SPEC, adapted)
-    reference = {slot: expected(case, q, own_value, SPEC) for slot, own_value in weights.items()}
+    reference = {slot: expected(case, q, slot_weights, SPEC) for slot, slot_weights in weights.items()}
     right = torch.stack([reference[slot][at] for at, slot in enumerate(tokens)])
     torch.testing.assert_close(actual, right, atol=3e-4, rtol=3e-4)
 
@@ -152,9 +152,9 @@ def test_tokens_are_written_to_an_8_bit_cache(name: str, cache_dtype: torch.dtyp
     )
     caches = []
     for latent in (TorchMLA(), IMPLEMENTATIONS[name]()):
-        own_value = entry._replace(cache=entry.cache.view(torch.uint8).clone().view(cache_dtype))
-        latent.enter(q.clone(), kv, own_value, spec)
-        caches.append(own_value.cache.float())
+        copied_entry = entry._replace(cache=entry.cache.view(torch.uint8).clone().view(cache_dtype))
+        latent.enter(q.clone(), kv, copied_entry, spec)
+        caches.append(copied_entry.cache.float())
     assert caches[1].isfinite().all()
     # The last bit of a float may differ; the interpreter loses the carry into the exponent.
     assert (caches[0] == caches[1]).float().mean() > 0.98

@@ -37,20 +37,20 @@ def test_each_token_selects_its_best_keys() -> None:
     topk_indices = sparse_indices.pick(case.q, weights, keys, case.batch, MOST)
     assert topk_indices is not None
     flat, at = keys.flatten(0, 1), 0
-    for own_value, new in zip(case.keys, case.batch.query_lens_host.tolist(), strict=True):
+    for sequence_keys, new in zip(case.keys, case.batch.query_lens_host.tolist(), strict=True):
         for token in range(at, at + new):
-            seen = own_value[: len(own_value) - new + token - at + 1, 0]
+            seen = sequence_keys[: len(sequence_keys) - new + token - at + 1, 0]
             count = min(MOST, len(seen))
             assert topk_indices.lens[token] == count
             slots = topk_indices.slots[token, :count].long()
             assert len(slots.unique()) == count
             actual = flat[slots]
             assert (actual[:, None] == seen).all(-1).any(-1).all()
-            best, our_value = (
+            best, selected = (
                 (weights[token] @ (case.q[token] @ of.t()).relu()).sort(descending=True).values[:count]
                 for of in (seen, actual)
             )
-            torch.testing.assert_close(our_value, best, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(selected, best, atol=1e-4, rtol=1e-4)
         at += new
 
 
@@ -65,8 +65,8 @@ def test_kernel_scores_match_torch(heads: int, dim: int) -> None:
     batch = case.batch
     rows = torch.repeat_interleave(batch.rows, torch.from_numpy(batch.query_lens_host).to(DEVICE)).long()
     seen = (batch.positions + 1).clamp(min=0)
-    value = case.q, weights, keys, batch.block_tables, rows, seen, 80
-    torch.testing.assert_close(scores(*value), sparse_indices.reference(*value), atol=1e-4, rtol=1e-4)
+    arguments = case.q, weights, keys, batch.block_tables, rows, seen, 80
+    torch.testing.assert_close(scores(*arguments), sparse_indices.reference(*arguments), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["torch", pytest.param("cpu", marks=needs_native), "triton"])

@@ -67,8 +67,8 @@ def test_flags_become_fields(tmp_path: Path) -> None:
     with FakeServer() as server:
         bench(server, *words, *SMALL)
         (request,) = server.requests
-    requests = {"temperature": 0.5, "top_k": 3, "ignore_eos": True, "seed": 7, "model": "other"}
-    assert {name: request[name] for name in requests} == requests
+    expected = {"temperature": 0.5, "top_k": 3, "ignore_eos": True, "seed": 7, "model": "other"}
+    assert {name: request[name] for name in expected} == expected
     assert request["_headers"]["authorization"] == "Bearer secret" and request["_headers"]["x-a"] == "1"
 
 

@@ -92,7 +92,7 @@ def test_frontier_has_no_dominated_points() -> None:
 @pytest.mark.slow
 def test_a_real_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Check with the packaged model, which takes about a minute."""
-    value = [
+    flags = [
         "--max-num-batched-tokens",
         "512",
         "--max-num-seqs",
@@ -104,5 +104,5 @@ def test_a_real_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ]
     places = ["--journal", str(tmp_path / "j"), "--svg", str(tmp_path / "p.svg")]
     more = ["--input-len", "32", "--output-len", "16", "--ttft", "60s", "--itl", "60s"]
-    assert main(["tune", "default", *value, *places, *more]) == 0
+    assert main(["tune", "default", *flags, *places, *more]) == 0
     assert "quire serve default --max-num-batched-tokens=512" in capsys.readouterr().out

@@ -114,8 +114,8 @@ def test_step_token_ids_are_filled_in() -> None:
     assert (facts.label_ids, facts.labels, facts.returned_token_ids) == ((7, 4), ("7", "4"), ())
     plain = completed(PoolingParams(), facts, None)
     assert (plain.step_tag_id, plain.returned_token_ids) == (9, None)
-    own_value = completed(PoolingParams(step_tag_id=3, returned_token_ids=[4]), facts, None)
-    assert (own_value.step_tag_id, own_value.returned_token_ids) == (3, [1])
+    params = completed(PoolingParams(step_tag_id=3, returned_token_ids=[4]), facts, None)
+    assert (params.step_tag_id, params.returned_token_ids) == (3, [1])
     with pytest.raises(RequestError, match="among those of this model: 7, 4"):
         completed(PoolingParams(returned_token_ids=[5]), facts, None)
     with pytest.raises(RequestError, match="pooling_type STEP"):

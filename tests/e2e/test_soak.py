@@ -237,7 +237,7 @@ def test_half_an_hour_of_mixed_traffic_leaks_nothing(tmp_path: Path) -> None:
         assert not result.wrong, result.wrong[:10]
         assert all(result.counts[kind] for kind in ("whole", "streamed", "aborted", "refused", "health"))
         for name in ("core", "API"):
-            first, last = quarters([num_byte[name] for num_byte in result.num_bytes])
+            first, last = quarters([counts[name] for counts in result.num_bytes])
             assert last < GROWTH * first + SLACK_BYTES, f"{name} grew from {first} to {last} bytes"
         first, last = quarters(result.rates)
         assert last > SLOWER * first, f"one stream: {first:.1f} tokens a second, then {last:.1f}"

@@ -69,9 +69,9 @@ def test_vllm_script_runs_unchanged(tiny: TextModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", vllm_shim.MODULES)
 def test_every_shim_name_exists(module: str) -> None:
     vllm_shim.install()
-    module_found = importlib.import_module(module)
+    imported = importlib.import_module(module)
     for name in vllm_shim.MODULES[module]:
-        assert getattr(module_found, name) is not None
+        assert getattr(imported, name) is not None
 
 
 def test_missing_names_are_import_errors_with_a_hint() -> None:

@@ -119,9 +119,9 @@ def adapters_of(target: Path, folder: Path) -> list[LoRARequest]:
 def answers(llm: LLM, adapters: list[LoRARequest]) -> list[RequestOutput]:
     """Generate all at once with no adapter in a third of the rows, then one request with a cached prefix."""
     loras = [([None, *adapters])[number % 3] for number in range(len(PROMPTS))]
-    requests = [SamplingParams(**fields) for fields in (*ASKED.values(), *ASKED.values())]
-    last = partial(llm.generate, PROMPTS[3], requests[0], lora_request=adapters[0], use_tqdm=False)
-    return [*llm.generate(PROMPTS, requests, lora_request=loras, use_tqdm=False), *last(), *last()]
+    params = [SamplingParams(**fields) for fields in (*ASKED.values(), *ASKED.values())]
+    last = partial(llm.generate, PROMPTS[3], params[0], lora_request=adapters[0], use_tqdm=False)
+    return [*llm.generate(PROMPTS, params, lora_request=loras, use_tqdm=False), *last(), *last()]
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -139,12 +139,12 @@ def test_outputs_match_outputs_without_drafts(
     assert scheduler.admitter.drafting is not None
     scheduler.admitter.drafting._pace = pace = AlwaysDraft()  # type: ignore[assignment]
     actual = answers(llm, adapters)
-    for number, (our_value, reference) in enumerate(zip(actual, expected, strict=True)):
-        requests = [*ASKED][number % len(ASKED)]
-        for one, other in zip(our_value.outputs, reference.outputs, strict=True):
-            assert _output_fields(one) == _output_fields(other), requests
+    for number, (output, reference) in enumerate(zip(actual, expected, strict=True)):
+        params_name = [*ASKED][number % len(ASKED)]
+        for one, other in zip(output.outputs, reference.outputs, strict=True):
+            assert _output_fields(one) == _output_fields(other), params_name
             for place, wanted in zip(_numbers(one.logprobs), _numbers(other.logprobs), strict=True):
-                assert place == pytest.approx(wanted, abs=1e-4), requests
+                assert place == pytest.approx(wanted, abs=1e-4), params_name
     assert pace.num_drafts > 20 and (pace.num_held or name not in ("ngram", "suffix"))
     assert scheduler.num_preemptions, "nobody was preempted"
     assert actual[-1].num_cached_tokens, "no prefix was hit"

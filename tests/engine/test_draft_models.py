@@ -50,8 +50,8 @@ def answers(llm: LLM) -> list[Any]:
     """Generate for chunked prompts together, and once more with a filled prefix cache."""
     prompts = prompts_of(3, 30, 11, 18, 25)
     actual = []
-    for requests in (ASKED, ASKED[::-1]):
-        outputs = llm.generate(prompts, requests, use_tqdm=False)
+    for params in (ASKED, ASKED[::-1]):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         actual += [(answer.token_ids, answer.logprobs) for output in outputs for answer in output.outputs]
     return actual
 
@@ -74,8 +74,8 @@ def draft_of(kind: str, folder: Path, target: Path) -> dict[str, Any]:
         weights["fc.weight"] = 0.2 * torch.randn(HIDDEN, 3 * HIDDEN)
         named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
         return {"model": str(save_head(folder / "head", weights, **named))}
-    own_value = {"model": str(target), "draft_sample_method": "probabilistic"}
-    return own_value if kind == "itself" else {"model": str(make_tiny("qwen3", folder, **SMALL)[0])}
+    draft = {"model": str(target), "draft_sample_method": "probabilistic"}
+    return draft if kind == "itself" else {"model": str(make_tiny("qwen3", folder, **SMALL)[0])}
 
 
 @pytest.mark.parametrize("kind", ["itself", "another model", "a head"])
@@ -83,10 +83,10 @@ def test_draft_models_do_not_change_outputs(
     tmp_path: Path, target: Path, plain: list[Any], kind: str
 ) -> None:
     """Check with few cache blocks, so that rows are preempted too."""
-    requests = {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, target)
+    speculative = {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, target)
     llm = open_tiny(
         target,
-        speculative_config=requests,
+        speculative_config=speculative,
         max_num_batched_tokens=16,
         max_num_seqs=5,
         num_gpu_blocks_override=30,
@@ -96,8 +96,8 @@ def test_draft_models_do_not_change_outputs(
     core.scheduler.admitter.drafting._pace = pace = AlwaysDraft()  # type: ignore[union-attr, assignment]
     actual = answers(llm)
     assert [ids for ids, _ in actual] == [ids for ids, _ in plain]
-    for (_, our_value), (_, expected) in zip(actual, plain, strict=True):
-        for place, other in zip(numbers(our_value), numbers(expected), strict=True):
+    for (_, output), (_, expected) in zip(actual, plain, strict=True):
+        for place, other in zip(numbers(output), numbers(expected), strict=True):
             assert place == pytest.approx(other, abs=1e-4)
     assert pace.num_drafts > 100 and core.scheduler.num_preemptions
     device = core.executor._worker._runner.device  # type: ignore[attr-defined]

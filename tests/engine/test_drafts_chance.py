@@ -83,13 +83,13 @@ def drawn(path: Path, num_draws: int) -> tuple[Counts, AlwaysDraft]:
     drafting, pace = llm.llm_engine.core.scheduler.admitter.drafting, AlwaysDraft()
     assert drafting is not None
     drafting._pace, drafting._proposer = pace, FixedProposer()
-    requests = [
+    params = [
         SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
         for seed in range(num_draws)
     ]
     prompts = [{"prompt_token_ids": PROMPT}] * num_draws
     counts = np.zeros([VOCAB] * LENGTH)
-    for output in llm.generate(prompts, requests, use_tqdm=False):
+    for output in llm.generate(prompts, params, use_tqdm=False):
         counts[tuple(output.outputs[0].token_ids)] += 1
     return counts, pace
 

@@ -44,9 +44,9 @@ def some_as_vectors(hf: Any, prompts: list[list[int]]) -> list[Any]:
 
 
 def check_same(actual: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    for our_value, reference in zip(actual, expected, strict=True):
-        assert our_value.outputs[0].token_ids == reference.outputs[0].token_ids
-        assert torch.allclose(logits_of(our_value), logits_of(reference), atol=1e-3)
+    for output, reference in zip(actual, expected, strict=True):
+        assert output.outputs[0].token_ids == reference.outputs[0].token_ids
+        assert torch.allclose(logits_of(output), logits_of(reference), atol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,9 +133,9 @@ def test_features_that_need_token_ids_are_rejected(models: Any) -> None:
     from quire import BeamSearchParams
 
     path, hf = models("llama")
-    value = {"prompt_embeds": vectors(hf, PROMPTS[0])}
+    prompt = {"prompt_embeds": vectors(hf, PROMPTS[0])}
     llm: LLM = open_tiny(path, **SETTINGS)
     with pytest.raises(RequestError, match="beam search needs a prompt of text or token ids"):
-        llm.beam_search([value], BeamSearchParams(beam_width=2, max_tokens=2))
+        llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=2))
     with pytest.raises(RequestError, match="not compatible with prompt embeds"):
-        llm.generate(value, SamplingParams(prompt_logprobs=1), use_tqdm=False)
+        llm.generate(prompt, SamplingParams(prompt_logprobs=1), use_tqdm=False)

@@ -137,8 +137,8 @@ def test_cache_salt_separates_prefixes_and_second_run_hits(llm: LLM) -> None:
     prompt = list(range(20, 37))
 
     def cached(salt: str | None) -> int | None:
-        value: Any = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
-        outputs: list[RequestOutput] = llm.generate(value, GREEDY, use_tqdm=False)
+        inputs: Any = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        outputs: list[RequestOutput] = llm.generate(inputs, GREEDY, use_tqdm=False)
         return outputs[0].num_cached_tokens
 
     assert [cached(salt) for salt in (None, None, "a", "a", "b")] == [0, 16, 0, 16, 0]

@@ -77,7 +77,7 @@ def test_mixed_adapters_match_each_request_alone(
     llm: LLM, adapters: list[LoRARequest], outputs_alone: list[list[int]]
 ) -> None:
     plain = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-    assert [own_item == base for own_item, base in zip(outputs_alone, plain, strict=True)] == [
+    assert [alone == base for alone, base in zip(outputs_alone, plain, strict=True)] == [
         lora is None for lora in asked(adapters)
     ], "an adapter changes what is said"
     outputs = llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)
@@ -137,13 +137,13 @@ def test_prefix_cache_keys_follow_adapter_content_and_reloads(
 
     llm.reset_prefix_cache()
     model = json.loads((tiny / "config.json").read_text())
-    own_value = write_adapter(tiny.parent / "own", model, 1)
+    duplicate = write_adapter(tiny.parent / "own", model, 1)
     assert cached(adapters[1]) == 0 and cached(adapters[0]) == 0
-    assert cached(own_value) == 20, "another name of the first adapter"
+    assert cached(duplicate) == 20, "another name of the first adapter"
     write_adapter(tiny.parent / "own", model, 7)
-    assert cached(own_value) == 20, "nobody said that it has changed"
-    assert cached(LoRARequest("own", 1, own_value.lora_path, load_inplace=True)) == 0
-    assert cached(own_value) == 20 and cached(adapters[0]) == 20
+    assert cached(duplicate) == 20, "nobody said that it has changed"
+    assert cached(LoRARequest("own", 1, duplicate.lora_path, load_inplace=True)) == 0
+    assert cached(duplicate) == 20 and cached(adapters[0]) == 20
 
 
 def test_beams_use_the_adapter_of_their_prompt(llm: LLM, adapters: list[LoRARequest]) -> None:

@@ -50,16 +50,18 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
 
 def params_of(kind: str) -> SamplingParams:
     """Return parameters with which every row would generate only the adapter's last token."""
-    value = {"temperature": 0.7, "seed": 3, "max_tokens": 24, "logit_bias": {LAST: 100.0}}
-    requests = ASKED.get(kind)
-    return SamplingParams(**value, structured_outputs=requests and StructuredOutputsParams(**requests))
+    fields = {"temperature": 0.7, "seed": 3, "max_tokens": 24, "logit_bias": {LAST: 100.0}}
+    constraint = ASKED.get(kind)
+    return SamplingParams(**fields, structured_outputs=constraint and StructuredOutputsParams(**constraint))
 
 
 def test_grammars_exclude_tokens_added_by_an_adapter(llm: LLM, own: LoRARequest) -> None:
     kinds = ["json", "", "regex", "choice", "", "json"]
     prompts = [f"one two <new-7> {number}" for number in range(len(kinds))]
-    value = [params_of(kind) for kind in kinds]
-    actual = [output.outputs[0] for output in llm.generate(prompts, value, lora_request=own, use_tqdm=False)]
+    all_params = [params_of(kind) for kind in kinds]
+    actual = [
+        output.outputs[0] for output in llm.generate(prompts, all_params, lora_request=own, use_tqdm=False)
+    ]
     for kind, answer in zip(kinds, actual, strict=True):
         if not kind:
             assert {*answer.token_ids} == {LAST} and answer.text == "<new-7>" * 24
@@ -71,8 +73,8 @@ def test_grammars_exclude_tokens_added_by_an_adapter(llm: LLM, own: LoRARequest)
             assert re.fullmatch("[a-f]{6}", answer.text)
         elif kind == "choice":
             assert answer.text in ASKED["choice"]["choice"]
-    for prompt, requests, answer in zip(prompts, value, actual, strict=True):
-        (alone,) = llm.generate([prompt], requests, lora_request=own, use_tqdm=False)
+    for prompt, params, answer in zip(prompts, all_params, actual, strict=True):
+        (alone,) = llm.generate([prompt], params, lora_request=own, use_tqdm=False)
         assert list(alone.outputs[0].token_ids) == list(answer.token_ids)
 
 
@@ -88,7 +90,7 @@ def test_base_model_rows_are_not_affected_by_adapter_tokens(llm: LLM, own: LoRAR
         for output in llm.generate(prompts, value, lora_request=loras, use_tqdm=False)
     ]
     alone = [
-        list(llm.generate([prompt], requests, lora_request=lora, use_tqdm=False)[0].outputs[0].token_ids)
-        for prompt, requests, lora in zip(prompts, value, loras, strict=True)
+        list(llm.generate([prompt], params, lora_request=lora, use_tqdm=False)[0].outputs[0].token_ids)
+        for prompt, params, lora in zip(prompts, value, loras, strict=True)
     ]
     assert together == alone and {*together[1]} == {LAST}

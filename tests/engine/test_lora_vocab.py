@@ -126,8 +126,8 @@ def check_logits(llm: LLM, base: Base, name: str) -> None:
     expected, size = base.logits(name), VOCAB + KINDS[name][0]
     for position, actual in enumerate((output.prompt_logprobs or [])[1:]):
         assert actual is not None and sorted(actual) == list(range(size)), "those, and no others"
-        our_value = torch.tensor([actual[token_id].logprob for token_id in range(size)])
-        torch.testing.assert_close(our_value, expected[position], atol=1e-3, rtol=1e-3)
+        logprobs = torch.tensor([actual[token_id].logprob for token_id in range(size)])
+        torch.testing.assert_close(logprobs, expected[position], atol=1e-3, rtol=1e-3)
 
 
 def test_mixed_batch_matches_peft_and_base_model_excludes_new_tokens(llm: LLM, base: Base) -> None:
@@ -143,8 +143,8 @@ def test_sampling_parameters_apply_to_new_tokens(llm: LLM, base: Base) -> None:
     name, new = "saved", [VOCAB, VOCAB + 1, VOCAB + 2]
 
     def ask(**params: Any) -> list[int]:
-        value = {"temperature": 0.0, "max_tokens": STEPS, "ignore_eos": True} | params
-        (output,) = run(llm, base, [name], SamplingParams(**value))
+        fields = {"temperature": 0.0, "max_tokens": STEPS, "ignore_eos": True} | params
+        (output,) = run(llm, base, [name], SamplingParams(**fields))
         return list(output.outputs[0].token_ids)
 
     plain = base.tokens(name)
@@ -172,8 +172,8 @@ def test_logprobs_cover_exactly_the_adapters_tokens(llm: LLM, base: Base) -> Non
         size = VOCAB + (KINDS[name][0] if name else 0)
         actual = output.outputs[0].logprobs or []
         assert [sorted(item) for item in actual] == [list(range(size))] * 3
-        our_value = torch.tensor([actual[0][token_id].logprob for token_id in range(size)])
-        torch.testing.assert_close(our_value, base.logits(name)[-1], atol=1e-3, rtol=1e-3)
+        logprobs = torch.tensor([actual[0][token_id].logprob for token_id in range(size)])
+        torch.testing.assert_close(logprobs, base.logits(name)[-1], atol=1e-3, rtol=1e-3)
 
 
 def test_nonexistent_ids_are_not_returned_as_top_logprobs(untied: Base) -> None:
@@ -255,7 +255,7 @@ def test_steps_with_added_tokens_are_not_replayed(untied: Base, monkeypatch: pyt
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
         for room in model.adapters.owned.values() if model.adapters else ():
             room._placed = room._by_slots
-        return WithGraphs(model, all_rows, lambda logits, *requests: logits.argmax(-1), device)
+        return WithGraphs(model, all_rows, lambda logits, *args: logits.argmax(-1), device)
 
     use_fake_graphs(monkeypatch)
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)

@@ -124,9 +124,9 @@ def test_mrope_on_a_device_that_runs_ahead(
     monkeypatch.setattr(
         here + "look_up", lambda known, step, _, least: spec.look_up_reference(known, step, least)
     )
-    requests = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 200}
-    requests |= {"max_num_batched_tokens": 24, "enable_prefix_caching": False}
-    llm = open_tiny(path, **requests, **{"speculative_config": DRAFTS} if drafted else {})
+    settings = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 200}
+    settings |= {"max_num_batched_tokens": 24, "enable_prefix_caching": False}
+    llm = open_tiny(path, **settings, **{"speculative_config": DRAFTS} if drafted else {})
     if drafted:
         drafting = llm.llm_engine.core.scheduler.admitter.drafting
         drafting._pace = pace = EagerPolicy()  # type: ignore[union-attr, assignment]

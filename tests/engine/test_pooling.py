@@ -114,19 +114,19 @@ def test_mixed_pooling_params_in_one_batch(qwen3: tuple[Path, Any]) -> None:
     path, hf = qwen3
     llm = open_pooling(path, hf_overrides={"is_matryoshka": True}, max_num_batched_tokens=12)
     prompts = prompts_of(7, 9, 11, 13)
-    requests = [
+    params = [
         PoolingParams(),
         RAW,
         PoolingParams(dimensions=8),
         PoolingParams(task="token_embed", normalize=False),
     ]
     actual = [
-        output.outputs.data for output in llm.encode(prompts, requests, pooling_task="embed", use_tqdm=False)
+        output.outputs.data for output in llm.encode(prompts, params, pooling_task="embed", use_tqdm=False)
     ]
     plain = expected(hf, prompts)
     wanted = [normalised(plain[0]), plain[1], normalised(plain[2, :8]), states(hf, prompts[3])]
-    for our_value, reference in zip(actual, wanted, strict=True):
-        assert our_value.shape == reference.shape and np.abs(our_value - reference).max() < TOLERANCE
+    for vector, reference in zip(actual, wanted, strict=True):
+        assert vector.shape == reference.shape and np.abs(vector - reference).max() < TOLERANCE
 
 
 def test_model_without_prefix_and_sentence_transformers_config(

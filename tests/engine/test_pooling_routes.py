@@ -40,20 +40,20 @@ async def client_of(model: TextModel, **settings: Any) -> AsyncIterator[httpx.As
 
 
 def test_embeddings_match_llm(tiny: TextModel) -> None:
-    requests: dict[str, Any] = {"runner": "pooling", "hf_overrides": {"is_matryoshka": True}}
-    llm = open_text(tiny, **requests)
+    settings: dict[str, Any] = {"runner": "pooling", "hf_overrides": {"is_matryoshka": True}}
+    llm = open_text(tiny, **settings)
     tokenizer = llm.get_tokenizer()
     wanted = np.array([output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)])
     ids = [tokenizer.encode(text) for text in TEXTS]
 
     async def go() -> None:
-        async with client_of(tiny, **requests) as http:
+        async with client_of(tiny, **settings) as http:
             openai = AsyncOpenAI(base_url=http.base_url, api_key="none", http_client=http, max_retries=0)
             make = functools.partial(openai.embeddings.create, model=str(tiny.path))
-            for value in (TEXTS, ids):
-                reply = await make(input=value)  # the client requests base64 and decodes it
+            for inputs in (TEXTS, ids):
+                reply = await make(input=inputs)  # the client requests base64 and decodes it
                 assert np.abs(np.array([output.embedding for output in reply.data]) - wanted).max() < 1e-6
-                reply = await make(input=value, encoding_format="float")
+                reply = await make(input=inputs, encoding_format="float")
                 assert np.abs(np.array([output.embedding for output in reply.data]) - wanted).max() < 1e-6
             assert reply.usage.prompt_tokens == sum(map(len, ids))
             short = await make(input=TEXTS[0], dimensions=4)

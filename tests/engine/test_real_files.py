@@ -75,8 +75,8 @@ def compare(llm: LLM, weight: Weights, sizes: Sizes, prompt: str, atol: float) -
     for length, output in zip(lengths, outputs, strict=True):
         actual = output.outputs[0].logprobs
         assert actual is not None
-        our_value = np.array([actual[0][token].logprob for token in range(expected.shape[1])])
-        np.testing.assert_allclose(our_value, expected[length - 1], atol=atol, rtol=0)
+        logprobs = np.array([actual[0][token].logprob for token in range(expected.shape[1])])
+        np.testing.assert_allclose(logprobs, expected[length - 1], atol=atol, rtol=0)
 
 
 @pytest.fixture(scope="module")

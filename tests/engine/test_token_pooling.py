@@ -45,9 +45,9 @@ def encoded(llm: LLM, prompts: Any, params: Any = None, task: str = "token_class
 
 
 def same(actual: list[Floats], wanted: list[torch.Tensor]) -> None:
-    for our_value, expected in zip(actual, wanted, strict=True):
-        assert our_value.shape == expected.shape
-        assert not our_value.size or np.abs(our_value - expected.numpy()).max() < TOLERANCE
+    for vectors, expected in zip(actual, wanted, strict=True):
+        assert vectors.shape == expected.shape
+        assert not vectors.size or np.abs(vectors - expected.numpy()).max() < TOLERANCE
 
 
 @torch.inference_mode()
@@ -95,7 +95,7 @@ def test_token_classification_with_decoders(family: str, tmp_path: Path) -> None
     for _ in range(2):
         same(encoded(llm, prompts, RAW), wanted)
     same(encoded(llm, prompts), [item.softmax(-1) for item in wanted])
-    for call in (llm.classify, llm.embed, lambda value: llm.score(value[0], value[1])):
+    for call in (llm.classify, llm.embed, lambda texts: llm.score(texts[0], texts[1])):
         with pytest.raises(RequestError):
             call(prompts)
 

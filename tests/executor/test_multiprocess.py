@@ -51,9 +51,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(llm: LLM, **params: Any) -> list[Any]:
-    requests = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, **params)
+    sampling_params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, **params)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    return [output.outputs[0] for output in llm.generate(prompts, requests, use_tqdm=False)]
+    return [output.outputs[0] for output in llm.generate(prompts, sampling_params, use_tqdm=False)]
 
 
 def ranks_of(llm: LLM) -> list[psutil.Process]:
@@ -73,14 +73,14 @@ def pair(tiny: Path) -> Iterator[LLM]:
 
 
 def test_two_ranks_match_one(pair: LLM, tiny: Path) -> None:
-    own_value = os.getpid()
-    assert [process.ppid() for process in ranks_of(pair)] == [own_value, own_value]
+    parent_pid = os.getpid()
+    assert [process.ppid() for process in ranks_of(pair)] == [parent_pid, parent_pid]
     expected = generate(LLM(str(tiny), **SETTINGS))
     for actual, wanted in zip(generate(pair), expected, strict=True):
         assert actual.token_ids == wanted.token_ids
-        for own_item, reference in zip(actual.logprobs, wanted.logprobs, strict=True):
-            assert own_item.keys() == reference.keys()
-            for token_id, logprob in own_item.items():
+        for logprobs, reference in zip(actual.logprobs, wanted.logprobs, strict=True):
+            assert logprobs.keys() == reference.keys()
+            for token_id, logprob in logprobs.items():
                 assert logprob.logprob == pytest.approx(reference[token_id].logprob, abs=1e-4)
 
 

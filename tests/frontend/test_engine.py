@@ -347,8 +347,8 @@ class MediaClient:
 
     async def prompt(self, *pictures: Any) -> Prompt:
         text = "see " + MARKS["image"] * len(pictures)
-        value = {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
-        return await self.engine.inputs.parse_beside(value)
+        prompt = {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
+        return await self.engine.inputs.parse_beside(prompt)
 
     async def ask(self, prompt: Prompt) -> int:
         """Run a request and return the number of bytes sent."""
@@ -362,28 +362,28 @@ def test_cached_media_is_not_resent_unless_the_core_lost_it(with_cores: Run) -> 
     """Check that a hit is not processed and takes few bytes, and that a core without it gets it again."""
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
-        seeing, cat = MediaClient(engine), picture(64, 64)
-        first = await seeing.ask(await seeing.prompt(cat, picture(48, 48, seed=1)))
-        second = await seeing.ask(await seeing.prompt(cat, cat))
-        assert first > 64 * 64 * 3 and second < 2000 and seeing.num_processed == 2
+        client, cat = MediaClient(engine), picture(64, 64)
+        first = await client.ask(await client.prompt(cat, picture(48, 48, seed=1)))
+        second = await client.ask(await client.prompt(cat, cat))
+        assert first > 64 * 64 * 3 and second < 2000 and client.num_processed == 2
 
-        await seeing.link.call("reset_mm_cache")  # without notifying this side
-        assert await seeing.ask(await seeing.prompt(cat)) > 64 * 64 * 3 and seeing.num_processed == 3
-        assert await seeing.ask(await seeing.prompt(cat)) < 2000 and seeing.num_processed == 3
+        await client.link.call("reset_mm_cache")  # without notifying this side
+        assert await client.ask(await client.prompt(cat)) > 64 * 64 * 3 and client.num_processed == 3
+        assert await client.ask(await client.prompt(cat)) < 2000 and client.num_processed == 3
 
-        prompt = await seeing.prompt(cat)
+        prompt = await client.prompt(cat)
         os.kill(cores.pid(0), signal.SIGSTOP)
-        requests = asyncio.create_task(seeing.ask(prompt))
+        pending = asyncio.create_task(client.ask(prompt))
         await until(lambda: running(engine) == [1])
         cores.kill(0)
-        await until(lambda: seeing.link.core is None)
+        await until(lambda: client.link.core is None)
         cores.start(0)
-        assert await requests > 64 * 64 * 3 and seeing.num_processed == 4
+        assert await pending > 64 * 64 * 3 and client.num_processed == 4
 
-        lost = await seeing.prompt(cat)
+        lost = await client.prompt(cat)
         await engine.reset_mm_cache()
-        assert not len(seeing.processor_cache)
-        assert await seeing.ask(lost) > 64 * 64 * 3 and seeing.num_processed == 5
+        assert not len(client.processor_cache)
+        assert await client.ask(lost) > 64 * 64 * 3 and client.num_processed == 5
         assert running(engine) == [0] and engine.num_in_flight == 0
 
     with_cores(test)
@@ -397,28 +397,28 @@ def test_media_in_shared_memory_is_never_sent(with_cores: Run) -> None:
 
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         arena = SharedArena(1 << 20, 1 << 16)
-        seeing, cat, large = MediaClient(engine, arena), picture(64, 64), picture(160, 160, seed=1)
+        client, cat, large = MediaClient(engine, arena), picture(64, 64), picture(160, 160, seed=1)
         for pictures in ([cat], [cat, cat]):
-            assert await seeing.ask(await seeing.prompt(*pictures)) < 2000 and seeing.num_processed == 1
+            assert await client.ask(await client.prompt(*pictures)) < 2000 and client.num_processed == 1
         for number in (2, 3):  # larger than shared memory allows
-            assert await seeing.ask(await seeing.prompt(cat, large)) > 160 * 160 * 3
-            assert seeing.num_processed == number
+            assert await client.ask(await client.prompt(cat, large)) > 160 * 160 * 3
+            assert client.num_processed == number
         await until(lambda: not arena.num_busy)
 
-        prompt = await seeing.prompt(cat)
+        prompt = await client.prompt(cat)
         os.kill(cores.pid(0), signal.SIGSTOP)
-        requests = asyncio.create_task(seeing.ask(prompt))
+        pending = asyncio.create_task(client.ask(prompt))
         await until(lambda: running(engine) == [1])
         cores.kill(0)
-        await until(lambda: seeing.link.core is None)
+        await until(lambda: client.link.core is None)
         cores.start(0)
-        assert await requests < 4000 and seeing.num_processed == 3
+        assert await pending < 4000 and client.num_processed == 3
 
         answer = engine.generate(prompt, SamplingParams(max_tokens=LONGEST - 100), "given up")
         await asyncio.wait_for(anext(answer), PATIENCE_S)
         assert arena.num_busy == 1
         await answer.aclose()
-        del prompt, answer, requests
+        del prompt, answer, pending
         await until(lambda: not arena.num_busy)
         await engine.reset_mm_cache()
         assert not arena.num_bytes
@@ -428,17 +428,17 @@ def test_media_in_shared_memory_is_never_sent(with_cores: Run) -> None:
 
 def test_item_that_no_cache_has_fails_its_request(with_cores: Run) -> None:
     async def test(engine: AsyncEngine, cores: Cores) -> None:
-        seeing = MediaClient(engine)
+        client = MediaClient(engine)
         named = {"prompt": MARKS["image"], "multi_modal_uuids": {"image": ["cat"]}}
         full = await engine.inputs.parse_beside(named | {"multi_modal_data": {"image": picture()}})
-        await seeing.ask(full)
+        await client.ask(full)
         empty = await engine.inputs.parse_beside(named)
-        await seeing.ask(empty)
-        await seeing.link.call("reset_mm_cache")
+        await client.ask(empty)
+        await client.link.call("reset_mm_cache")
         with pytest.raises(RequestError, match="nothing is cached for the uuid 'cat'"):
-            await seeing.ask(empty)
+            await client.ask(empty)
         assert running(engine) == [0] and engine.num_in_flight == 0
-        await seeing.ask(full)
+        await client.ask(full)
 
     with_cores(test)
 

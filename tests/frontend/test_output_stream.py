@@ -46,11 +46,11 @@ def test_newest_cumulative_output_is_read() -> None:
     """Check that cumulative outputs are not concatenated like deltas."""
 
     async def go() -> None:
-        requests = RecordedStream(is_delta=False)
-        reading = asyncio.create_task(anext(requests.answer))
+        stream = RecordedStream(is_delta=False)
+        reading = asyncio.create_task(anext(stream.answer))
         await asyncio.sleep(0)
-        requests.answer.put(output("x", "one"))
-        requests.answer.put(output("xy"))
+        stream.answer.put(output("x", "one"))
+        stream.answer.put(output("xy"))
         actual = await reading
         assert [item.text for item in actual.outputs] == ["xy", "one"]
         assert actual.outputs[0].token_ids == [2]
@@ -60,18 +60,18 @@ def test_newest_cumulative_output_is_read() -> None:
 
 def test_outputs_before_an_error_are_read_before_it_is_raised() -> None:
     async def go() -> None:
-        requests = RecordedStream()
-        reading = asyncio.create_task(anext(requests.answer))
+        stream = RecordedStream()
+        reading = asyncio.create_task(anext(stream.answer))
         await asyncio.sleep(0)
-        requests.answer.put(output("x"))
-        requests.answer.put(output("y"))
-        requests.answer.fail(EngineError("broken"))
+        stream.answer.put(output("x"))
+        stream.answer.put(output("y"))
+        stream.answer.fail(EngineError("broken"))
         assert (await reading).outputs[0].text == "xy"
         for _ in range(2):
             with pytest.raises(EngineError, match="broken"):
-                await anext(requests.answer)
-        await requests.answer.aclose()
-        assert requests.begun == 1 and requests.abandoned == ["a"]
+                await anext(stream.answer)
+        await stream.answer.aclose()
+        assert stream.begun == 1 and stream.abandoned == ["a"]
 
     asyncio.run(go())
 

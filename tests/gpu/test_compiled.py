@@ -81,19 +81,17 @@ def send(llm: LLM, adapters: list[LoRARequest]) -> None:
     """Send requests with all features, alone and together, with many batch and prompt sizes."""
     rng = random.Random(0)
 
-    def ask(lengths: list[int], item: list[dict[str, Any]], max_tokens: int) -> None:
+    def ask(lengths: list[int], all_fields: list[dict[str, Any]], max_tokens: int) -> None:
         prompts = [prompts_of(rng, 1, length)[0] for length in lengths]
-        params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, **requests) for requests in item]
-        own_value = [
-            adapters[i % len(adapters)] if adapters and i % 3 < 2 else None for i in range(len(prompts))
-        ]
-        llm.generate(prompts, params, use_tqdm=False, lora_request=own_value)
+        params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields) for fields in all_fields]
+        loras = [adapters[i % len(adapters)] if adapters and i % 3 < 2 else None for i in range(len(prompts))]
+        llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
 
     for batch in (1, 2, 3, 5, 8, 17, 32, 64):
         ask([60] * batch, [ASKED[0]] * batch, 40)  # repetitive text is drafted
         ask([rng.randrange(1, 90) for _ in range(batch)], [rng.choice(ASKED) for _ in range(batch)], 12)
-    for requests in ASKED:
-        ask([33], [requests], 6)
+    for fields in ASKED:
+        ask([33], [fields], 6)
     for length in (1, 15, 130, 257, 700, 1500, 3900):
         ask([length], [ASKED[0]], 3)
 
@@ -101,8 +99,8 @@ def send(llm: LLM, adapters: list[LoRARequest]) -> None:
 def compiled_in_traffic(kind: str, folder: Path) -> tuple[int, list[str]]:
     """Return the number of kernels when an engine is ready, and those compiled later."""
     (folder / "model").mkdir()
-    own_value = {"model_type": kind, **STATES[kind]} if kind in STATES else {}
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL | own_value))
+    state_settings = {"model_type": kind, **STATES[kind]} if kind in STATES else {}
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL | state_settings))
     with compilations() as actual:
         llm = LLM(
             str(folder / "model"),

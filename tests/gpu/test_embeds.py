@@ -31,14 +31,14 @@ def test_prompt_embeds_match_token_ids_on_gpu(way: str, tmp_path: Path) -> None:
     path, hf = make_tiny("qwen3", tmp_path, **SIZE)
     requests = [*prompts_of(23, 90, 1, 40, 1, 60, 5, 33), [7]]
     table = hf.get_input_embeddings().weight.detach()
-    value: list[Any] = [
+    mixed_prompts: list[Any] = [
         ids if place % 3 == 0 else {"prompt_embeds": table[torch.tensor(ids)].cuda()}
         for place, ids in enumerate(requests)
     ]
     llm = opened(path, "float32", enable_prompt_embeds=True, **WAYS[way])
     expected = said(llm, requests)
-    assert said(llm, value) == expected
-    assert [said(llm, [item])[0] for item in value] == expected
+    assert said(llm, mixed_prompts) == expected
+    assert [said(llm, [item])[0] for item in mixed_prompts] == expected
 
 
 def said(llm: LLM, prompts: list[Any]) -> list[list[int]]:

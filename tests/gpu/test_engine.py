@@ -98,12 +98,12 @@ def distances(actual: RequestOutput, expected: RequestOutput, way: str, margin: 
     result, apart = (actual.outputs[0], expected.outputs[0]), []
     assert result[0].logprobs is not None and result[1].logprobs is not None
     for at in range(LENGTH):
-        own_item, other = (list(item.logprobs[at].items()) for item in result)  # type: ignore[index, union-attr]
+        one, other = (list(item.logprobs[at].items()) for item in result)  # type: ignore[index, union-attr]
         best = sorted((value.logprob for _, value in other), reverse=True)
-        if own_item[0][0] != other[0][0]:
+        if one[0][0] != other[0][0]:
             assert best[0] - best[1] < margin, f"{way}: token {at}"
             break
-        apart.append(abs(own_item[0][1].logprob - other[0][1].logprob))
+        apart.append(abs(one[0][1].logprob - other[0][1].logprob))
     return apart
 
 
@@ -139,10 +139,10 @@ def test_8_bit_cache_is_close(tiny: tuple[Path, Any]) -> None:
     rough = run(tiny[0], requests, dtype="bfloat16", kv_cache_dtype="fp8")
     apart = []
     for actual, expected in zip(rough, exact, strict=True):
-        own_item, other = (item.outputs[0].logprobs for item in (actual, expected))
-        assert own_item is not None and other is not None
+        one, other = (item.outputs[0].logprobs for item in (actual, expected))
+        assert one is not None and other is not None
         first = expected.outputs[0].token_ids[0]
-        mine_first, other_first = own_item[0], other[0]
+        mine_first, other_first = one[0], other[0]
         assert mine_first is not None and other_first is not None
         if first in mine_first:
             apart.append(abs(mine_first[first].logprob - other_first[first].logprob))

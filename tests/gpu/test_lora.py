@@ -41,10 +41,10 @@ def test_outputs_match_peft(architecture: str, tmp_path: Path) -> None:
     adapted = save_adapter(hf, tmp_path / "a", 1, **RANK, **chosen(architecture, hf))
     lora, more = LoRARequest("a", 1, str(tmp_path / "a")), {"enable_lora": True, "max_lora_rank": 8}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=-1)
-    prompts, requests = prompts_of(23, 9, 40, 5), [lora, None, lora, None]
+    prompts, loras = prompts_of(23, 9, 40, 5), [lora, None, lora, None]
     for way in WAYS.values():
         llm = open_tiny(path, dtype="float32", **SETTINGS, **more, **way)
-        actual = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+        actual = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
         check_against(adapted, actual[::2], tolerance=5e-3, ties=5e-3)
         llm.llm_engine.close()
     check_against(adapted.unload(), actual[1::2], tolerance=5e-3, ties=5e-3)

@@ -59,8 +59,8 @@ def test_plan_matches_a_gpu_engine(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHARED | SHAPES[name]))
     gc.collect()
     torch.cuda.empty_cache()
-    value = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
-    config = configure(value | {"max_model_len": 8192})
+    settings = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
+    config = configure(settings | {"max_model_len": 8192})
     planned = memory_of(config, "bf16")
     cache = cache_of(config, planned)
     worker = Worker(config)

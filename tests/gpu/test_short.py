@@ -28,10 +28,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     actual: list[tuple[bool, int]] = []
     load = Graph.load
 
-    def counted(self: Graph, *value: Any) -> None:
+    def counted(self: Graph, *args: Any) -> None:
         if self.is_short:
-            actual.append((self.sizes.adapters, 0 if value[4] is None else len(value[4][0])))
-        load(self, *value)
+            actual.append((self.sizes.adapters, 0 if args[4] is None else len(args[4][0])))
+        load(self, *args)
 
     monkeypatch.setattr(Graph, "load", counted)
     return actual
@@ -52,18 +52,18 @@ def test_short_steps_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -
     model = json.loads((tiny / "config.json").read_text())
     some = [write_adapter(tiny.parent / f"adapter{seed}", model, seed) for seed in (1, 2)]
     prompts = prompts_of(9, 14, 5, 22, 30, 3)
-    requests = [some[0], None, some[1], some[0], some[1], None]
+    row_adapters = [some[0], None, some[1], some[0], some[1], None]
     settings = SETTINGS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "dtype": "float32"}
     settings |= {"max_num_batched_tokens": 128}
-    expected = said(open_tiny(tiny, **settings, enforce_eager=True), prompts, requests)
+    expected = said(open_tiny(tiny, **settings, enforce_eager=True), prompts, row_adapters)
     assert not loaded
     llm = open_tiny(tiny, **settings)
-    assert said(llm, prompts, requests) == expected
+    assert said(llm, prompts, row_adapters) == expected
     assert (True, 0) in loaded
     del loaded[:]
-    alone = [said(llm, [prompt], [adapter])[0] for prompt, adapter in zip(prompts, requests, strict=True)]
+    alone = [said(llm, [prompt], [adapter])[0] for prompt, adapter in zip(prompts, row_adapters, strict=True)]
     assert alone == expected
-    assert [kind for kind, _ in loaded] == [adapter is not None for adapter in requests]
+    assert [kind for kind, _ in loaded] == [adapter is not None for adapter in row_adapters]
 
 
 def test_short_steps_with_drafts(

@@ -78,11 +78,11 @@ def test_memory_is_freed_and_outputs_stay(model: Path, name: str) -> None:
     resident = free_bytes()
     for level in (1, 2, 1):
         llm.sleep(level)
-        value = free_bytes() - resident
-        assert value > 0.9 * (CACHE_BYTES + weights), f"level {level}: {value} of {CACHE_BYTES + weights}"
+        freed = free_bytes() - resident
+        assert freed > 0.9 * (CACHE_BYTES + weights), f"level {level}: {freed} of {CACHE_BYTES + weights}"
         llm.wake_up(tags=["weights"])
         # Some allocations fit into torch's cached memory: 0.79 of FP8 weights did not.
-        assert resident + value - free_bytes() > 0.5 * weights
+        assert resident + freed - free_bytes() > 0.5 * weights
         llm.wake_up(tags=["kv_cache"])
         assert llm.collective_rpc(num_graphs)[0] == graphs
         assert llm.collective_rpc("memory_stats")[0]["weights"] == weights
@@ -168,8 +168,8 @@ def test_core_processes_sleep(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     awake = []
     for level in (2, 1, 2, 2):
         llm.sleep(level)
-        value = free_bytes() - resident
-        assert value > 0.9 * (2 * CACHE_BYTES + sum(weights)), f"level {level}: {value}"
+        freed = free_bytes() - resident
+        assert freed > 0.9 * (2 * CACHE_BYTES + sum(weights)), f"level {level}: {freed}"
         llm.wake_up()
         awake.append(free_bytes())
         assert said(llm) == expected, f"level {level}"

@@ -53,12 +53,12 @@ def test_outputs_match_outputs_without_drafts(
     """Check lengths known only on the device, padded graphs, two steps in flight, and penalty counts of
     rejected drafts.
     """
-    pace, requests = (
+    pace, speculative = (
         EagerPolicy(),
         DRAFTS if method == "ngram" else {"method": method, "num_speculative_tokens": 3},
     )
     monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
-    assert answers(tiny, speculative_config=requests, enforce_eager=enforce_eager) == plain
+    assert answers(tiny, speculative_config=speculative, enforce_eager=enforce_eager) == plain
     assert pace.num_drafts > 0 and (method == "suffix" or 10 < pace.num_held < pace.num_drafts)
 
 
@@ -70,9 +70,9 @@ def all_answers(llm: LLM, params: list[dict[str, Any]]) -> list[Any]:
     prefixes.
     """
     prompts, actual = prompts_of(23, 9, 40, 5, 60, 30, 3, 17), []
-    requests = [params[at % len(params)] | {"seed": at} for at in range(len(prompts))]
+    fields = [params[at % len(params)] | {"seed": at} for at in range(len(prompts))]
     for some in ([2], range(8), [4, 2, 0]):
-        wanted = [SamplingParams(max_tokens=24, ignore_eos=True, **requests[at]) for at in some]
+        wanted = [SamplingParams(max_tokens=24, ignore_eos=True, **fields[at]) for at in some]
         outputs = llm.generate([prompts[at] for at in some], wanted, use_tqdm=False)
         actual += [list(output.outputs[0].token_ids) for output in outputs]
     return actual
@@ -129,8 +129,8 @@ def test_draft_models_do_not_change_outputs_on_gpu(
     """Check captured and padded drafts, drafts beside prompts, and rows that had none for a while."""
     name, pace = kind if kind in targets else "llama", EagerPolicy()
     monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
-    requests = {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, targets[name])
-    llm = opened_for(targets[name], speculative_config=requests)
+    speculative = {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, targets[name])
+    llm = opened_for(targets[name], speculative_config=speculative)
     assert all_answers(llm, ALIKE) == expected[name]
     assert pace.num_drafts > 100
     assert kind != "itself" or pace.num_held > 0.9 * pace.num_drafts

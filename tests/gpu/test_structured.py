@@ -63,8 +63,8 @@ def open_llm(path: Path, **settings: Any) -> LLM:
 
 
 def bound(seed: int, **fields: Any) -> SamplingParams:
-    requests = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
-    return SamplingParams(**{"temperature": 1.2, "seed": seed, "max_tokens": 120} | requests | fields)
+    constraint = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
+    return SamplingParams(**{"temperature": 1.2, "seed": seed, "max_tokens": 120} | constraint | fields)
 
 
 def is_right(text: str) -> bool:
@@ -81,16 +81,16 @@ def is_right(text: str) -> bool:
 def test_every_finished_output_satisfies_its_grammar(way: str, path: Path) -> None:
     llm = open_llm(path, **WAYS[way])
     opened = ReasoningIds((), (END,), True)
-    requests = [
+    all_params = [
         *(bound(seed, n=2) for seed in range(8)),
         *(bound(seed, logprobs=3, bad_words=["the"], repetition_penalty=1.1) for seed in range(4)),
         *(bound(seed, thinking_token_budget=seed, reasoning=opened) for seed in range(4)),
         SamplingParams(max_tokens=60, ignore_eos=True),
     ]
-    outputs = llm.generate([PROMPT * (1 + at) for at in range(len(requests))], requests, use_tqdm=False)
+    outputs = llm.generate([PROMPT * (1 + at) for at in range(len(all_params))], all_params, use_tqdm=False)
     done = [
         (llm.get_tokenizer().decode(_after(out.token_ids, params)), out.finish_reason)
-        for output, params in zip(outputs, requests[:-1], strict=False)
+        for output, params in zip(outputs, all_params[:-1], strict=False)
         for out in output.outputs
     ]
     assert {reason for _, reason in done} <= {"stop", "length"}

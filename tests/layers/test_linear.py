@@ -51,14 +51,14 @@ def test_single_layer_has_its_own_name(kind: type, bias: bool, scope: Scope) -> 
 
 def test_format_is_chosen_by_the_names_of_the_parts(scope: Scope) -> None:
     """Check that the layer uses the scope's choice of format."""
-    requests: list[tuple[str, ...]] = []
+    part_names: list[tuple[str, ...]] = []
 
     class Doubled(PlainWeight):
         def finish(self) -> None:
             self.product = lambda x: 2 * F.linear(x, self.weight)
 
     def choose(parts: tuple[str, ...], shape: LinearShape) -> PlainWeight:
-        requests.append(parts)
+        part_names.append(parts)
         return Doubled(shape)
 
     chosen = Scope(scope.dtype, scope.device, scope.backend, scope.max_len, linear=choose)
@@ -66,5 +66,5 @@ def test_format_is_chosen_by_the_names_of_the_parts(scope: Scope) -> None:
     weight = fill(layer)["o_proj.weight"]
     x = torch.randn(3, 6)
     GateUpLinear(6, 4, chosen / "mlp" / "gate_up_proj")
-    assert requests == [("o_proj",), ("mlp.gate_proj", "mlp.up_proj")]
+    assert part_names == [("o_proj",), ("mlp.gate_proj", "mlp.up_proj")]
     torch.testing.assert_close(layer(x), 2 * (x @ weight.T))

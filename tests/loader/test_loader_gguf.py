@@ -149,8 +149,8 @@ def test_split_file_is_read_completely(tmp_path: Path) -> None:
     """Check that tensors are read from the right part, and that a missing part is an error."""
     path, _ = make_tiny_gguf("llama", tmp_path, "Q8_0")
     full, (first, middle, last) = load_tiny(path).state_dict(), split(path)
-    for value in (first, last):
-        parts = load_tiny(value).state_dict()
+    for part_path in (first, last):
+        parts = load_tiny(part_path).state_dict()
         assert all(torch.equal(parts[name], tensor) for name, tensor in full.items())
     middle.unlink()
     with pytest.raises(

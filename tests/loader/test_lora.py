@@ -123,8 +123,8 @@ def test_fully_trained_modules(tmp_path: Path) -> None:
     handled.
     """
     head, norm = "base_model.model.lm_head.weight", "base_model.model.model.norm.weight"
-    requests = {"modules_to_save": ["lm_head"]}
-    path = save(tmp_path, tensors() | {head: torch.full((VOCAB, HIDDEN), 3.0)}, **requests)
+    config = {"modules_to_save": ["lm_head"]}
+    path = save(tmp_path, tensors() | {head: torch.full((VOCAB, HIDDEN), 3.0)}, **config)
     adapter = reader(whole=["lm_head"]).read("one", path)
     assert torch.equal(adapter.tables["lm_head"], torch.full((VOCAB, HIDDEN), 3.0))
     assert adapter.facts.num_bytes > 4 * VOCAB * HIDDEN
@@ -134,7 +134,7 @@ def test_fully_trained_modules(tmp_path: Path) -> None:
     path = save(tmp_path, tensors() | {norm: torch.ones(HIDDEN)}, modules_to_save=["norm"])
     with pytest.raises(RequestError, match="'norm' is not supported: adapters may bring lm_head whole"):
         reader(whole=["lm_head"]).read("one", path)
-    path = save(tmp_path, tensors() | {head: torch.ones(VOCAB + 1, HIDDEN)}, **requests)
+    path = save(tmp_path, tensors() | {head: torch.ones(VOCAB + 1, HIDDEN)}, **config)
     with pytest.raises(
         RequestError, match=r"lm_head\.weight has the shape \(41, 12\), .* cannot bring tokens"
     ):
@@ -383,16 +383,16 @@ def test_symlink_created_after_the_check_is_not_followed(tmp_path: Path) -> None
     path = save(root / "one", tensors())
     assert reader().read("one", path, within).factors
     for name in ("adapter_model.safetensors", "adapter_config.json"):
-        own_value = path / name
-        own_value.rename(path / "own")
-        own_value.symlink_to(tmp_path / "outside" / name)
+        file = path / name
+        file.rename(path / "own")
+        file.symlink_to(tmp_path / "outside" / name)
         with pytest.raises(RequestError, match=rf"adapter 'one': {name} is a link to a file outside"):
             reader().read("one", path, within)
-        own_value.unlink()
-        own_value.symlink_to(path / "own")
+        file.unlink()
+        file.symlink_to(path / "own")
         assert reader().read("one", path, within).factors, "a link to what is inside"
-        own_value.unlink()
-        (path / "own").rename(own_value)
+        file.unlink()
+        (path / "own").rename(file)
     path.rename(root / "two")
     path.symlink_to(tmp_path / "outside")
     with pytest.raises(RequestError, match="is a link to a file outside"):

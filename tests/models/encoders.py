@@ -82,6 +82,6 @@ def texts(*lengths: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def states(tiny: Tiny, ids: list[int], types: list[int] | None = None) -> np.ndarray[Any, Any]:
-    value = {} if types is None else {"token_type_ids": torch.tensor([types])}
-    actual: np.ndarray[Any, Any] = tiny.body(torch.tensor([ids]), **value).last_hidden_state[0].numpy()
+    kwargs = {} if types is None else {"token_type_ids": torch.tensor([types])}
+    actual: np.ndarray[Any, Any] = tiny.body(torch.tensor([ids]), **kwargs).last_hidden_state[0].numpy()
     return actual

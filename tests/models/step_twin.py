@@ -27,10 +27,8 @@ def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for old, new in _NAMES.items():
             name = name.replace(old, new)
         if ".mlp.experts.gate_up_proj" in name:
-            for part, own_value in zip(("gate", "up"), item.chunk(2, 1), strict=True):
-                out[name.replace(".mlp.experts.gate_up_proj", f".moe.{part}_proj.weight")] = (
-                    own_value.contiguous()
-                )
+            for part, half in zip(("gate", "up"), item.chunk(2, 1), strict=True):
+                out[name.replace(".mlp.experts.gate_up_proj", f".moe.{part}_proj.weight")] = half.contiguous()
         else:
             out[name] = item.clone()
     return out

@@ -100,11 +100,12 @@ def test_cross_encoder_reads_pairs(tmp_path: Path) -> None:
             logit = tiny.hf(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0, 0]
         assert item.prompt_token_ids == ids
         assert abs(item.outputs.score - float(logit.sigmoid())) < TOLERANCE
-    value = {"prompt_token_ids": [1, 4, 2, 5, 2], "token_type_ids": [0, 0, 0, 1, 1]}
-    (tokens,) = llm.encode(value, RAW, pooling_task="classify", use_tqdm=False)  # type: ignore[arg-type]
+    prompt = {"prompt_token_ids": [1, 4, 2, 5, 2], "token_type_ids": [0, 0, 0, 1, 1]}
+    (tokens,) = llm.encode(prompt, RAW, pooling_task="classify", use_tqdm=False)  # type: ignore[arg-type]
     with torch.inference_mode():
         wanted = tiny.hf(
-            torch.tensor([value["prompt_token_ids"]]), token_type_ids=torch.tensor([value["token_type_ids"]])
+            torch.tensor([prompt["prompt_token_ids"]]),
+            token_type_ids=torch.tensor([prompt["token_type_ids"]]),
         ).logits[0]
     assert np.abs(tokens.outputs.data - wanted.numpy()).max() < TOLERANCE
 
@@ -126,9 +127,9 @@ def test_model_with_one_token_type_ignores_types(tmp_path: Path) -> None:
     with torch.inference_mode():
         logit = tiny.hf(torch.tensor([[0, 4, 2, 5, 2]])).logits[0, 0]
     assert abs(actual.outputs.score - float(logit.sigmoid())) < TOLERANCE
-    value = {"prompt_token_ids": [0, 4, 2, 5, 2], "token_type_ids": [0, 0, 0, 1, 1]}
+    prompt = {"prompt_token_ids": [0, 4, 2, 5, 2], "token_type_ids": [0, 0, 0, 1, 1]}
     with pytest.raises(RequestError, match="must be zeros: this model has one type"):
-        llm.encode(value, RAW, pooling_task="classify", use_tqdm=False)  # type: ignore[arg-type]
+        llm.encode(prompt, RAW, pooling_task="classify", use_tqdm=False)  # type: ignore[arg-type]
 
 
 def test_padding_inside_a_text_has_no_position(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def expected(path: Path, **options: Any) -> list[list[Tensor]]:
 
 
 def compare(actual: list[list[Tensor]], right: list[list[Tensor]], made: list[World]) -> None:
-    for world, our_value in zip(made, actual, strict=True):
-        for one, other in zip(our_value, right[world.rank.dp], strict=True):
+    for world, rank_logits in zip(made, actual, strict=True):
+        for one, other in zip(rank_logits, right[world.rank.dp], strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 

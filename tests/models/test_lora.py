@@ -63,9 +63,9 @@ def peft_logits(hf: Any, folder: Path, **settings: Any) -> list[Tensor]:
     expected, plain = [], run_hf(hf, PROMPTS[2])
     for number, prompt in enumerate(PROMPTS[:2]):
         rank = 4 * (number + 1)
-        own_value = {"r": rank, "lora_alpha": 16, "use_rslora": bool(number)} | settings
+        lora_config = {"r": rank, "lora_alpha": 16, "use_rslora": bool(number)} | settings
         # A copy, since PEFT does not remove fully trained modules.
-        adapted = save_adapter(copy.deepcopy(hf), folder / str(number), number, **own_value)
+        adapted = save_adapter(copy.deepcopy(hf), folder / str(number), number, **lora_config)
         expected.append(run_hf(adapted, prompt))
     return [*expected, plain]
 

@@ -30,8 +30,8 @@ def load(path: Path, ops: StateOps) -> Any:
 
 
 def near(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for own_item, reference in zip(actual, expected, strict=True):
-        torch.testing.assert_close(own_item, reference, atol=1e-3, rtol=1e-3)
+    for logits, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(logits, reference, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("ops", [StateReference(), CPUStateOps()], ids=["torch", "c"])

@@ -56,8 +56,8 @@ def pooled(path: Path, size: int, label_ids: list[int]) -> list[list[Tensor]]:
 def compare(path: Path, size: int, **options: Any) -> None:
     (expected,) = logits(path, 1, **options)
     actual = logits(path, size, **options)
-    for our_value in actual:
-        for one, other, first in zip(our_value, expected, actual[0], strict=True):
+    for rank_logits in actual:
+        for one, other, first in zip(rank_logits, expected, actual[0], strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
             assert torch.equal(one, first), "devices would draw different tokens"
 

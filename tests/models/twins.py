@@ -59,10 +59,10 @@ def fuse_parts(tensors: Tensors, parts: tuple[str, ...], name: str, *, heads: in
     """Concatenate the parts of each layer, or of each of this many heads."""
     out = dict(tensors)
     for first in [tensor for tensor in tensors if f".{parts[0]}." in tensor]:
-        own_value = [out.pop(first.replace(parts[0], part)) for part in parts]
+        fused = [out.pop(first.replace(parts[0], part)) for part in parts]
         if heads:
-            own_value = [tensor.unflatten(0, (heads, -1)) for tensor in own_value]
-        both = torch.cat(own_value, 1 if heads else 0)
+            fused = [tensor.unflatten(0, (heads, -1)) for tensor in fused]
+        both = torch.cat(fused, 1 if heads else 0)
         out[first.replace(parts[0], name)] = both.flatten(0, 1) if heads else both
     return out
 
@@ -340,11 +340,11 @@ def bailing_v2(settings: Settings) -> Any:
         out = {}
         for name, item in names(fuse_parts(tensors, QKV, "query_key_value")).items():
             front, _, last = name.rpartition(".")
-            for i, own_value in enumerate(item if ".experts." in name else ()):
+            for i, expert in enumerate(item if ".experts." in name else ()):
                 if last == "down_proj":
-                    out[f"{front}.{i}.down_proj.weight"] = own_value
+                    out[f"{front}.{i}.down_proj.weight"] = expert
                 else:
-                    gate, up = own_value.chunk(2)
+                    gate, up = expert.chunk(2)
                     out |= {f"{front}.{i}.gate_proj.weight": gate, f"{front}.{i}.up_proj.weight": up}
             if ".experts." not in name:
                 out[name] = item

@@ -140,8 +140,8 @@ def test_audio_and_videos_have_their_own_placeholders() -> None:
 def test_prompts_accept_media_objects() -> None:
     reader = inputs()
     numbers = np.asarray(IMAGE)
-    for value in (IMAGE, [IMAGE], numbers, torch.tensor(numbers)[None], [numbers.transpose(2, 0, 1) / 255]):
-        result = reader.parse({"prompt": "a<i>b", "multi_modal_data": {"image": value}})
+    for image in (IMAGE, [IMAGE], numbers, torch.tensor(numbers)[None], [numbers.transpose(2, 0, 1) / 255]):
+        result = reader.parse({"prompt": "a<i>b", "multi_modal_data": {"image": image}})
         assert result.token_ids == [*ids("a"), *SPAN, *ids("b")]
     both = {
         "video": np.zeros((4, 8, 8, 3), np.uint8),
@@ -248,8 +248,8 @@ def test_embeddings_replace_images_if_enabled() -> None:
     file, saved = io.BytesIO(), io.BytesIO()
     np.save(file, vectors)
     torch.save(torch.tensor(vectors).bfloat16(), saved)
-    for value in (file, saved):
-        text = data_url(value.getvalue()).partition(",")[2]
+    for buffer in (file, saved):
+        text = data_url(buffer.getvalue()).partition(",")[2]
         result = chat_prompt(
             reader, turn({"type": "image_embeds", "image_embeds": text}), chat_template=PARTS
         )

@@ -67,10 +67,10 @@ def test_parts_of_different_formats_are_computed_separately() -> None:
     weight = format.linear(("q_proj", "k_proj", "v_proj"), replace(SHAPE, sizes_out=(16, 8, 4), bias=True))
     assert isinstance(weight, MixedWeight)
     full, biases = torch.randn(28, 32).bfloat16().float(), torch.randn(28)
-    for part, own_value, bias in zip(
+    for part, part_weight, bias in zip(
         weight.parts(), full.split([16, 8, 4]), biases.split([16, 8, 4]), strict=True
     ):
-        part["weight"].tensor.copy_(own_value)
+        part["weight"].tensor.copy_(part_weight)
         part["bias"].tensor.copy_(bias)
     orders = [torch.randperm(size) for size in (16, 8, 4)]
     rows = torch.cat([order + start for order, start in zip(orders, (0, 16, 24), strict=True)])

@@ -57,14 +57,14 @@ def fill(weight: Weight, scheme: Grouped, *, same_order: bool = False) -> torch.
         plain = torch.randn(outputs, weight.shape.size_in, generator=generator) * 3**i + 0.3
         if i and not same_order:
             group_of = shuffled(weight.shape.size_in, scheme.group, generator)
-        own_value = group_of if scheme.act_order else None
-        codes = rounded(plain, scheme, own_value)
-        for suffix, tensor in stored(codes, scheme, own_value).items():
+        groups = group_of if scheme.act_order else None
+        codes = rounded(plain, scheme, groups)
+        for suffix, tensor in stored(codes, scheme, groups).items():
             if suffix in part:
                 part[suffix].tensor.copy_(tensor)
         if "bias" in part:
             part["bias"].tensor.copy_(torch.randn(outputs, generator=generator))
-        full.append(values(codes, own_value))
+        full.append(values(codes, groups))
     return torch.cat(full)
 
 

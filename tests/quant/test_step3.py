@@ -57,9 +57,7 @@ def pack(path: Path, format: str, *, item: bool) -> Tensor:
             for suffix in actual[0][0]:
                 parts = [tensors[suffix].clone() for tensors, _ in actual]
                 if item:
-                    packed |= {
-                        f"{where}.experts.{i}.{last}.{suffix}": own_value for i, own_value in enumerate(parts)
-                    }
+                    packed |= {f"{where}.experts.{i}.{last}.{suffix}": part for i, part in enumerate(parts)}
                 else:
                     packed[f"{layer}.{suffix}"] = torch.stack(parts)
     save_file(wide, path / "model.safetensors")

@@ -114,7 +114,7 @@ def test_misfits_are_named_before_loading(
 def test_shard_of_permuted_inputs(kind: str) -> None:
     """Check shards with some inputs of each group: padded, or gathered."""
     scheme = Grouped(4, -1 if kind == "one group" else 32, "zeros" not in kind, act_order=True, layout="gptq")
-    weight, own_value = torch.randn(16, 192), Shard(64, 64, 192)
+    weight, shard = torch.randn(16, 192), Shard(64, 64, 192)
     group_of = shuffled(192, scheme.group, torch.Generator().manual_seed(1))
     group_of = group_of.sort().values if kind == "in order" else group_of
     codes = rounded(weight, scheme, group_of)
@@ -122,7 +122,7 @@ def test_shard_of_permuted_inputs(kind: str) -> None:
         codes = codes._replace(zeros=torch.full_like(codes.zeros, 16))
     tensors = stored(codes, scheme, group_of) | {"scales": codes.scales.t()}
     tensors["qweight"] = tensors["qweight"][8:16]
-    share, order = int4_layouts.read(scheme, tensors, own_value)
+    share, order = int4_layouts.read(scheme, tensors, shard)
     assert share.group == {"with zeros that no code is": 1, "one group": 64}.get(kind, 32)
     assert (order is None) == (kind in ("in order", "one group", "with zeros that no code is"))
     torch.testing.assert_close(int4._values_in_order(share, order, 64), values(codes, group_of)[:, 64:128])

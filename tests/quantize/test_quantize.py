@@ -155,9 +155,9 @@ def test_gguf_file_becomes_another_and_a_directory(text: TextModel, tmp_path: Pa
         weight = before[f"{module}.weight"].double()
         assert (unpacked(after, module) - weight).norm() < 0.02 * weight.norm()
     config = json.loads((out / "config.json").read_text())
-    requests = json.loads((text.path / "config.json").read_text())
+    original = json.loads((text.path / "config.json").read_text())
     for key in ("hidden_size", "head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
-        assert config[key] == pytest.approx(requests[key])
+        assert config[key] == pytest.approx(original[key])
     assert load_tokenizer(out, "hf").encode("The café") == load_tokenizer(text.path, "hf").encode("The café")
     assert load_tokenizer(out, "hf").chat_template == load_tokenizer(text.path, "hf").chat_template
 

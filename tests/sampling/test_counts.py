@@ -106,8 +106,8 @@ def test_cleared_counts_are_rebuilt() -> None:
 def test_rejected_drafts_are_subtracted() -> None:
     """Check rows with penalties only, and a token that was sampled twice and rejected once."""
     both = BothCounts()
-    for row, requests in ((2, {"frequency_penalty": 1.0}), (3, {}), (5, {"repetition_penalty": 2.0})):
-        both.admit(row, prompt_len=1, num_tokens=1, **requests)
+    for row, fields in ((2, {"frequency_penalty": 1.0}), (3, {}), (5, {"repetition_penalty": 2.0})):
+        both.admit(row, prompt_len=1, num_tokens=1, **fields)
     rows, drawn = np.array([2, 2, 2, 3, 5, 5], np.int32), torch.tensor([7, 8, 7, 9, 1, 2])
     wrong = torch.tensor([False, False, True, True, False, True])
     for at in range(len(rows)):

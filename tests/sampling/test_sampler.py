@@ -378,11 +378,11 @@ def test_masked_rows_sample_allowed_tokens_and_others_are_unchanged(device: str)
         bits = np.packbits(padded, axis=1, bitorder="little").view("<u4")
         masks = Masks(np.array([3, 1, 30], np.int32), bits)
         results = []
-        for requests in (None, masks):
+        for row_masks in (None, masks):
             logits = torch.stack([item.logits for item in cases]).to(device)
             sampler = Sampler(VOCAB, torch.device(device))
             plain = (logits, rows, state, tokens, lens, np.ones(MAX_ROWS, np.int32))
-            results.append(sampler(*plain, masks=requests or Masks()))
+            results.append(sampler(*plain, masks=row_masks or Masks()))
         free, bound = (result.token_ids.tolist() for result in results)
         assert [bound[at] for at in (0, 2, 5)] == [free[at] for at in (0, 2, 5)]
         assert padded[0, bound[1]] and padded[1, bound[3]] and bound[4] == 5

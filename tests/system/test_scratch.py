@@ -43,9 +43,9 @@ def test_next_process_removes_only_directories_of_killed_ones(tmp_path: Path) ->
         dead.send_signal(signal.SIGKILL)
         dead.wait()
         assert left.exists()
-        with Scratch(tmp_path) as own_value, Scratch(tmp_path) as other:
+        with Scratch(tmp_path) as scratch, Scratch(tmp_path) as other:
             assert not left.exists()
-            assert kept.exists() and own_value.path.exists() and other.path.exists()
+            assert kept.exists() and scratch.path.exists() and other.path.exists()
     finally:
         alive.kill()
         alive.wait()

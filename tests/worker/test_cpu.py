@@ -90,14 +90,14 @@ class Traffic:
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setattr(module, "MAX_TAPED", TAPED)
     path, _ = make_tiny("llama", tmp_path)
-    value: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "model": str(path),
         "dtype": "float32",
         "block_size": BLOCK,
         "max_num_seqs": ROWS,
     }
-    value |= {"num_gpu_blocks_override": ROWS * WIDTH + 1, "use_tqdm_on_load": False}
-    made = Worker(configure(value | {"max_model_len": LONGEST}))
+    settings |= {"num_gpu_blocks_override": ROWS * WIDTH + 1, "use_tqdm_on_load": False}
+    made = Worker(configure(settings | {"max_model_len": LONGEST}))
     made.start()
     return made
 

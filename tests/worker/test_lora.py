@@ -60,10 +60,10 @@ class Tiny:
         return ids[len(prompt) :]
 
     def start(self, **settings: Any) -> Worker:
-        value = {"model": str(self.path), "dtype": "float32", "block_size": 32, "max_num_seqs": 4}
-        value |= {"use_tqdm_on_load": False, "num_gpu_blocks_override": 20}
-        value |= {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
-        worker = Worker(configure(value | settings))
+        base_settings = {"model": str(self.path), "dtype": "float32", "block_size": 32, "max_num_seqs": 4}
+        base_settings |= {"use_tqdm_on_load": False, "num_gpu_blocks_override": 20}
+        base_settings |= {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
+        worker = Worker(configure(base_settings | settings))
         worker.start()
         return worker
 
@@ -169,7 +169,7 @@ def test_graphs_with_and_without_adapters(tiny: Tiny, monkeypatch: pytest.Monkey
     """Check for a row with adapter in a graph without, slots of the step before, and padding with a slot."""
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
-        return WithGraphs(model, all_rows, lambda logits, *requests: logits.argmax(-1), device)
+        return WithGraphs(model, all_rows, lambda logits, *args: logits.argmax(-1), device)
 
     use_fake_graphs(monkeypatch)
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)

@@ -33,11 +33,11 @@ def answers(model: Path, **settings: Any) -> Engine:
     draw = random.Random(3)
     common = [draw.randrange(3, 90) for _ in range(13)]
     for number in range(7):
-        own_value = [draw.randrange(3, 90) for _ in range(draw.randint(1, 11))]
-        requests: dict[str, Any] = {"logprobs": 3} if number % 2 else {"prompt_logprobs": 2}
+        tail = [draw.randrange(3, 90) for _ in range(draw.randint(1, 11))]
+        fields: dict[str, Any] = {"logprobs": 3} if number % 2 else {"prompt_logprobs": 2}
         if number == 4:
-            requests = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 5}
-        engine.add(str(number), common + own_value if number % 3 else own_value, count=9 + number, **requests)
+            fields = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 5}
+        engine.add(str(number), common + tail if number % 3 else tail, count=9 + number, **fields)
     engine.add("gone", common, count=40)
     for _ in range(12):
         engine.step()
@@ -85,12 +85,12 @@ def test_tensor_parallel_ranks_match_one_worker(name: str, tmp_path: Path) -> No
 
 def check_same(many: Engine, one: Engine) -> None:
     assert many.tokens == one.tokens
-    for own_item, expected in ((many.logprobs, one.logprobs), (many.prompt_logprobs, one.prompt_logprobs)):
-        assert {id: len(actual) for id, actual in own_item.items()} == {
+    for logprobs, expected in ((many.logprobs, one.logprobs), (many.prompt_logprobs, one.prompt_logprobs)):
+        assert {id: len(actual) for id, actual in logprobs.items()} == {
             id: len(actual) for id, actual in expected.items()
         }
-        for id in own_item.keys() - {"gone"}:
-            for a, b in zip(own_item[id], expected[id], strict=True):
+        for id in logprobs.keys() - {"gone"}:
+            for a, b in zip(logprobs[id], expected[id], strict=True):
                 assert a.token_ids[0] == b.token_ids[0]
                 np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 

@@ -22,8 +22,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def start(path: Path, **settings: Any) -> Worker:
-    value = {"model": str(path), "dtype": "float32", "block_size": BLOCK_SIZE, "max_num_seqs": 4}
-    worker = Worker(configure(value | {"use_tqdm_on_load": False, "num_gpu_blocks_override": 80} | settings))
+    base_settings = {"model": str(path), "dtype": "float32", "block_size": BLOCK_SIZE, "max_num_seqs": 4}
+    worker = Worker(
+        configure(base_settings | {"use_tqdm_on_load": False, "num_gpu_blocks_override": 80} | settings)
+    )
     worker.start()
     return worker
 

@@ -337,5 +337,5 @@ def test_lora(
     near(actual, case.add(EXPECTED))
     assert torch.equal(actual, alone) and torch.equal(actual, case.add_by_halves(OURS))
     ids, table = torch.randint(0, 9, (rows,)), torch.randn(3, 9, rank).to(dtype)
-    value = ids, table, case.b, case.tokens
-    near(OURS.lora_rows(case.out.clone(), *value), EXPECTED.lora_rows(case.out.clone(), *value))
+    arguments = ids, table, case.b, case.tokens
+    near(OURS.lora_rows(case.out.clone(), *arguments), EXPECTED.lora_rows(case.out.clone(), *arguments))

@@ -107,11 +107,11 @@ def some_logits(rows: int, size: int, seed: int) -> Tensor:
 @settings(max_examples=80, deadline=None)
 def test_sampled_tokens_match_torch(rows: int, size: int, threads: int, bf16: bool, seed: int) -> None:
     """Check thresholds at ties, random numbers and order."""
-    logits, requests = some_logits(rows, size, seed), SamplingInputs(rows, seed)
+    logits, inputs = some_logits(rows, size, seed), SamplingInputs(rows, seed)
     logits = logits.bfloat16() if bf16 else logits
     with on_threads(threads):
-        actual = requests.sample(logits)
-    kept, numbers = requests.kept(logits), uniform(requests.seeds, requests.positions)
+        actual = inputs.sample(logits)
+    kept, numbers = inputs.kept(logits), uniform(inputs.seeds, inputs.positions)
     expected = random.sample(kept, torch.from_numpy(numbers))
     shares = kept.double().softmax(-1)
     ends = shares.cumsum(-1).gather(1, actual[:, None])[:, 0].numpy()
@@ -122,11 +122,9 @@ def test_sampled_tokens_match_torch(rows: int, size: int, threads: int, bf16: bo
 
 def test_mismatches_with_torch_are_rare() -> None:
     """Check for a systematic difference below the tolerance of the test above."""
-    logits, requests = some_logits(400, 1000, 1), SamplingInputs(400, 1)
-    expected = random.sample(
-        requests.kept(logits), torch.from_numpy(uniform(requests.seeds, requests.positions))
-    )
-    assert (requests.sample(logits) == expected).sum() >= 399
+    logits, inputs = some_logits(400, 1000, 1), SamplingInputs(400, 1)
+    expected = random.sample(inputs.kept(logits), torch.from_numpy(uniform(inputs.seeds, inputs.positions)))
+    assert (inputs.sample(logits) == expected).sum() >= 399
 
 
 @given(threads=THREADS, seed=SEEDS)

@@ -101,10 +101,10 @@ def test_conv_in_c(lens: str, dtype: torch.dtype) -> None:
     state = torch.randn(ROWS, channels, kernel - 1).to(dtype)
     state[case.seqs.rows[::2].long()] = torch.nan
     twin = state.clone()
-    for value, activated in ((bias, True), (None, False)):
-        requests = weight, value
-        out = CPUStateOps().conv(case.x, *requests, state, case.seqs, activated=activated)
-        near(out, reference.conv(case.x, *requests, twin, case.seqs, activated=activated), dtype)
+    for conv_bias, activated in ((bias, True), (None, False)):
+        weights = weight, conv_bias
+        out = CPUStateOps().conv(case.x, *weights, state, case.seqs, activated=activated)
+        near(out, reference.conv(case.x, *weights, twin, case.seqs, activated=activated), dtype)
         assert torch.equal(state.nan_to_num(), twin.nan_to_num())
 
 

@@ -34,8 +34,8 @@ def test_penalties_match_the_sampler(kind: torch.dtype) -> None:
     rows = np.array([4, 0, 2, 1], np.int32)
     seen = torch.zeros(max_rows, vocab, dtype=torch.uint8, device=DEVICE)
     counts = torch.zeros(max_rows, vocab, dtype=kind, device=DEVICE)
-    for row, requests in zip(rows.tolist(), params, strict=True):
-        state.admit(row, requests, prompt_len=prompt_len, seed=0, stop_ids=())
+    for row, row_params in zip(rows.tolist(), params, strict=True):
+        state.admit(row, row_params, prompt_len=prompt_len, seed=0, stop_ids=())
         seen[row, torch.from_numpy(tokens[row, :prompt_len]).long().to(DEVICE)] = 1
     for step in range(prompt_len, 12):
         ids = torch.from_numpy(tokens[rows, step]).long().to(DEVICE)

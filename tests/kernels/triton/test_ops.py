@@ -169,16 +169,16 @@ def check_rotation(
         actual.float(), expected_value.float(), rtol=2 * ULP[dtype], atol=4 * ULP[dtype]
     )
     wide = 0.13 if kind == torch.float8_e4m3fn else max(ULP[dtype], ULP[torch.bfloat16] if cache else 0)
-    for own_value, expected in zip(caches[2:], caches[:2], strict=True):
+    for written_cache, expected in zip(caches[2:], caches[:2], strict=True):
         close = (
-            torch.isclose(own_value.float(), expected.float(), rtol=2 * wide, atol=4 * ULP[dtype])
+            torch.isclose(written_cache.float(), expected.float(), rtol=2 * wide, atol=4 * ULP[dtype])
             .float()
             .mean()
         )
         # The interpreter loses the carry into the exponent when it rounds to 8 bits.
         assert close == 1 or (kind == torch.float8_e4m3fn and not CUDA and close > 0.99)
         written = (expected.float() != 1).flatten(1).any(1)
-        assert torch.equal((own_value.float() != 1).flatten(1).any(1), written)
+        assert torch.equal((written_cache.float() != 1).flatten(1).any(1), written)
 
 
 @pytest.mark.parametrize("normed", [False, True])

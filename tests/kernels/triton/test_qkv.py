@@ -31,15 +31,15 @@ def check(
     entry: HeadEntry, x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> None:
     """Check for wrong RoPE halves or angles, rotated values, wrong slots and missing biases."""
-    own_value = entry._replace(k_cache=entry.k_cache.clone(), v_cache=entry.v_cache.clone())
+    fused_entry = entry._replace(k_cache=entry.k_cache.clone(), v_cache=entry.v_cache.clone())
     wide = weight if scale is None else dequantize(Scaled(weight, scale), torch.float32)
     product = x.double() @ wide.double().t()
     product = product if bias is None else product + bias.double()
     expected = Reference().rotate_and_write(product.to(x.dtype), entry)
-    q = enter(x, own_value, weight, bias, scale)
+    q = enter(x, fused_entry, weight, bias, scale)
     assert q is not None
     torch.testing.assert_close(q, expected, rtol=0.01, atol=0.02)
-    for actual, reference in ((own_value.k_cache, entry.k_cache), (own_value.v_cache, entry.v_cache)):
+    for actual, reference in ((fused_entry.k_cache, entry.k_cache), (fused_entry.v_cache, entry.v_cache)):
         narrow = actual.element_size() == 1
         near = torch.isclose(
             actual.float(), reference.float(), rtol=0.13 if narrow else 0.01, atol=0.05 if narrow else 0.02

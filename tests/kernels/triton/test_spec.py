@@ -86,11 +86,11 @@ def test_samples_count_up_to_the_first_rejected_draft(most: int) -> None:
         known = known_of(rng, most, vocab=2)
         step, (_, num_draws) = step_of(rng, most, padded)
         drawn = torch.randint(0, 2, (num_draws,))
-        there, value = on_device(known), (on_device(step), drawn.to(DEVICE))
+        there, arguments = on_device(known), (on_device(step), drawn.to(DEVICE))
         later, now = (torch.full((4,), item, dtype=torch.int32).to(DEVICE) for item in (LATER, FREE))
-        spec.verify(there, *value, later=later)
+        spec.verify(there, *arguments, later=later)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(there[:4], known[:4], strict=True))
-        actual = spec.verify(there, *value, later=None if padded else now).cpu()
+        actual = spec.verify(there, *arguments, later=None if padded else now).cpu()
         assert torch.equal(actual, spec.verify_reference(known, step, drawn))
         assert all(torch.equal(a.cpu(), b) for a, b in zip(there[:4], known[:4], strict=True))
 
@@ -154,8 +154,8 @@ def test_drafts_have_their_own_slots(width: int) -> None:
     for ahead in (0, 1, 3):
         ends = SequenceEnds(rows, torch.zeros(count, 2), last, room, tables)
         expected = drafter.place(ends, ahead, width, BLOCK_SIZE)
-        value = (part.to(DEVICE) for part in (rows, last, room, tables))
-        actual = spec.place(*value, ahead, width, BLOCK_SIZE)
+        arguments = (part.to(DEVICE) for part in (rows, last, room, tables))
+        actual = spec.place(*arguments, ahead, width, BLOCK_SIZE)
         assert torch.equal(actual[0].cpu(), expected[0]) and torch.equal(actual[1].cpu(), expected[1])
-        for our_value, reference in zip(actual[2], expected[2], strict=True):
-            assert torch.equal(our_value.cpu(), reference)
+        for device_value, reference in zip(actual[2], expected[2], strict=True):
+            assert torch.equal(device_value.cpu(), reference)

@@ -42,9 +42,9 @@ def test_conv(lens: str, dtype: torch.dtype) -> None:
     state = torch.randn(ROWS, channels, kernel - 1, device=DEVICE).to(dtype)
     state[case.seqs.rows[::2].long()] = torch.nan
     twin = state.clone()
-    for value, activated in ((bias, True), (None, False)):
-        out = actual.conv(case.x, weight, value, state, case.seqs, activated=activated)
-        same(out, reference.conv(case.x, weight, value, twin, case.seqs, activated=activated), dtype)
+    for conv_bias, activated in ((bias, True), (None, False)):
+        out = actual.conv(case.x, weight, conv_bias, state, case.seqs, activated=activated)
+        same(out, reference.conv(case.x, weight, conv_bias, twin, case.seqs, activated=activated), dtype)
         same(state, twin, dtype)
 
 

@@ -45,8 +45,8 @@ def test_proposal_matches_linear_search(
         proposer = NGram(min_n, min_n + extra_n)
         tokens = pieces[0]
         proposer.admit(3, ints(tokens))
-        for piece, requests in zip([*pieces[1:], []], is_asked, strict=False):
-            if requests:
+        for piece, is_proposing in zip([*pieces[1:], []], is_asked, strict=False):
+            if is_proposing:
                 expected = search_proposal(tokens, most, min_n, min_n + extra_n)
                 assert proposer.propose(3, most).tolist() == expected
             tokens = tokens + piece

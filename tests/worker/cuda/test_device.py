@@ -53,7 +53,7 @@ TABLES = {3: [17, 4], 1: [9, 10], 0: [30, 2, 6]}
 NONE = np.empty(0, np.int32)
 
 
-def best(logits: Tensor, requests: SamplingTensors, constrained: object = None) -> Tensor:
+def best(logits: Tensor, sampling: SamplingTensors, constrained: object = None) -> Tensor:
     return logits.argmax(-1)
 
 
@@ -80,15 +80,17 @@ def started(
     kind: type[CudaDevice], tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, num_blocks: int = 80
 ) -> Worker:
     use(kind, monkeypatch)
-    value = {"model": str(tiny[0]), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
-    made = Worker(configure(value | {"use_tqdm_on_load": False, "num_gpu_blocks_override": num_blocks}))
+    base_settings = {"model": str(tiny[0]), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
+    made = Worker(
+        configure(base_settings | {"use_tqdm_on_load": False, "num_gpu_blocks_override": num_blocks})
+    )
     made.start()
     return made
 
 
 def admission(row: int, token_ids: list[int], block_ids: list[int], **params: Any) -> Admission:
-    requests = SamplingParams(**({"temperature": 0} | params))
-    return Admission(row, str(row), token_ids, len(token_ids), 0, [block_ids], requests, seed=0)
+    sampling_params = SamplingParams(**({"temperature": 0} | params))
+    return Admission(row, str(row), token_ids, len(token_ids), 0, [block_ids], sampling_params, seed=0)
 
 
 def plan(step: int, counts: dict[int, int], **changes: Any) -> StepPlan:
@@ -328,11 +330,11 @@ def test_expert_parallel_engines(backend: str, tmp_path: Path, monkeypatch: pyte
     path, twin = make_tiny("qwen3_moe", tmp_path)
     use(OnCPU, monkeypatch)
     monkeypatch.setattr("quire.worker.cuda.graphs.Graphs.size_for", lambda self, count: -(-count // 8) * 8)
-    value = {"model": str(path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
-    value |= {"use_tqdm_on_load": False, "num_gpu_blocks_override": 80, "all2all_backend": backend}
-    value |= {"enable_expert_parallel": True, "data_parallel_size": 2}
+    settings = {"model": str(path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
+    settings |= {"use_tqdm_on_load": False, "num_gpu_blocks_override": 80, "all2all_backend": backend}
+    settings |= {"enable_expert_parallel": True, "data_parallel_size": 2}
     made = [World(Rank(dp=rank), ep=group) for rank, group in enumerate(groups(2))]
-    workers = [Worker(configure(value), world) for world in made]
+    workers = [Worker(configure(settings), world) for world in made]
     for worker in workers:
         worker.start()
     new = [admission(row, PROMPTS[row], TABLES[row]) for row in (3, 0)]
@@ -359,7 +361,7 @@ class FakeMemoryDevice(OnCPU):
     """A device with simulated memory."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler, bound: int = 0) -> Needs:
-        self.dummies.compile = lambda *requests: None  # type: ignore[method-assign]
+        self.dummies.compile = lambda *args: None  # type: ignore[method-assign]
         return CudaDevice.needs(self, config, weights, sampler, bound)
 
     def _captures(self, config: EngineConfig) -> bool:

@@ -47,13 +47,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3", tmp_path_factory.mktemp("drafts"), **kinds, **windows)[0]
 
 
-def draw(shown: int, logits: Tensor, requests: SamplingTensors, constrained: object = None) -> Tensor:
+def draw(shown: int, logits: Tensor, sampling: SamplingTensors, constrained: object = None) -> Tensor:
     """Sample by seed and position from few tokens, so that outputs repeat often."""
-    numbers = uniform(requests.seeds.numpy().view(np.uint64), requests.positions.numpy().astype(np.int32))
+    numbers = uniform(sampling.seeds.numpy().view(np.uint64), sampling.positions.numpy().astype(np.int32))
     logits = logits[:, :shown]
-    heat = requests.temperature.clamp(min=1e-3)[:, None]
+    heat = sampling.temperature.clamp(min=1e-3)[:, None]
     by_chance = sample(logits.float() / heat, torch.from_numpy(numbers))
-    return torch.where(requests.temperature > 0, by_chance, logits.argmax(-1))
+    return torch.where(sampling.temperature > 0, by_chance, logits.argmax(-1))
 
 
 def hidden(self: Model, batch: Batch) -> Any:
@@ -70,7 +70,7 @@ def core_of(
     monkeypatch: pytest.MonkeyPatch,
     pace: EagerPolicy | None,
     num_blocks: int,
-    requests: dict[str, Any] = DRAFTS,
+    speculative: dict[str, Any] = DRAFTS,
     shown: int = 6,
 ) -> EngineCore:
     def open_device(
@@ -95,7 +95,7 @@ def core_of(
     settings: dict[str, Any] = {"model": str(path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
     settings |= {"max_num_batched_tokens": 24, "use_tqdm_on_load": False, "max_model_len": 64}
     settings |= {"num_gpu_blocks_override": 200, "enable_prefix_caching": True}
-    worker = Worker(configure(settings | ({} if pace is None else {"speculative_config": requests})))
+    worker = Worker(configure(settings | ({} if pace is None else {"speculative_config": speculative})))
     worker.start()
     size = CacheSize(num_blocks, 64, 0, worker.layout.windows)
     scheduler = build_scheduler(worker.config, size)

@@ -51,8 +51,8 @@ def stand_in(run: Run, pool: Any) -> tuple[list[Tensor], Callable[[], None]]:
     outputs = run()
 
     def play() -> None:
-        for own_value, made in zip(outputs, run(), strict=True):
-            own_value.copy_(made)
+        for output, made in zip(outputs, run(), strict=True):
+            output.copy_(made)
 
     return outputs, play
 
@@ -71,8 +71,8 @@ def check(tower: Qwen2_5VL, graphs: TowerGraphs, turns: int) -> None:
         items, num_vectors = batch(tower, *chance.choice([GRIDS[:1], GRIDS[1:3], GRIDS[3:], GRIDS]))
         actual = graphs.encode("image", items, num_vectors)
         before += zip(actual, tower.encode("image", items), strict=True)
-    for own_item, expected in before:
-        torch.testing.assert_close(own_item, expected, atol=0, rtol=0)
+    for output, expected in before:
+        torch.testing.assert_close(output, expected, atol=0, rtol=0)
 
 
 def test_replayed_graph_matches_eager(cpu: Qwen2_5VL) -> None:

@@ -59,8 +59,8 @@ def test_every_sampled_position_gets_its_mask(draws: MaskedSampling) -> None:
         width = int(rng.integers(1, VOCAB // 64))
         bits = buffers[step % 3].take(len(chosen), width)
         bits[:] = rng.integers(2**32, size=bits.shape, dtype=np.uint32)
-        value = bits if step % 5 else bits.copy()
-        assert draws.send(Masks(chosen, value, which if num_draws > 1 else which[:0]), places)
+        mask_bits = bits if step % 5 else bits.copy()
+        assert draws.send(Masks(chosen, mask_bits, which if num_draws > 1 else which[:0]), places)
         mask_of, found_width, actual = draws.constrained(DRAWS)
         assert found_width.item() == width
         expected = dict(zip((places[chosen] + which).tolist(), bits, strict=True))

@@ -65,12 +65,12 @@ def test_warm_up_runs_steps_of_every_kind(config: Any) -> None:
     """Check that no kind is compiled during a request."""
     steps = Steps()
     steps.device.dummies.compile(config, [1, 3], [(4, 16)], None)
-    value = [item[:3] for item in steps.given]
+    kinds = [item[:3] for item in steps.given]
     for count in (1, 2, 4, 6):
-        assert ((1,) * count, False, False) in value
-    assert ((48,), False, False) in value and ((24, 1), False, False) in value
-    assert ((3, 3, 3, 3, 3, 3), True, False) in value, "drafts of as many rows as there may be"
-    assert ((4, 4, 4, 4), False, True) in value, "a short step, whatever its sequences are"
+        assert ((1,) * count, False, False) in kinds
+    assert ((48,), False, False) in kinds and ((24, 1), False, False) in kinds
+    assert ((3, 3, 3, 3, 3, 3), True, False) in kinds, "drafts of as many rows as there may be"
+    assert ((4, 4, 4, 4), False, True) in kinds, "a short step, whatever its sequences are"
     assert {size for size, dtype in steps.sampled if dtype == torch.bfloat16} == {1, 6}
     assert {size for size, dtype in steps.sampled if dtype == torch.float32} == {1, 6}
 

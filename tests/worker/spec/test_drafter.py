@@ -49,12 +49,12 @@ class Pair:
         """Build the pair; `of_states` is for a target with SSM states, which must accept all drafts."""
         settings = {"model": str(target), "dtype": "float32", "block_size": BLOCK, "max_num_seqs": ROWS}
         settings |= {"max_model_len": LONGEST, "use_tqdm_on_load": False, "num_gpu_blocks_override": 200}
-        requests = {"method": method, "num_speculative_tokens": MOST, "model": draft and str(draft)}
+        speculative = {"method": method, "num_speculative_tokens": MOST, "model": draft and str(draft)}
         if more.pop("of_states", False):
             config = configure(settings)
             config = replace(config, draft=read_draft(method, config.checkpoint, MOST))
         else:
-            config = configure(settings | {"speculative_config": requests | more})
+            config = configure(settings | {"speculative_config": speculative | more})
         self.worker = Worker(config)
         self.worker.start()
         self.rng = np.random.default_rng(5)
