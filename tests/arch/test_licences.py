@@ -26,7 +26,7 @@ def bundled() -> list[Path]:
     return [path for path in result if path.suffix != ".pyc" and "__pycache__" not in path.parts]
 
 
-def test_every_bundled_file_is_own_or_named() -> None:
+def test_every_bundled_file_is_ours_or_in_the_notice() -> None:
     """Catches a script, a font or a table that was added without a notice."""
     named = {name for name, _ in NAMED}
     for path in bundled():
@@ -61,7 +61,7 @@ def test_wheel_and_sbom_list_the_notices() -> None:
 
 
 def test_every_dependency_has_a_licence() -> None:
-    """Some packages name it only by classifiers."""
+    """Check also packages that name their licence only by classifiers."""
     sbom = _sbom()
     about = Message()
     about["Classifier"] = "License :: OSI Approved :: MIT License"

@@ -90,7 +90,7 @@ def test_frontier_has_no_dominated_points() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_with_real_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Check with the packaged model, which takes about a minute."""
     flags = [
         "--max-num-batched-tokens",

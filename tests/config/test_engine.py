@@ -614,7 +614,7 @@ def test_state_models_limit_max_num_seqs_by_memory(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_layers_of_pipeline_stages(layers: int, stages: int, partition: str, counts: list[int]) -> None:
-    """As in vLLM, the last stage, which has the LM head, gets none of the remaining layers."""
+    """Check that the last stage, which has the LM head, gets none of the remaining layers, as in vLLM."""
     made = stage_layers(layers, stages, partition)
     assert [len(stage) for stage in made] == counts
     assert [layer for stage in made for layer in stage] == [*range(layers)]

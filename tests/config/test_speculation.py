@@ -114,7 +114,7 @@ def test_key_given_twice_is_an_error() -> None:
     ],
 )
 def test_draft_model_method_is_detected_from_its_config(draft: dict[str, Any], method: str) -> None:
-    """The refusal names the detected method."""
+    """Check that the refusal names the detected method."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(
             SpecFacts.of.__globals__["UNSUPPORTED"]["speculative key"], "speculative_config.method", (method,)

@@ -228,6 +228,6 @@ def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 def parse_metrics(text: str) -> dict[str, float]:
     values = {}
     for name, labels, value in samples(text):
-        telling = [text for label, text in labels.items() if label not in ("model_name", "engine")]
-        values[":".join([name.removeprefix("vllm:"), *telling])] = value
+        other_labels = [text for label, text in labels.items() if label not in ("model_name", "engine")]
+        values[":".join([name.removeprefix("vllm:"), *other_labels])] = value
     return values

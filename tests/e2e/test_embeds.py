@@ -24,7 +24,7 @@ def complete(server: ServeProcess, **body: Any) -> httpx.Response:
 
 
 def test_prompt_embeds_equal_their_tokens(server: ServeProcess, tiny: TextModel) -> None:
-    """Alone, several, beside a prompt, streamed, and concurrently."""
+    """Check one and several embeddings, beside a prompt, streamed, and concurrently."""
     expected = tiny.greedy(IDS, 12)
     embeds = sent(vectors(tiny))
     (alone,) = complete(server, prompt_embeds=embeds).json()["choices"]

@@ -13,7 +13,7 @@ from tiny_text import TextModel
 
 from quire.text.tokenizer import load_tokenizer
 
-SAY: Any = [{"role": "user", "content": "The quick brown fox"}]
+MESSAGES: Any = [{"role": "user", "content": "The quick brown fox"}]
 PLAIN: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -89,9 +89,9 @@ def test_streamed_completion_equals_the_complete_one(client: OpenAI, lenient: Op
 
 def test_streamed_chat_equals_the_complete_one(client: OpenAI) -> None:
     """Catches a missing role chunk, or a finish reason apart from the last text."""
-    whole = client.chat.completions.create(model="tiny", messages=SAY, max_tokens=10, **PLAIN)
+    whole = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10, **PLAIN)
     chunks = list(
-        client.chat.completions.create(model="tiny", messages=SAY, max_tokens=10, stream=True, **PLAIN)
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=10, stream=True, **PLAIN)
     )
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert (deltas[0].role, deltas[0].content) == ("assistant", "")
@@ -104,7 +104,7 @@ def test_streamed_chat_equals_the_complete_one(client: OpenAI) -> None:
 def test_chat_logprobs(client: OpenAI) -> None:
     """Catches logprobs of other tokens than those of the text."""
     reply = client.chat.completions.create(
-        model="tiny", messages=SAY, max_tokens=6, logprobs=True, top_logprobs=3, **PLAIN
+        model="tiny", messages=MESSAGES, max_tokens=6, logprobs=True, top_logprobs=3, **PLAIN
     )
     choice = reply.choices[0]
     assert choice.logprobs is not None and choice.logprobs.content is not None
@@ -154,7 +154,7 @@ def test_seed_fixes_the_answer(client: OpenAI) -> None:
 
     def sample(seed: int | None) -> str:
         reply = client.chat.completions.create(
-            model="tiny", messages=SAY, max_tokens=16, temperature=1.5, seed=seed
+            model="tiny", messages=MESSAGES, max_tokens=16, temperature=1.5, seed=seed
         )
         return reply.choices[0].message.content or ""
 
@@ -165,7 +165,7 @@ def test_seed_fixes_the_answer(client: OpenAI) -> None:
 def test_invalid_requests_get_specific_errors(client: OpenAI) -> None:
     """Catches invalid requests that are answered with a 500, without a message, or by the engine."""
     with pytest.raises(openai.NotFoundError, match="`nobody` does not exist"):
-        client.chat.completions.create(model="nobody", messages=SAY)
+        client.chat.completions.create(model="nobody", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="max_model_len=8192"):
         client.completions.create(model="tiny", prompt="x", max_tokens=9000)
     with pytest.raises(openai.BadRequestError, match="maximum context length is 8192"):
@@ -175,15 +175,15 @@ def test_invalid_requests_get_specific_errors(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="vocabulary"):
         client.completions.create(model="tiny", prompt=[999_999])
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):
-        client.chat.completions.create(model="tiny", messages=SAY, top_logprobs=2)
+        client.chat.completions.create(model="tiny", messages=MESSAGES, top_logprobs=2)
     with pytest.raises(openai.BadRequestError, match="response_format"):
-        client.chat.completions.create(model="tiny", messages=SAY, response_format={"type": "x"})  # type: ignore
+        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format={"type": "x"})  # type: ignore
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
 
 
 def test_answer_follows_the_json_schema(client: OpenAI) -> None:
-    """Streamed or not, through API process and core; both refuse an unsupported schema."""
+    """Check streamed and complete answers; API process and core refuse an unsupported schema."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, "x"]}}, "required": ["a"]}
     schema["additionalProperties"] = False
     response_format: Any = {
@@ -194,19 +194,19 @@ def test_answer_follows_the_json_schema(client: OpenAI) -> None:
     for seed in range(4):
         fields: dict[str, Any] = {"model": "tiny", "temperature": 1.5, "seed": seed, "max_tokens": 200}
         whole = client.chat.completions.create(
-            messages=SAY, response_format=response_format, **fields
+            messages=MESSAGES, response_format=response_format, **fields
         ).choices[0]
         if whole.finish_reason == "stop":
             assert json.loads(whole.message.content or "") in ({"a": 1}, {"a": "x"})
         plain = client.completions.create(prompt="x", extra_body=tight, **fields)
         assert plain.choices[0].text in ('{"a":1}', '{"a":"x"}')
-        stream = client.chat.completions.create(messages=SAY, stream=True, extra_body=tight, **fields)
+        stream = client.chat.completions.create(messages=MESSAGES, stream=True, extra_body=tight, **fields)
         assert "".join(part.choices[0].delta.content or "" for part in stream) in ('{"a":1}', '{"a":"x"}')
     schema["properties"] = {"a": {"type": "strange"}}
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match="strange"):
             client.chat.completions.create(
-                model="tiny", messages=SAY, response_format=response_format, stream=stream
+                model="tiny", messages=MESSAGES, response_format=response_format, stream=stream
             )
 
 
@@ -227,7 +227,7 @@ def test_tokenize_round_trip(server: ServeProcess, tiny: TextModel) -> None:
     )
     back = server.client.post("/detokenize", json={"model": "tiny", "tokens": reply_body["tokens"]}).json()
     assert back["prompt"] == "<s>" + text
-    chat = server.client.post("/tokenize", json={"model": "tiny", "messages": SAY}).json()
+    chat = server.client.post("/tokenize", json={"model": "tiny", "messages": MESSAGES}).json()
     assert chat["count"] > reply_body["count"] // 2
 
 

@@ -1,4 +1,4 @@
-"""Where a server listens and which clients it accepts, and failed starts: one clear line, exit code 1, no
+"""Tests of the addresses and clients of a server, and of failed starts: one clear line, exit code 1, no
 hang."""
 
 import os

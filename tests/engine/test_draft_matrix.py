@@ -20,7 +20,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.data.outputs import RequestOutput
 
 LENGTH: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
-ASKED: dict[str, dict[str, Any]] = {
+PARAMS_BY_NAME: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, **LENGTH},
     "sampled": {"temperature": 1.0, "seed": 3, "top_p": 0.9, **LENGTH},
     "penalties": {
@@ -37,7 +37,9 @@ ASKED: dict[str, dict[str, Any]] = {
     "n > 1": {"temperature": 1.0, "seed": 10, "n": 3, **LENGTH},
 }
 """Combined with chunked prefill, prefix hits and preemption in all cases."""
-PROMPTS = [[40 + at, 300, 77, 310, 90, 77, 310, 90 + at] * (1 + at % 4) for at in range(2 * len(ASKED))]
+PROMPTS = [
+    [40 + at, 300, 77, 310, 90, 77, 310, 90 + at] * (1 + at % 4) for at in range(2 * len(PARAMS_BY_NAME))
+]
 SCARCE = {"max_num_batched_tokens": 20, "num_gpu_blocks_override": 60, "max_model_len": 128}
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
@@ -119,7 +121,7 @@ def adapters_of(target: Path, folder: Path) -> list[LoRARequest]:
 def answers(llm: LLM, adapters: list[LoRARequest]) -> list[RequestOutput]:
     """Generate all at once with no adapter in a third of the rows, then one request with a cached prefix."""
     loras = [([None, *adapters])[number % 3] for number in range(len(PROMPTS))]
-    params = [SamplingParams(**fields) for fields in (*ASKED.values(), *ASKED.values())]
+    params = [SamplingParams(**fields) for fields in (*PARAMS_BY_NAME.values(), *PARAMS_BY_NAME.values())]
     last = partial(llm.generate, PROMPTS[3], params[0], lora_request=adapters[0], use_tqdm=False)
     return [*llm.generate(PROMPTS, params, lora_request=loras, use_tqdm=False), *last(), *last()]
 
@@ -140,7 +142,7 @@ def test_outputs_match_outputs_without_drafts(
     scheduler.admitter.drafting._pace = pace = AlwaysDraft()  # type: ignore[assignment]
     actual = answers(llm, adapters)
     for number, (output, reference) in enumerate(zip(actual, expected, strict=True)):
-        params_name = [*ASKED][number % len(ASKED)]
+        params_name = [*PARAMS_BY_NAME][number % len(PARAMS_BY_NAME)]
         for one, other in zip(output.outputs, reference.outputs, strict=True):
             assert _output_fields(one) == _output_fields(other), params_name
             for place, wanted in zip(_numbers(one.logprobs), _numbers(other.logprobs), strict=True):

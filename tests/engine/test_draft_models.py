@@ -15,7 +15,7 @@ from quire.kernels.cpu import native
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1}
 LENGTH: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
-ASKED = [
+ALL_PARAMS = [
     SamplingParams(temperature=0, **LENGTH),
     SamplingParams(temperature=1.0, seed=3, **LENGTH),
     SamplingParams(temperature=0.8, top_p=0.9, seed=4, logprobs=2, **LENGTH),
@@ -50,7 +50,7 @@ def answers(llm: LLM) -> list[Any]:
     """Generate for chunked prompts together, and once more with a filled prefix cache."""
     prompts = prompts_of(3, 30, 11, 18, 25)
     actual = []
-    for params in (ASKED, ASKED[::-1]):
+    for params in (ALL_PARAMS, ALL_PARAMS[::-1]):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         actual += [(answer.token_ids, answer.logprobs) for output in outputs for answer in output.outputs]
     return actual

@@ -20,7 +20,7 @@ RECORD = {
     "additionalProperties": False,
 }
 LENGTH = {"max_tokens": 24, "ignore_eos": True}
-ASKED: dict[str, dict[str, Any]] = {
+PARAMS_BY_NAME: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, **LENGTH},
     "greedy until it ends": {"temperature": 0, "max_tokens": 40},
     "sampled": {"temperature": 1.0, "seed": 3, **LENGTH},
@@ -173,11 +173,11 @@ def always_draft(llm: LLM, proposer: Any = None) -> AlwaysDraft:
     return pace
 
 
-@pytest.mark.parametrize("params", ASKED)
+@pytest.mark.parametrize("params", PARAMS_BY_NAME)
 def test_drafts_do_not_change_outputs(params: str, plain: LLM, drafting: LLM) -> None:
-    expected = ask(plain, ASKED[params])
+    expected = ask(plain, PARAMS_BY_NAME[params])
     pace = always_draft(drafting, ReplayProposer(sequences(expected)))
-    actual = ask(drafting, ASKED[params])
+    actual = ask(drafting, PARAMS_BY_NAME[params])
     assert facts(actual) == expected_facts(expected)
     assert 0 < pace.num_held < pace.num_drafts
 
@@ -240,7 +240,7 @@ def test_grammar_holds_with_a_draft_model(model: TextModel, plain: LLM) -> None:
     llm = open_text(model, speculative_config=config, max_model_len=99, block_size=16)
     pace = always_draft(llm)
     for params in ("json", "choice", "greedy"):
-        assert facts(ask(llm, ASKED[params])) == expected_facts(ask(plain, ASKED[params]))
+        assert facts(ask(llm, PARAMS_BY_NAME[params])) == expected_facts(ask(plain, PARAMS_BY_NAME[params]))
     full = {"temperature": 0, "max_tokens": 99 - 8, "ignore_eos": True}
     actual = [item.generate(PROMPTS[:1], SamplingParams(**full), use_tqdm=False) for item in (llm, plain)]
     assert facts(actual[0]) == expected_facts(actual[1]) and pace.num_held > 20

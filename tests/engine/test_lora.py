@@ -58,7 +58,7 @@ def llm(tiny: Path) -> Iterator[LLM]:
     llm.llm_engine.close()
 
 
-def asked(adapters: list[LoRARequest]) -> list[LoRARequest | None]:
+def lora_requests(adapters: list[LoRARequest]) -> list[LoRARequest | None]:
     return [None if number % 4 == 3 else adapters[number % 3] for number in range(len(PROMPTS))]
 
 
@@ -69,7 +69,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def outputs_alone(llm: LLM, adapters: list[LoRARequest]) -> list[list[int]]:
     """Return the output of each request run alone."""
-    wanted = zip(PROMPTS, asked(adapters), strict=True)
+    wanted = zip(PROMPTS, lora_requests(adapters), strict=True)
     return [tokens(llm.generate([ids], GREEDY, lora_request=lora, use_tqdm=False))[0] for ids, lora in wanted]
 
 
@@ -78,12 +78,12 @@ def test_mixed_adapters_match_each_request_alone(
 ) -> None:
     plain = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     assert [alone == base for alone, base in zip(outputs_alone, plain, strict=True)] == [
-        lora is None for lora in asked(adapters)
+        lora is None for lora in lora_requests(adapters)
     ], "an adapter changes what is said"
-    outputs = llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)
+    outputs = llm.generate(PROMPTS, GREEDY, lora_request=lora_requests(adapters), use_tqdm=False)
     assert tokens(outputs) == outputs_alone
-    assert [output.lora_request for output in outputs] == asked(adapters)
-    assert [output.outputs[0].lora_request for output in outputs] == asked(adapters)
+    assert [output.lora_request for output in outputs] == lora_requests(adapters)
+    assert [output.outputs[0].lora_request for output in outputs] == lora_requests(adapters)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_mixed_adapters_match_in_other_processes(
     llm = LLM(str(tiny), **SETTINGS, **layout)
     try:
         assert (
-            tokens(llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False))
+            tokens(llm.generate(PROMPTS, GREEDY, lora_request=lora_requests(adapters), use_tqdm=False))
             == outputs_alone
         )
         with pytest.raises(RequestsFailed, match="No adapter found for /nowhere"):
@@ -114,7 +114,7 @@ def test_missing_adapter_fails_only_its_requests(
     llm: LLM, adapters: list[LoRARequest], outputs_alone: list[list[int]]
 ) -> None:
     """Check that it is an error instead of an empty output, and that other outputs are kept."""
-    loras = asked(adapters)
+    loras = lora_requests(adapters)
     loras[0] = loras[5] = LoRARequest("none", 9, "/nowhere")
     with pytest.raises(RequestsFailed, match=f"^2 of {len(PROMPTS)} requests failed") as failed:
         llm.generate(PROMPTS, GREEDY, lora_request=loras, use_tqdm=False)
@@ -124,7 +124,8 @@ def test_missing_adapter_fails_only_its_requests(
     for number, output in enumerate(failed.value.outputs):
         assert list(output.outputs[0].token_ids) == ([] if number in (0, 5) else outputs_alone[number])
     assert (
-        tokens(llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)) == outputs_alone
+        tokens(llm.generate(PROMPTS, GREEDY, lora_request=lora_requests(adapters), use_tqdm=False))
+        == outputs_alone
     )
 
 
@@ -141,7 +142,7 @@ def test_prefix_cache_keys_follow_adapter_content_and_reloads(
     assert cached(adapters[1]) == 0 and cached(adapters[0]) == 0
     assert cached(duplicate) == 20, "another name of the first adapter"
     write_adapter(tiny.parent / "own", model, 7)
-    assert cached(duplicate) == 20, "nobody said that it has changed"
+    assert cached(duplicate) == 20, "no reload was requested"
     assert cached(LoRARequest("own", 1, duplicate.lora_path, load_inplace=True)) == 0
     assert cached(duplicate) == 20 and cached(adapters[0]) == 20
 
@@ -169,7 +170,7 @@ def test_adapters_are_reloaded_after_sleep(
     llm = LLM(str(tiny), **SETTINGS, enable_sleep_mode=True)
     for _ in range(2):
         assert (
-            tokens(llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False))
+            tokens(llm.generate(PROMPTS, GREEDY, lora_request=lora_requests(adapters), use_tqdm=False))
             == outputs_alone
         )
         llm.sleep(level=level)

@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
     "max_lora_rank": 8,
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
-ASKED: dict[str, dict[str, Any]] = {
+CONSTRAINTS: dict[str, dict[str, Any]] = {
     "json": {"json": SCHEMA},
     "regex": {"regex": "[a-f]{6}"},
     "choice": {"choice": ["yes", "no", "perhaps"]},
@@ -40,7 +40,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+def token_adapter(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
     path = tmp_path_factory.mktemp("own") / "own"
     write_adapter_with_tokens(
         path, text_model(tmp_path_factory.getbasetemp()).path, [f"<new-{n}>" for n in range(8)]
@@ -51,16 +51,17 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
 def params_of(kind: str) -> SamplingParams:
     """Return parameters with which every row would generate only the adapter's last token."""
     fields = {"temperature": 0.7, "seed": 3, "max_tokens": 24, "logit_bias": {LAST: 100.0}}
-    constraint = ASKED.get(kind)
+    constraint = CONSTRAINTS.get(kind)
     return SamplingParams(**fields, structured_outputs=constraint and StructuredOutputsParams(**constraint))
 
 
-def test_grammars_exclude_tokens_added_by_an_adapter(llm: LLM, own: LoRARequest) -> None:
+def test_grammars_exclude_tokens_added_by_an_adapter(llm: LLM, token_adapter: LoRARequest) -> None:
     kinds = ["json", "", "regex", "choice", "", "json"]
     prompts = [f"one two <new-7> {number}" for number in range(len(kinds))]
     all_params = [params_of(kind) for kind in kinds]
     actual = [
-        output.outputs[0] for output in llm.generate(prompts, all_params, lora_request=own, use_tqdm=False)
+        output.outputs[0]
+        for output in llm.generate(prompts, all_params, lora_request=token_adapter, use_tqdm=False)
     ]
     for kind, answer in zip(kinds, actual, strict=True):
         if not kind:
@@ -72,14 +73,14 @@ def test_grammars_exclude_tokens_added_by_an_adapter(llm: LLM, own: LoRARequest)
         elif kind == "regex":
             assert re.fullmatch("[a-f]{6}", answer.text)
         elif kind == "choice":
-            assert answer.text in ASKED["choice"]["choice"]
+            assert answer.text in CONSTRAINTS["choice"]["choice"]
     for prompt, params, answer in zip(prompts, all_params, actual, strict=True):
-        (alone,) = llm.generate([prompt], params, lora_request=own, use_tqdm=False)
+        (alone,) = llm.generate([prompt], params, lora_request=token_adapter, use_tqdm=False)
         assert list(alone.outputs[0].token_ids) == list(answer.token_ids)
 
 
-def test_base_model_rows_are_not_affected_by_adapter_tokens(llm: LLM, own: LoRARequest) -> None:
-    prompts, loras = ["one two three"] * 3, [None, own, None]
+def test_base_model_rows_are_not_affected_by_adapter_tokens(llm: LLM, token_adapter: LoRARequest) -> None:
+    prompts, loras = ["one two three"] * 3, [None, token_adapter, None]
     free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     strict = SamplingParams(
         temperature=0, max_tokens=8, structured_outputs=params_of("regex").structured_outputs

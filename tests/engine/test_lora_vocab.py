@@ -106,7 +106,7 @@ def llm(base: Base) -> Iterator[LLM]:
     llm.llm_engine.close()
 
 
-def said(outputs: list[RequestOutput]) -> list[list[int]]:
+def token_ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -132,11 +132,11 @@ def check_logits(llm: LLM, base: Base, name: str) -> None:
 
 def test_mixed_batch_matches_peft_and_base_model_excludes_new_tokens(llm: LLM, base: Base) -> None:
     names = ["", *KINDS, "", "adapted", "trained"]
-    actual = said(run(llm, base, names))
+    actual = token_ids_of(run(llm, base, names))
     assert actual == [base.tokens(name) for name in names]
-    assert actual == [said(run(llm, base, [name]))[0] for name in names]
+    assert actual == [token_ids_of(run(llm, base, [name]))[0] for name in names]
     new = [sum(token_id >= VOCAB for token_id in ids) for ids in actual]
-    assert not new[0] and sum(new) > 5, "some of what is said is new"
+    assert not new[0] and sum(new) > 5, "some generated tokens are new"
 
 
 def test_sampling_parameters_apply_to_new_tokens(llm: LLM, base: Base) -> None:
@@ -197,7 +197,7 @@ def test_soft_capped_logits_match_peft(tmp_path: Path) -> None:
     try:
         for name in KINDS:
             check_logits(llm, capped, name)
-        assert said(run(llm, capped, names)) == [capped.tokens(name) for name in names]
+        assert token_ids_of(run(llm, capped, names)) == [capped.tokens(name) for name in names]
     finally:
         llm.llm_engine.close()
 
@@ -213,7 +213,7 @@ def test_unknown_ids_are_rejected(llm: LLM, base: Base) -> None:
     ):
         with pytest.raises(RequestsFailed, match="Token id 131 is out of vocabulary: ids of this adapter"):
             llm.generate([prompt], params, lora_request=base.loras["saved"], use_tqdm=False)
-    assert said(run(llm, base, ["saved"])) == [base.tokens("saved")]
+    assert token_ids_of(run(llm, base, ["saved"])) == [base.tokens("saved")]
 
 
 def test_added_tokens_beyond_the_limit_are_rejected(untied: Base) -> None:
@@ -242,7 +242,7 @@ def test_added_tokens_with_tensor_parallelism_and_drafts(untied: Base, settings:
     llm = LLM(str(untied.path), **SETTINGS | settings)
     names = ["", *KINDS]
     try:
-        assert said(run(llm, untied, names)) == [untied.tokens(name) for name in names]
+        assert token_ids_of(run(llm, untied, names)) == [untied.tokens(name) for name in names]
     finally:
         llm.llm_engine.close()
 
@@ -262,6 +262,6 @@ def test_steps_with_added_tokens_are_not_replayed(untied: Base, monkeypatch: pyt
     llm = LLM(str(untied.path), **SETTINGS)
     names = ["", *KINDS]
     try:
-        assert said(run(llm, untied, names)) == [untied.tokens(name) for name in names]
+        assert token_ids_of(run(llm, untied, names)) == [untied.tokens(name) for name in names]
     finally:
         llm.llm_engine.close()

@@ -40,17 +40,17 @@ def positions_of(length: int) -> Positions:
     return np.concatenate(parts, 1)[:, :length].astype(np.int32)
 
 
-GIVEN = {tuple(ids): positions_of(len(ids)) for place, ids in enumerate(PROMPTS) if place != 3}
+POSITIONS_BY_PROMPT = {tuple(ids): positions_of(len(ids)) for place, ids in enumerate(PROMPTS) if place != 3}
 """All prompts but one have items."""
 
 
 @pytest.fixture(autouse=True)
-def told(monkeypatch: pytest.MonkeyPatch) -> None:
+def mrope_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pass M-RoPE positions to the rows independently of the engine."""
     admit = Rows._admit
 
     def with_positions(self: Rows, new: Admission, step: int) -> None:
-        positions = GIVEN.get(tuple(new.token_ids[: new.prompt_len]))
+        positions = POSITIONS_BY_PROMPT.get(tuple(new.token_ids[: new.prompt_len]))
         new.media = None if positions is None else Media([], Array.of(positions))
         admit(self, new, step)
 
@@ -79,7 +79,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def expected_of(hf: Any, prompt: list[int], output: list[int]) -> Tensor:
     """Return transformers' logits after each generated token."""
     ids = [*prompt, *output]
-    places = GIVEN.get(tuple(prompt), np.tile(np.arange(len(prompt)), (3, 1)))
+    places = POSITIONS_BY_PROMPT.get(tuple(prompt), np.tile(np.arange(len(prompt)), (3, 1)))
     behind = places.max() + 1 + np.arange(len(output))
     positions = np.concatenate([places, np.tile(behind, (3, 1))], 1)
     states = hf.model(input_ids=torch.tensor([ids]), position_ids=torch.from_numpy(positions)[:, None].long())

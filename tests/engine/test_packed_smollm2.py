@@ -82,7 +82,7 @@ def test_top_five_logprobs_match(engines: tuple[LLM, LLM]) -> None:
         assert len(distances) == 5 and max(distances) < 0.02, prompt
 
 
-def test_first_token_of_a_near_tie_stays(engines: tuple[LLM, LLM]) -> None:
+def test_near_tie_has_the_same_first_token(engines: tuple[LLM, LLM]) -> None:
     """Check two tokens 0.1 apart: activations rounded to 8 bits changed the winner."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     params = SamplingParams(temperature=0, max_tokens=8)

@@ -226,14 +226,14 @@ def test_stories_match_numpy_and_generate_text(tmp_path: Path) -> None:
 
 
 BEGIN = "Once upon a time, there was a little girl named Lily. She loved to play outside"
-ASKED = [SamplingParams(temperature=item, seed=5, max_tokens=24, ignore_eos=True) for item in (0, 0.7)]
+ALL_PARAMS = [SamplingParams(temperature=item, seed=5, max_tokens=24, ignore_eos=True) for item in (0, 0.7)]
 
 
 @pytest.fixture(scope="module")
 def undrafted(tinyllama: Path) -> list[list[int]]:
     """Return outputs without drafts, greedy and sampled."""
     llm = LLM(str(tinyllama), **OPTIONS)
-    return [item.outputs[0].token_ids for item in llm.generate([BEGIN] * 2, ASKED, use_tqdm=False)]
+    return [item.outputs[0].token_ids for item in llm.generate([BEGIN] * 2, ALL_PARAMS, use_tqdm=False)]
 
 
 @pytest.mark.parametrize("way", ["greedy", "probabilistic"])
@@ -248,7 +248,7 @@ def test_15m_model_drafts_for_1b_model(
     config = {"model": str(tmp_path), "num_speculative_tokens": 4, "draft_sample_method": way}
     llm = LLM(str(tinyllama), speculative_config=config, **OPTIONS)
     pace = always_draft(llm)
-    drafted = llm.generate([BEGIN] * 2, ASKED, use_tqdm=False)
+    drafted = llm.generate([BEGIN] * 2, ALL_PARAMS, use_tqdm=False)
     assert [item.outputs[0].token_ids for item in drafted] == undrafted
     counts = [item.outputs[0].spec_decode_metrics or {} for item in drafted]
     print(way, counts)

@@ -54,14 +54,14 @@ def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.worker.sleep.collect_all", gc.collect)
 
 
-def said(llm: LLM) -> list[list[int]]:
+def generated_ids(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
 def test_outputs_are_equal_after_sleep(llm: LLM, request: pytest.FixtureRequest) -> None:
     """Check recorded steps, the KV cache, the weights, and that no prefix hits an empty cache."""
-    before = said(llm)
-    assert said(llm) == before  # recorded by now
+    before = generated_ids(llm)
+    assert generated_ids(llm) == before  # recorded by now
     for level in LEVELS[request.node.callspec.params["llm"]]:
         llm.sleep(level)
         llm.sleep(level)
@@ -71,9 +71,9 @@ def test_outputs_are_equal_after_sleep(llm: LLM, request: pytest.FixtureRequest)
         with pytest.raises(RequestError, match="wake_up"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         llm.wake_up(["kv_cache"])
-        assert said(llm) == before
+        assert generated_ids(llm) == before
         llm.wake_up()  # awake already
-        assert said(llm) == before
+        assert generated_ids(llm) == before
 
 
 def test_collective_rpc_calls_all_workers(llm: LLM) -> None:
@@ -91,7 +91,7 @@ def test_collective_rpc_calls_all_workers(llm: LLM) -> None:
     ]:
         with pytest.raises(RequestError, match=problem):
             llm.collective_rpc(method, args=arguments)
-    said(llm)
+    generated_ids(llm)
 
 
 def test_internal_worker_methods_cannot_be_called() -> None:
@@ -126,7 +126,7 @@ def test_level_2_frees_objects_frozen_by_the_collector(alone: LLM, monkeypatch: 
     finally:
         gc.unfreeze()
     alone.wake_up()
-    said(alone)
+    generated_ids(alone)
 
 
 def cache_bytes(worker: Any) -> int:
@@ -148,7 +148,7 @@ def test_second_wake_up_completes_a_failed_one(
         monkeypatch.undo()
         raise torch.OutOfMemoryError("no room")
 
-    before, full = said(alone), alone.collective_rpc(cache_bytes)[0]
+    before, full = generated_ids(alone), alone.collective_rpc(cache_bytes)[0]
     alone.sleep(level)
     monkeypatch.setattr(method, fail)
     with pytest.raises(EngineError, match="no room"):
@@ -158,7 +158,7 @@ def test_second_wake_up_completes_a_failed_one(
     assert alone.collective_rpc(cache_bytes)[0] < full / 4
     alone.wake_up()
     assert alone.collective_rpc(cache_bytes)[0] == full
-    assert said(alone) == before
+    assert generated_ids(alone) == before
 
 
 class FakeCudaDevice(str):
@@ -173,7 +173,7 @@ def test_failed_sleep_wakes_up_again(alone: LLM, monkeypatch: pytest.MonkeyPatch
     def fail(model: Any) -> None:
         raise MemoryError("no room")
 
-    before, full = said(alone), alone.collective_rpc(cache_bytes)[0]
+    before, full = generated_ids(alone), alone.collective_rpc(cache_bytes)[0]
     monkeypatch.setattr("quire.worker.worker.OffloadedWeights", fail)
     alone.collective_rpc(lambda worker: monkeypatch.setattr(worker, "device", FakeCudaDevice("cpu")))
     with pytest.raises(EngineError, match="no room"):
@@ -182,7 +182,7 @@ def test_failed_sleep_wakes_up_again(alone: LLM, monkeypatch: pytest.MonkeyPatch
     assert alone.collective_rpc(cache_bytes)[0] < full / 4
     alone.wake_up()
     assert alone.collective_rpc(cache_bytes)[0] == full
-    assert said(alone) == before
+    assert generated_ids(alone) == before
 
 
 def test_level_1_frees_the_cache(alone: LLM) -> None:
@@ -195,7 +195,7 @@ def test_level_1_frees_the_cache(alone: LLM) -> None:
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_queued_requests_and_sleep(alone: LLM, mode: str) -> None:
-    expected = said(alone)
+    expected = generated_ids(alone)
     ids = alone.enqueue(PROMPTS, GREEDY, use_tqdm=False)
     for _ in range(3):
         assert not [output for output in alone.llm_engine.step() if output.finished]
@@ -213,7 +213,7 @@ def test_queued_requests_and_sleep(alone: LLM, mode: str) -> None:
         assert reasons == {"abort"} and [item[:2] for item in actual] == [item[:2] for item in expected]
     else:
         assert reasons == {"length"} and actual == expected
-    assert said(alone) == expected
+    assert generated_ids(alone) == expected
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_invalid_sleep_and_wake_up_arguments_change_nothing(alone: LLM, argument
         alone.sleep(**arguments)
     with pytest.raises(RequestError, match="unknown tags"):
         alone.wake_up(["weights", "dreams"])
-    assert said(alone)
+    assert generated_ids(alone)
 
 
 def test_sleep_needs_enable_sleep_mode(model: TextModel) -> None:
@@ -234,13 +234,13 @@ def test_sleep_needs_enable_sleep_mode(model: TextModel) -> None:
 
 
 def test_sleep_level_can_be_raised_but_not_lowered(alone: LLM) -> None:
-    before = said(alone)
+    before = generated_ids(alone)
     alone.sleep(1)
     alone.sleep(2)
     with pytest.raises(RequestError, match="level 2 already"):
         alone.sleep(1)
     alone.wake_up()
-    assert said(alone) == before
+    assert generated_ids(alone) == before
 
 
 def test_offloaded_weights_return_to_the_same_tensors() -> None:
@@ -283,7 +283,7 @@ def test_profile_of_a_run(model: TextModel, tmp_path: Path) -> None:
     llm.start_profile("mine")
     with pytest.raises(RequestError, match="already"):
         llm.start_profile()
-    said(llm)
+    generated_ids(llm)
     llm.stop_profile()
     (trace,) = (tmp_path / "traces").iterdir()
     assert trace.name.startswith("mine_") and '"aten::' in trace.read_text()

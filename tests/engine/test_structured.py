@@ -52,7 +52,7 @@ def fits(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
-ASKED: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
+CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
     **{
         f"json {name}": ({"json": schema, "disable_any_whitespace": True}, is_json(schema))
         for name, schema in SCHEMAS.items()
@@ -115,9 +115,11 @@ def ask(llm: LLM, constraint: dict[str, Any] | None, **fields: Any) -> list[Comp
 def test_every_finished_output_satisfies_its_grammar(llm: LLM) -> None:
     """Check all kinds in one batch, several of each."""
     outputs = llm.generate(
-        [PROMPT] * len(ASKED), [params(constraint, n=6) for constraint, _ in ASKED.values()], use_tqdm=False
+        [PROMPT] * len(CONSTRAINTS),
+        [params(constraint, n=6) for constraint, _ in CONSTRAINTS.values()],
+        use_tqdm=False,
     )
-    for name, (_, is_right), output in zip(ASKED, ASKED.values(), outputs, strict=True):
+    for name, (_, is_right), output in zip(CONSTRAINTS, CONSTRAINTS.values(), outputs, strict=True):
         done = [item for item in output.outputs if item.finish_reason == "stop"]
         assert all(item.finish_reason in ("stop", "length") for item in output.outputs), name
         assert done or name == "tags", f"{name}: none of six came to an end"

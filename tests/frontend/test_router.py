@@ -163,7 +163,7 @@ class Fleet:
         self.busy, self.fair_busy = [0.0] * self.NUM_CORES, [0.0] * self.NUM_CORES
         """Load of each core over time, and its load with equal shares among live cores."""
         self.work_s, self.fair_work_s = [0.0] * self.NUM_CORES, [0.0] * self.NUM_CORES
-        """The same for the seconds of work assigned."""
+        """Seconds of work assigned to each core, and with equal shares among live cores."""
         self.num_events = self.num_again = 0
         self.prefixes = [prompt(i, 96) for i in range(300)]
         self.suffixes = prompt(1000, 5000)

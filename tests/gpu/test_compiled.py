@@ -49,7 +49,7 @@ STATES: dict[str, dict[str, Any]] = {
     },
 }
 """Models with SSM states; outputs of others are not read."""
-ASKED: list[dict[str, Any]] = [
+SAMPLING_FIELDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.01},
@@ -88,12 +88,16 @@ def send(llm: LLM, adapters: list[LoRARequest]) -> None:
         llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
 
     for batch in (1, 2, 3, 5, 8, 17, 32, 64):
-        ask([60] * batch, [ASKED[0]] * batch, 40)  # repetitive text is drafted
-        ask([rng.randrange(1, 90) for _ in range(batch)], [rng.choice(ASKED) for _ in range(batch)], 12)
-    for fields in ASKED:
+        ask([60] * batch, [SAMPLING_FIELDS[0]] * batch, 40)  # repetitive text is drafted
+        ask(
+            [rng.randrange(1, 90) for _ in range(batch)],
+            [rng.choice(SAMPLING_FIELDS) for _ in range(batch)],
+            12,
+        )
+    for fields in SAMPLING_FIELDS:
         ask([33], [fields], 6)
     for length in (1, 15, 130, 257, 700, 1500, 3900):
-        ask([length], [ASKED[0]], 3)
+        ask([length], [SAMPLING_FIELDS[0]], 3)
 
 
 def compiled_in_traffic(kind: str, folder: Path) -> tuple[int, list[str]]:

@@ -36,11 +36,11 @@ def test_prompt_embeds_match_token_ids_on_gpu(way: str, tmp_path: Path) -> None:
         for place, ids in enumerate(requests)
     ]
     llm = opened(path, "float32", enable_prompt_embeds=True, **WAYS[way])
-    expected = said(llm, requests)
-    assert said(llm, mixed_prompts) == expected
-    assert [said(llm, [item])[0] for item in mixed_prompts] == expected
+    expected = generated_ids(llm, requests)
+    assert generated_ids(llm, mixed_prompts) == expected
+    assert [generated_ids(llm, [item])[0] for item in mixed_prompts] == expected
 
 
-def said(llm: LLM, prompts: list[Any]) -> list[list[int]]:
+def generated_ids(llm: LLM, prompts: list[Any]) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]

@@ -47,36 +47,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def given() -> Iterator[list[bool]]:
+def uses_mrope() -> Iterator[list[bool]]:
     """Switch M-RoPE positions of prompts on and off."""
-    admit, given = Rows._admit, [True]
+    admit, uses_mrope = Rows._admit, [True]
 
     def with_positions(self: Rows, new: Admission, step: int) -> None:
-        if given[0] and new.prompt_len > 23:
+        if uses_mrope[0] and new.prompt_len > 23:
             new.media = Media([], Array.of(positions_of(new.prompt_len)))
         admit(self, new, step)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Rows, "_admit", with_positions)
-        yield given
+        yield uses_mrope
 
 
-def said(llm: LLM) -> list[list[int]]:
+def generated_ids(llm: LLM) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, given: list[bool]) -> list[list[int]]:
+def expected(model: Path, uses_mrope: list[bool]) -> list[list[int]]:
     """Return the CPU's outputs, which differ from those without positions."""
     llm = opened(model, "float32", enforce_eager=True, attention_backend="TORCH_SDPA")
-    actual = said(llm)
-    given[0] = False
-    assert actual != said(llm)
-    given[0] = True
+    actual = generated_ids(llm)
+    uses_mrope[0] = False
+    assert actual != generated_ids(llm)
+    uses_mrope[0] = True
     return actual
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_mrope_in_graphs_and_with_drafts(way: str, model: Path, expected: list[list[int]]) -> None:
-    assert said(opened(model, "float32", **WAYS[way])) == expected
+    assert generated_ids(opened(model, "float32", **WAYS[way])) == expected

@@ -19,7 +19,7 @@ from quire.worker.cuda.graphs import Graph
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-SEES = "<begin><image><end>"
+IMAGE_TOKENS = "<begin><image><end>"
 
 
 @pytest.fixture
@@ -37,7 +37,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     return actual
 
 
-def said(llm: LLM, prompts: list[Any], adapters: list[LoRARequest | None] | None = None) -> list[list[int]]:
+def generated_ids(
+    llm: LLM, prompts: list[Any], adapters: list[LoRARequest | None] | None = None
+) -> list[list[int]]:
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -55,13 +57,16 @@ def test_short_steps_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -
     row_adapters = [some[0], None, some[1], some[0], some[1], None]
     settings = SETTINGS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "dtype": "float32"}
     settings |= {"max_num_batched_tokens": 128}
-    expected = said(open_tiny(tiny, **settings, enforce_eager=True), prompts, row_adapters)
+    expected = generated_ids(open_tiny(tiny, **settings, enforce_eager=True), prompts, row_adapters)
     assert not loaded
     llm = open_tiny(tiny, **settings)
-    assert said(llm, prompts, row_adapters) == expected
+    assert generated_ids(llm, prompts, row_adapters) == expected
     assert (True, 0) in loaded
     del loaded[:]
-    alone = [said(llm, [prompt], [adapter])[0] for prompt, adapter in zip(prompts, row_adapters, strict=True)]
+    alone = [
+        generated_ids(llm, [prompt], [adapter])[0]
+        for prompt, adapter in zip(prompts, row_adapters, strict=True)
+    ]
     assert alone == expected
     assert [kind for kind, _ in loaded] == [adapter is not None for adapter in row_adapters]
 
@@ -98,16 +103,19 @@ def test_short_steps_with_images(
     sizes = ((120, 90), (17, 19), (64, 24))
     images = [Image.fromarray(draw.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
     prompts = [
-        {"prompt": f"what is {SEES} this", "multi_modal_data": {"image": images[0]}},
+        {"prompt": f"what is {IMAGE_TOKENS} this", "multi_modal_data": {"image": images[0]}},
         {"prompt": "nothing to see here, only words"},
-        {"prompt": f"{SEES}one {SEES}and then", "multi_modal_data": {"image": images[1:]}},
-        {"prompt": f"{SEES} again, and a little more of it", "multi_modal_data": {"image": images[0]}},
+        {"prompt": f"{IMAGE_TOKENS}one {IMAGE_TOKENS}and then", "multi_modal_data": {"image": images[1:]}},
+        {
+            "prompt": f"{IMAGE_TOKENS} again, and a little more of it",
+            "multi_modal_data": {"image": images[0]},
+        },
     ]
     settings = SETTINGS | {"skip_tokenizer_init": False, "dtype": "float32", "max_model_len": 512}
     settings |= {"use_tqdm_on_load": False, "enable_prefix_caching": True, "max_num_batched_tokens": budget}
-    expected = said(LLM(str(path), **settings, enforce_eager=True), prompts)
+    expected = generated_ids(LLM(str(path), **settings, enforce_eager=True), prompts)
     assert not loaded
     llm = LLM(str(path), **settings)
-    assert said(llm, prompts) == expected
-    assert [said(llm, [prompt])[0] for prompt in prompts] == expected
+    assert generated_ids(llm, prompts) == expected
+    assert [generated_ids(llm, [prompt])[0] for prompt in prompts] == expected
     assert any(count for _, count in loaded) and any(not count for _, count in loaded)

@@ -46,7 +46,7 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def said(llm: LLM) -> list[list[int]]:
+def generated_ids(llm: LLM) -> list[list[int]]:
     params = [GREEDY, RANDOM] * (len(PROMPTS) // 2)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -71,7 +71,7 @@ def open_model(path: Path, **settings: Any) -> LLM:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_memory_is_freed_and_outputs_stay(model: Path, name: str) -> None:
     llm = open_model(model, dtype="bfloat16", enable_prefix_caching=False, **SETTINGS[name])
-    expected = said(llm)
+    expected = generated_ids(llm)
     weights = llm.collective_rpc("memory_stats")[0]["weights"]
     graphs = llm.collective_rpc(num_graphs)[0]
     assert bool(graphs) == (name != "eager")
@@ -86,7 +86,7 @@ def test_memory_is_freed_and_outputs_stay(model: Path, name: str) -> None:
         llm.wake_up(tags=["kv_cache"])
         assert llm.collective_rpc(num_graphs)[0] == graphs
         assert llm.collective_rpc("memory_stats")[0]["weights"] == weights
-        assert said(llm) == expected, f"level {level}"
+        assert generated_ids(llm) == expected, f"level {level}"
     llm.llm_engine.close()
     del llm
     gc.collect()
@@ -98,7 +98,7 @@ def test_other_process_uses_the_memory_meanwhile(model: Path) -> None:
     retry.
     """
     llm = open_model(model)
-    expected = said(llm)
+    expected = generated_ids(llm)
     ids = llm.enqueue([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
     for _ in range(5):
         llm.llm_engine.step()
@@ -112,7 +112,7 @@ def test_other_process_uses_the_memory_meanwhile(model: Path) -> None:
     outputs = llm.wait_for_completion(use_tqdm=False)
     assert [output.request_id for output in outputs] == ids
     assert [list(output.outputs[0].token_ids) for output in outputs][::2] == expected[::2]
-    assert said(llm) == expected
+    assert generated_ids(llm) == expected
     llm.llm_engine.close()
 
 
@@ -127,7 +127,7 @@ def test_weights_fit_and_the_cache_does_not(
     """Check that no worker waits for the one without memory, and that a retry allocates the whole cache."""
     monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
     llm = open_model(model, **where)
-    expected = said(llm)
+    expected = generated_ids(llm)
     weights = sum(item["weights"] for item in llm.collective_rpc("memory_stats"))
     for level in (1, 2):
         llm.sleep(level)
@@ -141,7 +141,7 @@ def test_weights_fit_and_the_cache_does_not(
             taken.clear()
             torch.cuda.empty_cache()
         llm.wake_up()
-        assert said(llm) == expected, f"level {level}"
+        assert generated_ids(llm) == expected, f"level {level}"
     llm.llm_engine.close()
 
 
@@ -162,7 +162,7 @@ def test_core_processes_sleep(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """
     monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
     llm = open_model(model, data_parallel_size=2)
-    expected, resident = said(llm), free_bytes()
+    expected, resident = generated_ids(llm), free_bytes()
     weights = [item["weights"] for item in llm.collective_rpc("memory_stats")]
     assert len(weights) == 2
     awake = []
@@ -172,7 +172,7 @@ def test_core_processes_sleep(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert freed > 0.9 * (2 * CACHE_BYTES + sum(weights)), f"level {level}: {freed}"
         llm.wake_up()
         awake.append(free_bytes())
-        assert said(llm) == expected, f"level {level}"
+        assert generated_ids(llm) == expected, f"level {level}"
     # Torch's cached memory may exceed that before the first sleep, but does not grow.
     assert abs(awake[0] - resident) < 0.5 * CACHE_BYTES
     assert awake[0] - awake[-1] < 0.1 * CACHE_BYTES, awake
@@ -188,10 +188,10 @@ def test_ranks_sleep_together(model: Path, ranks: dict[str, Any], monkeypatch: p
     """Check rank processes, which get the call like a plan."""
     monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
     llm = open_model(model, **ranks)
-    expected, resident = said(llm), free_bytes()
+    expected, resident = generated_ids(llm), free_bytes()
     for level in (1, 2):
         llm.sleep(level)
         assert free_bytes() - resident > 0.9 * CACHE_BYTES
         llm.wake_up()
-        assert said(llm) == expected
+        assert generated_ids(llm) == expected
     llm.llm_engine.close()

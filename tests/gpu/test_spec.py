@@ -17,7 +17,7 @@ from quire import LLM, SamplingParams
 pytestmark = pytest.mark.gpu
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SIZE: dict[str, Any] = {"hidden_size": 128, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 512}
-ASKED: list[dict[str, Any]] = [
+SAMPLING_FIELDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.8, "seed": 1},
     {"temperature": 0, "repetition_penalty": 1.2},
@@ -36,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(path: Path, **more: Any) -> list[Any]:
     llm = opened(path, "float32", **more)
-    params = [SamplingParams(max_tokens=24, ignore_eos=True, **item) for item in ASKED]
+    params = [SamplingParams(max_tokens=24, ignore_eos=True, **item) for item in SAMPLING_FIELDS]
     prompts = prompts_of(23, 9, 40, 5, 12, 30, 3, 8)
     return [list(item.outputs[0].token_ids) for item in llm.generate(prompts, params, use_tqdm=False)]
 

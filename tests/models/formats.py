@@ -131,7 +131,7 @@ def pack8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, codes * most[:, None] / 127
 
 
-def said(kind: str, nested: bool = False) -> dict[str, Any]:
+def bitsandbytes_config(kind: str, nested: bool = False) -> dict[str, Any]:
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": kind != "int8",
@@ -221,7 +221,7 @@ STORED: dict[str, Stored] = {
     "gptq act-order": _groups(_GPTQ | {"desc_act": True}, replace(GPTQ, act_order=True)),
     "gptq 8": _groups(_GPTQ | {"bits": 8}, replace(GPTQ, bits=8)),
     "packed": _groups(_PACKED, replace(GPTQ, layout="compressed")),
-    "nf4": Stored(said("nf4", nested=True), functools.partial(pack4, "nf4", True)),
-    "fp4": Stored(said("fp4"), functools.partial(pack4, "fp4", False)),
-    "bitsandbytes int8": Stored(said("int8"), pack8),
+    "nf4": Stored(bitsandbytes_config("nf4", nested=True), functools.partial(pack4, "nf4", True)),
+    "fp4": Stored(bitsandbytes_config("fp4"), functools.partial(pack4, "fp4", False)),
+    "bitsandbytes int8": Stored(bitsandbytes_config("int8"), pack8),
 }

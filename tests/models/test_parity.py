@@ -58,12 +58,12 @@ def test_single_tokens_match_whole_prompts(tmp_path: Path) -> None:
         torch.testing.assert_close(actual, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
 
 
-HEARS = "WhisperForConditionalGeneration"
+WHISPER = "WhisperForConditionalGeneration"
 """Models that need audio: `tests/multimodal/test_whisper.py`."""
 
 
 def test_every_supported_architecture_has_a_model_and_a_zoo_entry() -> None:
     """Check for a family in the config reader without a model or a parity test."""
     encoders = {name.partition(",")[0] for name in ENCODERS}
-    assert {*FAMILIES, BORROWED} == set(MODELS) == {*ZOO, *encoders, BORROWED, HEARS}
+    assert {*FAMILIES, BORROWED} == set(MODELS) == {*ZOO, *encoders, BORROWED, WHISPER}
     assert all(MODELS[name] for name in MODELS)

@@ -62,7 +62,12 @@ BART: dict[str, Any] = {
     "decoder_attention_heads": 4,
     "pad_token_id": 0,
 }
-SEEN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
+VISION_CONFIG: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stablelm": (GROUPED, "StableLm.* does not pass keyword arguments down"),
     "bamba": (GROUPED, "Bamba.* 0 attention modules were called"),
@@ -73,7 +78,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({}, "expected false: T5ForConditionalGeneration is .* not supported yet"),
     "mamba": ({}, "Mamba.* 0 attention modules were called"),
     "bart": (BART, "'BartForCausalLM' is not supported.* num_attention_heads"),
-    "git": ({"vision_config": SEEN}, "GitForCausalLM .* its own table of attention classes"),
+    "git": ({"vision_config": VISION_CONFIG}, "GitForCausalLM .* its own table of attention classes"),
     "gpt_neo": ({"attention_types": [[["global"], 2]]}, "GPTNeo.* its own table of attention classes"),
     "granitemoehybrid": (GROUPED | {"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
 }

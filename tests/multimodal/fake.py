@@ -112,7 +112,7 @@ class Fake(NamedTuple):
         return out + out.mean(0)
 
     @torch.no_grad()
-    def embedded(self, prompt: "Seen") -> Tensor:
+    def embedded(self, prompt: "ImagePrompt") -> Tensor:
         """Return [T, hidden], the input of the first layer."""
         x: Tensor = self.hf.get_input_embeddings()(torch.tensor(prompt.tokens))
         for item, pixels in zip(prompt.media.items, prompt.pixels, strict=True):
@@ -121,7 +121,7 @@ class Fake(NamedTuple):
         return x
 
     @torch.inference_mode()
-    def greedy(self, prompt: "Seen", count: int) -> tuple[list[int], Tensor]:
+    def greedy(self, prompt: "ImagePrompt", count: int) -> tuple[list[int], Tensor]:
         """Return the greedy tokens and the logits of each."""
         embed, logits = self.hf.get_input_embeddings(), []
         x, token_ids = self.embedded(prompt), list[int]()
@@ -132,14 +132,14 @@ class Fake(NamedTuple):
             x = torch.cat([x, embed(torch.tensor(token_ids[-1:]))])
         return token_ids, torch.stack(logits)
 
-    def _mask(self, prompt: "Seen", length: int) -> Tensor:
+    def _mask(self, prompt: "ImagePrompt", length: int) -> Tensor:
         seen = torch.ones(length, length).tril()
         for first, size in (run for item in prompt.media.items for run in item.places()):
             seen[first : first + size, first : first + size] = 1
         return (1 - seen)[None, None] * torch.finfo(torch.float32).min
 
 
-class Seen(NamedTuple):
+class ImagePrompt(NamedTuple):
     """Prompt with images."""
 
     tokens: list[int]
@@ -169,7 +169,7 @@ def image(num_patches: int, seed: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).normal(size=(num_patches, PATCH)).astype(np.float32)
 
 
-def see(*parts: list[int] | NDArray[Any], split: bool = False) -> Seen:
+def image_prompt(*parts: list[int] | NDArray[Any], split: bool = False) -> ImagePrompt:
     """Concatenate texts and images. With `split` there is a token between the halves of each image."""
     tokens, items, images = list[int](), list[MediaItem](), list[NDArray[Any]]()
     for part in parts:
@@ -188,4 +188,4 @@ def see(*parts: list[int] | NDArray[Any], split: bool = False) -> Seen:
         )
         tokens += span
         images.append(part)
-    return Seen(tokens, Media(items), images)
+    return ImagePrompt(tokens, Media(items), images)

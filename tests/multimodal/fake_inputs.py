@@ -106,7 +106,7 @@ def inputs(reader: MediaInputReader | None = None, **limits: Any) -> InputProces
     )
 
 
-def seeing(reader: MediaInputReader | None = None) -> FakeEngine:
+def engine_with_media(reader: MediaInputReader | None = None) -> FakeEngine:
     engine = FakeEngine()
     engine.inputs.media = reader or media()
     return engine

@@ -98,7 +98,7 @@ def save_whisper(path: Path, **settings: Any) -> tuple[Any, Any]:
     )
     model = save_tiny(path, "WhisperForConditionalGeneration", config, features)
     tokenizer.save_pretrained(path)
-    return model, Heard(features, tokenizer)
+    return model, AudioProcessor(features, tokenizer)
 
 
 SPEECH = "endoftext startoftranscript en de translate transcribe startofprev nospeech notimestamps"
@@ -121,10 +121,10 @@ def save_scribe(path: Path, **settings: Any) -> tuple[Any, Any]:
         setattr(model.generation_config, name, value)
     model.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    return model, Heard(heard.features, tokenizer)
+    return model, AudioProcessor(heard.features, tokenizer)
 
 
-class Heard(NamedTuple):
+class AudioProcessor(NamedTuple):
     """Feature extractor and tokenizer: transformers' own processor requires a tokenizer of Whisper."""
 
     features: Any

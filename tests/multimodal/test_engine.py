@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_on_cpu import OnCPU
-from fake import MOST, Fake, FakeTower, Seen, image, make_fake, register, see
+from fake import MOST, Fake, FakeTower, ImagePrompt, image, image_prompt, make_fake, register
 from fake_inputs import END, PAD, START, inputs, media, picture
 from fake_inputs import FakeProcessor as InputsProcessor
 from staged import Engine
@@ -41,11 +41,11 @@ COUNT = 5
 TEXTS = prompts_of(5, 9, 3, 14)
 CAT, DOG, BIRD = image(9, 1), image(14, 2), image(4, 3)
 PROMPTS = [
-    see(TEXTS[0], CAT, TEXTS[1]),
-    see(DOG, TEXTS[2], CAT, BIRD, TEXTS[0]),
-    see(TEXTS[3]),
-    see(TEXTS[1], BIRD, TEXTS[2], DOG, TEXTS[2], split=True),
-    see(CAT, TEXTS[2]),
+    image_prompt(TEXTS[0], CAT, TEXTS[1]),
+    image_prompt(DOG, TEXTS[2], CAT, BIRD, TEXTS[0]),
+    image_prompt(TEXTS[3]),
+    image_prompt(TEXTS[1], BIRD, TEXTS[2], DOG, TEXTS[2], split=True),
+    image_prompt(CAT, TEXTS[2]),
 ]
 NUMBERS = itertools.count()
 
@@ -66,7 +66,7 @@ def open_fake(fake: Fake, **settings: Any) -> LLM:
     return open_tiny(fake.path, max_model_len=96, max_num_seqs=6, **settings)
 
 
-def add(llm: LLM, prompts: list[Seen], **sampling: Any) -> list[str]:
+def add(llm: LLM, prompts: list[ImagePrompt], **sampling: Any) -> list[str]:
     engine = llm.llm_engine
     sampling = {"temperature": 0, "max_tokens": COUNT, "logprobs": -1} | sampling
     params = SamplingParams(ignore_eos=True, **sampling)
@@ -83,7 +83,7 @@ def add(llm: LLM, prompts: list[Seen], **sampling: Any) -> list[str]:
 
 
 def run(
-    llm: LLM, prompts: list[Seen], *, preempt: tuple[int, ...] = (), **sampling: Any
+    llm: LLM, prompts: list[ImagePrompt], *, preempt: tuple[int, ...] = (), **sampling: Any
 ) -> list[RequestOutput]:
     ids, outputs, step, engine = add(llm, prompts, **sampling), dict[str, Any](), 0, llm.llm_engine
     scheduler = engine.core.scheduler
@@ -97,7 +97,7 @@ def run(
     return [outputs[id] for id in ids]
 
 
-def check(fake: Fake, prompts: list[Seen], outputs: list[RequestOutput]) -> None:
+def check(fake: Fake, prompts: list[ImagePrompt], outputs: list[RequestOutput]) -> None:
     for seen, output in zip(prompts, outputs, strict=True):
         token_ids, logits = fake.greedy(seen, COUNT)
         assert output.outputs[0].token_ids == token_ids
@@ -120,8 +120,8 @@ def test_images_give_the_answer_of_their_embeddings(fake: Fake, chunk: int) -> N
 def test_repeated_image_is_a_prefix_cache_hit(fake: Fake) -> None:
     llm = open_fake(fake)
     prefix = TEXTS[0][:4]
-    first, again, other = (see(prefix, pixels, TEXTS[1]) for pixels in (DOG, DOG, DOG[::-1].copy()))
-    moved = see(prefix, TEXTS[2][:1], DOG, TEXTS[1])
+    first, again, other = (image_prompt(prefix, pixels, TEXTS[1]) for pixels in (DOG, DOG, DOG[::-1].copy()))
+    moved = image_prompt(prefix, TEXTS[2][:1], DOG, TEXTS[1])
     outputs = [run(llm, [seen])[0] for seen in (first, again, other, moved)]
     check(fake, [first, again, other, moved], outputs)
     # 4 + 14 + 9 tokens in blocks of 4, the last of which is never a hit.
@@ -187,7 +187,7 @@ def test_sequences_of_one_prompt_share_its_image(fake: Fake) -> None:
 
 def test_image_embeddings_skip_the_vision_encoder(fake: Fake) -> None:
     llm = open_fake(fake)
-    prompt = see(TEXTS[0], CAT, TEXTS[1])
+    prompt = image_prompt(TEXTS[0], CAT, TEXTS[1])
     prompt.media.items[0].arrays = {"embeds": Array.of(fake.vectors(CAT).numpy())}
     check(fake, [prompt], run(llm, [prompt]))
     assert not FakeTower.batches
@@ -236,9 +236,12 @@ def test_only_requests_with_invalid_media_fail(fake: Fake) -> None:
     """Several are in one step and each is retried alone: too large values, a wrong number of vectors,
     missing data."""
     llm = open_fake(fake)
-    bad, short = see(TEXTS[1], np.full_like(CAT, 1e9), TEXTS[0]), see(TEXTS[1], DOG, TEXTS[0])
+    bad, short = (
+        image_prompt(TEXTS[1], np.full_like(CAT, 1e9), TEXTS[0]),
+        image_prompt(TEXTS[1], DOG, TEXTS[0]),
+    )
     short.media.items[0].length, short.media.items[0].key = len(DOG) - 1, b"another"
-    absent = see(TEXTS[1], DOG[::-1].copy())
+    absent = image_prompt(TEXTS[1], DOG[::-1].copy())
     absent.media.items[0].arrays = None
     result = run(llm, [PROMPTS[0], bad, short, PROMPTS[1], absent, PROMPTS[2]])
     check(fake, [PROMPTS[0], PROMPTS[1], PROMPTS[2]], [result[0], result[3], result[5]])
@@ -333,7 +336,7 @@ def test_tensor_parallel_answers_equal_one_device(fake: Fake, world: str) -> Non
     """A rank that cannot encode an item does not block the other ranks."""
     settings = WORLDS[world]
     engine = Engine(fake.path, max_num_batched_tokens=20, max_model_len=96, **settings)
-    bad = see(TEXTS[1], np.full_like(CAT, 1e9), TEXTS[0])
+    bad = image_prompt(TEXTS[1], np.full_like(CAT, 1e9), TEXTS[0])
     for number, seen in enumerate([*PROMPTS, bad]):
         engine.add(str(number), seen.tokens, COUNT, Media(seen.media.items))
     engine.run()
@@ -372,7 +375,7 @@ def test_encoder_that_cannot_be_sharded_is_data_parallel(
 
 def test_items_are_serialized_with_plans_and_requests(fake: Fake) -> None:
     """bfloat16 values are sent as their bits; nothing is copied on receipt."""
-    seen = see(TEXTS[0], CAT, TEXTS[1], split=True)
+    seen = image_prompt(TEXTS[0], CAT, TEXTS[1], split=True)
     bits = torch.randn(3, 4).bfloat16()
     seen.media.items[0].arrays |= {"bits": Array.of(bits.view(torch.uint16).numpy())}
     none = np.empty(0, np.int32)

@@ -109,7 +109,7 @@ def test_name_is_resolved_once_and_all_its_addresses_are_checked(
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     assert fetch(f"http://Images.Example.:{port}/image.png", domains=("images.example",)) == IMAGE
     assert hosts == ["images.example"]
-    assert server.asked[-1] == ("/image.png", f"Images.Example.:{port}")
+    assert server.requests[-1] == ("/image.png", f"Images.Example.:{port}")
 
     def mixed(*_: Any, **__: Any) -> list[Any]:
         result = ("93.184.216.34", "10.0.0.1")

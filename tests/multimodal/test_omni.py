@@ -13,7 +13,7 @@ from oracle import load_tiny, random_prompts, run_paged
 from safetensors.torch import load_file, save_file
 from threads import run_threads, tp_worlds
 from tiny import generate_preempted
-from tiny_omni import FAMILIES, HEARS, SEES, WATCHES, Content, Omni
+from tiny_omni import AUDIO_TOKENS, FAMILIES, IMAGE_TOKENS, VIDEO_TOKENS, Content, Omni
 from tiny_seeing import picture
 
 from quire import LLM, SamplingParams
@@ -31,11 +31,13 @@ LENGTHS = [481, 1600, 4800, 9600, 9601, 16123, 31990, 32000]
 FRAMES = np.random.default_rng(3).integers(0, 256, (6, 24, 32, 3), np.uint8)
 PIXELS = torch.randn(1, 4, 6, 96, generator=torch.Generator().manual_seed(0))
 CONTENTS = [
-    Content(f"what is {SEES} this", [picture(60, 40)]),
+    Content(f"what is {IMAGE_TOKENS} this", [picture(60, 40)]),
     Content("nothing to see here, only words"),
-    Content(f"{HEARS}and {SEES}, {HEARS}?", [picture(17, 19)], [], [17001, 20000]),
-    Content(f"a film: {WATCHES} and {SEES} {HEARS}", [picture(20, 60)], [FRAMES], [31990]),
-    Content(f"{HEARS} again", [], [], [17001]),
+    Content(f"{AUDIO_TOKENS}and {IMAGE_TOKENS}, {AUDIO_TOKENS}?", [picture(17, 19)], [], [17001, 20000]),
+    Content(
+        f"a film: {VIDEO_TOKENS} and {IMAGE_TOKENS} {AUDIO_TOKENS}", [picture(20, 60)], [FRAMES], [31990]
+    ),
+    Content(f"{AUDIO_TOKENS} again", [], [], [17001]),
 ]
 
 
@@ -47,7 +49,7 @@ def omni(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_mel_frames_and_placeholders_equal_transformers(omni: Omni) -> None:
     """Catches missing padding, a frame too many, a vector too few; placeholders come in any order."""
     for count in LENGTHS:
-        features, mask = omni.heard(Content("", sounds=[count]))
+        features, mask = omni.audio_features(Content("", sounds=[count]))
         actual = omni.mel(count)
         assert len(actual) == int(mask.sum())
         torch.testing.assert_close(actual, features[0, :, : len(actual)].T, atol=1e-5, rtol=0)
@@ -90,7 +92,7 @@ def test_embeddings_equal_transformers(omni: Omni) -> None:
     checkpoint, tower = read_checkpoint(omni.path), tower_of(omni.path)
     reference = []
     for count in LENGTHS:
-        features, mask = omni.heard(Content("", sounds=[count]))
+        features, mask = omni.audio_features(Content("", sounds=[count]))
         output = omni.model.model.get_audio_features(features, feature_attention_mask=mask)
         reference.append(output.last_hidden_state)
     embeddings = tower.encode("audio", [{"mel": omni.mel(count)} for count in LENGTHS])
@@ -122,9 +124,9 @@ def test_answers_equal_transformers(omni: Omni) -> None:
         num_gpu_blocks_override=400,
         use_tqdm_on_load=False,
     )
-    expected = [omni.says(content, COUNT) for content in CONTENTS]
+    expected = [omni.generate_reference(content, COUNT) for content in CONTENTS]
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
-    requests = [content.asked for content in CONTENTS]
+    requests = [content.request for content in CONTENTS]
     for content, output, (token_ids, likely) in zip(
         CONTENTS, llm.generate(requests, params, use_tqdm=False), expected, strict=True
     ):
@@ -144,7 +146,11 @@ def test_answers_equal_transformers(omni: Omni) -> None:
 
 
 def test_placeholders_are_those_of_the_template(omni: Omni) -> None:
-    assert [omni.ours.text(modality, 1) for modality in ("image", "video", "audio")] == [SEES, WATCHES, HEARS]
+    assert [omni.ours.text(modality, 1) for modality in ("image", "video", "audio")] == [
+        IMAGE_TOKENS,
+        VIDEO_TOKENS,
+        AUDIO_TOKENS,
+    ]
     assert omni.ours.modalities == ("image", "video", "audio")
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from seeing import Twin as Seeing
 from test_audio_models import MARK
 from test_audio_models import Twin as Hearing
-from test_qwen import LARGE, SEES, SMALL, WIDE, Content, open_llm, prompts, request_of
+from test_qwen import IMAGE_TOKENS, LARGE, SMALL, WIDE, Content, open_llm, prompts, request_of
 from test_qwen import Twin as Qwen
 from test_vision_engine import prompts as seen_prompts
 
@@ -37,7 +37,9 @@ SETTINGS: dict[str, Any] = {
 }
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% else %}" + SEES + "{% endif %}{% endfor %}{% endfor %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}"
+    + IMAGE_TOKENS
+    + "{% endif %}{% endfor %}{% endfor %}"
 )
 RERANKER = {
     "architectures": ["Qwen3VLForSequenceClassification"],
@@ -127,7 +129,7 @@ def test_mean_pooling_includes_images(tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_multimodal_classifier(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Its projection follows the last token, over the classes of config.json."""
+    """Check a projection of the last token to the classes of config.json."""
     import transformers
 
     seeing = Seeing(tmp_path_factory.mktemp("classifier"), "gemma3")
@@ -191,19 +193,19 @@ def test_reranking_of_images(qwen3: tuple[Qwen, Path]) -> None:
     query, documents = "who is", [{"content": [part(WIDE)]}, "this", {"content": [TEXT, part(SMALL)]}]
     scores = [item.outputs.score for item in llm.score(query, documents, use_tqdm=False)]
     joined: list[Content] = [
-        (f"who is{SEES}", [WIDE], []),
+        (f"who is{IMAGE_TOKENS}", [WIDE], []),
         ("who isthis", [], []),
-        (f"who is{SEES}\nwho is", [SMALL], []),
+        (f"who is{IMAGE_TOKENS}\nwho is", [SMALL], []),
     ]
     wanted = scores_of(twin, joined)
     assert scores == pytest.approx(wanted, abs=1e-5) and max(wanted) - min(wanted) > 1e-3
-    prompt = {"prompt": SEES, "multi_modal_data": {"image": WIDE}}
+    prompt = {"prompt": IMAGE_TOKENS, "multi_modal_data": {"image": WIDE}}
     (score,) = llm.score(query, prompt, use_tqdm=False)
     assert score.outputs.score == pytest.approx(wanted[0], abs=1e-5)
     templated: list[Content] = [
-        (f"[query]who is[document]{SEES}", [WIDE], []),
+        (f"[query]who is[document]{IMAGE_TOKENS}", [WIDE], []),
         ("[query]who is[document]this", [], []),
-        (f"[query]who is[document]who is{SEES}", [SMALL], []),
+        (f"[query]who is[document]who is{IMAGE_TOKENS}", [SMALL], []),
     ]
     wanted = scores_of(twin, templated)
     scores = [s.outputs.score for s in llm.score(query, documents, chat_template=TEMPLATE, use_tqdm=False)]
@@ -252,17 +254,21 @@ def test_http_embeddings_equal_transformers(qwen3: tuple[Qwen, Path]) -> None:
                     post("/v2/embed", images=[url_of(LARGE), url_of(WIDE)]),
                     post("/score", data_1={"content": [part(LARGE)]}, data_2=["who is", message]),
                 )
-                both, text = vector(f"[user]who is{SEES}", LARGE), vector("[user]who is")
+                both, text = vector(f"[user]who is{IMAGE_TOKENS}", LARGE), vector("[user]who is")
                 embedding = talk.json()["data"][0]["embedding"]
                 assert np.abs(embedding - both).max() < 1e-5
                 assert wrong.status_code == 400
                 assert wrong.json()["error"]["message"].startswith("messages[0].content[0]: ")
                 vectors = np.array(cohere.json()["embeddings"]["float"])
                 assert np.abs(vectors - [both, text]).max() < 1e-5
-                alone = [vector(f"[user]{SEES}", image) for image in (LARGE, WIDE)]
+                alone = [vector(f"[user]{IMAGE_TOKENS}", image) for image in (LARGE, WIDE)]
                 vectors = np.array(images.json()["embeddings"]["float"])
                 assert np.abs(vectors - alone).max() < 1e-5
-                one, *others = vector(SEES, LARGE), vector("who is"), vector(f"{SEES}\nwho is", LARGE)
+                one, *others = (
+                    vector(IMAGE_TOKENS, LARGE),
+                    vector("who is"),
+                    vector(f"{IMAGE_TOKENS}\nwho is", LARGE),
+                )
                 wanted = [float(one @ other) for other in others]
                 assert [entry["score"] for entry in scores.json()["data"]] == pytest.approx(wanted, abs=1e-5)
 

@@ -93,7 +93,7 @@ def test_evicted_items_are_processed_again(decoded: list[int]) -> None:
 
 
 def test_cached_items_count_toward_the_limit() -> None:
-    """Three of them exceed the limit of a request, decoded or not; also after an eviction."""
+    """Check that three items exceed the limit of a request, decoded or not, also after an eviction."""
     size = len(file_of(picture(32, 32)))
     reader = caching_reader(env={"media_max_mb": 2.5 * size / 2**20})
     with pytest.raises(RequestError, match=f"at least {3 * size} bytes") as new:
@@ -117,7 +117,7 @@ def test_unreadable_text_is_refused_each_time(decoded: list[int]) -> None:
 
 
 def test_refused_item_leaves_no_garbage() -> None:
-    """Its file and decoded data are not kept until the garbage collector runs."""
+    """Check that its file and decoded data are freed without the garbage collector."""
     reader, torn = caching_reader(), data_url(file_of(picture(64, 64))[:500])
 
     async def one(url: str) -> None:

@@ -27,7 +27,7 @@ def _image(width: int, height: int) -> Image.Image:
 
 SMALL, WIDE, TALL, LARGE = _image(17, 19), _image(64, 24), _image(20, 60), _image(120, 90)
 FILM = _DRAW.integers(0, 256, (6, 24, 32, 3), np.uint8)
-SEES = "<begin><image><end>"
+IMAGE_TOKENS = "<begin><image><end>"
 WATCHES = {True: "<video begin><video><video end>", False: "<begin><video><end>"}
 Content = tuple[str, list[Image.Image], list[Any]]
 
@@ -36,11 +36,11 @@ def prompts(is_glm: bool) -> list[Content]:
     """Return texts with their images and videos; transformers' GLM takes no video beside an image."""
     film = WATCHES[is_glm]
     return [
-        (f"what is {SEES} this", [LARGE], []),
+        (f"what is {IMAGE_TOKENS} this", [LARGE], []),
         ("nothing to see here, only words", [], []),
-        (f"{SEES}one {SEES}and then {SEES}?", [SMALL, WIDE, TALL], []),
-        (f"a film: {film} and {SEES}" if not is_glm else f"a film: {film}!", [TALL][is_glm:], [FILM]),
-        (f"{SEES} again", [SMALL], []),
+        (f"{IMAGE_TOKENS}one {IMAGE_TOKENS}and then {IMAGE_TOKENS}?", [SMALL, WIDE, TALL], []),
+        (f"a film: {film} and {IMAGE_TOKENS}" if not is_glm else f"a film: {film}!", [TALL][is_glm:], [FILM]),
+        (f"{IMAGE_TOKENS} again", [SMALL], []),
     ]
 
 
@@ -154,7 +154,8 @@ def test_images_are_cached_by_content_and_options(
     llm = open_llm(twin.path, enable_mm_embeds=True, max_logprobs=-1)
     begin = "a beginning that both share: "
     one, other = (
-        (f"{begin}{SEES}", [image], []) for image in (WIDE, WIDE.transpose(Image.Transpose.ROTATE_180))
+        (f"{begin}{IMAGE_TOKENS}", [image], [])
+        for image in (WIDE, WIDE.transpose(Image.Transpose.ROTATE_180))
     )
     (first,), (second,) = generate(llm, [one]), generate(llm, [other])
     assert [first.outputs[0].token_ids, second.outputs[0].token_ids] == [
@@ -162,7 +163,7 @@ def test_images_are_cached_by_content_and_options(
         twin.generate_reference(other),
     ]
     assert len(begin) - 4 <= second.num_cached_tokens <= len(begin) + 1
-    (same,) = generate(llm, [(f"{begin}{SEES} and more", [WIDE], [])])
+    (same,) = generate(llm, [(f"{begin}{IMAGE_TOKENS} and more", [WIDE], [])])
     assert same.num_cached_tokens > len(first.prompt_token_ids) - 8
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
     narrower = request_of(one) | {"mm_processor_kwargs": {"max_pixels": 512}}
@@ -193,7 +194,7 @@ def test_images_are_cached_by_content_and_options(
 def test_beam_search_with_images_equals_transformers(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Positions continue after the largest one of the prompt, in every step."""
+    """Check that positions continue after the largest one of the prompt in every step."""
     twin = Twin(family, tmp_path_factory.mktemp(family))
     content = prompts(is_glm=False)[2]
     inputs = twin.inputs(content)

@@ -73,7 +73,7 @@ def test_layers_and_embeddings_equal_transformers(family: str, base: Path) -> No
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL"])
-def test_padding_between_the_halves_of_a_layer_changes_nothing(
+def test_padded_mlp_gives_the_same_embeddings(
     family: str, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = made(family, base)
@@ -96,8 +96,10 @@ class OnDevice(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v"])
-def test_layout_leaves_nothing_to_the_host(family: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the rest can be captured in a graph, and replayed with other inputs."""
+def test_encoder_with_a_layout_needs_no_host_work(
+    family: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that the computation can be captured in a graph and replayed with other inputs."""
     with torch.inference_mode(), OnDevice(), pytest.raises(AssertionError, match="lift_fresh"):
         torch.tensor([1])
     tower = tower_of(made(family, base)[0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from seeing import Twin as Seeing
-from test_qwen import LARGE, SEES, SMALL, WIDE, Twin, request_of
+from test_qwen import IMAGE_TOKENS, LARGE, SMALL, WIDE, Twin, request_of
 from tiny_seeing import picture
 
 from quire import LLM
@@ -60,7 +60,7 @@ def test_colqwen2_equals_transformers(tmp_path_factory: pytest.TempPathFactory) 
     path = tmp_path_factory.mktemp("colqwen2") / "model"
     model = saved("ColQwen2", path, twin.path, twin.model.config)
     contents: list[Any] = [("Query: who is it?", [], [])]
-    contents += [(f"user {SEES}Describe the image.", [image], []) for image in (SMALL, WIDE, LARGE)]
+    contents += [(f"user {IMAGE_TOKENS}Describe the image.", [image], []) for image in (SMALL, WIDE, LARGE)]
     expected = []
     for content in contents:
         inputs = twin.inputs(content)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_on_cpu import use_fake_device
-from hearing import RATE, SECONDS, STARTS, Heard, save_whisper, sound
+from hearing import RATE, SECONDS, STARTS, AudioProcessor, save_whisper, sound
 from oracle import load_tiny, run_paged
 from seeing import close
 from threads import run_threads, tp_worlds
@@ -31,11 +31,11 @@ SOUNDS = (sound(SECONDS * RATE + 777, 1), sound(5000, 2), sound(20000, 3))
 class Twin:
     """Checkpoint with transformers' model and feature extractor."""
 
-    heard: Heard
+    heard: AudioProcessor
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self.path = path
-        self.model, self.heard = save_whisper(path, **settings)
+        self.model, self.processor = save_whisper(path, **settings)
 
     @torch.inference_mode()
     def generate_reference(self, text: str, audio: Audio, **settings: Any) -> list[int]:
@@ -62,14 +62,14 @@ class Twin:
     def features(self, samples: np.ndarray[Any, Any]) -> torch.Tensor:
         """Return the features of the beginning: transformers also truncates, but normalizes by the whole."""
         samples = samples[: SECONDS * RATE]
-        input_features = self.heard.features(samples, sampling_rate=RATE, return_tensors="pt")[
+        input_features = self.processor.features(samples, sampling_rate=RATE, return_tensors="pt")[
             "input_features"
         ]
         assert isinstance(input_features, torch.Tensor)
         return input_features
 
     def ids(self, text: str) -> torch.Tensor:
-        input_ids = self.heard.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        input_ids = self.processor.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
         assert isinstance(input_ids, torch.Tensor)
         return input_ids
 
@@ -148,7 +148,7 @@ def test_transcriptions_equal_transformers(twin: Twin, llm: LLM) -> None:
 
 @pytest.mark.parametrize("sharing", [True, False])
 def test_preempted_rows_are_encoded_again(twin: Twin, sharing: bool) -> None:
-    """Also when other requests used their slots meanwhile."""
+    """Check also rows whose slots other requests used meanwhile."""
     llm = engine(twin, enable_prefix_caching=sharing, max_num_seqs=2)
     scheduler, step = llm.llm_engine.core.scheduler, 0
     cases = [(STARTS + text, result) for text in TEXTS for result in SOUNDS[1:]]
@@ -233,8 +233,10 @@ def test_tensor_parallel_whisper_equals_one_device(twin: Twin) -> None:
         torch.testing.assert_close(run_thread, twin.logprobs(ids, SOUNDS[1]), atol=1e-3, rtol=0)
 
 
-def test_a_device_that_runs_ahead_hears_alike(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes in graphs, some padded, whose rows get other sounds while the step before is under way."""
+def test_transcriptions_are_equal_on_a_device_that_runs_ahead(
+    twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check padded graph decodes; rows get other audio while the previous step runs."""
     use_fake_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
     llm.llm_engine.core.pipeline.depth = 2

@@ -26,12 +26,12 @@ class Twin:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.model, self.heard = save_scribe(path)
+        self.model, self.processor = save_scribe(path)
 
     def prompt(self, before: str, timed: bool) -> list[int]:
         text = before + "<|startoftranscript|><|de|><|transcribe|>" + "<|notimestamps|>" * (not timed)
-        prompt_ids_found: list[int] = self.heard.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return prompt_ids_found
+        prompt_ids: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return prompt_ids
 
     @torch.inference_mode()
     def generate_reference(self, prompt_ids: list[int], audio: Audio, timed: bool) -> list[int]:
@@ -40,7 +40,7 @@ class Twin:
         config = self.model.generation_config
         rules = [WhisperTimeStampLogitsProcessor(config, len(prompt_ids))] if timed else []
         ids = torch.tensor([prompt_ids])
-        features = self.heard.features(audio.samples, sampling_rate=RATE, return_tensors="pt")
+        features = self.processor.features(audio.samples, sampling_rate=RATE, return_tensors="pt")
         out = GenerationMixin.generate(
             self.model,
             input_features=features["input_features"],
@@ -102,8 +102,8 @@ def test_preempted_rows_keep_their_timestamps(twin: Twin) -> None:
     check(twin, [outputs[str(number)] for number in range(len(outputs))])
 
 
-def test_a_device_that_runs_ahead_waits_for_moments(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may come next depends on tokens that only the device would know."""
+def test_device_that_runs_ahead_waits_for_timestamps(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a row waits for its last token, which decides the allowed timestamps."""
     use_fake_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
     llm.llm_engine.core.pipeline.depth = 2

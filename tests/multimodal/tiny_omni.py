@@ -20,7 +20,11 @@ from quire.multimodal.processors import PROCESSORS, Video
 from quire.text.tokenizer import load_tokenizer
 
 NAMES = ["<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>", "<|vis|>", "<|/vis|>", "<|aud|>", "<|/aud|>"]
-SEES, WATCHES, HEARS = "<|vis|><|IMAGE|><|/vis|>", "<|vis|><|VIDEO|><|/vis|>", "<|aud|><|AUDIO|><|/aud|>"
+IMAGE_TOKENS, VIDEO_TOKENS, AUDIO_TOKENS = (
+    "<|vis|><|IMAGE|><|/vis|>",
+    "<|vis|><|VIDEO|><|/vis|>",
+    "<|aud|><|AUDIO|><|/aud|>",
+)
 SECONDS = 2
 FPS = 2.0
 GRID = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
@@ -76,7 +80,7 @@ class Content(NamedTuple):
     """Number of samples of each audio item."""
 
     @property
-    def asked(self) -> Any:
+    def request(self) -> Any:
         data: dict[str, Any] = {"image": self.images, "audio": [sound(count) for count in self.sounds]}
         data["video"] = [(video, {"fps": FPS}) for video in self.videos]
         data = {name: items for name, items in data.items() if items}
@@ -177,11 +181,11 @@ class Omni:
             model_inputs["video_grid_thw"] = torch.tensor([item.facts["grid"] for item in films])
             model_inputs["video_second_per_grid"] = torch.tensor([2 / FPS] * len(films))
         if sounds:
-            heard = self.heard(content)
-            model_inputs["input_features"], model_inputs["feature_attention_mask"] = heard
+            features = self.audio_features(content)
+            model_inputs["input_features"], model_inputs["feature_attention_mask"] = features
         return model_inputs
 
-    def heard(self, content: Content) -> tuple[torch.Tensor, torch.Tensor]:
+    def audio_features(self, content: Content) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the features of each audio item as if it were alone."""
         options = {"padding": True, "truncation": False} if self.is_long else {"padding": "max_length"}
         item = [
@@ -202,7 +206,7 @@ class Omni:
         return features, masks
 
     @torch.inference_mode()
-    def says(self, content: Content, count: int) -> tuple[list[int], list[float]]:
+    def generate_reference(self, content: Content, count: int) -> tuple[list[int], list[float]]:
         """Return the generated tokens and their logprobs."""
         inputs = self.inputs(content)
         out = self.model.generate(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from formats import TABLES, pack4, pack8, said
+from formats import TABLES, bitsandbytes_config, pack4, pack8
 from requantized import error_of, loaded, requantize
 
 from quire.checkpoint.quant import read_quant
@@ -39,7 +39,7 @@ EXAMPLES = {
 def test_logits_of_a_checkpoint(family: str, kind: str, nested: bool, tmp_path: Path) -> None:
     """Check scales of parts and experts, row order across blocks, and a width of one and a half blocks."""
     pack = pack8 if kind == "int8" else functools.partial(pack4, kind, nested)
-    path, twin = requantize(family, tmp_path, said(kind, nested), pack)
+    path, twin = requantize(family, tmp_path, bitsandbytes_config(kind, nested), pack)
     assert error_of(loaded(path), twin) < 2e-3
 
 
@@ -99,12 +99,18 @@ def test_in_bfloat16_on_every_device(device: str) -> None:
 )
 def test_unsupported_configs_are_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        read_quant(ConfigReader("config.json", {"quantization_config": said("nf4") | changes}))
+        read_quant(ConfigReader("config.json", {"quantization_config": bitsandbytes_config("nf4") | changes}))
 
 
 def test_skipped_layers() -> None:
     facts = read_quant(
-        ConfigReader("c", {"quantization_config": said("nf4", True) | {"llm_int8_skip_modules": ["up_proj"]}})
+        ConfigReader(
+            "c",
+            {
+                "quantization_config": bitsandbytes_config("nf4", True)
+                | {"llm_int8_skip_modules": ["up_proj"]}
+            },
+        )
     )
     assert facts is not None and facts.scheme("a.up_proj") is None
     assert facts.scheme("a.down_proj") == BitsAndBytes("nf4", True)

@@ -23,7 +23,7 @@ from quire.quant.weight import LinearShape, Weight
 
 CPU = torch.device("cpu")
 NEVER_PACKED = re.compile(r"norm|bias|sinks|router|shared_gate|before|after")
-ELSEWHERE = torch.device("meta")
+META_DEVICE = torch.device("meta")
 needs_native = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
 
 
@@ -67,7 +67,7 @@ def test_layer_is_packed_only_if_every_part_can_be(parts: list[tuple[Any, ...]],
 
 
 def test_unpacked_without_kernels_for_device_or_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(linear_of([("Q4_1", 16, 64)], ELSEWHERE), PlainWeight)
+    assert isinstance(linear_of([("Q4_1", 16, 64)], META_DEVICE), PlainWeight)
     half = LinearShape(64, (16,), False, torch.float16, CPU)
     assert isinstance(format_of([("Q4_1", 16, 64)]).linear(("0",), half), PlainWeight)
     monkeypatch.setattr(native, "library", lambda: None)
@@ -181,7 +181,7 @@ def test_experts_are_packed_only_if_every_part_can_be() -> None:
     assert isinstance(experts_of(three[:2], shape), PlainExperts)
     assert isinstance(experts_of([*three[:2], ("F16", 4, 64, 32)], shape), PlainExperts)
     assert isinstance(experts_of([*three[:2], ("Q8_0", 64, 32)], shape), PlainExperts)
-    assert isinstance(experts_of(list(three), replace(shape, device=ELSEWHERE)), PlainExperts)
+    assert isinstance(experts_of(list(three), replace(shape, device=META_DEVICE)), PlainExperts)
 
 
 def test_unsupported_types_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from quire.checkpoint.quant.schemes import Scheme
 from quire.errors import ConfigError
 from quire.quant.plain import PlainExperts, PlainWeight
 
-ELSEWHERE = {"modelopt": "test_fp8.py", "mxfp4": "test_mxfp4.py"}
+TESTED_IN = {"modelopt": "test_fp8.py", "mxfp4": "test_mxfp4.py"}
 
 
 @pytest.mark.parametrize("family", SIZES)
@@ -56,7 +56,7 @@ def test_weights_that_contradict_the_configuration_are_named(tmp_path: Path) -> 
 
 def test_every_format_is_tested() -> None:
     methods = {config["quant_method"] for config, _ in STORED.values()}
-    assert methods | {*ELSEWHERE} == {*METHODS}
+    assert methods | {*TESTED_IN} == {*METHODS}
     assert {scheme.__name__ for scheme in Scheme.__subclasses__()} == {
         "BitsAndBytes",
         "Fp8",

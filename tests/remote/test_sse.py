@@ -23,7 +23,7 @@ def test_any_split_gives_the_same_events(cuts: list[int]) -> None:
 
 
 def test_multiline_event_skips_the_fast_path() -> None:
-    """`data: a` with a second line must not be returned as one raw string."""
+    """Check that `data: a` with a second line is not returned as one raw string."""
     assert EventSplitter().feed(b"data: a\nid: 3\n\n") == [b"a"]
     assert EventSplitter().feed(b"data: a\n\ndata: b\n\n") == [b"a", b"b"]
 

@@ -39,7 +39,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "LOGITS_AT_ONCE", AT_ONCE * VOCAB)
 
 
-def asked_by(num_rows: int) -> SamplingTensors:
+def sampling_tensors(num_rows: int) -> SamplingTensors:
     some = torch.ones(num_rows)
     return SamplingTensors(some, some.int(), some, 0 * some, torch.arange(num_rows), torch.arange(num_rows))
 
@@ -57,7 +57,7 @@ def sampled(sampler: Sampler, logits: Tensor, num_logprobs: int = 20) -> Sampled
     tokens = np.arange(3 * num_rows, dtype=np.int32).reshape(num_rows, 3)
     lens = np.full(num_rows, 3, np.int32), np.full(num_rows, 2, np.int32)
     rows = np.arange(num_rows, dtype=np.int32)
-    return sampler(logits, rows, state, tokens, *lens, tensors=asked_by(num_rows))
+    return sampler(logits, rows, state, tokens, *lens, tensors=sampling_tensors(num_rows))
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
@@ -122,6 +122,6 @@ def test_profiling_run_uses_every_feature(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sampler, "open_masks", lambda device: Confining())
     monkeypatch.setattr(memory_probe, "POSITIONS_AT_ONCE", 16)
     logits, hidden = torch.zeros(3 * AT_ONCE, VOCAB), torch.zeros(100, 8)
-    probe_memory(Watched(VOCAB, CPU), head, hidden, logits, asked_by(3 * AT_ONCE), 20)
+    probe_memory(Watched(VOCAB, CPU), head, hidden, logits, sampling_tensors(3 * AT_ONCE), 20)
     every = RANDOM | LIMITED | PENALTIES | ALLOWED | BANNED | HELD | BIASED | LOGPROBS | TIMED
     assert seen == [1, every, AT_ONCE, every] and positions == [16] and masked == [3 * AT_ONCE]

@@ -15,7 +15,7 @@ VOCAB, END, ZERO = 60, 30, 40
 """Ids of words, the end token, task tokens and timestamps."""
 A, B = 3, 7
 PROMPT = [31, 32]
-SAID = [
+OUTPUTS = [
     [],
     [ZERO],
     [ZERO + 4],
@@ -47,12 +47,12 @@ def test_allowed_tokens_match_transformers(max_first: int | None) -> None:
 
     Rows without timestamps are unchanged, and timestamps in a prompt do not count.
     """
-    rows = np.arange(2 * len(SAID), dtype=np.int32)
+    rows = np.arange(2 * len(OUTPUTS), dtype=np.int32)
     state = SamplingRows(len(rows), VOCAB, torch.device("cpu"))
     tokens = np.zeros((len(rows), 16), np.int32)
     lens = np.zeros(len(rows), np.int32)
     for row in rows.tolist():
-        known = [*PROMPT, *SAID[row // 2]]
+        known = [*PROMPT, *OUTPUTS[row // 2]]
         tokens[row, : len(known)], lens[row] = known, len(known)
         message = TimestampTokens(ZERO, END, max_first) if row % 2 else None
         state.admit(row, SamplingParams(moments=message), prompt_len=len(PROMPT), seed=0, stop_ids=())
@@ -65,9 +65,9 @@ def test_allowed_tokens_match_transformers(max_first: int | None) -> None:
         before = logits.clone()
         adjust(logits, rows, state, tokens, lens, prompt_lens)
         for row in rows.tolist():
-            want = before[row] if row % 2 == 0 else expected(SAID[row // 2], before[row], max_first)
-            assert torch.equal(logits[row], want), (SAID[row // 2], lift)
-            if SAID[row // 2][-1:] == [A] and row % 2:
+            want = before[row] if row % 2 == 0 else expected(OUTPUTS[row // 2], before[row], max_first)
+            assert torch.equal(logits[row], want), (OUTPUTS[row // 2], lift)
+            if OUTPUTS[row // 2][-1:] == [A] and row % 2:
                 forced.add(bool((logits[row, :ZERO] == -torch.inf).all()))
     assert forced == {False, True}
     state.release(1)

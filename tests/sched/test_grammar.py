@@ -104,15 +104,15 @@ def test_failed_grammar_ends_only_its_request() -> None:
 
 
 class SlowGrammars(PendingGrammars):
-    """Grammars whose masks are filled only after `asked` is set."""
+    """Grammars whose masks are filled only after `fill_allowed` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = threading.Event()
+        self.fill_allowed = threading.Event()
 
     def fill(self, matchers: Any, bits: NDArray[np.uint32]) -> None:
-        assert self.asked.wait(60)
-        self.asked.clear()
+        assert self.fill_allowed.wait(60)
+        self.fill_allowed.clear()
         super().fill(matchers, bits)
 
 
@@ -131,7 +131,7 @@ def test_masks_are_submitted_before_they_are_filled() -> None:
 
     def draw_and_allow_fill(masks: Masks) -> None:
         was_pending.append(masks.coming is not None and not masks.coming.is_there)
-        grammars.asked.set()
+        grammars.fill_allowed.set()
         draw(masks)
 
     engine.core.executor.draw = draw_and_allow_fill  # type: ignore[method-assign]

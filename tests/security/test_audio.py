@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ask import chat, refused
 from fake_engine import FakeEngine
-from fake_inputs import data_url, media, seeing, wav
+from fake_inputs import data_url, engine_with_media, media, wav
 
 SHORT = np.zeros((400, 1), np.int16)
 
@@ -44,7 +44,7 @@ def silence(num_samples: int) -> bytes:
     ids=["rate", "no rate", "channels", "not a number", "cut off"],
 )
 def test_false_audio_headers_are_refused(data: bytes, words: str) -> None:
-    engine = seeing()
+    engine = engine_with_media()
     assert words in refused(send_audio(engine, data))["message"] and not engine.seen
     assert send_audio(engine, wav(SHORT)).status_code == 200
 
@@ -52,7 +52,7 @@ def test_false_audio_headers_are_refused(data: bytes, words: str) -> None:
 def test_false_length_ends_with_the_file() -> None:
     data = wav(SHORT)
     place = data.index(b"data") + 4
-    engine = seeing()
+    engine = engine_with_media()
     assert send_audio(engine, data[:place] + b"\xff\xff\xff\xff" + data[place + 4 :]).status_code == 200
     ((_, prompt, _, _),) = engine.seen
     assert prompt.media is not None and prompt.media.items[0].num_vectors == 400 // 100 + 1
@@ -61,13 +61,13 @@ def test_false_length_ends_with_the_file() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_sample_count_is_bounded(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.multimodal.audio.MAX_SAMPLES", 10_000)
-    engine = seeing()
+    engine = engine_with_media()
     data = silence(100_000) if packed else wav(np.zeros((100_000, 1), np.int16))
     assert not packed or len(data) < 20_000
     assert "more than 10000 samples" in refused(send_audio(engine, data))["message"] and not engine.seen
 
 
 def test_file_size_is_bounded() -> None:
-    engine = seeing(media(env={"media_max_mb": 0.001}))
+    engine = engine_with_media(media(env={"media_max_mb": 0.001}))
     assert "QUIRE_MEDIA_MAX_MB" in refused(send_audio(engine, wav(np.zeros((4000, 1), np.int16))))["message"]
     assert not engine.seen

@@ -21,14 +21,14 @@ def test_route_exists_in_developer_mode_only() -> None:
         reply = ask("POST", "/collective_rpc", engine=engine, settings=settings, json=BODY)
         assert reply.status_code == 404
     assert ask("POST", "/collective_rpc", engine=engine, env=DEVELOPER, json=BODY).status_code == 200
-    assert len(engine.operation.asked) == 1
+    assert len(engine.operation.calls) == 1
 
 
 def test_developer_mode_needs_the_api_key() -> None:
     engine = FakeEngine()
     settings = {"api_key": ["secret"]}
     reply = ask("POST", "/collective_rpc", engine=engine, settings=settings, env=DEVELOPER, json=BODY)
-    assert reply.status_code == 401 and not engine.operation.asked
+    assert reply.status_code == 401 and not engine.operation.calls
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ask import CHAT, ask, refused
-from fake_inputs import data_url, file_of, huge_png, image_part, media, picture, seeing, wav
+from fake_inputs import data_url, engine_with_media, file_of, huge_png, image_part, media, picture, wav
 from PIL import Image
 
 from quire.errors import RequestError
@@ -158,12 +158,12 @@ def test_concurrent_decodes_are_limited_by_memory(monkeypatch: pytest.MonkeyPatc
 
 def test_item_larger_than_the_whole_budget_is_400() -> None:
     url = data_url(file_of(flat("RGB")))
-    engine = seeing(reader(3 * SIDE * SIDE))
+    engine = engine_with_media(reader(3 * SIDE * SIDE))
     body = {"messages": [{"role": "user", "content": [image_part(url)]}]}
     message = refused(ask("POST", CHAT, engine=engine, json=body))["message"]
     assert f"at least {4 * SIDE * SIDE} bytes" in message and f"may use {3 * SIDE * SIDE}" in message
     assert "QUIRE_MEDIA_MAX_MB" in message and "smaller" in message
-    assert ask("POST", CHAT, engine=seeing(reader(4 * SIDE * SIDE)), json=body).status_code == 200
+    assert ask("POST", CHAT, engine=engine_with_media(reader(4 * SIDE * SIDE)), json=body).status_code == 200
 
 
 def test_threads_that_reserve_piecewise_do_not_deadlock() -> None:

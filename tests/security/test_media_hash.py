@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ask import chat
-from fake_inputs import data_url, file_of, image_part, inputs, picture, seeing
+from fake_inputs import data_url, engine_with_media, file_of, image_part, inputs, picture
 from PIL import Image
 
 PIXELS = np.random.default_rng(0).integers(0, 256, 30 * 100 * 3, dtype=np.uint8)
@@ -45,7 +45,7 @@ def test_same_bytes_in_another_form_have_another_key(modality: str, contents: li
 
 def test_frame_boundaries_are_hashed() -> None:
     """The lists of files have the same bytes when joined; data after a JPEG file is ignored."""
-    engine = seeing()
+    engine = engine_with_media()
     file = file_of(picture(), "JPEG")
     keys = []
     for frames in ([file, file + file], [file + file, file], [file] * 3):
@@ -60,7 +60,7 @@ def test_frame_boundaries_are_hashed() -> None:
 
 
 def test_image_keys_depend_on_content_and_processor_arguments() -> None:
-    engine = seeing()
+    engine = engine_with_media()
     for seed in range(2):
         for kwargs in ({}, {"side": 8}):
             part = image_part(data_url(file_of(picture(seed=seed))))

@@ -21,7 +21,7 @@ PREFLIGHT = {
     "access-control-request-method": "POST",
     "access-control-request-headers": "content-type",
 }
-OWN = {"origin": "http://test", "sec-fetch-site": "same-origin"}
+SAME_ORIGIN = {"origin": "http://test", "sec-fetch-site": "same-origin"}
 KEY = {"api_key": ["secret"]}
 AUTHORIZED = {"authorization": "Bearer secret"}
 ALLOWED = "access-control-allow-origin"
@@ -44,7 +44,7 @@ def test_cross_origin_requests_without_a_key_are_refused() -> None:
 
 def test_same_origin_and_non_browser_clients_are_allowed() -> None:
     """Behind a proxy the server need not know its own origin."""
-    for headers in ({}, OWN, {"origin": "https://quire.example", "sec-fetch-site": "same-origin"}):
+    for headers in ({}, SAME_ORIGIN, {"origin": "https://quire.example", "sec-fetch-site": "same-origin"}):
         assert talk(headers).status_code == 200
     assert (
         talk({"origin": "http://old.browser"}).status_code == 200

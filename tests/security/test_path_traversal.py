@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ask import ask, chat, complete, refused
 from fake_engine import FakeEngine
-from fake_inputs import file_of, image_part, media, picture, seeing
+from fake_inputs import engine_with_media, file_of, image_part, media, picture
 from fake_openai import FakeServer
 from oracle import make_tiny
 from tiny import open_tiny
@@ -41,7 +41,7 @@ def send_image(engine: FakeEngine, url: str) -> Any:
 
 def test_media_are_read_only_below_the_allowed_directory(tmp_path: Path) -> None:
     root = tree(tmp_path)
-    engine = seeing(media(allowed_local_media_path=str(root)))
+    engine = engine_with_media(media(allowed_local_media_path=str(root)))
     assert send_image(engine, f"file://{root}/image.png").status_code == 200
     for path in (
         f"{root}/../open-secret/image.png",
@@ -59,7 +59,7 @@ def test_media_are_read_only_below_the_allowed_directory(tmp_path: Path) -> None
 
 def test_no_local_file_is_readable_by_default() -> None:
     for url in ("file:///etc/hostname", "FILE:///etc/hostname", "file://localhost/etc/hostname"):
-        error = refused(send_image(seeing(), url), 422)
+        error = refused(send_image(engine_with_media(), url), 422)
         assert "Cannot load local files without `--allowed-local-media-path`" in error["message"]
 
 

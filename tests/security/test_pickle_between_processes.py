@@ -83,7 +83,7 @@ def test_pickles_sent_to_the_node_port_are_not_loaded(tmp_path: Path) -> None:
 
 
 def test_no_other_code_loads_pickles() -> None:
-    """Neither by name, nor by `Connection.recv` of data from a network."""
+    """Check for pickle by name, and for `Connection.recv` of data from a network."""
     counts: dict[str, int] = {}
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

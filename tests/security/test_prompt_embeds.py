@@ -13,7 +13,7 @@ import pytest
 import torch
 from ask import chat, complete, refused
 from fake_engine import FakeEngine
-from fake_inputs import media, seeing
+from fake_inputs import engine_with_media, media
 from saved import saved, sent
 
 from quire.frontend.prompt_embeds import PromptEmbedsReader
@@ -89,7 +89,7 @@ def test_prompt_embeds_are_off_by_default() -> None:
 
 
 def test_image_embeds_are_parsed_in_the_same_way(tmp_path: Path) -> None:
-    engine = seeing(media(enable_mm_embeds=True))
+    engine = engine_with_media(media(enable_mm_embeds=True))
     for value in (Trap(tmp_path / "ran"), sparse()):
         part = {"type": "image_embeds", "image_embeds": sent(value)}
         refused(chat(engine, messages=[{"role": "user", "content": [part]}]))

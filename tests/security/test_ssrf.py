@@ -51,4 +51,4 @@ def test_invalid_redirect_is_a_client_error(server: Any, path: str) -> None:
     """A ValueError of the parser would be an internal error with a stack trace in the log."""
     with pytest.raises(Unreachable):
         fetch(server.url + path, domains=("127.0.0.1",))
-    assert server.asked[-1][0] == path
+    assert server.requests[-1][0] == path

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES
 from fake_engine import FakeEngine
-from fake_inputs import data_url, file_of, image_part, media, picture, seeing
+from fake_inputs import data_url, engine_with_media, file_of, image_part, media, picture
 
 from quire.config.env import Env
 from quire.data.cache_scope import CACHE_SCOPE, scoped_salt
@@ -180,7 +180,7 @@ def images(server: Server, key: str, *parts: Any, path: str = CHAT) -> list[Medi
 
 @pytest.fixture
 def vision_server(tmp_path: Path) -> Server:
-    return Server(tmp_path, seeing(media(processor_cache=ProcessorCache(1 << 20))))
+    return Server(tmp_path, engine_with_media(media(processor_cache=ProcessorCache(1 << 20))))
 
 
 def test_media_uuid_of_another_key_is_unknown(vision_server: Server) -> None:
@@ -237,7 +237,7 @@ def test_unmetered_routes_are_cheap_or_absent(tmp_path: Path) -> None:
             assert asyncio.run(server.post("key-b", path + query)).status_code == 404
     assert asyncio.run(server.post("key-b", "/ping")).status_code == 200
     engine = server.engine
-    assert not engine.num_resets and not engine.operation.asked and not server.requests
+    assert not engine.num_resets and not engine.operation.calls and not server.requests
 
 
 def test_operator_routes_ignore_rate_limits(tmp_path: Path) -> None:

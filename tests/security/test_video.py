@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ask import chat, refused
 from fake_engine import FakeEngine
-from fake_inputs import FakeProcessor, data_url, file_of, picture, seeing
+from fake_inputs import FakeProcessor, data_url, engine_with_media, file_of, picture
 
 from quire.config.env import MediaEnv
 from quire.config.sections import MultimodalSection
@@ -28,7 +28,7 @@ class PerPixel(FakeProcessor):
 def video_engine(**env: Any) -> tuple[FakeEngine, PerPixel]:
     processor = PerPixel()
     media_processor = MediaProcessor(processor, MultimodalSection(), MediaEnv(**env), max_tokens=4096)
-    return seeing(MediaInputReader("fake", media_processor, {"video": 1})), processor
+    return engine_with_media(MediaInputReader("fake", media_processor, {"video": 1})), processor
 
 
 def send_video(engine: FakeEngine, url: str, **body: Any) -> dict[str, Any]:

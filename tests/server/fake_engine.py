@@ -78,7 +78,7 @@ class FakeOperation:
         self.settings: dict[str, dict[str, Any]] = {
             "parallel": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 3}
         }
-        self.asked: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.results: list[Any] = [7, "x"]
         self.error: Exception | None = None
         self.paused = False
@@ -86,7 +86,7 @@ class FakeOperation:
     def _record(self, *call: Any) -> None:
         if self.error is not None:
             raise self.error
-        self.asked.append(call)
+        self.calls.append(call)
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         self._record("pause", mode, clear_cache)
@@ -175,7 +175,7 @@ class FakeEngine:
         self.exchanges: list[Exchange] = []
 
     async def reset_mm_cache(self) -> None:
-        self.operation.asked.append(("reset_mm_cache",))
+        self.operation.calls.append(("reset_mm_cache",))
 
     def count_exchange(self, exchange: Exchange) -> None:
         self.exchanges.append(exchange)

@@ -31,7 +31,7 @@ def whisper_tokenizer() -> Tokenizer:
     return Tokenizer(tokenizer.backend, special_tokens=tokenizer.special_tokens_map)
 
 
-class Ear(FakeProcessor):
+class FakeSpeechProcessor(FakeProcessor):
     modalities = ("audio",)
 
     def marks(self, modality: str) -> list[int]:
@@ -50,7 +50,7 @@ class Writer(FakeEngine):
         super().__init__(" Hallo.")
         self.tokenizer = self.inputs.tokenizer = whisper_tokenizer()
         self.inputs.vocab = self.facts.vocab = VOCAB
-        self.ear = Ear()
+        self.ear = FakeSpeechProcessor()
         speech = WhisperTranscriber(self.tokenizer, max_len=448, at_once=30 * RATE)
         media_processor = MediaProcessor(self.ear, MultimodalSection(), MediaEnv())
         self.inputs.media = MediaInputReader("fake", media_processor, {"audio": 1}, speech=speech)

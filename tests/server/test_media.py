@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ask import CHAT, chat, refused
 from fake_engine import FakeEngine
-from fake_inputs import PAD, START, data_url, file_of, image_part, media, picture, seeing, wav
+from fake_inputs import PAD, START, data_url, engine_with_media, file_of, image_part, media, picture, wav
 from hanging_up import post
 from hostile import hostile_server
 
@@ -27,7 +27,7 @@ def turn(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
 
-ENGINE = seeing()
+ENGINE = engine_with_media()
 APPLICATION = Application(ENGINE, make_settings({"enable_prompt_tokens_details": True}))
 """One application for all tests: building it takes longer than a request."""
 
@@ -170,7 +170,7 @@ def test_invalid_media_is_refused_with_its_position(part: Any, status: int, para
 
 def test_image_limit_and_text_only_models() -> None:
     two = turn(image_part(URL), image_part(URL))
-    error = refused(chat(seeing(media({"image": 1})), messages=two))
+    error = refused(chat(engine_with_media(media({"image": 1})), messages=two))
     limit_message = "At most 1 image(s) may be provided in one prompt."
     assert error["message"] == f"{limit_message} Set `--limit-mm-per-prompt` to increase this limit."
     assert "is not a multimodal model" in refused(chat(messages=two))["message"]
@@ -183,7 +183,9 @@ def test_slow_media_blocks_no_other_request_and_ends_with_its_client() -> None:
     """Twenty fetches never end; a request behind them is answered. Then their clients disconnect."""
 
     async def go(url: str, requests: list[Any]) -> None:
-        engine = seeing(media(allowed_media_domains=("127.0.0.1",), env={"image_fetch_timeout": 300.0}))
+        engine = engine_with_media(
+            media(allowed_media_domains=("127.0.0.1",), env={"image_fetch_timeout": 300.0})
+        )
         application, gone = Application(engine, make_settings({})), asyncio.Event()
 
         def ask(path: str) -> Coroutine[Any, Any, int]:
@@ -200,4 +202,4 @@ def test_slow_media_blocks_no_other_request_and_ends_with_its_client() -> None:
         assert len(engine.seen) == 1 and not application.api.answering
 
     with hostile_server() as server:
-        asyncio.run(go(server.url, server.asked))
+        asyncio.run(go(server.url, server.requests))

@@ -58,7 +58,7 @@ def test_machine_of_another_size_is_rejected_with_the_reason(registry: NodeRegis
     node.close()
 
 
-def test_strangers_are_ignored(
+def test_unknown_peers_are_ignored(
     port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check also without encryption."""

@@ -217,7 +217,7 @@ def test_generation_prompt_and_continuation_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     "final", [{"role": "assistant"}, {"role": "assistant", "content": [{"type": "image"}]}]
 )
-def test_nothing_to_continue(final: dict[str, Any]) -> None:
+def test_continuation_needs_a_final_message(final: dict[str, Any]) -> None:
     """Catches a crash on a final message without text."""
     with pytest.raises(RequestError, match="continue_final_message"):
         render_chat(PARTS, [*TALK, final], continue_final_message=True)

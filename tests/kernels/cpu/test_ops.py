@@ -18,7 +18,7 @@ from quire.kernels.reference.activations import ACTIVATIONS, NUMBERS
 from quire.kernels.reference.ops import Reference
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there are no native kernels here")
-OURS, EXPECTED = CPUOps(), Reference()
+CPU_OPS, EXPECTED = CPUOps(), Reference()
 ROWS = st.integers(1, 40)
 SIZES = st.sampled_from([1, 3, 8, 21, 64, 576, 1543])
 TYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -66,12 +66,12 @@ def test_norms(case: Rows, threads: int) -> None:
     x, weight, bias = case.x, case.weight, case.bias
     residual, twin = case.residual.clone(), case.residual.clone()
     with on_threads(threads):
-        near(OURS.norm(x, weight, 1e-5), EXPECTED.norm(x, weight, 1e-5))
-        near(OURS.add_norm(x, residual, weight, 1e-5), EXPECTED.add_norm(x, twin, weight, 1e-5))
+        near(CPU_OPS.norm(x, weight, 1e-5), EXPECTED.norm(x, weight, 1e-5))
+        near(CPU_OPS.add_norm(x, residual, weight, 1e-5), EXPECTED.add_norm(x, twin, weight, 1e-5))
         if x.shape[1] > 3:  # a few numbers may all be nearly equal
             for of in (None, bias):
-                near(OURS.layer_norm(x, weight, of, 1e-5), EXPECTED.layer_norm(x, weight, of, 1e-5))
-                actual = OURS.add_layer_norm(x, residual, weight, of, 1e-5)
+                near(CPU_OPS.layer_norm(x, weight, of, 1e-5), EXPECTED.layer_norm(x, weight, of, 1e-5))
+                actual = CPU_OPS.add_layer_norm(x, residual, weight, of, 1e-5)
                 near(actual, EXPECTED.add_layer_norm(x, twin, weight, of, 1e-5))
     assert torch.equal(residual, twin)
 
@@ -85,7 +85,7 @@ def test_parts_of_rows_are_normed_in_place(case: Rows, threads: int, extra: int)
     x = torch.cat((case.x, case.x * 0.1, case.x[:, :extra]), 1)
     twin, weights = x.clone(), (case.weight, case.bias)
     with on_threads(threads):
-        actual = OURS.norm_parts(x, weights, 1e-5)
+        actual = CPU_OPS.norm_parts(x, weights, 1e-5)
     near(actual, EXPECTED.norm_parts(twin, weights, 1e-5))
     assert actual.data_ptr() == x.data_ptr()
 
@@ -108,10 +108,10 @@ def test_activations(case: Rows, threads: int, activation: str) -> None:
     gate, up = gate_up.double().abs().chunk(2, 1)
     with on_threads(threads):
         expected = EXPECTED.gated(gate_up.double(), activation)
-        near_exact(OURS.gated(gate_up, activation), expected, gate * (up + 1))
+        near_exact(CPU_OPS.gated(gate_up, activation), expected, gate * (up + 1))
         if activation in ACTIVATIONS:
             expected = EXPECTED.activate(case.x.double(), activation)
-            near_exact(OURS.activate(case.x, activation), expected, case.x.double().abs())
+            near_exact(CPU_OPS.activate(case.x, activation), expected, case.x.double().abs())
 
 
 @given(case=some_rows(), threads=THREADS)
@@ -131,7 +131,7 @@ def test_changes_in_place(case: Rows, threads: int) -> None:
     for change in changes:
         around, twin = (torch.cat((case.x, y), 1) for _ in range(2))
         with on_threads(threads):
-            change(OURS, around[:, : y.shape[1]])
+            change(CPU_OPS, around[:, : y.shape[1]])
         change(EXPECTED, twin[:, : y.shape[1]])
         near(around, twin)
 
@@ -171,8 +171,8 @@ def test_soft_caps_and_gates_at_extreme_values() -> None:
     """Check that no exponential overflows and NaN stays NaN."""
     ends = torch.tensor([ENDS])
     capped = [30 * math.tanh(x / 30) for x in ENDS]
-    near(OURS.softcap(ends.clone(), 30.0), torch.tensor([capped]))
-    near(OURS.weigh(torch.ones_like(ends), ends), torch.tensor([[sigmoid(x) for x in ENDS]]))
+    near(CPU_OPS.softcap(ends.clone(), 30.0), torch.tensor([capped]))
+    near(CPU_OPS.weigh(torch.ones_like(ends), ends), torch.tensor([[sigmoid(x) for x in ENDS]]))
 
 
 @pytest.mark.parametrize("activation", [*NUMBERS, "silu<7"])
@@ -180,7 +180,7 @@ def test_activations_at_extreme_values(activation: str) -> None:
     """Check that no exponential overflows and limits are not NaN."""
     gate = torch.tensor([ENDS])
     gate_up = torch.cat((gate, torch.ones_like(gate)), 1)
-    near(OURS.gated(gate_up, activation), torch.tensor([[exact(activation, x) for x in ENDS]]))
+    near(CPU_OPS.gated(gate_up, activation), torch.tensor([[exact(activation, x) for x in ENDS]]))
 
 
 @pytest.mark.parametrize("activation", [*NUMBERS, "silu<7"])
@@ -197,7 +197,7 @@ def test_torch_activations_at_finite_extreme_values(activation: str) -> None:
 def test_embed(rows: int, size: int, dtype: torch.dtype, threads: int) -> None:
     table, ids = torch.randn(50, size).to(dtype), torch.randint(50, (rows,))
     with on_threads(threads):
-        assert torch.equal(OURS.embed(ids, table), EXPECTED.embed(ids, table))
+        assert torch.equal(CPU_OPS.embed(ids, table), EXPECTED.embed(ids, table))
 
 
 class Heads:
@@ -251,7 +251,7 @@ def some_heads(draw: st.DrawFn) -> Heads:
 def test_rotate_and_write(case: Heads, threads: int) -> None:
     """Check for wrong slots, written padding, wrong RoPE halves, lost dimensions and wrongly normed heads."""
     with on_threads(threads):
-        actual = case.run(OURS, slice(None))
+        actual = case.run(CPU_OPS, slice(None))
     for result, expected in zip(actual, case.run(EXPECTED, slice(None)), strict=True):
         torch.testing.assert_close(
             result, expected, atol=(loose := 1e-5 if result.dtype == torch.float32 else 0.05), rtol=loose
@@ -263,23 +263,23 @@ def test_rotate_and_write(case: Heads, threads: int) -> None:
 def test_row_has_the_same_bits_in_any_batch(case: Heads, threads: int, size: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(9, 2 * size).to(dtype), torch.randn(2 * size).to(dtype)
     operations: list[Callable[[Tensor], Tensor]] = [
-        lambda x: OURS.norm(x, weight, 1e-5),
-        lambda x: OURS.add_norm(x, x.clone(), weight, 1e-5),
-        lambda x: OURS.layer_norm(x, weight, weight, 1e-5),
-        lambda x: OURS.gated(x, "silu"),
-        lambda x: OURS.activate(x, "gelu"),
+        lambda x: CPU_OPS.norm(x, weight, 1e-5),
+        lambda x: CPU_OPS.add_norm(x, x.clone(), weight, 1e-5),
+        lambda x: CPU_OPS.layer_norm(x, weight, weight, 1e-5),
+        lambda x: CPU_OPS.gated(x, "silu"),
+        lambda x: CPU_OPS.activate(x, "gelu"),
     ]
     together = [operation(x) for operation in operations]
-    queries = case.run(OURS, slice(None))[0]
+    queries = case.run(CPU_OPS, slice(None))[0]
     with on_threads(threads):
         for operation, expected in zip(operations, together, strict=True):
             assert torch.equal(operation(x[7:8])[0], expected[7])
-        assert torch.equal(case.run(OURS, slice(0, 1))[0][0], queries[0])
+        assert torch.equal(case.run(CPU_OPS, slice(0, 1))[0][0], queries[0])
 
 
 def test_8_bit_cache_uses_torch() -> None:
     case = Heads(5, (4, 2), (16, 16), (torch.float32, torch.float8_e4m3fn), None, 0)
-    for actual, expected in zip(case.run(OURS, slice(None)), case.run(EXPECTED, slice(None)), strict=True):
+    for actual, expected in zip(case.run(CPU_OPS, slice(None)), case.run(EXPECTED, slice(None)), strict=True):
         assert torch.equal(actual.float(), expected.float())
 
 
@@ -332,10 +332,10 @@ def test_lora(
     """Check for another slot or part, and for rows that depend on the batch."""
     case = Adapters(rows, size, rank, parts, dtype)
     with on_threads(threads):
-        actual = case.add(OURS)
-        alone = torch.cat([case.add(OURS, slice(row, row + 1)) for row in range(rows)])
+        actual = case.add(CPU_OPS)
+        alone = torch.cat([case.add(CPU_OPS, slice(row, row + 1)) for row in range(rows)])
     near(actual, case.add(EXPECTED))
-    assert torch.equal(actual, alone) and torch.equal(actual, case.add_by_halves(OURS))
+    assert torch.equal(actual, alone) and torch.equal(actual, case.add_by_halves(CPU_OPS))
     ids, table = torch.randint(0, 9, (rows,)), torch.randn(3, 9, rank).to(dtype)
     arguments = ids, table, case.b, case.tokens
-    near(OURS.lora_rows(case.out.clone(), *arguments), EXPECTED.lora_rows(case.out.clone(), *arguments))
+    near(CPU_OPS.lora_rows(case.out.clone(), *arguments), EXPECTED.lora_rows(case.out.clone(), *arguments))

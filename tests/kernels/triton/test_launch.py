@@ -27,7 +27,7 @@ class Kernel:
         return lambda *args, **options: self.launched.append((grid, *args, *options.values()))
 
 
-def test_a_launch() -> None:
+def test_launch_passes_grid_and_arguments() -> None:
     kernel = Kernel()
     launch(kernel, 2, 3)(7, WIDTH=1)
     assert kernel.launched == [((2, 3), 7, 1)]

@@ -50,7 +50,7 @@ def test_routes_exist_in_developer_mode_only(method: str, path: str) -> None:
 
 def test_sleep_and_wake_up_reach_the_engine() -> None:
     engine = FakeEngine()
-    calls = engine.operation.asked
+    calls = engine.operation.calls
     for path in ("/sleep", "/sleep?level=2&mode=keep", "/wake_up", "/wake_up?tags=weights&tags=kv_cache"):
         reply = ask("POST", path, engine)
         assert reply.status_code == 200 and reply.content == b""
@@ -77,7 +77,7 @@ def test_pause_and_resume_reach_the_engine() -> None:
     assert ask("GET", "/is_paused", engine).json() == {"is_paused": True}
     assert ask("POST", "/pause?mode=wait&clear_cache=false", engine).json() == {"status": "paused"}
     assert ask("POST", "/resume", engine).json() == {"status": "resumed"}
-    assert engine.operation.asked == [("pause", "abort", True), ("pause", "wait", False), ("resume",)]
+    assert engine.operation.calls == [("pause", "abort", True), ("pause", "wait", False), ("resume",)]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_pause_and_resume_reach_the_engine() -> None:
 def test_invalid_queries_are_refused(path: str) -> None:
     engine = FakeEngine()
     refused(ask("POST", path, engine))
-    assert not engine.operation.asked
+    assert not engine.operation.calls
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,14 @@ def test_invalid_bodies_are_refused(body: Any) -> None:
     engine = FakeEngine()
     refused(ask("POST", "/collective_rpc", engine, json=body))
     refused(ask("POST", "/abort_requests", engine, json=body))
-    assert not engine.operation.asked
+    assert not engine.operation.calls
 
 
 def test_collective_rpc_returns_results() -> None:
     engine = FakeEngine()
     body = {"method": "f", "args": [1, "a"], "kwargs": {"b": None}, "timeout": 2.5}
     assert ask("POST", "/collective_rpc", engine, json=body).json() == {"results": [7, "x"]}
-    assert engine.operation.asked == [("collective_rpc", "f", 2.5, [1, "a"], {"b": None})]
+    assert engine.operation.calls == [("collective_rpc", "f", 2.5, [1, "a"], {"b": None})]
     engine.operation.results = [object()]
     assert "is not JSON" in refused(ask("POST", "/collective_rpc", engine, json={"method": "f"}))["message"]
 
@@ -158,11 +158,11 @@ def test_profile_routes_need_a_profiler_config() -> None:
     engine.operation.settings["observability"] = {"profiler_config": {"profiler": "torch"}}
     assert ask("POST", "/start_profile", engine).status_code == 200
     assert ask("POST", "/stop_profile", engine).status_code == 200
-    assert engine.operation.asked == [("profile", True), ("profile", False)]
+    assert engine.operation.calls == [("profile", True), ("profile", False)]
 
 
 def test_encoder_and_media_caches_are_reset() -> None:
     engine = FakeEngine()
     assert ask("POST", "/reset_encoder_cache", engine).json() == {"success": False}
     assert ask("POST", "/reset_mm_cache", engine).json() == {"success": True}
-    assert engine.operation.asked == [("reset_encoder_cache",), ("reset_mm_cache",)]
+    assert engine.operation.calls == [("reset_encoder_cache",), ("reset_mm_cache",)]

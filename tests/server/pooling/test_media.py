@@ -193,4 +193,4 @@ def test_media_fetch_ends_when_the_client_disconnects() -> None:
         assert not engine.pooled and not application.api.answering
 
     with hostile_server() as server:
-        asyncio.run(go(server.url, server.asked))
+        asyncio.run(go(server.url, server.requests))

@@ -198,22 +198,22 @@ def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -
     num_turns, seen = 0, list[int]()
     begin, whole = batch.prepare_chat, batch.ChatEncoder.whole
 
-    async def turning() -> None:
+    async def count_turns() -> None:
         nonlocal num_turns
         while True:
             num_turns += 1
             await asyncio.sleep(0)
 
-    async def beginning(*args: Any) -> Any:
+    async def prepare(*args: Any) -> Any:
         seen.append(num_turns)
         return await begin(*args)
 
-    def telling(*args: Any) -> Any:
+    def encode_whole(*args: Any) -> Any:
         seen.append(num_turns)
         return whole(*args)
 
     async def go() -> None:
-        others = asyncio.create_task(turning())
+        others = asyncio.create_task(count_turns())
         await asyncio.sleep(0)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             answered = await client.post(f"{CHAT}/batch", json={"messages": [MESSAGES] * 3})
@@ -221,8 +221,8 @@ def test_batch_of_chats_yields_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -
         assert answered.status_code == 200
 
     monkeypatch.setattr(streams, "PIECE_S", 0.0)
-    monkeypatch.setattr(batch, "prepare_chat", beginning)
-    monkeypatch.setattr(batch.ChatEncoder, "whole", telling)
+    monkeypatch.setattr(batch, "prepare_chat", prepare)
+    monkeypatch.setattr(batch.ChatEncoder, "whole", encode_whole)
     transport = httpx.ASGITransport(Application(FakeEngine(), make_settings({})).asgi)
     asyncio.run(go())
     assert len(seen) == len(set(seen)) == 6
