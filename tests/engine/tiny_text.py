@@ -37,7 +37,7 @@ GENERATION = {"eos_token_id": [EOS, IM_END], "temperature": 0.7, "top_k": 20, "m
 class TextModel:
     path: Path
     hf: Any
-    """Return the same weights in transformers."""
+    """transformers model with the same weights."""
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> Tensor:
