@@ -198,7 +198,7 @@ class Checks:
     def __init__(self, folder: Path, machine: Machine) -> None:
         self.folder, self.machine = folder, machine
         self.warnings: list[str] = []
-        """Return the warnings of the last configuration."""
+        """Warnings of the last configuration."""
         self.draft = self._write(DENSE)
         self.gguf = folder / "tiny.gguf"
         _write_gguf(self.gguf)
