@@ -34,5 +34,5 @@ def test_every_route_is_described(route: APIRoute) -> None:
     errors = [reply for code, reply in answers.items() if code >= 400]
     models = {reply["model"].__name__ for reply in errors if "model" in reply}
     schemas = [reply["content"]["application/json"]["schema"] for reply in errors if "model" not in reply]
-    assert len(models) == bool(errors), "one says how errors look"
+    assert len(models) == bool(errors), "all errors of a route have one model"
     assert all(schema == {"$ref": f"#/components/schemas/{name}"} for schema in schemas for name in models)

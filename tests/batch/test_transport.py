@@ -30,7 +30,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     hang_up = asyncio.create_task(receive())
     for _ in range(20):
         await asyncio.sleep(0)
-    assert not hang_up.done(), "the client seemed to hang up"
+    assert not hang_up.done(), "the client seemed to disconnect"
     hang_up.cancel()
     headers = {name.decode(): value.decode() for name, value in scope["headers"]}
     echo = {

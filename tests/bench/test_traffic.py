@@ -52,7 +52,7 @@ def test_successful_request() -> None:
         done: list[Record] = []
         (record,) = driven(server, ["hi"], on_done=done.append)
     assert done == [record] and record.error == ""
-    assert (record.prompt_len, record.output_len) == (7, 5), "the server counts, where it does"
+    assert (record.prompt_len, record.output_len) == (7, 5), "the server's count is used if there is one"
     assert "".join(record.pieces) == "t0 t1 t2 t3 t4 "
     assert record.start < record.arrivals[0] <= record.arrivals[-1] <= record.end
     assert len(record.itls) == 4 and sum(record.itls) == pytest.approx(record.latency - record.ttft)

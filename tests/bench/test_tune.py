@@ -52,7 +52,9 @@ def test_best_configuration_within_the_limits_is_recommended(
     )
     assert "<svg" in (tmp_path / "p.svg").read_text() and len(measured) == 6
     assert main(flags(tmp_path, "--ttft", "100ms", "--itl", "20ms", "--serve-args", "--dtype float32")) == 0
-    assert "=512 " in capsys.readouterr().out and len(measured) == 6, "what is known was measured again"
+    assert "=512 " in capsys.readouterr().out and len(measured) == 6, (
+        "a known configuration was measured again"
+    )
 
 
 def test_tuning_continues_after_a_failed_run(measured: list[Any], tmp_path: Path) -> None:

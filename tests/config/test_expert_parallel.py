@@ -94,6 +94,8 @@ def test_lockstep_engines_have_a_sync_address() -> None:
         "tcp://127.0.0.1:502",
     )
     free = settle(enable_expert_parallel=True, data_parallel_size=2)
-    assert free.data_parallel_rpc_port != one.data_parallel_rpc_port, "two engines on one machine would meet"
+    assert free.data_parallel_rpc_port != one.data_parallel_rpc_port, (
+        "two engines on one machine would share a port"
+    )
     eplb = Eplb.of(settle(eplb_config={"window_size": 7}))
     assert (eplb.window_size, eplb.step_interval) == (7, 3000)

@@ -253,4 +253,4 @@ def test_expert_parallel_engines_match_each_engine_alone(case: str, tmp_path: Pa
                 4, 2, "linear", CASES[case]["eplb_config"].get("num_redundant_experts", 0)
             )
             assert any(layer.places.placement != first for layer in layers), "no expert moved"
-    assert any(not step.request_ids for engine in engines for step in engine.steps), "nobody rested"
+    assert any(not step.request_ids for engine in engines for step in engine.steps), "no engine was idle"

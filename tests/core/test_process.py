@@ -298,7 +298,7 @@ def test_many_arriving_requests_do_not_delay_steps(make_bench: Callable[..., Ben
     num_tokens = len(client.tokens["first"])
     bench.turn_until(lambda: len(client.tokens["first"]) > num_tokens + 5, client)
     outside = bench.server.clients._socket
-    assert outside.poll(60_000), "some still wait outside"
+    assert outside.poll(60_000), "some requests are not read yet"
     bench.turn_until(lambda: not (bench.engine.core.has_work or outside.poll(0)), client)
     assert client.tokens["first"] == continuation(prompt(1), 50)
 
@@ -331,13 +331,13 @@ def test_client_that_reads_nothing_is_dropped_and_notified_later(
             clients.flush()
     assert most / 2 < fullest <= most
     assert good.tokens == {"good": continuation(prompt(5), 1000)}
-    assert not bench.engine.core.has_work, "what nobody takes is not computed"
+    assert not bench.engine.core.has_work, "outputs without a reader are not computed"
     assert "An API process does not read" in caplog.text
     bench.turn_until(lambda: len(deaf.reasons) == 40, deaf)
     assert set(deaf.reasons.values()) == {"error"}
     for number in range(40):
         output = deaf.tokens[f"deaf-{number}"]
-        assert output == continuation(prompt(number), len(output)), "what came before is in order"
+        assert output == continuation(prompt(number), len(output)), "earlier outputs are in order"
     deaf.send(Add([make_request("again", prompt(9), 5)]))
     bench.turn_until(lambda: "again" in deaf.reasons, deaf)
     assert deaf.tokens["again"] == continuation(prompt(9), 5)

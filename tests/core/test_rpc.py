@@ -179,7 +179,7 @@ def test_kept_requests_restart_after_sleep(core: RpcCore, level: int) -> None:
     core.answer("pause", mode="keep")
     assert not core.answer("sleep", level=level).error
     assert core.calls == [("sleep", level)] and core.answer("sleep_level").value == level
-    assert core.answer("resume").is_request, "it sleeps"
+    assert core.answer("resume").is_request, "the engine sleeps"
     worker = core.engine.worker
     worker.cache = [None] * len(worker.cache)
     core.add("dddd")
@@ -232,7 +232,7 @@ def test_sleep_can_be_retried_after_failure() -> None:
     asyncio.run(operation.sleep(2))
     assert [core.calls for core in cores] == [[("sleep", 2)], [("sleep", 2), ("sleep", 2)]]
     asyncio.run(operation.sleep(2))
-    assert len(cores[1].calls) == 2, "it sleeps already"
+    assert len(cores[1].calls) == 2, "the engine sleeps already"
     wake_up(*cores)
     assert all(core.core.gate.is_open and not core.core.gate.is_unsure for core in cores)
 
@@ -257,7 +257,7 @@ def test_failed_wake_up_of_one_engine_leaves_all_asleep(method: str) -> None:
     with pytest.raises(EngineError, match="no memory"):
         wake_up(*cores)
     assert (("warm_up",) in cores[0].calls) == (method == "warm_up")
-    assert cores[1].answer("resume").is_request, "it sleeps"
+    assert cores[1].answer("resume").is_request, "the engine sleeps"
     assert all(core.core.gate.is_shut and core.answer("sleep_level").value == 1 for core in cores)
     for core in cores:
         core.calls.clear()

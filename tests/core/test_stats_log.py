@@ -86,7 +86,7 @@ def test_run_ends_with_its_own_rates_and_a_line(clock: Clock, lines: list[str]) 
     clock.now += 2.0
     log.end_run(StepStats())
     assert rates(log) == (10.0, 5.0)
-    assert len(lines) == 1, "one was said two seconds before"
+    assert len(lines) == 1, "one line was logged two seconds before"
     clock.now += INTERVAL_S
     log.begin_run()
     log.add(StepStats(num_prompt_tokens=8, num_sampled_tokens=2))

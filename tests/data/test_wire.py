@@ -27,7 +27,7 @@ def test_samples_of_one_prompt_round_trip(fields: dict[str, object]) -> None:
     arrived = message.all()
     assert [(item.id, item.seed) for item in arrived] == [("0_a", 5), ("1_a", 6), ("2_a", 7)]
     assert all(item.tokens is arrived[0].tokens for item in arrived), "stored once"
-    assert len({id(item.block_keys) for item in arrived}) == 3, "but each has its own notes"
+    assert len({id(item.block_keys) for item in arrived}) == 3, "but each has its own block keys"
     wanted = [item.params.prompt_logprobs for item in arrived]
     assert wanted == ([1, None, None] if fields else [None] * 3)
     assert {item.limit for item in arrived} == {arrived[0].limit}

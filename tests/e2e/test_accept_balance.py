@@ -30,7 +30,7 @@ def connect(server: ServeProcess) -> socket.socket:
 
 
 def check_even(server: ServeProcess, expected: int) -> None:
-    eventually("all are accepted", lambda: open_by_process(server).total() == expected)
+    eventually("all connections are accepted", lambda: open_by_process(server).total() == expected)
     result = open_by_process(server)
     assert len(result) == NUM_API and max(result.values()) <= 1.3 * min(result.values()), result
 
@@ -43,7 +43,7 @@ def test_connections_are_spread_evenly(start: Start) -> None:
     server.until_healthy(num_api=NUM_API)
     server.client.close()
     for count in (64, 256, 1024):
-        eventually("nobody is connected", lambda: open_by_process(server).total() == 0)
+        eventually("no client is connected", lambda: open_by_process(server).total() == 0)
         clients = [connect(server) for _ in range(count)]
         for client in clients:
             client.sendall(ASK)
@@ -68,7 +68,7 @@ def test_connections_are_spread_evenly(start: Start) -> None:
 def test_unix_socket_is_shared(start: Start, tmp_path_factory: pytest.TempPathFactory, num_api: int) -> None:
     path = tmp_path_factory.mktemp("u") / "s"
     server = start("--uds", str(path), "--api-server-count", "2")
-    eventually("both serve", lambda: server.text().count("Started server process") == 2)
+    eventually("both processes serve", lambda: server.text().count("Started server process") == 2)
     for _ in range(4):
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(PATIENCE_S)

@@ -24,7 +24,7 @@ def server(
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         started = ServeProcess(str(tiny.path), *SHARED_FLAGS, *FLAGS, log=log, preloaded=preloaded)
     with started:
-        eventually("it is up", lambda: started.health() == 200, STARTING_S)
+        eventually("the server is up", lambda: started.health() == 200, STARTING_S)
         started.until_healthy(num_api=2)
         yield started
         started.end_cleanly()
@@ -40,7 +40,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def check_idle_after_test(server: ServeProcess) -> Iterator[None]:
     yield
     assert server.health() == 200
-    eventually("nothing is left", lambda: at_rest(server))
+    eventually("no request is left", lambda: at_rest(server))
 
 
 def at_rest(server: ServeProcess) -> bool:
@@ -68,7 +68,7 @@ def submit_waiting(server: ServeProcess, pool: ThreadPoolExecutor, **body: Any) 
     """Submit a request that stays in the queue."""
     before = server.metrics()["num_requests_waiting"]
     future = pool.submit(server.complete, **body)
-    eventually("it waits", lambda: server.metrics()["num_requests_waiting"] > before)
+    eventually("the request waits", lambda: server.metrics()["num_requests_waiting"] > before)
     assert not future.done()
     return future
 
@@ -85,7 +85,7 @@ def test_sleep_under_traffic_keeps_the_answers(
         post(server, f"/sleep?level={level}&mode=keep")
         assert everywhere(server, "/is_sleeping", {"is_sleeping": True})
         state = ("weights_offloaded", "discard_all")[level - 1]
-        eventually("it is shown", lambda: is_in(server, state))
+        eventually("the first token is streamed", lambda: is_in(server, state))
         post(server, f"/sleep?level={level}")  # a second call changes nothing: kept requests stay
         late = submit_waiting(server, pool, max_tokens=600)
         assert server.health() == 200

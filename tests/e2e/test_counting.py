@@ -165,7 +165,7 @@ def test_stop_string_counts_only_returned_tokens(counted: ServeProcess) -> None:
     free = ask(counted, prompt=[5, 6, 7], max_tokens=30)["choices"][0]["text"]  # type: ignore[index]
     before = scrape(counted)
     reply = ask(counted, prompt=[5, 6, 7], max_tokens=2000, stop=[free[8:11]])
-    eventually("the engine rests", lambda: counted.metrics()["num_requests_running"] == 0)
+    eventually("the engine is idle", lambda: counted.metrics()["num_requests_running"] == 0)
     changes = grown(before, scrape(counted))
     assert changes["request_success_total:stop"] == 1
     assert changes["generation_tokens_total"] == reply["usage"]["completion_tokens"]  # type: ignore[index]
@@ -183,10 +183,10 @@ def test_disconnect_is_counted_as_abort(counted: ServeProcess) -> None:
     before = scrape(counted)
     with counted.streaming(max_tokens=4000) as stream:
         next(stream)
-        eventually("it runs", lambda: counted.metrics()["num_requests_running"] == 1)
+        eventually("the request runs", lambda: counted.metrics()["num_requests_running"] == 1)
     gone = "request_success_total:abort"
-    eventually("it is counted", lambda: counted.metrics()[gone] > before[gone])
-    eventually("none runs", lambda: counted.metrics()["num_requests_running"] == 0)
+    eventually("the abort is counted", lambda: counted.metrics()[gone] > before[gone])
+    eventually("no request runs", lambda: counted.metrics()["num_requests_running"] == 0)
     changes = grown(before, scrape(counted))
     assert changes["request_success_total:abort"] == changes["request_prompt_tokens_count"] == 1
     assert scrape(counted)["kv_cache_usage_perc"] == 0

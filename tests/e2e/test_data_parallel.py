@@ -86,7 +86,7 @@ def test_two_cores_answer_like_one_and_have_separate_metrics(
     assert by_engine(pair, "cache_config_info") == {"0": 1, "1": 1}
     refused = ask(pair, rank=2)
     assert refused.status_code == 400 and "ranks 0 to 1" in refused.json()["error"]["message"]
-    eventually("the log names both", lambda: len(cores(pair)) == 2)
+    eventually("the log names both cores", lambda: len(cores(pair)) == 2)
 
 
 def test_equal_prefixes_are_routed_to_one_cache(pair: ServeProcess) -> None:
@@ -105,8 +105,8 @@ def test_equal_prefixes_are_routed_to_one_cache(pair: ServeProcess) -> None:
 def test_lost_core_under_load(pair: ServeProcess, how: int) -> None:
     """Catches requests that hang, a server that is down with one core, a core that does not restart, and
     counters that keep the values of the dead core."""
-    eventually("it is at rest", lambda: at_rest(pair))
-    eventually("both have logged", lambda: len(cores(pair)) == 2)
+    eventually("the server is idle", lambda: at_rest(pair))
+    eventually("both cores have logged", lambda: len(cores(pair)) == 2)
     victim = cores(pair)[1]
     expected = ask(pair, max_tokens=LENGTH).json()["choices"][0]["text"]
     with ThreadPoolExecutor(12) as pool, pair.streaming(max_tokens=LENGTH) as stream:
@@ -124,7 +124,7 @@ def test_lost_core_under_load(pair: ServeProcess, how: int) -> None:
         later = [pool.submit(ask, pair, max_tokens=5, rank=0) for _ in range(3)]
         assert all(item.result().status_code == 200 for item in later)
         if how == signal.SIGSTOP:
-            eventually("a core that stands still is told of", lambda: pair.health() == 503)
+            eventually("a hung core is reported", lambda: pair.health() == 503)
             assert ask(pair, max_tokens=5).status_code == 200
             os.kill(victim, signal.SIGCONT)
         replies = [item.result() for item in running]
@@ -132,7 +132,7 @@ def test_lost_core_under_load(pair: ServeProcess, how: int) -> None:
     assert {reply.status_code for reply in replies} == {200}
     assert {reply.json()["choices"][0]["text"] for reply in replies} == {expected}
     assert stream_events[-1] == "[DONE]" and joined(stream_events) == expected
-    eventually("it is well and at rest", lambda: at_rest(pair))
+    eventually("the server is healthy and idle", lambda: at_rest(pair))
     assert ask(pair, max_tokens=3, rank=1).status_code == 200
     assert (cores(pair)[1] != victim) == (how == signal.SIGKILL)
     assert len(pair.with_role("EngineCore")) == len(pair.with_role("APIServer")) == 2
@@ -157,7 +157,7 @@ def clients_of(pid: int, port: int) -> set[int]:
 
 def test_lost_api_process_under_load(pair: ServeProcess) -> None:
     """Catches cores that keep computing for a client that is gone."""
-    eventually("it is at rest", lambda: at_rest(pair))
+    eventually("the server is idle", lambda: at_rest(pair))
     processes = pair.with_role("APIServer")
     dead = processes[0]
     earlier = {pid: clients_of(pid, pair.port) for pid in processes}
@@ -169,9 +169,9 @@ def test_lost_api_process_under_load(pair: ServeProcess) -> None:
             next(streams[-1])
         os.kill(dead, signal.SIGKILL)
         alive = [ends_with_done(stream) for stream in streams]
-    assert True in alive and False in alive, "only those of the other process live on"
-    eventually("it is back", lambda: len(set(pair.with_role("APIServer")) - {dead}) == 2)
-    eventually("it is well and at rest", lambda: at_rest(pair))
+    assert True in alive and False in alive, "only the streams of the other process continue"
+    eventually("the process is back", lambda: len(set(pair.with_role("APIServer")) - {dead}) == 2)
+    eventually("the server is healthy and idle", lambda: at_rest(pair))
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_head_and_headless_server(start: Start, tiny: TextModel) -> None:
     rpc = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
     two = ("--data-parallel-size", "2", "--data-parallel-size-local", "1", *rpc)
     node = start(*two, "--headless", "--data-parallel-start-rank", "1")
-    eventually("it has begun before the head", lambda: bool(node.text()))
+    eventually("the headless server starts before the head", lambda: bool(node.text()))
     head = start(*two, "--api-server-count", "1")
     wrong = start("--headless", "-dp", "4", "-dpl", "1", "-dpr", "3", *rpc)
     head.until_healthy()
@@ -191,14 +191,14 @@ def test_head_and_headless_server(start: Start, tiny: TextModel) -> None:
     assert "data-parallel rank 1 is taken by" in again.text()
     one = ask(head, rank=0, max_tokens=9).json()["choices"][0]["text"]
     assert ask(head, rank=1, max_tokens=9).json()["choices"][0]["text"] == one
-    eventually("its numbers are here", lambda: by_engine(head, "prompt_tokens_total")["1"] > 0)
+    eventually("its metrics are served", lambda: by_engine(head, "prompt_tokens_total")["1"] > 0)
     dead = node.core
     with head.streaming(max_tokens=8000) as stream:
         next(stream)
         os.kill(dead, signal.SIGKILL)
         replies = [ask(head, max_tokens=5) for _ in range(4)]
     assert [reply.status_code for reply in replies] == [200] * 4
-    eventually("it is back", lambda: ask(head, rank=1, max_tokens=3).status_code == 200)
+    eventually("the process is back", lambda: ask(head, rank=1, max_tokens=3).status_code == 200)
     head.process.send_signal(signal.SIGTERM)
     assert head.exit_code() == node.exit_code() == 0, node.text()
 
@@ -207,7 +207,7 @@ def test_impossible_layout_is_a_one_line_error(start: Start) -> None:
     taken = free_port()
     rpc = ("-dpp", str(taken))
     first = start("-dp", "2", "-dpl", "1", *rpc)
-    eventually("it listens", lambda: "APIServer" in first.text())
+    eventually("the server listens", lambda: "APIServer" in first.text())
     second = start("-dp", "2", "-dpl", "1", *rpc)
     assert second.exit_code() == 1
     last = second.text().strip().splitlines()[-1]

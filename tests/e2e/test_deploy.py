@@ -201,7 +201,7 @@ def test_every_dashboard_query_returns_data(start: Start, tmp_path: Path) -> Non
         return not missing
 
     try:
-        eventually("Prometheus is there", lambda: _is_up(api))
+        eventually("Prometheus is ready", lambda: _is_up(api))
         eventually(f"all have values: {missing}", ask)
         groups = api.get("/rules").json()["data"]["groups"]
         assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}

@@ -72,4 +72,4 @@ def test_hostile_prompt_embeds_are_refused_and_leave_nothing(server: ServeProces
         "/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]}
     )
     assert chat.status_code == 400, chat.text
-    eventually("nothing runs", lambda: server.metrics()["num_requests_running"] == 0)
+    eventually("no request runs", lambda: server.metrics()["num_requests_running"] == 0)

@@ -47,17 +47,19 @@ def test_stopped_engine_is_unhealthy_and_resumes(tough: ServeProcess) -> None:
         stream_events = [next(stream)]
         os.kill(core, signal.SIGSTOP)
         try:
-            eventually("it is unhealthy", lambda: tough.health() == 503)
+            eventually("the server is unhealthy", lambda: tough.health() == 503)
             # The other API process may lag behind and still accept a request.
-            eventually("both say so", lambda: all(tough.health() == 503 for _ in range(8)))
+            eventually("both processes report it", lambda: all(tough.health() == 503 for _ in range(8)))
             refused = tough.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         finally:
             os.kill(core, signal.SIGCONT)
         stream_events += stream
     assert refused.status_code == 503
     match = re.search(r"no progress for (\d+\.\d) s; the limit is 10 s", refused.json()["error"]["message"])
-    assert match is not None and float(match[1]) >= HEALTH_TIMEOUT_S, "a short pause is no reason"
-    eventually("it is healthy again", lambda: steady(tough))
+    assert match is not None and float(match[1]) >= HEALTH_TIMEOUT_S, (
+        "a short pause does not make it unhealthy"
+    )
+    eventually("the server is healthy again", lambda: steady(tough))
     assert stream_events[-1] == "[DONE]"
     assert (
         "".join(item["choices"][0]["text"] for item in stream_events[:-1] if isinstance(item, dict)) == whole
@@ -72,17 +74,17 @@ def test_killed_engine_restarts_and_its_streams_continue(tough: ServeProcess) ->
     with tough.streaming(max_tokens=1000) as stream:
         stream_events = [next(stream)]
         os.kill(dead, signal.SIGKILL)
-        eventually("it is unhealthy", lambda: tough.health() == 503)
+        eventually("the server is unhealthy", lambda: tough.health() == 503)
         stream_events += stream
     assert stream_events[-1] == "[DONE]" and joined(stream_events) == whole
-    eventually("it is healthy again", lambda: steady(tough))
+    eventually("the server is healthy again", lambda: steady(tough))
     assert tough.core != dead
     assert tough.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
     after = tough.metrics()
-    assert after["kv_cache_usage_perc"] == 0, "the numbers of the dead are not those of its successor"
+    assert after["kv_cache_usage_perc"] == 0, "the new engine's gauges start anew"
     assert after["request_resumed_total"] - before["request_resumed_total"] == 1
     assert after["request_success_total:error"] == before["request_success_total:error"]
-    assert after["generation_tokens_total"] > before["generation_tokens_total"], "counters never fall back"
+    assert after["generation_tokens_total"] > before["generation_tokens_total"], "counters never decrease"
     assert len(tough.with_role("APIServer")) == 2
 
 
@@ -91,12 +93,12 @@ def test_gauges_of_a_dead_engine_are_reset(tough: ServeProcess) -> None:
     core = tough.core
     with tough.streaming(max_tokens=8000) as stream:
         next(stream)
-        eventually("it runs", lambda: tough.metrics()["num_requests_running"] == 1)
+        eventually("the request runs", lambda: tough.metrics()["num_requests_running"] == 1)
         os.kill(core, signal.SIGKILL)
-        eventually("its numbers are gone", lambda: tough.metrics()["num_requests_running"] == 0)
+        eventually("its gauges are reset", lambda: tough.metrics()["num_requests_running"] == 0)
         assert tough.metrics()["kv_cache_usage_perc"] == 0
         eventually("the next core runs it", lambda: tough.metrics()["num_requests_running"] == 1)
-    eventually("it is healthy again and rests", lambda: steady(tough))
+    eventually("the server is healthy again and idle", lambda: steady(tough))
     assert tough.metrics()["kv_cache_usage_perc"] == 0
 
 
@@ -105,11 +107,11 @@ def test_killed_api_process_ends_only_its_own_requests(tough: ServeProcess) -> N
     pids = tough.with_role("APIServer")
     with tough.streaming(max_tokens=8000) as stream:
         next(stream)
-        eventually("it runs", lambda: tough.metrics()["num_requests_running"] == 1)
+        eventually("the request runs", lambda: tough.metrics()["num_requests_running"] == 1)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             eventually("the other still answers", lambda: tough.health() == 200)
-            eventually("it is started again", partial(runs_without, tough, pid))
+            eventually("the process is restarted", partial(runs_without, tough, pid))
         with pytest.raises(httpx.TransportError):
             list(stream)
     assert not set(pids) & set(tough.with_role("APIServer"))
@@ -129,7 +131,7 @@ def test_engine_that_cannot_restart_reports_the_reason_and_retries(
     server.until_healthy()
     weights.rename(aside)
     os.kill(server.core, signal.SIGKILL)
-    eventually("it says why", lambda: "the engine cannot start: " in server.text())
+    eventually("the log has the reason", lambda: "the engine cannot start: " in server.text())
     assert server.health() == 503
     aside.rename(weights)
     server.until_healthy()

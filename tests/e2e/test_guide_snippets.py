@@ -279,7 +279,7 @@ def check(server: ServeProcess, name: str) -> None:
         adapters = {"customer-support", "finance"} if name == "20_adapters.sh" else {"customer-support"}
         assert names == {DENSE[0], *adapters}
         answers = {completions(server, adapter)[0] for adapter in names}
-        assert len(answers) == len(names), "an adapter says what the model says"
+        assert len(answers) == len(names), "an adapter gives the output of the base model"
 
 
 def completions(server: ServeProcess, model: str | None = None) -> list[str]:

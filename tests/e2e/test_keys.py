@@ -69,8 +69,8 @@ def test_flood_of_one_key_does_not_delay_other_keys(keyed: ServeProcess) -> None
         with ThreadPoolExecutor(3) as pool:
             replies = list(pool.map(lambda _: post(keyed, "light", max_tokens=5), range(6)))
         assert [reply.json()["usage"]["completion_tokens"] for reply in replies] == [5] * 6
-        assert keyed.metrics()["num_requests_waiting"] > 0, "answered when the line was empty"
-    eventually("those who hung up are gone", lambda: running(keyed, "greedy") == 0)
+        assert keyed.metrics()["num_requests_waiting"] > 0, "answered when the queue was empty"
+    eventually("disconnected clients are gone", lambda: running(keyed, "greedy") == 0)
     eventually("and so are their rows", lambda: keyed.metrics()["num_requests_running"] == 0)
     seen = keyed.metrics()
     prompt = replies[0].json()["usage"]["prompt_tokens"]
@@ -85,12 +85,12 @@ def test_processes_share_the_concurrency_limit(keyed: ServeProcess) -> None:
     before = keyed.metrics()["quire:key_rejected_total:single:concurrency"]
     with ExitStack() as stack:
         open_stream(stack, keyed, "single", **ENDLESS)
-        eventually("it is there", lambda: running(keyed, "single") == 1)
+        eventually("the request runs", lambda: running(keyed, "single") == 1)
         replies = [post(keyed, "single", max_tokens=1) for _ in range(4)]
         assert [reply.status_code for reply in replies] == [429] * 4
         assert all(int(reply.headers["retry-after"]) >= 1 for reply in replies)
         assert replies[0].json()["error"]["type"] == "RateLimitError"
-    eventually("its place is free", lambda: running(keyed, "single") == 0)
+    eventually("its slot is free", lambda: running(keyed, "single") == 0)
     assert post(keyed, "single", max_tokens=1).status_code == 200
     assert keyed.metrics()["quire:key_rejected_total:single:concurrency"] == before + 4
 

@@ -48,13 +48,13 @@ def test_adapters_are_served_loaded_and_unloaded_in_all_processes(
     with server.streaming(model="late", max_tokens=600) as stream, ThreadPoolExecutor() as threads:
         stream_events = [next(stream)]
         gone = threads.submit(server.client.post, "/v1/unload_lora_adapter", json={"lora_name": "late"})
-        eventually("nobody gets it any more", lambda: fresh("late") == 404)
+        eventually("the adapter is no longer served", lambda: fresh("late") == 404)
         assert {fresh("late") for _ in range(6)} == {404}
         stream_events += stream
         assert gone.result(PATIENCE_S).status_code == 200
     assert stream_events[-1] == "[DONE]" and isinstance(last := stream_events[-2], dict)
     assert last["choices"][0]["finish_reason"] == "length"
-    eventually("nothing runs", lambda: server.metrics()["num_requests_running"] == 0)
+    eventually("no request runs", lambda: server.metrics()["num_requests_running"] == 0)
     server.end_cleanly()
 
 

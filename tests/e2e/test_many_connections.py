@@ -38,7 +38,7 @@ def test_64_streams_equal_their_solo_outputs(server: ServeProcess) -> None:
             return await asyncio.gather(*(streamed(client, prompt=item, max_tokens=20) for item in PROMPTS))
 
     result = asyncio.run(together())
-    assert len(set(alone)) > 32, "prompts that say the same prove nothing"
+    assert len(set(alone)) > 32, "prompts with equal outputs prove nothing"
     assert [joined(item) for item in result] == alone
     assert {item[-1] for item in result} == {"[DONE]"}
 
@@ -76,11 +76,11 @@ def test_100_disconnected_clients_leave_nothing_behind(server: ServeProcess) -> 
     started.wait()
     for client in clients:
         client.join(PATIENCE_S)
-    eventually("none runs", lambda: server.metrics()["num_requests_running"] == 0)
+    eventually("no request runs", lambda: server.metrics()["num_requests_running"] == 0)
     after = server.metrics()
     assert (after["num_requests_waiting"], after["kv_cache_usage_perc"]) == (0, 0)
     gone = "request_success_total:abort"
-    eventually("all are counted", lambda: server.metrics()[gone] - before[gone] == 100)
+    eventually("all aborts are counted", lambda: server.metrics()[gone] - before[gone] == 100)
     assert server.client.get("/load").json() == {"server_load": 0}
     eventually("no file stays open", lambda: psutil.Process(api).num_fds() <= num_files)
 
@@ -92,8 +92,8 @@ def test_disconnect_aborts_a_request_without_stream(server: ServeProcess) -> Non
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        eventually("it runs", lambda: server.metrics()["num_requests_running"] == 1)
+        eventually("the request runs", lambda: server.metrics()["num_requests_running"] == 1)
     gone = "request_success_total:abort"
-    eventually("it is counted", lambda: server.metrics()[gone] - before[gone] == 1)
-    eventually("none runs", lambda: server.metrics()["num_requests_running"] == 0)
+    eventually("the abort is counted", lambda: server.metrics()[gone] - before[gone] == 1)
+    eventually("no request runs", lambda: server.metrics()["num_requests_running"] == 0)
     assert server.metrics()["kv_cache_usage_perc"] == 0

@@ -45,7 +45,7 @@ def test_stopped_rank_is_unhealthy_and_resumes(pair: ServeProcess) -> None:
         stream_events = [next(stream)]
         os.kill(second, signal.SIGSTOP)
         try:
-            eventually("it is unhealthy", lambda: pair.health() == 503)
+            eventually("the server is unhealthy", lambda: pair.health() == 503)
             refused = pair.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
             assert "no progress" in refused.json()["error"]["message"]
         finally:
@@ -54,7 +54,7 @@ def test_stopped_rank_is_unhealthy_and_resumes(pair: ServeProcess) -> None:
     assert (
         "".join(item["choices"][0]["text"] for item in stream_events[:-1] if isinstance(item, dict)) == whole
     )
-    eventually("it is healthy again", lambda: at_rest(pair))
+    eventually("the server is healthy again", lambda: at_rest(pair))
 
 
 @pytest.mark.parametrize("victim", ["rank", "core"])
@@ -65,10 +65,10 @@ def test_killed_process_ends_the_engine_and_it_restarts(pair: ServeProcess, vict
     with pair.streaming(max_tokens=150) as stream:
         stream_events = [next(stream)]
         os.kill(before[1] if victim == "rank" else core, signal.SIGKILL)
-        eventually("all of them end", lambda: not {core, *before} & {*psutil.pids()})
+        eventually("all ranks end", lambda: not {core, *before} & {*psutil.pids()})
         stream_events += stream
     assert stream_events[-1] == "[DONE]" and joined(stream_events) == whole
-    eventually("it is back", lambda: at_rest(pair))
+    eventually("the engine is back", lambda: at_rest(pair))
     assert pair.core != core and not set(ranks(pair)) & set(before)
     assert pair.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
     if victim == "rank":

@@ -121,11 +121,13 @@ def test_streams_of_all_kinds_resume_in_the_restarted_core(single: ServeProcess,
     with ThreadPoolExecutor(len(kinds)) as pool:
         os.kill(dead, signal.SIGSTOP)  # all streams start together: none ends before another has started
         answers = pool.map(disturbed, kinds)
-        eventually("all wait", lambda: single.client.get("/load").json()["server_load"] == len(kinds))
+        eventually(
+            "all requests wait", lambda: single.client.get("/load").json()["server_load"] == len(kinds)
+        )
         os.kill(dead, signal.SIGCONT)
         ready.wait(PATIENCE_S)
         os.kill(dead, signal.SIGKILL)
-        eventually("it is unhealthy", lambda: single.health() == 503)
+        eventually("the server is unhealthy", lambda: single.health() == 503)
         refused = single.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         result = dict(zip(kinds, answers, strict=True))
         expected = dict(zip(kinds, pool.map(undisturbed, kinds), strict=True))
@@ -148,9 +150,9 @@ def test_disconnect_during_the_pause_leaves_nothing(single: ServeProcess) -> Non
     with single.streaming(max_tokens=8000) as chunks:
         next(chunks)
         os.kill(single.core, signal.SIGKILL)
-        eventually("it is unhealthy", lambda: single.health() == 503)
-        eventually("its numbers are gone", lambda: single.metrics()["num_requests_running"] == 0)
-    eventually("it is healthy again", lambda: single.health() == 200)
+        eventually("the server is unhealthy", lambda: single.health() == 503)
+        eventually("its gauges are reset", lambda: single.metrics()["num_requests_running"] == 0)
+    eventually("the server is healthy again", lambda: single.health() == 200)
     eventually("the request was aborted", lambda: single.metrics()["request_success_total:abort"] == 1)
     after = single.metrics()
     assert after["num_requests_running"] == after["kv_cache_usage_perc"] == 0
@@ -164,7 +166,7 @@ def test_sigterm_during_the_pause_lets_answers_finish(start: Start) -> None:
     with server.streaming(max_tokens=LENGTH) as chunks:
         stream_events = [next(chunks)]
         os.kill(server.core, signal.SIGKILL)
-        eventually("it is unhealthy", lambda: server.health() == 503)
+        eventually("the server is unhealthy", lambda: server.health() == 503)
         server.process.send_signal(signal.SIGTERM)
         stream_events += chunks
     assert (
@@ -200,7 +202,7 @@ def test_resumption_can_be_disabled(start: Start) -> None:
     expected = server.complete(max_tokens=LENGTH)["choices"][0]["text"]
     with ThreadPoolExecutor(1) as pool, server.streaming(max_tokens=8000) as chunks:
         hidden = pool.submit(server.complete, max_tokens=LENGTH)
-        eventually("both run", lambda: server.metrics()["num_requests_running"] == 2)
+        eventually("both requests run", lambda: server.metrics()["num_requests_running"] == 2)
         next(chunks)
         os.kill(server.core, signal.SIGKILL)
         results = list(chunks)
@@ -245,13 +247,13 @@ def test_twenty_core_failures_under_sixteen_streams(
             streams = [pool.submit(repeat, kind) for _, kind in zip(range(NUM_STREAMS), cycle(kinds))]
             for number in range(NUM_DEATHS):
                 eventually("all cores work", lambda: len(server.with_role("EngineCore")) == num_cores)
-                eventually("it is healthy", lambda: server.health() == 200)
+                eventually("the server is healthy", lambda: server.health() == 200)
                 time.sleep(random.uniform(0.5, 3.0))
                 assert not any(item.done() for item in streams), [item.exception() for item in streams]
                 began = time.monotonic()
                 os.kill(server.with_role("EngineCore")[number % num_cores], signal.SIGKILL)
                 time.sleep(0.5)
-                eventually("it is healthy", lambda: server.health() == 200)
+                eventually("the server is healthy", lambda: server.health() == 200)
                 time.sleep(1.5)
                 longest = max((pause for at, pause in pauses if at >= began), default=0.0)
                 print(f"death {number + 1}: longest pause {longest:.2f} s")

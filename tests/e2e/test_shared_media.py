@@ -90,12 +90,16 @@ def test_images_in_shared_memory_survive_a_killed_process(server: ServeProcess) 
     for role in ("EngineCore", "APIServer"):
         (victim,) = server.with_role(role)
         os.kill(victim, signal.SIGKILL)
-        eventually("another is there", lambda gone=victim, role=role: _is_replaced(server, role, gone))
+        eventually(
+            "another process has started", lambda gone=victim, role=role: _is_replaced(server, role, gone)
+        )
         assert all_answers(server) == first
     processes = [server.core, *server.with_role("APIServer"), *server.with_role("Worker_TP")]
-    eventually("the memory of the dead is gone", lambda: [num_mapped(pid) for pid in processes] == [1] * 4)
+    eventually(
+        "the memory of the dead process is gone", lambda: [num_mapped(pid) for pid in processes] == [1] * 4
+    )
     assert {name for name in os.listdir("/dev/shm") if "quire" in name} <= before
-    eventually("nothing runs", lambda: server.metrics()["num_requests_running"] == 0)
+    eventually("no request runs", lambda: server.metrics()["num_requests_running"] == 0)
 
 
 def test_image_streams_resume_in_the_restarted_core(server: ServeProcess) -> None:

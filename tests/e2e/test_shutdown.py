@@ -58,7 +58,7 @@ def test_sigterm_lets_running_requests_finish(start: Start) -> None:
     os.kill(core, signal.SIGCONT)
     crowd.join()
     assert server.exit_code() == 0, server.text()
-    assert still_running, "new ones were refused only when the old ones had finished"
+    assert still_running, "new requests were refused only after the old ones had finished"
     for result in crowd.found:
         assert result[-1] == "[DONE]"
         assert isinstance(result[-2], dict)
@@ -86,11 +86,11 @@ def test_second_sigint_ends_at_once(start: Start) -> None:
     server.until_healthy()
     crowd = Streams(server, 2, max_tokens=8000)
     server.process.send_signal(signal.SIGINT)
-    eventually("it drains", lambda: "Shutting down" in server.text())
+    eventually("the server drains", lambda: "Shutting down" in server.text())
     server.process.send_signal(signal.SIGINT)
     assert server.exit_code() == 130, server.text()
     crowd.join()
-    assert "[DONE]" not in [result[-1] for result in crowd.found], "there was nothing to hurry"
+    assert "[DONE]" not in [result[-1] for result in crowd.found], "no request was running"
 
 
 def test_killed_supervisor_leaves_no_orphan(start: Start) -> None:

@@ -80,7 +80,7 @@ def test_failing_api_process_ends_the_server(
 
 def test_port_0_binds_and_logs_a_free_port(start: Start) -> None:
     server = start("--port", "0")
-    eventually("it says where", lambda: "Starting Quire server on" in server.text())
+    eventually("the log has the address", lambda: "Starting Quire server on" in server.text())
     address = server.text().partition("Starting Quire server on ")[2].split()[0]
     assert not address.endswith(":0")
     assert httpx.get(f"{address}/version", timeout=30).status_code == 200
@@ -90,10 +90,10 @@ def test_unix_socket(start: Start, tmp_path: Path) -> None:
     """Catches a socket file that is not made, or is left behind."""
     path = tmp_path / "sock"
     server = start("--uds", str(path))
-    eventually("the socket is there", path.exists)
+    eventually("the socket exists", path.exists)
     transport = httpx.HTTPTransport(uds=str(path))
     with httpx.Client(transport=transport, base_url="http://quire", timeout=PATIENCE_S) as client:
-        eventually("it is up", lambda: client.get("/health").status_code == 200)
+        eventually("the server is up", lambda: client.get("/health").status_code == 200)
         reply = client.post("/v1/completions", json=greedy(max_tokens=3))
         assert reply.json()["usage"]["completion_tokens"] == 3
     server.end_cleanly()
@@ -120,9 +120,9 @@ def test_https_and_api_keys_on_every_route(start: Start, certificate: tuple[Path
     key, cert = certificate
     server = start("--ssl-keyfile", str(key), "--ssl-certfile", str(cert), "--api-key", "sesame", "other")
     address = server.url.replace("http:", "https:")
-    eventually("it listens", lambda: "Started server process" in server.text())
+    eventually("the server listens", lambda: "Started server process" in server.text())
     with httpx.Client(base_url=address, verify=ssl.create_default_context(cafile=cert), timeout=60) as client:
-        eventually("it is up", lambda: client.get("/health").status_code == 200)
+        eventually("the server is up", lambda: client.get("/health").status_code == 200)
         routes = client.get("/openapi.json", headers={"Authorization": "Bearer other"}).json()["paths"]
         open_to_all = {"/health", "/ping", "/metrics"}
         assert open_to_all < set(routes) and "/v1/chat/completions" in routes

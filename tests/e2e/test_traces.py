@@ -49,7 +49,7 @@ def test_request_is_a_span_with_its_events(start: Start, collector: tuple[str, l
     body = {"model": "tiny", "prompt": "A page is", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     reply = server.client.post("/v1/completions", json=body, headers={"traceparent": CALLER})
     assert reply.status_code == 200
-    eventually("all spans are there", lambda: len(came) >= 4)
+    eventually("all spans are exported", lambda: len(came) >= 4)
     spans = {span.name: span for span in came}
     assert {*spans} == {"llm_request", "queue", "prefill", "decode"}
     whole = spans["llm_request"]

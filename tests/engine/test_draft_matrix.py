@@ -148,9 +148,9 @@ def test_outputs_match_outputs_without_drafts(
             for place, wanted in zip(_numbers(one.logprobs), _numbers(other.logprobs), strict=True):
                 assert place == pytest.approx(wanted, abs=1e-4), params_name
     assert pace.num_drafts > 20 and (pace.num_held or name not in ("ngram", "suffix"))
-    assert scheduler.num_preemptions, "nobody was preempted"
+    assert scheduler.num_preemptions, "no request was preempted"
     assert actual[-1].num_cached_tokens, "no prefix was hit"
-    assert max(map(len, PROMPTS)) > SCARCE["max_num_batched_tokens"], "no prompt was cut"
+    assert max(map(len, PROMPTS)) > SCARCE["max_num_batched_tokens"], "no prompt was chunked"
     assert scheduler.kv.pool.usage == 0.0 and not scheduler.adapters.running_names
 
 

@@ -107,7 +107,7 @@ def test_penalties_ignore_placeholder_zeros(models: Any) -> None:
         for penalty in (1.0, 2.0)
     )
     torch.testing.assert_close(logits_of(penalised[0]), logits_of(plain[0]), atol=1e-4, rtol=1e-4)
-    assert logits_of(plain[0])[0, 0].abs() > 0.1, "what stands for the vectors, token 0, would be penalised"
+    assert logits_of(plain[0])[0, 0].abs() > 0.1, "the placeholder token 0 would be penalised"
 
 
 def test_prompt_embeds_reach_all_ranks(models: Any) -> None:

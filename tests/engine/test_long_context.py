@@ -83,7 +83,7 @@ def test_2k_tokens_after_preemption_and_prefix_hit(tiny: Tiny) -> None:
         if number in (3, 20):  # in the middle of the prompt and of the output
             scheduler._preempt(int(scheduler.running.order[0]))
     assert block_limit(1) < max(reading) <= block_limit(CHUNK)
-    assert WINDOW // BLOCK <= max(answering) <= block_limit(BLOCK), "what is not full is computed again"
+    assert WINDOW // BLOCK <= max(answering) <= block_limit(BLOCK), "the unfinished block is computed again"
     output = list(outputs[-1].outputs[0].token_ids)
     assert scheduler.num_preemptions == 2 and output == greedy(hf_model, prompt + output, LENGTH)
     longer = prompt + output[:30]

@@ -79,7 +79,7 @@ def test_mixed_adapters_match_each_request_alone(
     plain = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     assert [alone == base for alone, base in zip(outputs_alone, plain, strict=True)] == [
         lora is None for lora in lora_requests(adapters)
-    ], "an adapter changes what is said"
+    ], "an adapter changes the output"
     outputs = llm.generate(PROMPTS, GREEDY, lora_request=lora_requests(adapters), use_tqdm=False)
     assert tokens(outputs) == outputs_alone
     assert [output.lora_request for output in outputs] == lora_requests(adapters)

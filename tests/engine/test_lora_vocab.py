@@ -125,7 +125,7 @@ def check_logits(llm: LLM, base: Base, name: str) -> None:
     (output,) = run(llm, base, [name], params)
     expected, size = base.logits(name), VOCAB + KINDS[name][0]
     for position, actual in enumerate((output.prompt_logprobs or [])[1:]):
-        assert actual is not None and sorted(actual) == list(range(size)), "those, and no others"
+        assert actual is not None and sorted(actual) == list(range(size)), "exactly these tokens"
         logprobs = torch.tensor([actual[token_id].logprob for token_id in range(size)])
         torch.testing.assert_close(logprobs, expected[position], atol=1e-3, rtol=1e-3)
 
@@ -156,7 +156,7 @@ def test_sampling_parameters_apply_to_new_tokens(llm: LLM, base: Base) -> None:
     held = ask(stop_token_ids=[first], min_tokens=STEPS)
     assert len(held) == STEPS and first not in held[:-1]
     most = max(ask(frequency_penalty=2.0, allowed_token_ids=new).count(item) for item in new)
-    assert most < STEPS, "they are counted"
+    assert most < STEPS, "new tokens are counted"
     drawn = [ask(temperature=1.0, seed=seed, top_k=20, top_p=0.9) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     (output,) = run(llm, base, [name], SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=new))

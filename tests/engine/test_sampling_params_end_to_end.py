@@ -255,7 +255,7 @@ def test_n_samples_hold_the_prompt_blocks_once(llm: LLM) -> None:
     engine.step()
     used = pool.num_usable - pool.num_free
     engine.abort_request(["many"])
-    assert used <= 25 + 8 * 2, "25 blocks of prompt, and two for the own tokens of each"
+    assert used <= 25 + 8 * 2, "25 blocks of the prompt, and two for the output of each"
     assert pool.usage == 0.0
 
 

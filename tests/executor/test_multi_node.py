@@ -89,7 +89,7 @@ def test_duplicate_node_rank_is_reported_to_the_second(config: EngineConfig) -> 
     head, *nodes = ends_of(three, second, second, timeout_s=1.0)
     assert head.startswith("no word from node 2 of 3")
     assert sorted(problem.startswith("two machines have --node-rank 1") for problem in nodes) == [False, True]
-    assert head in nodes, "the first of them was told how it ended"
+    assert head in nodes, "the first machine received the reason"
 
 
 def test_missing_machines_are_named(config: EngineConfig) -> None:
@@ -191,6 +191,6 @@ def test_two_machines_match_one_and_restart(tiny: Path, tmp_path: Path) -> None:
             second = LLM(str(tiny), master_port=port, **SETTINGS)
             assert answers(second) == expected
             second.llm_engine.close()
-            assert agent.wait(PATIENCE_S) == 0, "the end of the engine is that of its machines"
+            assert agent.wait(PATIENCE_S) == 0, "the machines end with the engine"
         finally:
             agent.kill()

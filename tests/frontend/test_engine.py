@@ -219,7 +219,7 @@ def test_missing_core_is_waited_for_up_to_the_health_limit(with_cores: Run) -> N
         await until(lambda: engine._links[0].core is None)
         cores.clock.ahead_s += 0.5 * HEALTH_TIMEOUT_S
         engine._send_waiting()
-        assert engine.num_in_flight == 1 and not waiting.done(), "it is waited for until the time is up"
+        assert engine.num_in_flight == 1 and not waiting.done(), "the request waits until the time limit"
         cores.clock.ahead_s += HEALTH_TIMEOUT_S
         with pytest.raises(EngineDead, match="was not restarted"):
             await asyncio.wait_for(waiting, PATIENCE_S)

@@ -84,7 +84,7 @@ def test_matched_stop_string_aborts_the_request_in_the_core(tokenizer: Tokenizer
     outputs = expecting(tokenizer, stop="dog")
     *_, processed = [outputs.process(step({"a": id})) for id in dog]
     assert processed.stopped == ["a"] and processed.outputs[0].outputs[0].stop_reason == "dog"
-    assert outputs.process(step({"a": 50})).outputs == [], "what ran past the stop is dropped"
+    assert outputs.process(step({"a": 50})).outputs == [], "tokens after the stop are dropped"
     assert len(outputs) == 0
 
 
@@ -268,7 +268,7 @@ def test_plain_text_path_gives_the_same_text(tokenizer: Tokenizer, token_ids: li
             outputs.take(step({"a": id}, finished={"a": FinishReason("length")} if last else {}))
             if last or place % item == 0:
                 texts[number] += [output.outputs[0].text for output in outputs.flush().outputs]
-    assert len(texts[1]) <= 2, "the first and the last"
+    assert len(texts[1]) <= 2, "the first and the last output"
     first, last = texts[1][0], texts[1][1:]
     assert "".join([first, *(text for text, _ in answer), *last]) == "".join(texts[0])
     assert not answer or sum(count for _, count in answer) <= len(token_ids) - 2

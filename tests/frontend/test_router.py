@@ -53,7 +53,7 @@ def test_long_prompt_has_few_keys_and_one_near_its_end() -> None:
     assert len(depths) == len(actual) == len({*actual.tolist()}) < 400
     assert depths == sorted(depths) and depths[-1] > 0.95 * 100_000
     full = set(keys.of(prompt(1, 3000), None)[1])
-    assert set(keys.of(prompt(1, 100_000)[:1000], None)[1]) <= full, "depths do not move with the length"
+    assert set(keys.of(prompt(1, 100_000)[:1000], None)[1]) <= full, "depths do not depend on the length"
 
 
 # ---- choices
@@ -64,7 +64,7 @@ def test_equal_prefixes_go_to_one_core_until_it_is_busy() -> None:
     placed = [router.place(str(i), [*shared, *prompt(i, 16)], among=ALL) for i in range(40)]
     assert len(set(placed[:3])) == 1
     busy = [core.num_local for core in router.cores]
-    assert max(busy) - min(busy) <= 6, "a prefix that all share must not fill one core"
+    assert max(busy) - min(busy) <= 6, "a common prefix must not fill one core"
     for i in range(40):
         router.end(str(i))
         router.end(str(i))
@@ -79,7 +79,7 @@ def test_other_prompts_go_to_the_least_busy_core_in_turn() -> None:
     router.hear(0, num_running=4, num_waiting=4, kv_usage=0.99)
     router.hear(1, num_running=12, num_waiting=0, kv_usage=0.5)
     router.hear(2, num_running=20, num_waiting=0, kv_usage=0.5)
-    assert router.place("c", prompt(99, 40), among=ALL) == 1, "who waits for a full cache waits long"
+    assert router.place("c", prompt(99, 40), among=ALL) == 1, "a core with a full cache has a long queue"
 
 
 def test_reported_requests_are_not_counted_twice() -> None:
@@ -104,7 +104,7 @@ def test_prefixes_of_a_dead_core_are_forgotten() -> None:
     assert router.cores[home].num_local == 0
     others = [core for core in ALL if core != home]
     elsewhere = router.place("b", [*shared, 2], among=others)
-    assert router.place("c", [*shared, 3], among=ALL) == elsewhere, "it is cached there now"
+    assert router.place("c", [*shared, 3], among=ALL) == elsewhere, "the prefix is cached there now"
     router.forget_prefixes()
     assert router.place("d", [*shared, 4], among=ALL) != elsewhere
 

@@ -149,7 +149,7 @@ def test_failed_pinning_does_not_fail_later_launches() -> None:
     memory = _host_memory(1 << 20)
     assert pin(memory)
     try:
-        assert not pin(memory), "it is pinned already"
+        assert not pin(memory), "the memory is pinned already"
         assert torch.full((8,), 3, device="cuda").sum().item() == 24
     finally:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -390,14 +390,14 @@ def test_symlink_created_after_the_check_is_not_followed(tmp_path: Path) -> None
             reader().read("one", path, within)
         file.unlink()
         file.symlink_to(path / "own")
-        assert reader().read("one", path, within).factors, "a link to what is inside"
+        assert reader().read("one", path, within).factors, "a link to a file inside"
         file.unlink()
         (path / "own").rename(file)
     path.rename(root / "two")
     path.symlink_to(tmp_path / "outside")
     with pytest.raises(RequestError, match="is a link to a file outside"):
         reader().read("one", path, within)
-    assert reader().read("one", path).factors, "an operator's own"
+    assert reader().read("one", path).factors, "an operator's adapter"
 
 
 def test_special_files_are_not_waited_for(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_gguf_rows_are_read_from_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     def counted(packed: Any, span: slice, axis: int, order: Any) -> Any:
         actual = taken(packed, span, axis, order)
         num_bytes[str(axis)] = num_bytes.get(str(axis), 0) + actual.nbytes
-        assert actual.base is not None, "a copy of more than the share"
+        assert actual.base is not None, "a copy of more than the shard"
         return actual
 
     monkeypatch.setattr(gguf, "_select", counted)

@@ -84,7 +84,7 @@ def test_each_row_matches_peft(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
     if backend is not None:
         for prompt, slot, together in zip(PROMPTS, SLOT_OF, result, strict=True):
-            assert torch.equal(actual.run([prompt], [slot])[0], together), "not what it is alone"
+            assert torch.equal(actual.run([prompt], [slot])[0], together), "different from the output alone"
 
 
 @pytest.mark.parametrize("family", SHARED)

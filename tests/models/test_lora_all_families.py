@@ -95,7 +95,7 @@ def test_all_layers_that_peft_selects(architecture: str, tmp_path: Path) -> None
     actual.put(0, tmp_path / "a")
     for result, wanted in zip(actual.run(PROMPTS, [0, PLAIN]), expected, strict=True):
         assert (result - wanted).abs().max() < 1e-3
-    assert (run_hf(hf, PROMPTS[0]) - expected[0]).abs().max() > 0.02, "it changes nothing"
+    assert (run_hf(hf, PROMPTS[0]) - expected[0]).abs().max() > 0.02, "the adapter changes nothing"
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_repeated_image_is_a_prefix_cache_hit(fake: Fake) -> None:
     check(fake, [first, again, other, moved], outputs)
     # 4 + 14 + 9 tokens in blocks of 4, the last of which is never a hit.
     assert [output.num_cached_tokens for output in outputs] == [0, 24, 4, 4]
-    assert FakeTower.batches == [1, 1], "neither what the prefix covers nor what is kept is encoded"
+    assert FakeTower.batches == [1, 1], "cached prefixes and cached items are not encoded again"
     llm.llm_engine.reset_prefix_cache()
     assert llm.llm_engine.reset_encoder_cache()
     check(fake, [again], run(llm, [again]))

@@ -216,7 +216,7 @@ def test_key_depends_on_content_and_options() -> None:
         key(**named, cache_salt="hers"),
         key(**named, mm_processor_kwargs={"side": 8}),
     ]
-    assert len({*keys, *others}) == 8, "what has a uuid is not mistaken for what is larger, or another's"
+    assert len({*keys, *others}) == 8, "keys differ by size, salt and options"
 
 
 @pytest.mark.parametrize(

@@ -63,4 +63,4 @@ def test_every_format_is_tested() -> None:
         "Grouped",
         "Int8",
         "Mxfp4",
-    }, "a scheme that this table does not know"
+    }, "a scheme that is not in this table"

@@ -268,7 +268,7 @@ class SymbolicWorker:
 
     def _slot(self, row: Row, group: int, position: int) -> int:
         block = row.blocks[group][position // self.block_size]
-        assert block != 0, "block 0 was handed out, or one looked at that was given back"
+        assert block != 0, "block 0 was allocated, or a freed block was read"
         return block * self.block_size + position % self.block_size
 
     def _compute(self, row: Row, count: int) -> int:
@@ -553,7 +553,7 @@ class Engine:
             assert len(table) * size - reach < size, "more than one partly filled block"
         held = [place for place, block in enumerate(table) if block is not None]
         first_seen = 0 if window is None else max(reach - chunk - window + 1, 0)
-        assert held == list(range(first_seen // size, len(table))), "more than is seen, or less"
+        assert held == list(range(first_seen // size, len(table))), "more or fewer blocks than the window"
         if window is not None:
             assert len(held) * size < window - 1 + chunk + 2 * size + (16 if self.drafts else 0)
 
@@ -563,7 +563,7 @@ class Engine:
         assert num_tokens + running.num_drafts[row] <= running.limit[row], "a token behind the limit"
         assert num_tokens - num_known <= self.core.pipeline.depth
         if planned and running.needs_value[row]:
-            assert num_tokens - num_known <= 1, "drawn before the token in front was known"
+            assert num_tokens - num_known <= 1, "sampled before the previous token was known"
 
     def check_index(self) -> None:
         """Check that each indexed block holds the content of its key. Call it only when no step is left to

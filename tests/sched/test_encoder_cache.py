@@ -75,17 +75,21 @@ class MediaEngine(Engine):
             self.kept.pop(key, None)
         made = {item.key: item.num_vectors for item in plan.encodes}
         assert len(made) == len(plan.encodes) and not made.keys() & self.kept.keys(), "encoded twice"
-        assert sum(made.values()) <= media.size or len(made) == 1, "more than a step may make"
+        assert sum(made.values()) <= media.size or len(made) == 1, "more than the encoder budget of a step"
         self.kept |= made
-        assert sum(self.kept.values()) <= media.size or len(self.kept) == 1, "more than there is room for"
+        assert sum(self.kept.values()) <= media.size or len(self.kept) == 1, (
+            "more than the encoder cache holds"
+        )
         most = self.scheduler.limits.max_chunk
         for row in plan.rows.tolist():
             reach, items = int(running.num_computed[row]), items_of(running.request(row))
             if media.whole:
                 whole = running.request(row).media.whole if items else 0
-                assert not 0 < reach < whole or whole > most, "ends inside a prompt that sees itself"
+                assert not 0 < reach < whole or whole > most, "a chunk ends inside a bidirectional prompt"
                 for item in items if not whole else ():
-                    assert not item.offset < reach < item.end or item.length > most, "ends inside an item"
+                    assert not item.offset < reach < item.end or item.length > most, (
+                        "a chunk ends inside an item"
+                    )
 
 
 def items_of(request: Request) -> list[MediaItem]:
@@ -222,7 +226,7 @@ class CrossAttentionEngine(MediaEngine):
         super().check(plan)
         for row in plan.rows.tolist():
             (item,) = items_of(self.scheduler.running.request(row))
-            assert item.key in self.kept, "its item is not there"
+            assert item.key in self.kept, "its item is not cached"
         assert len(plan.encodes) <= max(self.scheduler.media.most_made, 1)
 
 

@@ -112,7 +112,7 @@ def test_long_outputs_in_all_rows_do_not_delay_other_tenants() -> None:
     asked_at = len(keys.computed)
     while light not in keys.first_token_at:
         keys.step()
-    assert keys.first_token_at[light] - asked_at < 12, "150 without making way"
+    assert keys.first_token_at[light] - asked_at < 12, "150 steps without preemption"
     keys.engine.run()
     assert all(reason == "length" for reason in keys.engine.reasons.values())
     for request in keys.engine.seen:

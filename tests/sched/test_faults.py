@@ -81,7 +81,7 @@ def test_only_poisoned_requests_end_in_error(
         finished_well = not poisoned and len(expected) == count
         assert engine.reasons[str(number)] == ("length" if finished_well else "error")
         first_runs = sum(str(number) in step.admitted for step in engine.steps)
-        assert first_runs == 1 if expected else first_runs <= 1, "a failure swallows no first run"
+        assert first_runs == 1 if expected else first_runs <= 1, "a failure hides no first run"
     engine.check_empty()
 
 
@@ -165,8 +165,8 @@ def test_failed_batch_size_is_halved_and_grows_slowly(monkeypatch: pytest.Monkey
         engine.add(str(number), healthy_prompt(number, 6), 100)
     engine.run(max_steps=6000)
     failures = sum(len(plan.rows) > 5 for plan in engine.plans)
-    assert failures == len(warnings) <= 10, "each is a lesson"
-    assert sum(len(plan.rows) == 5 for plan in engine.plans) > 100, "what fits is used again"
+    assert failures == len(warnings) <= 10, "each failure lowers the limit"
+    assert sum(len(plan.rows) == 5 for plan in engine.plans) > 100, "a batch size that fits is used again"
     assert (
         "32 requests" in warnings[0]
         and "at most 16 requests" in warnings[0]

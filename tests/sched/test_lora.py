@@ -82,7 +82,7 @@ def test_unreadable_adapter_fails_only_its_requests(error: Exception) -> None:
     engine.add_lora("again", lora("wrong"))
     engine.library.complete_next()
     engine.run()
-    assert engine.is_right("again", "/adapters/wrong"), "an error is not kept"
+    assert engine.is_right("again", "/adapters/wrong"), "an error is not cached"
     engine.check_drained()
 
 
@@ -94,7 +94,7 @@ def test_abort_while_adapter_is_loading() -> None:
         assert engine.abort(id)
     engine.library.complete_next()
     engine.scheduler.settle()
-    assert engine.library.names == ["one", "two"], "nobody waits for the third"
+    assert engine.library.names == ["one", "two"], "no request waits for the third"
     engine.library.complete_next()
     engine.run()
     assert engine.is_right("d", "/adapters/two") and engine.gate.names == ["two"]

@@ -30,7 +30,9 @@ class FirstStage(SymbolicWorker):
             self.untold.pop(row, None)
         for row, token_id in plan.values.T.tolist():
             assert self.untold.pop(row) == token_id, f"row {row} is told a wrong token"
-        assert not self.untold.keys() & set(plan.rows.tolist()), "a row computes what it has not been told"
+        assert not self.untold.keys() & set(plan.rows.tolist()), (
+            "a row computes a token that is not yet known"
+        )
         result = super().run(plan)
         self.untold |= dict(zip(plan.sampling_rows.tolist(), result.token_ids.tolist(), strict=True))
         return result

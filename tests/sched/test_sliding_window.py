@@ -80,7 +80,7 @@ def test_blocks_that_leave_the_window_first_are_reused_first() -> None:
     engine.step()
     engine.step()
     findable = [engine.kv.pool.find(key) for key in request.block_keys]
-    assert None not in findable, "what was given back can still be found"
+    assert None not in findable, "freed blocks can still be hit"
     taken = engine.kv.pool.take(engine.kv.pool.num_free)
     order = [block.id for block in taken]
     slid = [block.id for block in findable[:7] if block is not None]  # the token at 33 attends back to 28

@@ -78,4 +78,4 @@ def test_download_size_is_bounded(lies: bool, tmp_path: Path, monkeypatch: pytes
     reply, engine = load("memory://open/good")
     assert "--lora-max-download-bytes" in refused(reply)["message"]
     assert not engine.adapters and "adapter_model.bin" not in downloaded(tmp_path)
-    assert lies or not downloaded(tmp_path), "what is known to be too large is not fetched"
+    assert lies or not downloaded(tmp_path), "a file known to be too large is not fetched"

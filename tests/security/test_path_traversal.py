@@ -83,7 +83,7 @@ def test_adapters_are_loaded_only_below_the_allowed_directory(tmp_path: Path) ->
         "/etc",
     ):
         refused(load(path), 403)
-    assert load(str(root), env={}).status_code == 404, "the route is there only if the operator asks for it"
+    assert load(str(root), env={}).status_code == 404, "the route exists only if the operator enables it"
 
 
 @pytest.mark.parametrize("name", ["..", "../open-secret", "up/open-secret", "/", ".", "a\0b", "\\"])

@@ -68,7 +68,7 @@ def test_disconnect_aborts_every_pipelined_request(
     client.close()
     until(lambda: engine.num_in_flight == 0)
     assert len(engine.aborted) == num_aborted + 1
-    assert len(engine.seen) == num_seen + 1, "what was behind it never began"
+    assert len(engine.seen) == num_seen + 1, "the requests after it never started"
 
 
 def test_pipelined_responses_come_in_order() -> None:

@@ -47,7 +47,7 @@ def test_block_is_found_only_after_the_same_prefix(llm: LLM) -> None:
         assert num_cached(llm, other) == place // 4 * 4, f"token {place} differs"
     beginning = [90, 91, 92, 93]
     assert num_cached(llm, [*beginning, *PROMPT[::-1]]) == 0
-    assert num_cached(llm, [*beginning, *PROMPT[4:]]) == 4, "the other blocks came behind another beginning"
+    assert num_cached(llm, [*beginning, *PROMPT[4:]]) == 4, "the other blocks followed another prefix"
 
 
 def test_salt_separates_prompts(llm: LLM) -> None:

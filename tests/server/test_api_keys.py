@@ -194,7 +194,7 @@ def test_processes_share_the_limits(tmp_path: Path) -> None:
     account = second.account(key)
     assert account is not None
     account.add_output(100)
-    assert "tokens_per_minute" in str(first.enter(key)), "used up by the other"
+    assert "tokens_per_minute" in str(first.enter(key)), "used by the other process"
     # A process that was killed and restarted has no open request.
     again, alone, _ = ledger_of(KeyPages(["team"], file, process=1), max_concurrency=1)
     assert again.enter(alone) is None

@@ -50,7 +50,7 @@ def child(*acts: Act) -> Child:
 def look_until_dead(watched: Child) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not watched.look():
-        assert time.monotonic() < deadline, "it lives"
+        assert time.monotonic() < deadline, "the child is alive"
         time.sleep(0.01)
 
 

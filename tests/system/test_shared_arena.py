@@ -40,7 +40,7 @@ def test_object_is_read_by_other_processes() -> None:
         assert borrower.take(sent) and sent.memory != stored.memory
         for way in (stored, sent):
             assert bytes(window.read(way)) == data == bytes(arena.read(stored))
-    assert arena.put(bytes(4096)) is None, "with its head it is larger than one may be"
+    assert arena.put(bytes(4096)) is None, "with its header it exceeds the limit of an object"
     with pytest.raises(EngineError, match="was overwritten"):
         window.read(StoredArrays(arena.path, kept[1].start, 1, 77))
     assert not borrower.take(StoredArrays("/proc/1/fd/999999", 0, 1, 0))
@@ -63,7 +63,7 @@ def test_objects_in_use_are_not_overwritten() -> None:
         del sent[0]
         borrower.settle()
         assert len(sent) == num_left - 1
-    assert arena.share(parcel) is not None, "nobody has come since"
+    assert arena.share(parcel) is not None, "no object was stored since"
     assert arena.put(bytes(200)) is not None
     assert arena.share(parcel) is None
 

@@ -57,7 +57,7 @@ def test_two_and_three_stages_match_one_worker(family: str, tmp_path: Path) -> N
     for settings in [{"pipeline_parallel_size": 2}, *([uneven] if num_layers > 2 else [])]:
         many = answers(model, **settings)
         assert many.most_in_flight == settings["pipeline_parallel_size"]
-        assert many.core.scheduler.num_preemptions > 0, "blocks that suffice prove less"
+        assert many.core.scheduler.num_preemptions > 0, "enough blocks would test less"
         check_same(many, one)
 
 
@@ -79,7 +79,7 @@ def test_tensor_parallel_ranks_match_one_worker(name: str, tmp_path: Path) -> No
     model, _ = make_tiny(family, tmp_path, **FAMILIES[family])
     alike = {"kv_cache_dtype": sizes.get("kv_cache_dtype", "auto")}
     many = answers(model, **({"tensor_parallel_size": 2} | sizes))
-    assert many.core.scheduler.num_preemptions > 0, "blocks that suffice prove less"
+    assert many.core.scheduler.num_preemptions > 0, "enough blocks would test less"
     check_same(many, answers(model, **alike))
 
 

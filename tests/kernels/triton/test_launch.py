@@ -101,5 +101,5 @@ def test_compiled_ahead_on_the_gpu() -> None:
         for _ in range(3):
             TritonOps().add_norm(x, residual, norm, 1e-5)
             matmul.linear(x, weight)
-    assert torch.equal(x, residual), "it ran"
+    assert torch.equal(x, residual), "the kernel ran"
     torch.testing.assert_close(matmul.linear(x, weight), x @ weight.t(), rtol=0.02, atol=0.02)

@@ -227,4 +227,4 @@ def test_masked_rows_sample_only_allowed_tokens(vocab: int, words: int) -> None:
     later = constrained._replace(mask_of=torch.full_like(mask_of, LATER))
     kept = logits.clone()
     sampled(kept, top_k=5, constrained=later)
-    assert torch.equal(kept, logits), "nobody was to sample"
+    assert torch.equal(kept, logits), "no row was to be sampled"

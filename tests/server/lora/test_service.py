@@ -180,7 +180,7 @@ def test_adapters_are_loaded_and_unloaded_within_allowed_roots(tmp_path: Path) -
 
         done = await load(good)
         assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'x' added successfully.")
-        assert engine.adapters["x"].within == (inside,), "links that are put there later"
+        assert engine.adapters["x"].within == (inside,), "links that are created later"
         assert done.headers["content-type"].startswith("text/plain")
         again = refused(await load(good))
         assert again["type"] == "InvalidUserInput" and "already been loaded" in again["message"]
@@ -375,7 +375,7 @@ def test_adapters_are_resolved_from_a_folder(tmp_path: Path) -> None:
     engine = lora_engine()
     with_client(use, engine, env=CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)})
     assert list(engine.adapters) == ["late"]
-    assert str(folder.resolve()) in engine.adapters["late"].within, "links that are put there later"
+    assert str(folder.resolve()) in engine.adapters["late"].within, "links that are created later"
 
 
 def test_hub_adapters_are_resolved_if_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +436,7 @@ def test_adapters_at_urls_are_downloaded(tmp_path: Path, monkeypatch: pytest.Mon
     with_client(use, engine, {"lora_resolver_dir": "memory://k/", "lora_max_download_bytes": 4000})
     weights = {name: Path(lora.lora_path, "adapter_model.bin") for name, lora in engine.adapters.items()}
     contents = {name: file.read_bytes() for name, file in weights.items()}
-    assert contents == {"acme": b"weights", "x": b"others!"}, "what changes there is fetched again"
+    assert contents == {"acme": b"weights", "x": b"others!"}, "a changed adapter is fetched again"
     assert len(list((tmp_path / "adapters").iterdir())) == 2, "the same adapter is kept once"
 
 

@@ -32,9 +32,7 @@ def png(colour: str) -> bytes:
 
 def drop_or_paste(page: Any, kind: str, name: str, content: bytes, type: str = "image/png") -> None:
     text = base64.b64encode(content).decode()
-    assert page.evaluate(DISPATCH_FILE, [kind, name, type, text]), (
-        "left to the browser, which goes to the file"
-    )
+    assert page.evaluate(DISPATCH_FILE, [kind, name, type, text]), "the browser opens the file instead"
 
 
 def image_part(content: bytes) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def test_draft_model_on_device(
     monkeypatch.setattr(core, "step", partial(noted, core.step, num_drafted))
     assert outputs(core, params) == plain
     assert pace.num_held == sum(num_drafted) > 30
-    assert (pace.num_drafts > pace.num_held) != windows, "nobody was late, or who may not"
+    assert (pace.num_drafts > pace.num_held) != windows, "no row was late, or one that must not be"
 
 
 def test_draft_head_on_device(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

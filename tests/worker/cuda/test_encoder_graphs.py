@@ -79,7 +79,7 @@ def test_replayed_graph_matches_eager(cpu: Qwen2_5VL) -> None:
     graphs = TowerGraphs(cpu, stand_in)
     assert isinstance(cpu, GraphableTower)
     check(cpu, graphs, TIMES)
-    assert not len(graphs), "nobody has said what they may take"
+    assert not len(graphs), "without a memory limit no graph is kept"
     graphs.max_bytes = 1
     check(cpu, graphs, 40)
     assert len(graphs) == 4
@@ -107,7 +107,7 @@ def test_number_of_captured_graphs_is_bounded(cpu: Qwen2_5VL, monkeypatch: pytes
         for _ in range(TIMES):
             graphs.encode("image", *batch(cpu, (1, 2, width)))
         num_seen.append(len(graphs))
-    assert num_seen == [1, 0, 1, 0, 1], "the second of them takes more than there is"
+    assert num_seen == [1, 0, 1, 0, 1], "the second graph exceeds the limit"
 
 
 def test_encoder_that_cannot_be_captured_runs_eagerly(cpu: Qwen2_5VL) -> None:

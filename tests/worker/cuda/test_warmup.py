@@ -69,8 +69,8 @@ def test_warm_up_runs_steps_of_every_kind(config: Any) -> None:
     for count in (1, 2, 4, 6):
         assert ((1,) * count, False, False) in kinds
     assert ((48,), False, False) in kinds and ((24, 1), False, False) in kinds
-    assert ((3, 3, 3, 3, 3, 3), True, False) in kinds, "drafts of as many rows as there may be"
-    assert ((4, 4, 4, 4), False, True) in kinds, "a short step, whatever its sequences are"
+    assert ((3, 3, 3, 3, 3, 3), True, False) in kinds, "drafts of the largest number of rows"
+    assert ((4, 4, 4, 4), False, True) in kinds, "a short step with any sequences"
     assert {size for size, dtype in steps.sampled if dtype == torch.bfloat16} == {1, 6}
     assert {size for size, dtype in steps.sampled if dtype == torch.float32} == {1, 6}
 
