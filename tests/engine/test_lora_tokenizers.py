@@ -85,13 +85,13 @@ def test_base_model_rows_are_not_affected_by_adapter_tokens(llm: LLM, token_adap
     strict = SamplingParams(
         temperature=0, max_tokens=8, structured_outputs=params_of("regex").structured_outputs
     )
-    value = [strict, params_of(""), free]
+    all_params = [strict, params_of(""), free]
     together = [
         list(output.outputs[0].token_ids)
-        for output in llm.generate(prompts, value, lora_request=loras, use_tqdm=False)
+        for output in llm.generate(prompts, all_params, lora_request=loras, use_tqdm=False)
     ]
     alone = [
         list(llm.generate([prompt], params, lora_request=lora, use_tqdm=False)[0].outputs[0].token_ids)
-        for prompt, params, lora in zip(prompts, value, loras, strict=True)
+        for prompt, params, lora in zip(prompts, all_params, loras, strict=True)
     ]
     assert together == alone and {*together[1]} == {LAST}

@@ -78,40 +78,40 @@ def test_outputs_before_an_error_are_read_before_it_is_raised() -> None:
 
 def test_stream_begins_at_the_first_read() -> None:
     async def go() -> None:
-        requests = RecordedStream()
-        await requests.answer.aclose()
-        assert not requests.begun and not requests.abandoned
+        stream = RecordedStream()
+        await stream.answer.aclose()
+        assert not stream.begun and not stream.abandoned
 
     asyncio.run(go())
 
 
 def test_finished_stream_needs_no_abort() -> None:
     async def go() -> None:
-        requests = RecordedStream()
-        reading = asyncio.create_task(anext(requests.answer))
+        stream = RecordedStream()
+        reading = asyncio.create_task(anext(stream.answer))
         await asyncio.sleep(0)
-        requests.answer.put(output("x", finished=True))
+        stream.answer.put(output("x", finished=True))
         await reading
-        assert [item async for item in requests.answer] == []
-        await requests.answer.aclose()
-        assert requests.abandoned == []
+        assert [item async for item in stream.answer] == []
+        await stream.answer.aclose()
+        assert stream.abandoned == []
 
     asyncio.run(go())
 
 
 def test_forwarded_outputs_arrive_at_once_and_end_with_the_last() -> None:
     async def go() -> None:
-        requests, seen = RecordedStream(), []  # type: ignore[var-annotated]
+        stream, seen = RecordedStream(), []  # type: ignore[var-annotated]
         forwarding = asyncio.create_task(
-            requests.answer.forward(lambda item: seen.append(item.outputs[0].text))
+            stream.answer.forward(lambda item: seen.append(item.outputs[0].text))
         )
         await asyncio.sleep(0)
-        requests.answer.put(output("x"))
+        stream.answer.put(output("x"))
         assert seen == ["x"]
-        requests.answer.put(output("y", finished=True))
+        stream.answer.put(output("y", finished=True))
         await forwarding
-        await requests.answer.aclose()
-        assert seen == ["x", "y"] and requests.abandoned == []
+        await stream.answer.aclose()
+        assert seen == ["x", "y"] and stream.abandoned == []
 
     asyncio.run(go())
 
@@ -119,17 +119,17 @@ def test_forwarded_outputs_arrive_at_once_and_end_with_the_last() -> None:
 @pytest.mark.parametrize("whose", ["engine", "reader"])
 def test_errors_reach_the_forwarder(whose: str) -> None:
     async def go() -> None:
-        requests = RecordedStream()
+        stream = RecordedStream()
 
         def reader(_: RequestOutput) -> None:
             raise EngineError("reader")
 
-        forwarding = asyncio.create_task(requests.answer.forward(reader))
+        forwarding = asyncio.create_task(stream.answer.forward(reader))
         await asyncio.sleep(0)
-        requests.answer.put(output("x")) if whose == "reader" else requests.answer.fail(EngineError("engine"))
+        stream.answer.put(output("x")) if whose == "reader" else stream.answer.fail(EngineError("engine"))
         with pytest.raises(EngineError, match=whose):
             await forwarding
-        await requests.answer.aclose()
-        assert requests.abandoned == ["a"]
+        await stream.answer.aclose()
+        assert stream.abandoned == ["a"]
 
     asyncio.run(go())

@@ -29,14 +29,14 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_prompt_embeds_match_token_ids_on_gpu(way: str, tmp_path: Path) -> None:
     path, hf = make_tiny("qwen3", tmp_path, **SIZE)
-    requests = [*prompts_of(23, 90, 1, 40, 1, 60, 5, 33), [7]]
+    token_prompts = [*prompts_of(23, 90, 1, 40, 1, 60, 5, 33), [7]]
     table = hf.get_input_embeddings().weight.detach()
     mixed_prompts: list[Any] = [
         ids if place % 3 == 0 else {"prompt_embeds": table[torch.tensor(ids)].cuda()}
-        for place, ids in enumerate(requests)
+        for place, ids in enumerate(token_prompts)
     ]
     llm = opened(path, "float32", enable_prompt_embeds=True, **WAYS[way])
-    expected = generated_ids(llm, requests)
+    expected = generated_ids(llm, token_prompts)
     assert generated_ids(llm, mixed_prompts) == expected
     assert [generated_ids(llm, [item])[0] for item in mixed_prompts] == expected
 

@@ -114,7 +114,7 @@ def test_unconstrained_row_is_equal_in_any_batch(path: Path) -> None:
     free = [SamplingParams(temperature=0.8, seed=row, max_tokens=80, ignore_eos=True) for row in range(16)]
     regex = {"structured_outputs": {"regex": "[a-z ]{2000}"}, "ignore_eos": True}
     mixed = [bound(row, **regex, max_tokens=80) if row % 2 else item for row, item in enumerate(free)]
-    output = [together(llm, requests) for requests in (free, mixed)]
+    output = [together(llm, batch) for batch in (free, mixed)]
     assert output[0][::2] == output[1][::2]
     texts = [llm.get_tokenizer().decode(ids) for ids in output[1][1::2]]
     assert all(re.fullmatch("[a-z ]+", text) for text in texts), texts

@@ -130,36 +130,36 @@ def test_mismatches_with_torch_are_rare() -> None:
 @given(threads=THREADS, seed=SEEDS)
 @settings(max_examples=15, deadline=None)
 def test_sample_is_equal_alone_and_in_a_batch(threads: int, seed: int) -> None:
-    logits, requests = some_logits(5, 9000, seed), SamplingInputs(5, seed)
-    together = requests.sample(logits).tolist()
+    logits, inputs = some_logits(5, 9000, seed), SamplingInputs(5, seed)
+    together = inputs.sample(logits).tolist()
     with on_threads(threads):
-        assert [requests.sample(logits, slice(i, i + 1)).item() for i in range(5)] == together
+        assert [inputs.sample(logits, slice(i, i + 1)).item() for i in range(5)] == together
 
 
 def test_zero_temperature_takes_the_largest() -> None:
-    logits, requests = some_logits(5, 9000, 1), SamplingInputs(5, 1)
-    requests.temperature[1::2] = 0
-    assert requests.sample(logits)[1::2].tolist() == argmax(logits)[1::2].tolist()
+    logits, inputs = some_logits(5, 9000, 1), SamplingInputs(5, 1)
+    inputs.temperature[1::2] = 0
+    assert inputs.sample(logits)[1::2].tolist() == argmax(logits)[1::2].tolist()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_row_without_a_distribution_gets_its_largest(value: float) -> None:
-    logits, requests = torch.randn(2, 5000), SamplingInputs(2, 0)
+    logits, inputs = torch.randn(2, 5000), SamplingInputs(2, 0)
     logits[0, 4242] = value
     if value == -torch.inf:
         logits[0] = value
-    numbers = torch.from_numpy(uniform(requests.seeds, requests.positions))
-    warm = logits / torch.from_numpy(requests.temperature)[:, None]
-    assert requests.sample(logits)[0] == random.sample(warm, numbers)[0]
+    numbers = torch.from_numpy(uniform(inputs.seeds, inputs.positions))
+    warm = logits / torch.from_numpy(inputs.temperature)[:, None]
+    assert inputs.sample(logits)[0] == random.sample(warm, numbers)[0]
 
 
 def test_forbidden_tokens_are_never_sampled() -> None:
     logits = torch.full((64, 5000), -torch.inf)
     logits[:, [7, 4998]] = 1.0
-    requests = SamplingInputs(64, 3)
-    requests.top_k[:] = np.where(requests.top_k == 1, 2, requests.top_k)
-    requests.top_p[:] = 1.0
-    assert set(requests.sample(logits).tolist()) == {7, 4998}
+    inputs = SamplingInputs(64, 3)
+    inputs.top_k[:] = np.where(inputs.top_k == 1, 2, inputs.top_k)
+    inputs.top_p[:] = 1.0
+    assert set(inputs.sample(logits).tolist()) == {7, 4998}
 
 
 @given(
@@ -177,8 +177,8 @@ def test_sampling_with_masks(size: int, words: int, threads: int, bf16: bool, se
     rows in any order.
     """
     rows = 7
-    logits, requests = some_logits(rows, size, seed), SamplingInputs(rows, seed)
-    requests.temperature[seed % rows] = 0.0
+    logits, inputs = some_logits(rows, size, seed), SamplingInputs(rows, seed)
+    inputs.temperature[seed % rows] = 0.0
     logits[3, ::5] = torch.nan
     logits = logits.bfloat16() if bf16 else logits
     masks = torch.randint(-(2**31), 2**31, (5, words), dtype=torch.int64).int()
@@ -191,6 +191,6 @@ def test_sampling_with_masks(size: int, words: int, threads: int, bf16: bool, se
     expected, before = logits.clone(), logits.clone()
     apply_masks(expected, taken)
     with on_threads(threads):
-        actual = requests.sample(logits, constrained=ConstrainedHost(mask_of, masks))
-        assert actual.tolist() == requests.sample(expected).tolist()
+        actual = inputs.sample(logits, constrained=ConstrainedHost(mask_of, masks))
+        assert actual.tolist() == inputs.sample(expected).tolist()
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())

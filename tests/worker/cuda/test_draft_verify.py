@@ -121,9 +121,9 @@ ALIKE: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.6}, {"tempe
 
 def outputs(core: EngineCore, params: list[dict[str, Any]] = PARAMS) -> dict[str, Any]:
     """Generate for repetitive prompts, one of max_model_len, and two with a common prefix."""
-    for number, requests in enumerate(params):
+    for number, fields in enumerate(params):
         tokens = ([5, 6, 7, 8] * 9)[: 7 + 4 * number] + [number]
-        wanted = SamplingParams(max_tokens=20, ignore_eos=True, **requests)
+        wanted = SamplingParams(max_tokens=20, ignore_eos=True, **fields)
         core.add(
             Request(
                 id=str(number),
@@ -188,10 +188,10 @@ def test_draft_model_on_device(
     A draft model must compute every token once; rows with too many missing tokens get no drafts for a step.
     """
     path, pace = tiny if windows else full, Pausing()
-    requests = {"model": str(path), "num_speculative_tokens": 3, "draft_sample_method": method}
+    speculative = {"model": str(path), "num_speculative_tokens": 3, "draft_sample_method": method}
     params = ALIKE if method == "probabilistic" else ALIKE[:1] * len(ALIKE)
     plain = outputs(core_of(OnCPU, path, monkeypatch, None, 60, shown=128), params)
-    core, num_drafted = core_of(kind, path, monkeypatch, pace, 60, requests, shown=128), list[int]()
+    core, num_drafted = core_of(kind, path, monkeypatch, pace, 60, speculative, shown=128), list[int]()
     monkeypatch.setattr(core, "step", partial(noted, core.step, num_drafted))
     assert outputs(core, params) == plain
     assert pace.num_held == sum(num_drafted) > 30
@@ -207,11 +207,11 @@ def test_draft_head_on_device(full: Path, tmp_path: Path, monkeypatch: pytest.Mo
     weights = layer_weights("midlayer", 2 * HIDDEN) | norms
     weights["fc.weight"] = 0.2 * torch.randn(HIDDEN, 3 * HIDDEN)
     named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
-    requests = {"model": str(save_head(tmp_path / "head", weights, **named)), "num_speculative_tokens": 3}
+    speculative = {"model": str(save_head(tmp_path / "head", weights, **named)), "num_speculative_tokens": 3}
     plain = outputs(core_of(OnCPU, full, monkeypatch, None, 60))
     paces = {kind: EagerPolicy() for kind in (OnCPU, WithGraphs, WithPrompts)}
     for kind, pace in paces.items():
-        assert outputs(core_of(kind, full, monkeypatch, pace, 60, requests)) == plain
+        assert outputs(core_of(kind, full, monkeypatch, pace, 60, speculative)) == plain
         assert 3 < pace.num_held < pace.num_drafts
     assert len({(pace.num_held, pace.num_drafts) for pace in paces.values()}) == 1
 
